@@ -1,0 +1,31 @@
+"""The command ``slipstream``: one file a command; this one only names them."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+from rich.panel import Panel
+
+from slipstream.errors import SlipstreamError
+
+app = typer.Typer(
+    name="slipstream",
+    help="Faster data-parallel training for PyTorch: see where an iteration goes, and mend it.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line; a user mistake ends in one red box and exit code 2."""
+    try:
+        app()
+    except SlipstreamError as error:
+        Console(stderr=True).print(
+            Panel(str(error), title=type(error).__name__, title_align="left", border_style="red")
+        )
+        sys.exit(2)

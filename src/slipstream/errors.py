@@ -1,0 +1,57 @@
+"""Every error that slipstream raises on purpose; each says what was seen, what is allowed and the fix.
+
+    SlipstreamError
+    |-- StrategyError   (ValueError)    a strategy that cannot be built, or does not fit this model
+    |-- ModelError      (ValueError)    a model, optimizer or loader that cannot be accelerated
+    |-- TraceError      (ValueError)    a trace that cannot be read or says nothing
+    |-- UsageError      (RuntimeError)  a verb of the session called in the wrong order
+    |-- ClusterError    (RuntimeError)  the environment does not describe a usable set of ranks
+    |-- MismatchError   (RuntimeError)  ranks disagree about the model or the strategy
+    |-- ExchangeError   (RuntimeError)  an exchange failed: names rank, step, segment and parameters
+    |-- LaunchError     (RuntimeError)  a script could not be started
+    `-- TestbedError    (RuntimeError)  hosts and links cannot be emulated on this machine
+
+User mistakes are errors of this tree; broken invariants of slipstream's own are ``assert``.
+"""
+
+
+class SlipstreamError(Exception):
+    """Root of the tree: ``except slipstream.SlipstreamError`` catches all that is listed above."""
+
+
+class StrategyError(SlipstreamError, ValueError):
+    """A strategy that cannot be built, or that does not fit this model."""
+
+
+class ModelError(SlipstreamError, ValueError):
+    """A model, optimizer or loader that cannot be accelerated."""
+
+
+class TraceError(SlipstreamError, ValueError):
+    """A trace that cannot be read, or that holds nothing to summarise."""
+
+
+class UsageError(SlipstreamError, RuntimeError):
+    """A verb of the session called in the wrong order."""
+
+
+class ClusterError(SlipstreamError, RuntimeError):
+    """The environment does not describe a usable set of ranks."""
+
+
+class MismatchError(SlipstreamError, RuntimeError):
+    """Ranks disagree about the model or the strategy; raised on every rank alike."""
+
+
+class ExchangeError(SlipstreamError, RuntimeError):
+    """An exchange between ranks failed; names the rank, the step, the segment and its parameters."""
+
+
+class LaunchError(SlipstreamError, RuntimeError):
+    """A script could not be started."""
+
+
+class TestbedError(SlipstreamError, RuntimeError):
+    """Hosts and links cannot be emulated on this machine."""
+
+    __test__ = False  # pytest: not a test class, whatever its name

@@ -1,0 +1,177 @@
+"""Real ranks for tests: processes joined by gloo over loopback, started once a file.
+
+    @pytest.fixture(scope="module")
+    def two():
+        with Ranks(2) as ranks:
+            yield ranks
+
+    def test_sum(two):
+        assert two.run(sum_of_ranks) == [1, 1]     # sum_of_ranks() is a function of the test module
+
+Every ``run`` gives the ranks a fresh process group (unless ``connect=False``) and the variables of
+``torchrun`` in the environment. A rank that raises makes ``run`` raise ``RankFailure`` with every rank's
+traceback; a rank that hangs or dies ends the pool, and the next ``run`` starts a new one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pydantic", "rich"])
+
+
+class RankFailure(AssertionError):
+    """At least one rank raised, died or hung; ``errors`` maps rank to its exception or a reason."""
+
+    def __init__(self, errors: dict[int, BaseException | str], tracebacks: dict[int, str]) -> None:
+        self.errors = errors
+        text = "\n".join(f"--- rank {r}: {errors[r]!r}\n{tracebacks.get(r, '')}" for r in errors)
+        super().__init__(text)
+
+
+class Ranks:
+    """A pool of ``size`` worker processes; ``run(fn, *args)`` calls ``fn(*args)`` on each."""
+
+    def __init__(self, size: int, timeout: float = 120.0) -> None:
+        self.size, self.timeout = size, timeout
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        connect: bool = True,
+        env: dict[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Returns of ``fn(*args)`` by rank; ``args`` may hold a ``PerRank`` for differing arguments."""
+        if not self._workers:
+            self._start()
+        port = _free_port()
+        for rank, (_, pipe) in enumerate(self._workers):
+            own = [a.values[rank] if isinstance(a, PerRank) else a for a in args]
+            pipe.send((fn, own, rank, self.size, port, connect, env or {}))
+        results: dict[int, Any] = {}
+        errors: dict[int, BaseException | str] = {}
+        tracebacks: dict[int, str] = {}
+        pending = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
+        while pending:
+            ready = wait(list(pending), timeout or self.timeout)
+            if not ready:
+                errors |= {r: "no answer: the rank hangs" for r in pending.values()}
+                break
+            for pipe in ready:
+                rank = pending.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    ok, value, trace = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    errors[rank] = "the process died"
+                    continue
+                if ok:
+                    results[rank] = value
+                else:
+                    errors[rank], tracebacks[rank] = value, trace
+        if any(isinstance(e, str) for e in errors.values()):
+            for process, _ in self._workers:
+                process.kill()
+            self.stop()
+        if errors:
+            raise RankFailure(errors, tracebacks)
+        return [results[r] for r in range(self.size)]
+
+    def fail(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int, BaseException]:
+        """Like ``run`` for a case in which *every* rank must raise: the exceptions by rank."""
+        try:
+            returned = self.run(fn, *args, **kwargs)
+        except RankFailure as failure:
+            missing = set(range(self.size)) - set(failure.errors)
+            assert not missing, f"ranks {sorted(missing)} did not raise; others: {failure}"
+            odd = {r: e for r, e in failure.errors.items() if isinstance(e, str)}
+            assert not odd, f"ranks without an error of their own: {odd}"
+            return failure.errors  # type: ignore[return-value]
+        raise AssertionError(f"no rank raised; returned {returned}")
+
+    def stop(self) -> None:
+        for process, pipe in self._workers:
+            pipe.close()
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._workers = []
+
+    def _start(self) -> None:
+        for _ in range(self.size):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(theirs, list(sys.path)), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+class PerRank:
+    """An argument of ``Ranks.run`` that differs between ranks."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(pipe: Connection, path: list[str]) -> None:
+    sys.path[:] = path
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    base = dict(os.environ)
+    while True:
+        try:
+            fn, args, rank, size, port, connect, env = pipe.recv()
+        except EOFError:
+            return
+        os.environ.clear()
+        os.environ.update(base)
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            GLOO_SOCKET_IFNAME="lo",
+            OMP_NUM_THREADS="1",
+        )
+        os.environ.update(env)
+        torch.manual_seed(0)
+        try:
+            if connect:
+                dist.init_process_group("gloo")
+            answer = (True, fn(*args), "")
+        except BaseException as error:
+            answer = (False, error, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        try:
+            pipe.send(answer)
+        except Exception:  # an error or a value that cannot be pickled
+            pipe.send((answer[0], RuntimeError(repr(answer[1])), answer[2]))
