@@ -1,3 +1,36 @@
-"""slipstream: data-parallel training for PyTorch that is faster, and says why."""
+"""slipstream: data-parallel training for PyTorch that is faster, and says why.
+
+Public names are resolved when they are first used, so ``import slipstream`` alone does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from slipstream.api import accelerate as accelerate
+    from slipstream.errors import SlipstreamError as SlipstreamError
+    from slipstream.session import Session as Session
+    from slipstream.strategy import Strategy as Strategy
+
+_HOMES = {
+    "Session": "slipstream.session",
+    "SlipstreamError": "slipstream.errors",
+    "Strategy": "slipstream.strategy",
+    "accelerate": "slipstream.api",
+}
+
+__all__ = ["Session", "SlipstreamError", "Strategy", "__version__", "accelerate"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,146 @@
+"""``accelerate()``: the only place where techniques are composed, in one fixed order.
+
+Never implements one: each line calls the room that does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from slipstream.checks import check, device_of, facts
+from slipstream.cluster.connect import Cluster, connect, from_environ
+from slipstream.comm import flat, fused
+from slipstream.comm.agreement import agree
+from slipstream.comm.channel import Channel
+from slipstream.data.even import EvenLoader
+from slipstream.errors import UsageError
+from slipstream.gradients.engine import Engine, trainables_of
+from slipstream.session import Installed, Session
+from slipstream.strategy import Strategy
+from slipstream.trace.recorder import Recorder
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
+
+LANES = {"cpu": 2, "cuda": 1}
+"""Exchanges under way at a time. gloo: a second one fills the pauses in which the first waits for a
+peer. NCCL: one, as concurrent communicators on a device compete for its multiprocessors."""
+
+_accelerated: WeakSet[nn.Module] = WeakSet()
+
+
+def accelerate(
+    model: M,
+    optimizer: O,
+    loader: Iterable[Any] | None = None,
+    strategy: Strategy | str | Path | Mapping[str, Any] | None = None,
+) -> Session[M, O]:
+    """Train ``model`` on all ranks of this run as ``strategy`` says.
+
+    Works the same on one process (nothing is exchanged), under ``slipstream launch``, ``torchrun``,
+    Slurm and Open MPI, and in a script that has made its process group itself. All ranks start from
+    the first rank's parameters and buffers.
+
+    Args:
+        model: a plain module, not wrapped in DistributedDataParallel; its names and classes stay.
+        optimizer: holds parameters of ``model`` only.
+        loader: any iterable of batches of this rank's share of the data; see ``Session.loader``.
+        strategy: a Strategy, a file, the name of a preset or a mapping; None means the file named by
+            the environment variable SLIPSTREAM_STRATEGY, else the defaults.
+
+    Raises:
+        StrategyError: the strategy is wrong, or does not fit this model.
+        ModelError: the model or the optimizer cannot be accelerated.
+        UsageError: the model is accelerated already.
+        ClusterError: the environment describes no usable set of ranks.
+        MismatchError: ranks disagree about the model or the strategy, or another rank failed here.
+
+    Example:
+        >>> import torch, slipstream
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> batches = [torch.ones(4, 2)] * 3
+        >>> with slipstream.accelerate(model, optimizer, batches) as session:
+        ...     for batch in session.loader:
+        ...         session.backward(session.model(batch).square().mean())
+        ...         updated = session.step()
+        >>> updated
+        True
+    """
+    device = device_of(model)
+    if any(module in _accelerated for module in model.modules()):
+        raise UsageError(
+            "this model is accelerated already; close() its session before a second accelerate()"
+        )
+    cluster = connect(from_environ(), device)
+    try:
+        return _compose(model, optimizer, loader, strategy, cluster)
+    except BaseException:
+        cluster.close()
+        raise
+
+
+def _compose(
+    model: M,
+    optimizer: O,
+    loader: Iterable[Any] | None,
+    source: Strategy | str | Path | Mapping[str, Any] | None,
+    cluster: Cluster,
+) -> Session[M, O]:
+    """Validate, then install: what comes first is what later parts build on."""
+    error: Exception | None = None
+    common: dict[str, str] = {}
+    strategy = Strategy()
+    try:
+        strategy = Strategy.load(source or os.environ.get("SLIPSTREAM_STRATEGY"))
+        check(model, optimizer, strategy)
+        common = facts(model, strategy)
+    except Exception as caught:
+        error = caught
+
+    distributed = cluster.world_size > 1
+    control = cluster.new_group(backend="gloo") if distributed else None
+    if control is not None:
+        agree(common, control, error)  # a mistake on one rank is an error on all, and no hang
+    elif error is not None:
+        raise error
+
+    recorder = None  # first, since every room gets it
+    if strategy.trace.steps is not None:
+        recorder = Recorder(cluster.rank, strategy.trace.skip, strategy.trace.steps)
+
+    channel = engine = None
+    trainables = trainables_of(model)
+    if control is not None:
+        lanes = [cluster.new_group() for _ in range(LANES.get(cluster.device.type, 1))]
+        groups = [lane for lane in lanes if lane is not None]
+        fused.broadcast([*model.parameters(), *model.buffers()], groups[0])  # one start for all
+        channel = Channel(groups, cluster.device)
+        engine = Engine(  # its hooks are the last on the parameters
+            trainables,
+            list(model.buffers()),
+            split=strategy.gradients.split,
+            overlap=strategy.gradients.overlap,
+            transport=flat.all_reduce_sum,
+            channel=channel,
+            control=control,
+            recorder=recorder,
+        )
+
+    names = tuple(t.name for t in trainables)
+    forget = partial(_accelerated.difference_update, list(model.modules()))
+    installed = Installed(cluster, strategy, names, engine, channel, control, recorder, forget)
+    even = None
+    if loader is not None:  # after the engine: a filler batch is one that the engine does not count
+        even = EvenLoader(loader, group=control, recorder=recorder)
+    session = Session(model, optimizer, even, installed)
+    _accelerated.update(model.modules())
+    return session

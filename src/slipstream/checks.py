@@ -1,0 +1,110 @@
+"""What cannot be accelerated, found before anything is installed; and what all ranks must agree on.
+
+Never changes the model or the optimizer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from slipstream.errors import ModelError
+from slipstream.gradients.engine import trainables_of
+from slipstream.gradients.layout import Gradient, plan_segments
+from slipstream.strategy import Strategy
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the parameters.
+
+    Raises:
+        ModelError: not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"accelerate() takes a torch.nn.Module, not a {type(model).__name__}")
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Refuse what could only fail later.
+
+    Raises:
+        ModelError: names the parameter by its path.
+        StrategyError: the split does not fit the number of gradients.
+    """
+    _check_model(model)
+    _check_optimizer(model, optimizer)
+    gradients = [Gradient(t.name, t.layer, t.parameter.nbytes) for t in trainables_of(model)]
+    plan_segments(gradients, strategy.gradients.split)
+
+
+def facts(model: nn.Module, strategy: Strategy) -> dict[str, str]:
+    """What must be equal on all ranks, subject to value."""
+    found = {"the strategy": strategy.to_json()}
+    for name, p in model.named_parameters():
+        frozen = "" if p.requires_grad else ", frozen"
+        found[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{frozen}"
+    for name, b in model.named_buffers():
+        found[f"buffer {name}"] = f"{b.dtype} {tuple(b.shape)}"
+    return found
+
+
+def _check_model(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ModelError(
+                f"module {path or '(the model)'} is wrapped in DistributedDataParallel, which "
+                "averages gradients itself; pass the plain module: accelerate(ddp.module, ...)"
+            )
+    device = device_of(model)
+    for name, p in model.named_parameters():
+        if is_lazy(p):
+            raise ModelError(
+                f"parameter {name} has no shape yet (a lazy module); run one forward before "
+                "accelerate()"
+            )
+        if p.device.type == "meta":
+            raise ModelError(
+                f"parameter {name} is on the meta device and holds no values; "
+                "call model.to_empty(device=...) and initialise it before accelerate()"
+            )
+        if p.device != device:
+            raise ModelError(
+                f"parameter {name} is on {p.device}, others on {device}; all parameters of a rank "
+                "must be on one device"
+            )
+        if p.requires_grad and p.dtype not in _DTYPES:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
+            raise ModelError(
+                f"parameter {name} is {p.dtype}, which gloo cannot add up; allowed: {allowed}"
+            )
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    missing = [n for n in ("step", "zero_grad", "param_groups") if not hasattr(optimizer, n)]
+    if missing:
+        raise ModelError(
+            f"accelerate() takes an optimizer as its second argument, not a "
+            f"{type(optimizer).__name__} (it has no {', '.join(missing)})"
+        )
+    own = {id(p) for p in model.parameters()}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                raise ModelError(
+                    f"the optimizer's group {number} holds a parameter of shape "
+                    f"{tuple(parameter.shape)} (number {place}) that is not in the model, so its "
+                    "gradient would never be averaged; build the optimizer from "
+                    "model.parameters() of the model that you pass, after all changes to it"
+                )

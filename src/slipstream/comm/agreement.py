@@ -1,0 +1,76 @@
+"""Ranks compare notes before data moves: the same facts on all of them, or the same error on all of them.
+
+Never lets one rank go on where another cannot. Costs one collective of 33 bytes a rank when all is well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from slipstream.errors import MismatchError
+
+_SHOWN = 5
+
+
+def agree(
+    facts: Mapping[str, str], group: dist.ProcessGroup, error: Exception | None = None
+) -> None:
+    """Return if all ranks hold the same ``facts`` and none has an ``error``.
+
+    Args:
+        facts: what must be equal, subject to value: ``{"strategy": "{...}", "parameter a": "..."}``.
+        group: a group of CPU tensors.
+        error: what went wrong on this rank before it came here.
+
+    Raises:
+        Exception: ``error`` itself, on the rank that has one.
+        MismatchError: on every other rank; names ranks, subjects and both values.
+    """
+    digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).digest()
+    own = torch.tensor([error is not None, *digest], dtype=torch.uint8)
+    every = own.new_empty(dist.get_world_size(group) * own.numel())
+    dist.all_gather(list(every.view(-1, own.numel()).unbind()), own, group=group)
+    if bool((every.view(-1, own.numel()) == every.new_tensor([0, *every[1 : own.numel()]])).all()):
+        return
+    complaints = _complaints(facts, group, error)
+    if error is not None:
+        raise error
+    raise MismatchError("\n".join(complaints))
+
+
+def _complaints(
+    facts: Mapping[str, str], group: dist.ProcessGroup, error: Exception | None
+) -> list[str]:
+    """What each rank has to say, the same list on every rank."""
+    first: list[Mapping[str, str] | None] = [facts if dist.get_rank(group) == 0 else None]
+    dist.broadcast_object_list(first, group=group, group_src=0)
+    assert first[0] is not None
+    rank = dist.get_rank(group)
+    if error is not None:
+        own = f"rank {rank} cannot go on: {type(error).__name__}: {error}"
+    else:
+        own = _difference(rank, facts, first[0])
+    said: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(said, own, group=group)
+    complaints = [text for text in said if text]
+    hidden = len(complaints) - _SHOWN
+    return complaints[:_SHOWN] + ([f"... and {hidden} more ranks"] if hidden > 0 else [])
+
+
+def _difference(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> str:
+    """The first subject in which this rank differs from rank 0, in a sentence."""
+    for subject in [*first, *own]:
+        here, there = own.get(subject, "absent"), first.get(subject, "absent")
+        if here != there:
+            return (
+                f"rank {rank} differs from rank 0 in {subject}: {here} there, {there} on rank 0; "
+                "every rank must build the same model, optimizer and strategy"
+            ).replace(" there,", f" on rank {rank},")
+    if list(own) != list(first):
+        return f"rank {rank} holds the same as rank 0 in another order"
+    return ""

@@ -1,0 +1,55 @@
+"""Many tensors in one transfer: parameters and buffers travel as the bytes of one flat tensor.
+
+Never allocates more than ``LIMIT_BYTES`` of staging memory a transfer, but for a larger single tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+
+LIMIT_BYTES = 128 * 2**20
+
+
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
+    """Give every rank the values of the group's first rank; returns how many broadcasts it took.
+
+    Tensors of all dtypes travel together. Exactness: bitwise.
+    """
+    packs = list(_packs(tensors))
+    for pack in packs:
+        flat = pack_bytes(pack)
+        dist.broadcast(flat, group=group, group_src=0)
+        if dist.get_rank(group) != 0:
+            unpack_bytes(flat, pack)
+    return len(packs)
+
+
+def pack_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A new 1-D tensor of uint8 that holds the tensors' values one behind the other."""
+    return torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
+
+
+def unpack_bytes(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Write the parts of ``flat`` back into tensors of the shapes and dtypes it was packed from."""
+    parts = flat.split([t.nbytes for t in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        # clone(): a part may start where the dtype must not (alignment); a copy starts anew.
+        tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors that share a transfer: at most ``LIMIT_BYTES``, or one larger tensor alone."""
+    pack: list[torch.Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        if pack and filled + tensor.nbytes > LIMIT_BYTES:
+            yield pack
+            pack, filled = [], 0
+        if tensor.nbytes:
+            pack.append(tensor)
+            filled += tensor.nbytes
+    if pack:
+        yield pack

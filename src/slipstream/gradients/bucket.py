@@ -1,0 +1,179 @@
+"""Where gradients wait for their exchange, and where the averages come back.
+
+Never communicates by itself: ``exchange`` gets the transport and the group from the engine.
+
+[Note: Flags of use]
+A parameter that got a gradient on some rank must be updated on all ranks, one that got none on any rank
+on none (an optimizer would still decay it or apply momentum). Which is which is known only after all ranks
+spoke, so the flat tensor carries one more element a gradient: 1 where this rank has one. Their sum comes
+back with the gradients: no further collective, and no rank waits for another's graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slipstream.comm import sparse
+
+Transport = Callable[[torch.Tensor, dist.ProcessGroup], None]
+
+
+class Bucket(ABC):
+    """Gradients that travel together: ``fill`` one by one, ``complete``, ``exchange``, ``finish``."""
+
+    num_bytes: int
+    """Bytes of this rank's gradients, flags of use left out; 0 where it is not known beforehand."""
+
+    @abstractmethod
+    def fill(self, slot: int, scale: float) -> None:
+        """Take over the gradient of the parameter in ``slot``, times ``scale``."""
+
+    @abstractmethod
+    def complete(self, scale: float) -> None:
+        """Fill what is missing: gradients of earlier backward passes, else zeros."""
+
+    @abstractmethod
+    def exchange(self, transport: Transport, group: dist.ProcessGroup) -> None:
+        """Sum over ranks."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Leave the sum in ``parameter.grad``, or None where no rank had a gradient."""
+
+
+class DenseBucket(Bucket):
+    """One flat tensor: the gradients of parameters of one dtype, then one flag a gradient.
+
+    ``parameter.grad`` becomes a view of it, in the parameter's own memory format.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        sizes = [p.numel() for p in parameters]
+        first = parameters[0]
+        self.flat = torch.zeros(
+            sum(sizes) + len(sizes), dtype=first.dtype, device=first.device, requires_grad=False
+        )
+        *parts, self._flags = self.flat.split([*sizes, len(sizes)])
+        self._views = [_shaped_like(part, p) for part, p in zip(parts, parameters, strict=True)]
+        self._filled = [False] * len(sizes)
+        self._unused: list[int] = []
+        self.num_bytes = sum(sizes) * first.element_size()
+
+    def fill(self, slot: int, scale: float) -> None:
+        parameter, view = self.parameters[slot], self._views[slot]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:  # it was dense when the buckets were laid out
+            gradient = gradient.to_dense()
+        torch.mul(gradient, scale, out=view)
+        parameter.grad = view
+        self._filled[slot] = True
+
+    def complete(self, scale: float) -> None:
+        self._unused = []
+        for slot, filled in enumerate(self._filled):
+            if not filled:
+                if self.parameters[slot].grad is not None:
+                    self.fill(slot, scale)
+                else:
+                    self._views[slot].zero_()
+                    self._unused.append(slot)
+        self._flags.fill_(1)
+        for slot in self._unused:
+            self._flags[slot] = 0
+        self._filled = [False] * len(self._filled)
+
+    def exchange(self, transport: Transport, group: dist.ProcessGroup) -> None:
+        transport(self.flat, group)
+
+    def finish(self) -> None:
+        if self._unused:
+            used = self._flags.real.tolist() if self._flags.is_complex() else self._flags.tolist()
+            for slot in self._unused:
+                self.parameters[slot].grad = self._views[slot] if used[slot] else None
+
+
+class SparseBucket(Bucket):
+    """The gradient of one parameter that comes as a sparse tensor with ``sparse_dim`` sparse axes."""
+
+    num_bytes = 0
+
+    def __init__(self, parameter: nn.Parameter, sparse_dim: int) -> None:
+        self.parameter = parameter
+        self._sparse_dim = sparse_dim
+        self._gradient: torch.Tensor | None = None
+
+    def fill(self, slot: int, scale: float) -> None:
+        gradient = self.parameter.grad
+        assert gradient is not None
+        if not gradient.is_sparse:  # a rank or a step whose graph also uses the parameter densely
+            gradient = gradient.to_sparse(self._sparse_dim)
+        self._gradient = gradient * scale
+
+    def complete(self, scale: float) -> None:
+        if self._gradient is None:
+            if self.parameter.grad is not None:
+                self.fill(0, scale)
+            else:
+                self._gradient = self._no_rows()
+
+    def exchange(self, transport: Transport, group: dist.ProcessGroup) -> None:
+        assert self._gradient is not None
+        self._gradient = sparse.all_reduce_sum(self._gradient, group)
+
+    def finish(self) -> None:
+        gradient, self._gradient = self._gradient, None
+        assert gradient is not None
+        self.parameter.grad = gradient if gradient._nnz() else None
+
+    def _no_rows(self) -> torch.Tensor:
+        shape = self.parameter.shape
+        return torch.sparse_coo_tensor(
+            torch.empty(self._sparse_dim, 0, dtype=torch.int64, device=self.parameter.device),
+            self.parameter.new_empty(0, *shape[self._sparse_dim :]).detach(),
+            shape,
+            check_invariants=False,
+        )
+
+
+def make_buckets(
+    parameters: Sequence[nn.Parameter], sparse_dims: Sequence[int]
+) -> list[tuple[Bucket, list[int]]]:
+    """Buckets for the parameters of one segment, each with the positions that it holds, slot by slot.
+
+    One flat tensor a dtype, one bucket for each sparse gradient (``sparse_dims`` above 0).
+    """
+    dense: dict[torch.dtype, list[int]] = {}
+    buckets: list[tuple[Bucket, list[int]]] = []
+    for position, (parameter, sparse_dim) in enumerate(zip(parameters, sparse_dims, strict=True)):
+        if sparse_dim:
+            buckets.append((SparseBucket(parameter, sparse_dim), [position]))
+        else:
+            dense.setdefault(parameter.dtype, []).append(position)
+    for positions in dense.values():
+        buckets.append((DenseBucket([parameters[i] for i in positions]), positions))
+    return buckets
+
+
+def _shaped_like(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """A view of ``part`` with the parameter's shape and, where its memory has no holes, its strides."""
+    if parameter.is_contiguous() or not _is_dense(parameter):
+        return part.view(parameter.shape)
+    return part.as_strided(parameter.shape, parameter.stride())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory without holes or overlaps, in some order of the axes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,45 @@
+"""Buffers (the running statistics of batch norm) kept in step: all ranks follow the first one.
+
+[Note: When buffers travel]
+DistributedDataParallel broadcasts the buffers of rank 0 before each forward, and every rank waits. The
+forward just done was the last to change them, so here they are copied when backward starts, travel beside
+it, and are written back when it ends: the next forward sees the same values, and nobody waits. What a
+recomputed forward (activation checkpointing) adds to them a second time during backward is thereby dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from slipstream.comm import fused
+
+
+class Buffers:
+    """``stage`` before backward, ``exchange`` beside it, ``restore`` after it. Exactness: bitwise."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
+        self._buffers = [b for b in buffers if b.nbytes]
+        self._staged = torch.empty(0)
+
+    def __bool__(self) -> bool:
+        return bool(self._buffers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a broadcast of all buffers carries."""
+        return sum(b.nbytes for b in self._buffers)
+
+    def stage(self) -> None:
+        """Copy the values as they are now."""
+        self._staged = fused.pack_bytes(self._buffers)
+
+    def exchange(self, group: dist.ProcessGroup) -> None:
+        """Replace the copy by that of the group's first rank."""
+        dist.broadcast(self._staged, group=group, group_src=0)
+
+    def restore(self) -> None:
+        """Write the copy back into the buffers."""
+        fused.unpack_bytes(self._staged, self._buffers)

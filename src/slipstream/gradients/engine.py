@@ -1,0 +1,348 @@
+"""From a ready gradient to an averaged gradient: hooks count, full segments leave in order.
+
+Never touches the optimizer, the loss or the data; which gradients share a segment is ``layout``'s to say.
+
+[Note: One backward]
+``begin`` opens it. Each gradient that autograd has accumulated calls ``_on_gradient``: it is scaled into its
+bucket, and a segment whose gradients are all there goes to the channel, strictly in segment order, while
+backward still runs. ``end`` sends what is left (segments with unused parameters, and all of them where the
+strategy asks for no overlap), waits, and leaves the averages in ``parameter.grad``. All ranks thus issue the
+same exchanges in the same order, whatever their graphs did.
+
+The first backward that exchanges has no buckets yet: it is observed, the ranks agree on the ready order, the
+segments are laid out, and everything is sent after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slipstream.comm.channel import Channel
+from slipstream.errors import ExchangeError, UsageError
+from slipstream.gradients.bucket import Bucket, Transport, make_buckets
+from slipstream.gradients.buffers import Buffers
+from slipstream.gradients.layout import Gradient, Segment, plan_segments
+from slipstream.gradients.order import Observer, ReadyOrder
+from slipstream.strategy import Split
+from slipstream.trace.event import BUFFERS, allreduce
+from slipstream.trace.recorder import Recorder, Stamp
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """A parameter that gets gradients, and its path in the model."""
+
+    name: str
+    parameter: nn.Parameter
+
+    @property
+    def layer(self) -> str:
+        """Path of the module that owns the parameter."""
+        return self.name.rpartition(".")[0]
+
+
+def trainables_of(model: nn.Module) -> list[Trainable]:
+    """The parameters of ``model`` that require a gradient, in order of registration, tied ones once."""
+    return [Trainable(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+@dataclass(slots=True)
+class _Shipment:
+    """A segment at run time: its buckets, and how many of its gradients are still to come."""
+
+    segment: Segment
+    names: tuple[str, ...]
+    buckets: list[Bucket]
+    missing: int = 0
+    ready: Stamp = 0.0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where the gradient of one parameter goes."""
+
+    shipment: _Shipment
+    bucket: Bucket
+    slot: int
+
+
+@dataclass(slots=True)
+class _Backward:
+    """The backward pass under way."""
+
+    exchange: bool
+    scale: float
+    due: list[int] = field(default_factory=list)
+    next_shipment: int = 0
+
+
+class Engine:
+    """Averages the gradients of ``trainables`` over the ranks of the channel's groups.
+
+    Args:
+        trainables: every parameter that requires a gradient, tied ones once.
+        buffers: the model's buffers, kept equal to those of the first rank.
+        split: which gradients share an exchange.
+        overlap: exchange while backward still runs, else strictly after it.
+        transport: leaves the sum over a group in a tensor.
+        channel: runs exchanges in order beside backward.
+        control: a group of CPU tensors for agreements, apart from the channel's.
+        recorder: None when nothing is recorded.
+
+    Exactness: reordered against one process on the joined batch; bitwise where the order of the sum is
+    the same (two ranks).
+    """
+
+    def __init__(
+        self,
+        trainables: Sequence[Trainable],
+        buffers: Sequence[torch.Tensor],
+        *,
+        split: Split,
+        overlap: bool,
+        transport: Transport,
+        channel: Channel,
+        control: dist.ProcessGroup,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._trainables = list(trainables)
+        self._buffers = Buffers(buffers)
+        self._split, self._overlap, self._transport = split, overlap, transport
+        self._channel, self._control, self._recorder = channel, control, recorder
+        self._rank = dist.get_rank(control)
+        self._device = trainables[0].parameter.device
+        self._order: ReadyOrder | None = None
+        self._observer: Observer | None = None
+        self._shipments: list[_Shipment] = []
+        self._places: list[_Place] = []
+        self._backward: _Backward | None = None
+        self._local_only = False
+        self._lost: str | None = None
+        self.step = 0
+        self._hooks = [
+            t.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            for index, t in enumerate(self._trainables)
+        ]
+
+    # What the session calls, in this order.
+
+    def begin(self, *, exchange: bool, scale: float) -> None:
+        """Open a backward pass; with ``exchange`` the gradients' sum over ranks, times ``scale``, follows."""
+        if self._lost:
+            raise UsageError(
+                f"an earlier backward failed ({self._lost}), so the ranks are out of step; end this "
+                "run and resume from a checkpoint"
+            )
+        self._backward = _Backward(exchange, scale)
+        if not exchange:
+            return
+        if self._order is None:
+            self._observer = Observer(len(self._trainables))
+        else:
+            self._open(self._backward)
+        if self._buffers:
+            self._buffers.stage()
+            self._channel.submit(self._send_buffers)
+
+    def end(self) -> None:
+        """Close the backward pass: returns when ``parameter.grad`` holds the averages."""
+        backward, self._backward = self._backward, None
+        assert backward is not None
+        if not backward.exchange:
+            return
+        try:
+            if self._observer is not None:
+                self.install(self._observer.agree(self._control))
+                self._observer = None
+                self._open(backward)
+            self._send(backward, everything=True)
+            self._channel.wait()
+        except Exception as error:
+            self._lost = str(error)
+            raise
+        for shipment in self._shipments:
+            for bucket in shipment.buckets:
+                bucket.finish()
+        if self._buffers:
+            self._buffers.restore()
+
+    def abort(self, error: BaseException) -> None:
+        """Backward itself raised: the ranks are out of step from here on."""
+        if self._backward is not None and self._backward.exchange:
+            self._lost = repr(error)
+        self._backward = None
+        self._observer = None
+
+    def local_only(self, on: bool) -> None:
+        """Whether gradients may arrive outside ``begin`` and ``end``, and stay on this rank."""
+        self._local_only = on
+
+    def close(self) -> None:
+        """Remove the hooks; gradients become tensors of their own again."""
+        for hook in self._hooks:
+            hook.remove()
+        for trainable in self._trainables:
+            if self._shipments and trainable.parameter.grad is not None:
+                trainable.parameter.grad = trainable.parameter.grad.clone()
+        self._shipments, self._places = [], []
+
+    # The layout, once the ready order is agreed.
+
+    @property
+    def order(self) -> ReadyOrder | None:
+        """The agreed ready order; None before the first exchange."""
+        return self._order
+
+    @property
+    def segments(self) -> list[tuple[tuple[str, ...], int, int]]:
+        """Names of the gradients, bytes and number of collectives of each segment; empty before the first."""
+        return [(s.names, s.num_bytes, len(s.buckets)) for s in self._shipments]
+
+    def install(self, order: ReadyOrder) -> None:
+        """Lay out segments and buckets for a ready order that all ranks share."""
+        ready = [self._trainables[i] for i in order.order]
+        sparse_dims = [order.sparse_dims[i] for i in order.order]
+        gradients = [
+            Gradient(t.name, t.layer, 0 if sparse else t.parameter.nbytes)
+            for t, sparse in zip(ready, sparse_dims, strict=True)
+        ]
+        places: dict[int, _Place] = {}
+        self._shipments = []
+        for segment in plan_segments(gradients, self._split):
+            part = slice(segment.start, segment.stop)
+            buckets = make_buckets([t.parameter for t in ready[part]], sparse_dims[part])
+            shipment = _Shipment(
+                segment, tuple(t.name for t in ready[part]), [bucket for bucket, _ in buckets]
+            )
+            self._shipments.append(shipment)
+            for bucket, positions in buckets:
+                for slot, position in enumerate(positions):
+                    index = order.order[segment.start + position]
+                    places[index] = _Place(shipment, bucket, slot)
+        self._places = [places[i] for i in range(len(self._trainables))]
+        self._order = order
+
+    # One backward.
+
+    def _open(self, backward: _Backward) -> None:
+        assert self._order is not None
+        backward.due = list(self._order.firings)
+        for shipment in self._shipments:
+            shipment.missing = len(shipment.segment)
+
+    def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
+        """Autograd has added to ``parameter.grad``."""
+        backward = self._backward
+        if backward is None:
+            if self._local_only:
+                return
+            raise UsageError(
+                f"parameter {self._trainables[index].name} got a gradient outside session.backward(), "
+                "which would never be averaged over ranks; call session.backward(loss) instead of "
+                "loss.backward(), or use `with session.no_sync():` for gradients that stay local"
+            )
+        if not backward.exchange:
+            return
+        if self._observer is not None:
+            assert parameter.grad is not None
+            self._observer.saw(index, parameter.grad)
+            return
+        if not self._overlap:
+            return
+        backward.due[index] -= 1
+        if backward.due[index] > 0:
+            return
+        if backward.due[index] < 0:
+            raise self._came_again(index)
+        place = self._places[index]
+        place.bucket.fill(place.slot, backward.scale)
+        place.shipment.missing -= 1
+        if not place.shipment.missing:
+            self._send(backward)
+
+    def _send(self, backward: _Backward, everything: bool = False) -> None:
+        """Hand segments to the channel in order, as far as they are full (or all of them)."""
+        while backward.next_shipment < len(self._shipments):
+            shipment = self._shipments[backward.next_shipment]
+            if shipment.missing and not everything:
+                return
+            for bucket in shipment.buckets:
+                bucket.complete(backward.scale)
+            if self._recorder is not None:
+                shipment.ready = self._recorder.stamp(self._device)
+            self._channel.submit(partial(self._exchange, backward.next_shipment))
+            backward.next_shipment += 1
+
+    # In the channel's threads.
+
+    def _exchange(self, index: int, group: dist.ProcessGroup) -> None:
+        shipment = self._shipments[index]
+        try:
+            with self._span(allreduce(index + 1), **self._facts(index)):
+                for bucket in shipment.buckets:
+                    bucket.exchange(self._transport, group)
+        except Exception as error:
+            raise ExchangeError(
+                f"rank {self._rank}, step {self.step}: the exchange of segment {index + 1} of "
+                f"{len(self._shipments)} failed ({_in_short(shipment.names)}): {error}\n"
+                "Most often another rank has ended, failed or skipped this step: look at the first "
+                "error of all ranks; loaders of different length belong into accelerate(loader=...)"
+            ) from error
+
+    def _send_buffers(self, group: dist.ProcessGroup) -> None:
+        try:
+            with self._span(BUFFERS, bytes=self._buffers.num_bytes):
+                self._buffers.exchange(group)
+        except Exception as error:
+            raise ExchangeError(
+                f"rank {self._rank}, step {self.step}: the broadcast of the buffers failed: {error}"
+            ) from error
+
+    @contextmanager
+    def _span(self, name: str, **facts: object) -> Iterator[None]:
+        """Record what runs inside, if this step is recorded."""
+        recorder = self._recorder
+        if recorder is None or not recorder.active:
+            yield
+            return
+        start = recorder.stamp(self._device)
+        yield
+        recorder.add(name, start, recorder.stamp(self._device), **facts)
+
+    def _facts(self, index: int) -> dict[str, object]:
+        shipment = self._shipments[index]
+        return {
+            "segment": index,
+            "bytes": shipment.num_bytes,
+            "gradients": len(shipment.segment),
+            "collectives": len(shipment.buckets),
+            "ready": shipment.ready,
+        }
+
+    def _came_again(self, index: int) -> ExchangeError:
+        assert self._order is not None
+        return ExchangeError(
+            f"rank {self._rank}, step {self.step}: parameter {self._trainables[index].name} got a "
+            f"gradient more than {self._order.firings[index]} time(s) in one backward, unlike in the "
+            "first step, after its segment may have been sent; the model's graph changes between "
+            "steps (reentrant checkpointing of shared layers): use checkpoint(use_reentrant=False) "
+            "or set gradients.overlap: false, which is right for every graph"
+        )
+
+
+def _in_short(names: Sequence[str]) -> str:
+    """First and last of many parameter names."""
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{names[0]} ... {names[-1]}, {len(names)} gradients"

@@ -1,0 +1,151 @@
+"""Which gradients share an exchange: a pure function from gradients and a split to segments.
+
+Never sees a tensor or a process group: the engine, the preview table and a simulator call the same function,
+so they cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from slipstream.errors import ModelError, StrategyError
+from slipstream.strategy import (
+    ByBytes,
+    ByIndex,
+    ByLayers,
+    ByPercent,
+    PerGradient,
+    PerLayer,
+    Single,
+    Split,
+)
+
+MEGABYTE = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What the layout knows of one gradient: the name of its parameter, its layer and its bytes.
+
+    ``num_bytes`` is 0 for a sparse gradient: it is exchanged beside the dense ones and its size is
+    known only when it is there.
+    """
+
+    name: str
+    layer: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The gradients ``[start, stop)`` of the ready order, which are exchanged together."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[Segment, ...]:
+    """Cut gradients, given in ready order, into segments that follow each other without a gap.
+
+    Ready order is the order in which backward produces gradients: the output layer comes first.
+
+    Raises:
+        ModelError: there is nothing to split.
+        StrategyError: the split does not fit this number of gradients.
+
+    Example:
+        >>> from slipstream.strategy import ByPercent
+        >>> ready = [Gradient("b", "2", 30), Gradient("a", "1", 60), Gradient("c", "0", 10)]
+        >>> plan_segments(ready, ByPercent(percents=(90, 10)))
+        (Segment(start=0, stop=2), Segment(start=2, stop=3))
+    """
+    if not gradients:
+        raise ModelError(
+            "the model has no parameter that requires a gradient, so there is nothing to split or "
+            "exchange; set requires_grad=True on what is to be trained before accelerate()"
+        )
+    cut = _CUTS[type(split)]
+    stops = sorted({*cut(gradients, split), len(gradients)} - {0})
+    return tuple(Segment(start, stop) for start, stop in pairwise([0, *stops]))
+
+
+def _by_bytes(gradients: Sequence[Gradient], split: ByBytes) -> Iterable[int]:
+    """Close a segment when it reaches its size; keep a small last one, whose exchange none can hide."""
+    num_bytes = [g.num_bytes for g in gradients]
+    tail = _tail_start(num_bytes, split.last_megabytes)
+    limit = (split.first_megabytes or split.megabytes) * MEGABYTE
+    filled = 0
+    for index, size in enumerate(num_bytes[:tail]):
+        filled += size
+        if filled >= limit:
+            yield index + 1
+            filled, limit = 0, split.megabytes * MEGABYTE
+    yield tail
+
+
+def _tail_start(num_bytes: Sequence[int], last_megabytes: float | None) -> int:
+    """Where the last segment starts: as many of the last gradients as fit, at least one."""
+    if last_megabytes is None:
+        return len(num_bytes)
+    room = last_megabytes * MEGABYTE
+    start = len(num_bytes) - 1
+    room -= num_bytes[start]
+    while start > 0 and num_bytes[start - 1] <= room:
+        start -= 1
+        room -= num_bytes[start]
+    return start
+
+
+def _by_percent(gradients: Sequence[Gradient], split: ByPercent) -> Iterable[int]:
+    """Cut at the border nearest to each mark; marks that share a border make one cut."""
+    borders = [0, *accumulate(g.num_bytes for g in gradients)]
+    for mark in accumulate(split.percents[:-1]):
+        wanted = borders[-1] * mark / 100
+        yield min(range(len(borders)), key=lambda i: abs(borders[i] - wanted))
+
+
+def _by_index(gradients: Sequence[Gradient], split: ByIndex) -> Iterable[int]:
+    if split.last[-1] != len(gradients) - 1:
+        raise StrategyError(
+            f"gradients.split.last ends with {split.last[-1]}, but this model has {len(gradients)} "
+            f"gradients, counted from 0 in ready order; the last index must be {len(gradients) - 1}"
+        )
+    return (index + 1 for index in split.last)
+
+
+def _by_layers(gradients: Sequence[Gradient], split: ByLayers) -> Iterable[int]:
+    """Cut after every ``layers`` layers; a layer is the module that owns the parameters."""
+    borders = _layer_borders(gradients)
+    return borders[split.layers - 1 :: split.layers]
+
+
+def _per_layer(gradients: Sequence[Gradient], split: PerLayer) -> Iterable[int]:
+    return _layer_borders(gradients)
+
+
+def _layer_borders(gradients: Sequence[Gradient]) -> list[int]:
+    return [i for i in range(1, len(gradients)) if gradients[i].layer != gradients[i - 1].layer]
+
+
+def _per_gradient(gradients: Sequence[Gradient], split: PerGradient) -> Iterable[int]:
+    return range(1, len(gradients))
+
+
+def _single(gradients: Sequence[Gradient], split: Single) -> Iterable[int]:
+    return ()
+
+
+_CUTS: dict[type, Callable[..., Iterable[int]]] = {
+    ByBytes: _by_bytes,
+    ByPercent: _by_percent,
+    ByIndex: _by_index,
+    ByLayers: _by_layers,
+    PerLayer: _per_layer,
+    PerGradient: _per_gradient,
+    Single: _single,
+}

@@ -1,0 +1,67 @@
+"""The order in which backward produces gradients: observed on each rank, agreed by all.
+
+Never guesses: a parameter that no rank saw comes last, in reverse order of registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyOrder:
+    """What all ranks agree on; ``order`` and the values are indices and facts of trainable parameters.
+
+    Attributes:
+        order: indices of all parameters, the first to get its gradient first.
+        firings: how often each parameter's gradient is accumulated in one backward (once; a parameter
+            shared by several reentrant checkpoints: once for each).
+        sparse_dims: sparse axes of each gradient; 0 for a dense one.
+    """
+
+    order: tuple[int, ...]
+    firings: tuple[int, ...]
+    sparse_dims: tuple[int, ...]
+
+
+class Observer:
+    """Writes down which gradients became ready, in which order, in one backward of this rank."""
+
+    def __init__(self, num_parameters: int) -> None:
+        self._seen: list[int] = []
+        self._sparse_dims = [0] * num_parameters
+
+    def saw(self, index: int, gradient: torch.Tensor) -> None:
+        """The gradient of parameter ``index`` was accumulated."""
+        self._seen.append(index)
+        if gradient.is_sparse:
+            self._sparse_dims[index] = gradient.sparse_dim()
+
+    def agree(self, group: dist.ProcessGroup) -> ReadyOrder:
+        """Two small collectives: the most firings and axes of any rank, and the order of the first rank.
+
+        A parameter that the first rank did not see comes behind those that it saw.
+        """
+        num_parameters = len(self._sparse_dims)
+        firings = [0] * num_parameters
+        for index in self._seen:
+            firings[index] += 1
+        facts = torch.tensor([firings, self._sparse_dims], dtype=torch.int64)
+        dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=group)
+        order = torch.tensor(_last_firings(self._seen, num_parameters), dtype=torch.int64)
+        dist.broadcast(order, group=group, group_src=0)
+        most_firings, sparse_dims = facts.tolist()
+        return ReadyOrder(
+            tuple(order.tolist()), tuple(max(1, f) for f in most_firings), tuple(sparse_dims)
+        )
+
+
+def _last_firings(seen: Sequence[int], num_parameters: int) -> list[int]:
+    """Parameters by their last firing (only then is a gradient whole), unseen ones reversed behind."""
+    last = {index: position for position, index in enumerate(seen)}
+    unseen = [index for index in reversed(range(num_parameters)) if index not in last]
+    return sorted(last, key=last.__getitem__) + unseen

@@ -1,0 +1,377 @@
+"""What ``accelerate()`` installed, and the few verbs of a training loop.
+
+Never composes techniques (``api`` does) and never averages a gradient itself (the engine does).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+from torch import nn
+
+from slipstream.cluster.connect import Cluster
+from slipstream.comm.agreement import agree
+from slipstream.comm.channel import Channel
+from slipstream.data.even import EvenLoader
+from slipstream.errors import UsageError
+from slipstream.gradients.engine import Engine
+from slipstream.gradients.order import ReadyOrder
+from slipstream.strategy import Row, Strategy, overview
+from slipstream.strategy.overview import plain_text
+from slipstream.trace import chrome
+from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER
+from slipstream.trace.recorder import Recorder, Stamp
+
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """The parts that ``accelerate()`` has put together; None where one process needs none."""
+
+    cluster: Cluster
+    strategy: Strategy
+    trainable_names: tuple[str, ...]
+    engine: Engine | None
+    channel: Channel | None
+    control: torch.distributed.ProcessGroup | None
+    recorder: Recorder | None
+    on_close: Callable[[], None]
+
+
+class Session(Generic[M, O]):
+    """A model, its optimizer and its loader under a strategy; made by ``slipstream.accelerate``.
+
+    Attributes:
+        model: the user's model, unchanged.
+        optimizer: the user's optimizer.
+        strategy: what was asked for.
+
+    Also a context manager: leaving it closes the session.
+    """
+
+    def __init__(
+        self, model: M, optimizer: O, loader: EvenLoader | None, installed: Installed
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.strategy = installed.strategy
+        self._loader = loader
+        self._cluster = installed.cluster
+        self._engine = installed.engine
+        self._channel = installed.channel
+        self._control = installed.control
+        self._recorder = installed.recorder
+        self._on_close = installed.on_close
+        self._names = installed.trainable_names
+        self._steps = 0
+        self._micro_step = 0
+        self._contributions = 0  # micro-batches of all ranks in this accumulation window
+        self._counted = False  # whether this micro-step's are among them
+        self._backward_done = False
+        self._local = False
+        self._closed = False
+        self._forward_start: Stamp | None = None
+        self._forward_hook = (
+            model.register_forward_pre_hook(self._on_forward) if self._recorder else None
+        )
+        self._begin_iteration()
+
+    # The loop.
+
+    @property
+    def loader(self) -> EvenLoader:
+        """The loader, giving the same number of batches on every rank.
+
+        Raises:
+            UsageError: ``accelerate()`` got no loader.
+        """
+        if self._loader is None:
+            raise UsageError(
+                "this session has no loader; pass it: accelerate(model, optimizer, loader)"
+            )
+        return self._loader
+
+    @property
+    def rank(self) -> int:
+        """This process among all, counted from 0."""
+        return self._cluster.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes train together."""
+        return self._cluster.world_size
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+        """Compute gradients of ``loss / accumulate`` and, where an update follows, average them.
+
+        On return ``parameter.grad`` holds the average over ranks (read it, clip it); inside an
+        accumulation window or ``no_sync`` it holds the sum of this rank so far. Called twice before
+        ``step()``, the gradients add up.
+
+        Raises:
+            UsageError: the session is closed, or ``loss`` is not a scalar.
+            ExchangeError: another rank is gone, or the graph changed in a way that overlap cannot follow.
+        """
+        self._must_be_open("backward")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
+            raise UsageError(f"backward() takes a loss of one element, not {seen}; use loss.mean()")
+        filler = self._count_contribution()
+        recorder = self._recorder if self._recorder and self._recorder.active else None
+        start = recorder.stamp(loss.device) if recorder else 0.0
+        exchange = self._micro_step == self.strategy.gradients.accumulate - 1 and not self._local
+        if self._engine is not None:
+            scale = self.strategy.gradients.accumulate / self._contributions
+            self._engine.begin(exchange=exchange, scale=scale)
+        try:
+            if not filler:
+                (loss / self.strategy.gradients.accumulate).backward(retain_graph=retain_graph)
+        except BaseException as error:
+            if self._engine is not None:
+                self._engine.abort(error)
+            raise
+        if recorder:
+            recorder.add(FORWARD, self._forward_start or start, start)
+            recorder.add(BACKWARD, start, recorder.stamp(loss.device))
+            self._forward_start = None
+        if self._engine is not None:
+            self._engine.end()
+        self._backward_done = True
+
+    def step(self) -> bool:
+        """Update the parameters and zero the gradients; call it after every ``backward``.
+
+        Returns:
+            True when parameters were updated; False inside an accumulation window or ``no_sync``.
+
+        Raises:
+            UsageError: there was no backward since the last step, or the session is closed.
+        """
+        self._must_be_open("step")
+        if not self._backward_done:
+            raise UsageError(
+                "step() without a backward() before it: call session.backward(loss) first, "
+                "then session.step(), once each for every batch"
+            )
+        self._backward_done = False
+        if self._local:
+            return False
+        self._counted = False
+        self._micro_step = (self._micro_step + 1) % self.strategy.gradients.accumulate
+        if self._micro_step:
+            return False
+        self._update()
+        return True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients stay on this rank and add up; the next backward outside averages them.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self._must_be_open("no_sync")
+        before, self._local = self._local, True
+        if self._engine is not None:
+            self._engine.local_only(True)
+        try:
+            yield
+        finally:
+            self._local = before
+            if self._engine is not None:
+                self._engine.local_only(before)
+
+    # State, report, end.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to go on bit for bit: the count of updates and the ready order.
+
+        The same on every rank; the model's and the optimizer's state are theirs to save.
+
+        Raises:
+            UsageError: inside an accumulation window, whose gradients no checkpoint holds.
+        """
+        self._must_be_open("state_dict")
+        if self._micro_step or self._backward_done:
+            raise UsageError(
+                "state_dict() inside an accumulation window would lose the gradients gathered so "
+                "far; call it after a step() that returned True"
+            )
+        order = self._engine.order if self._engine else None
+        return {
+            "version": 1,
+            "steps": self._steps,
+            "ready_order": None
+            if order is None
+            else {
+                "names": [self._names[i] for i in order.order],
+                "firings": [order.firings[i] for i in order.order],
+                "sparse_dims": [order.sparse_dims[i] for i in order.order],
+            },
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from ``state_dict()``; every rank loads the same state, on any number of ranks.
+
+        Raises:
+            UsageError: the state is another version's or another model's.
+            MismatchError: ranks load different states.
+        """
+        self._must_be_open("load_state_dict")
+        error = self._refusal(state)
+        if self._control is not None:
+            agree({"state": repr(state)}, self._control, error)
+        elif error is not None:
+            raise error
+        self._steps = state["steps"]
+        saved = state["ready_order"]
+        if self._engine is not None and saved is not None:
+            index = {name: i for i, name in enumerate(self._names)}
+            order = tuple(index[name] for name in saved["names"])
+            at = sorted(range(len(order)), key=order.__getitem__)
+            self._engine.install(
+                ReadyOrder(
+                    order,
+                    tuple(saved["firings"][i] for i in at),
+                    tuple(saved["sparse_dims"][i] for i in at),
+                )
+            )
+
+    def report(self) -> str:
+        """The strategy and what became of it, as a table in plain text."""
+        return plain_text(overview(self.strategy, self._resolved()))
+
+    def close(self) -> None:
+        """Take everything off the model again; writes a trace that is still open. Twice does no harm."""
+        if self._closed:
+            return
+        if self._recorder is not None:
+            self._write_trace()
+        self._take_off()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:  # the other ranks may not come to an exchange any more: leave without one
+            self._take_off()
+
+    # Inside.
+
+    def _must_be_open(self, verb: str) -> None:
+        if self._closed:
+            raise UsageError(
+                f"{verb}() after close(); call slipstream.accelerate() again for a new session"
+            )
+
+    def _count_contribution(self) -> bool:
+        """Add this micro-step's batches of all ranks, once; whether this rank's is a filler."""
+        if not self._counted:
+            self._contributions += self._loader.active if self._loader else self.world_size
+            self._counted = True
+        return self._loader.filler if self._loader else False
+
+    def _update(self) -> None:
+        recorder = self._recorder if self._recorder and self._recorder.active else None
+        device = self._cluster.device
+        start = recorder.stamp(device) if recorder else 0.0
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self._contributions = 0
+        self._steps += 1
+        if self._engine is not None:
+            self._engine.step = self._steps
+        if self._recorder is not None:
+            end = self._recorder.stamp(device) if recorder else 0.0
+            if recorder:
+                recorder.add(OPTIMIZER, start, end)
+            self._recorder.end_step(end if recorder else None)
+            if self._recorder.done:
+                self._write_trace()
+            else:
+                self._begin_iteration()
+
+    def _begin_iteration(self) -> None:
+        """An iteration starts where the last one ended, or where an epoch starts."""
+        recorder = self._recorder
+        if recorder is None or self._micro_step:
+            return
+        if self._steps == self.strategy.trace.skip and self._backward_done is False:
+            recorder.align(self._control)
+        recorder.begin_step(self._steps)
+
+    def _on_forward(self, module: nn.Module, args: Sequence[Any]) -> None:
+        recorder = self._recorder
+        if recorder is not None and recorder.active and self._forward_start is None:
+            self._forward_start = recorder.stamp(self._cluster.device)
+
+    def _write_trace(self) -> None:
+        recorder, self._recorder = self._recorder, None
+        assert recorder is not None
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+        recorder.meta |= {
+            "model": type(self.model).__name__,
+            "strategy": self.strategy.model_dump(mode="json"),
+            "segments": [
+                {"bytes": num_bytes, "gradients": list(names)}
+                for names, num_bytes, _ in (self._engine.segments if self._engine else [])
+            ],
+        }
+        trace = recorder.gather(self._control)
+        if trace is not None and trace.events:
+            path = Path(self.strategy.trace.folder) / "trace.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            chrome.write(trace, path)
+            print(f"slipstream: trace written to {path}", file=sys.stderr)
+
+    def _resolved(self) -> list[Row]:
+        if self._engine is None:
+            return [Row("exchange", "none", "one process: there is nobody to exchange with")]
+        segments = self._engine.segments
+        if not segments:
+            return [Row("segments", "not yet", "laid out after the first backward")]
+        gradients = sum(len(names) for names, _, _ in segments)
+        collectives = sum(count for _, _, count in segments)
+        megabytes = sum(num_bytes for _, num_bytes, _ in segments) / 2**20
+        sizes = ", ".join(f"{num_bytes / 2**20:.1f}" for _, num_bytes, _ in segments[:12])
+        more = " ..." if len(segments) > 12 else ""
+        return [
+            Row("fused", f"{gradients} gradients -> {collectives} all-reduces", "in ready order"),
+            Row("segments", f"{megabytes:.1f} MB in {len(segments)}", f"MB: {sizes}{more}"),
+        ]
+
+    def _refusal(self, state: dict[str, Any]) -> UsageError | None:
+        if state.get("version") != 1:
+            return UsageError(f"this state has version {state.get('version')!r}; allowed: 1")
+        saved = state["ready_order"]
+        if saved is not None and set(saved["names"]) != set(self._names):
+            odd = sorted(set(saved["names"]) ^ set(self._names))
+            return UsageError(f"this state is another model's: only one of both has {odd[:5]}")
+        return None
+
+    def _take_off(self) -> None:
+        self._closed = True
+        if self._forward_hook is not None:
+            self._forward_hook.remove()
+        if self._engine is not None:
+            self._engine.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._cluster.close()
+        self._on_close()
