@@ -21,7 +21,7 @@ from slipstream.comm.agreement import agree
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
-from slipstream.gradients.engine import Engine
+from slipstream.gradients.engine import Engine, Exchanged
 from slipstream.gradients.order import ReadyOrder
 from slipstream.strategy import Row, Strategy, overview
 from slipstream.strategy.overview import plain_text
@@ -109,6 +109,11 @@ class Session(Generic[M, O]):
     def world_size(self) -> int:
         """How many processes train together."""
         return self._cluster.world_size
+
+    @property
+    def segments(self) -> tuple[Exchanged, ...]:
+        """What is exchanged together, in order; empty on one process and before the first exchange."""
+        return self._engine.segments if self._engine else ()
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Compute gradients of ``loss / accumulate`` and, where an update follows, average them.
@@ -329,8 +334,8 @@ class Session(Generic[M, O]):
             "model": type(self.model).__name__,
             "strategy": self.strategy.model_dump(mode="json"),
             "segments": [
-                {"bytes": num_bytes, "gradients": list(names)}
-                for names, num_bytes, _ in (self._engine.segments if self._engine else [])
+                {"bytes": segment.num_bytes, "gradients": list(segment.gradients)}
+                for segment in self.segments
             ],
         }
         trace = recorder.gather(self._control)
@@ -343,13 +348,13 @@ class Session(Generic[M, O]):
     def _resolved(self) -> list[Row]:
         if self._engine is None:
             return [Row("exchange", "none", "one process: there is nobody to exchange with")]
-        segments = self._engine.segments
+        segments = self.segments
         if not segments:
             return [Row("segments", "not yet", "laid out after the first backward")]
-        gradients = sum(len(names) for names, _, _ in segments)
-        collectives = sum(count for _, _, count in segments)
-        megabytes = sum(num_bytes for _, num_bytes, _ in segments) / 2**20
-        sizes = ", ".join(f"{num_bytes / 2**20:.1f}" for _, num_bytes, _ in segments[:12])
+        gradients = sum(len(s.gradients) for s in segments)
+        collectives = sum(s.num_collectives for s in segments)
+        megabytes = sum(s.num_bytes for s in segments) / 2**20
+        sizes = ", ".join(f"{s.num_bytes / 2**20:.1f}" for s in segments[:12])
         more = " ..." if len(segments) > 12 else ""
         return [
             Row("fused", f"{gradients} gradients -> {collectives} all-reduces", "in ready order"),

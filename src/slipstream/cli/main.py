@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.panel import Panel
 
+from slipstream.cli import launch, strategy, testbed, trace
 from slipstream.errors import SlipstreamError
 
 app = typer.Typer(
@@ -18,6 +19,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(trace.app, name="trace", help="Look at what a run recorded.")
+app.command("launch", context_settings={"allow_interspersed_args": False})(launch.launch)
+app.add_typer(strategy.app, name="strategy", help="Show, list, describe and check strategies.")
+app.add_typer(testbed.app, name="testbed", help="Emulate hosts and slow links on this machine.")
 
 
 def main() -> None:

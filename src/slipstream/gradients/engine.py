@@ -48,6 +48,15 @@ class Trainable:
         return self.name.rpartition(".")[0]
 
 
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What one segment carries: names of its gradients in ready order, bytes, and collectives it takes."""
+
+    gradients: tuple[str, ...]
+    num_bytes: int
+    num_collectives: int
+
+
 def trainables_of(model: nn.Module) -> list[Trainable]:
     """The parameters of ``model`` that require a gradient, in order of registration, tied ones once."""
     return [Trainable(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -205,9 +214,9 @@ class Engine:
         return self._order
 
     @property
-    def segments(self) -> list[tuple[tuple[str, ...], int, int]]:
-        """Names of the gradients, bytes and number of collectives of each segment; empty before the first."""
-        return [(s.names, s.num_bytes, len(s.buckets)) for s in self._shipments]
+    def segments(self) -> tuple[Exchanged, ...]:
+        """The segments in the order of their exchange; empty before the first exchange."""
+        return tuple(Exchanged(s.names, s.num_bytes, len(s.buckets)) for s in self._shipments)
 
     def install(self, order: ReadyOrder) -> None:
         """Lay out segments and buckets for a ready order that all ranks share."""

@@ -1,0 +1,308 @@
+"""Exchange of gradients on a slow network: slipstream's splits against DistributedDataParallel.
+
+    python benchmarks/exchange.py --model resnet50 --nodes 4 --rate 1gbit --json resnet50.json
+
+All variants train the same model side by side in one run, an iteration each in turn, in an order that is
+shuffled every round, between barriers; an iteration takes as long as on its slowest rank. DDP is measured
+with its default and with several bucket sizes, all with gradients as bucket views (its faster setting); the
+one with the smallest median is "DDP, best". The bound is max(compute, wire): compute is the iteration
+without any exchange, wire = 2 (p - 1) / p * bytes / rate. Without namespaces (no root) use --loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+
+import slipstream
+from slipstream.testbed import Testbed, parse_rate
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import data  # noqa: E402
+import models  # noqa: E402
+
+DDP_MEGABYTES = (1, 2, 4, 8, 16, 50)
+SPLITS = {
+    "default": {},
+    "by_bytes 4/1/1": {"kind": "by_bytes", "megabytes": 4},
+    "by_bytes 8/1/1": {"kind": "by_bytes", "megabytes": 8},
+    "by_bytes 16/1/1": {"kind": "by_bytes", "megabytes": 16},
+    "by_percent 96.54/3.46": {"kind": "by_percent"},
+    "by_layers 10": {"kind": "by_layers", "layers": 10},
+    "per_layer": {"kind": "per_layer"},
+    "per_gradient": {"kind": "per_gradient"},
+    "single": {"kind": "single"},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant: seconds an iteration (the slowest rank), CPU seconds of all ranks, ratios in pairs."""
+
+    name: str
+    median: float
+    low: float
+    high: float
+    exposed: float
+    cpu: float
+    collectives: int
+    to_bound: float
+    to_best_ddp: float
+    to_best_ddp_low: float
+    to_best_ddp_high: float
+
+
+def make_model(name: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor], int]:
+    """The model, a function from it to the loss of a real batch, and its batch size."""
+    torch.manual_seed(0)
+    if name == "bert":
+        tokens = data.stdlib_tokens(30522)[: 8 * 128].view(8, 128)
+        inputs, labels = data.mask_words(tokens, 30522, torch.Generator().manual_seed(0))
+        return (
+            models.bert("tiny", 30522),
+            lambda m: m(input_ids=inputs, labels=labels).loss,
+            len(tokens),
+        )
+    size, batch = {"resnet50": (128, 2), "vgg16": (64, 8)}[name]
+    train, _ = data.digits(size)
+    rank = dist.get_rank()
+    pixels, targets = train[rank * batch : (rank + 1) * batch]
+    model = models.resnet50(1000) if name == "resnet50" else models.vgg16(10)
+    return (
+        model,
+        lambda m: nn.functional.cross_entropy(m(pixel_values=pixels).logits, targets),
+        batch,
+    )
+
+
+def local(name: str) -> Callable[[], None]:
+    """An iteration without exchange."""
+    model, loss_of, _ = make_model(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def iterate() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return iterate
+
+
+def ddp(name: str, megabytes: float | None) -> Callable[[], None]:
+    """An iteration with DistributedDataParallel; None is its default (25 MB, the first bucket 1 MB)."""
+    plain, loss_of, _ = make_model(name)
+    model = nn.parallel.DistributedDataParallel(
+        plain, bucket_cap_mb=megabytes, gradient_as_bucket_view=True
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def iterate() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return iterate
+
+
+def with_slipstream(name: str, split: dict[str, object]) -> tuple[Callable[[], None], Callable[[], int]]:
+    """An iteration with slipstream, and how many all-reduces it takes."""
+    model, loss_of, _ = make_model(name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    strategy = {"gradients": {"split": split}} if split else {}
+    session = slipstream.accelerate(model, optimizer, strategy=strategy)
+
+    def iterate() -> None:
+        session.backward(loss_of(session.model))
+        session.step()
+
+    return iterate, lambda: sum(s.num_collectives for s in session.segments)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """What one rank does; rank 0 writes the rows."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    variants: dict[str, Callable[[], None]] = {"no exchange": local(args.model)}
+    variants["DDP, default"] = ddp(args.model, None)
+    for megabytes in DDP_MEGABYTES:
+        variants[f"DDP, {megabytes} MB"] = ddp(args.model, megabytes)
+    counts: dict[str, Callable[[], int]] = {}
+    for split in args.splits or SPLITS:
+        label = f"slipstream, {split}"
+        variants[label], counts[label] = with_slipstream(args.model, SPLITS[split])
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    cpu: dict[str, list[float]] = {name: [] for name in variants}
+    shuffle = random.Random(0)
+    steps = range(args.warmup + args.rounds)
+    for step in track(steps, f"{args.model} on {world} ranks", console=_console(rank)):
+        for name in shuffle.sample(list(variants), len(variants)):
+            dist.barrier()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            variants[name]()
+            spent = torch.tensor([time.perf_counter() - start])
+            used = torch.tensor([time.process_time() - cpu_start])
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            dist.all_reduce(used)
+            if step >= args.warmup:
+                seconds[name].append(float(spent))
+                cpu[name].append(float(used))
+    if rank == 0:
+        model, _, _ = make_model(args.model)
+        num_bytes = sum(p.nbytes for p in model.parameters())
+        collectives = {name: count() for name, count in counts.items()}
+        write(args, seconds, cpu, collectives, num_bytes, world)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def write(
+    args: argparse.Namespace,
+    seconds: dict[str, list[float]],
+    cpu: dict[str, list[float]],
+    collectives: dict[str, int],
+    num_bytes: int,
+    world: int,
+) -> None:
+    """Print the table; with --json write it too."""
+    compute = statistics.median(seconds["no exchange"])
+    rate = parse_rate(args.rate) if not args.loopback else None
+    wire = 2 * (world - 1) / world * num_bytes * 8 / rate if rate else 0.0
+    bound = max(compute, wire)
+    best = min((n for n in seconds if n.startswith("DDP")), key=lambda n: statistics.median(seconds[n]))
+    rows = []
+    for name, values in seconds.items():
+        low, median, high = quartiles(values)
+        ratios = quartiles([a / b for a, b in zip(values, seconds[best], strict=True)])
+        rows.append(
+            Row(
+                name=name + (" (DDP, best)" if name == best else ""),
+                median=median,
+                low=low,
+                high=high,
+                exposed=median - compute,
+                cpu=statistics.median(cpu[name]),
+                collectives=collectives.get(name, 0),
+                to_bound=median / bound,
+                to_best_ddp=ratios[1],
+                to_best_ddp_low=ratios[0],
+                to_best_ddp_high=ratios[2],
+            )
+        )
+    facts = {
+        "benchmark": "exchange",
+        "date": date.today().isoformat(),
+        "model": args.model,
+        "megabytes": num_bytes / 2**20,
+        "nodes": args.nodes,
+        "rate": "loopback" if args.loopback else args.rate,
+        "rounds": args.rounds,
+        "compute_s": compute,
+        "wire_s": wire,
+        "bound_s": bound,
+        "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
+        "command": "python " + " ".join(sys.argv),
+    }
+    Console(width=150).print(table(facts, rows))
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(
+            json.dumps({**facts, "rows": [asdict(r) for r in rows], "seconds": seconds}, indent=1)
+        )
+
+
+def table(facts: dict[str, object], rows: Sequence[Row]) -> Table:
+    """What a person reads."""
+    drawn = Table(
+        title=f"{facts['model']}: {facts['megabytes']:.0f} MB of gradients, {facts['nodes']} nodes at "
+        f"{facts['rate']}; compute {facts['compute_s']:.3f} s, wire {facts['wire_s']:.3f} s",
+    )
+    for heading in (
+        "variant", "median s", "quartiles", "exposed s", "CPU s", "all-reduces", "x bound", "x best DDP",
+        "quartiles",
+    ):  # fmt: skip
+        drawn.add_column(heading, justify="left" if heading == "variant" else "right")
+    for r in rows:
+        drawn.add_row(
+            r.name, f"{r.median:.3f}", f"{r.low:.3f}..{r.high:.3f}", f"{r.exposed:.3f}", f"{r.cpu:.2f}",
+            str(r.collectives or ""), f"{r.to_bound:.2f}", f"{r.to_best_ddp:.3f}",
+            f"{r.to_best_ddp_low:.3f}..{r.to_best_ddp_high:.3f}",
+        )  # fmt: skip
+    return drawn
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+def on_testbed(argv: Sequence[str], nodes: int, rate: str) -> int:
+    """Run this script on every node of a testbed."""
+    with Testbed(nodes=nodes, rate=rate) as bed:
+        return bed.run(
+            [
+                [
+                    "env",
+                    f"RANK={node.index}",
+                    f"WORLD_SIZE={nodes}",
+                    f"MASTER_ADDR={bed.nodes[0].address}",
+                    "MASTER_PORT=29500",
+                    sys.executable,
+                    os.path.abspath(sys.argv[0]),
+                    *argv,
+                ]
+                for node in bed.nodes
+            ]
+        )
+
+
+def on_loopback(argv: Sequence[str], nodes: int) -> int:
+    """Run this script on several ranks of this host."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nodes)]
+    return subprocess.call([*torchrun, __file__, *argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _console(rank: int) -> Console:
+    return Console(stderr=True, quiet=rank != 0)
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=("resnet50", "vgg16", "bert"), default="resnet50")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--splits", nargs="*", choices=list(SPLITS), help="default: all")
+    parser.add_argument("--loopback", action="store_true", help="without emulated links")
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(args)
+        return 0
+    if args.loopback:
+        return on_loopback(sys.argv[1:], args.nodes)
+    return on_testbed(sys.argv[1:], args.nodes, args.rate)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,54 @@
+"""The command ``slipstream strategy``: look at strategies, list, describe and check them.
+
+Never trains: a strategy is only read.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.strategy import Strategy, overview, presets
+
+app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.command(epilog="Example: slipstream strategy show hccl")
+def show(
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="[FILE|PRESET]", help="A strategy file or a preset; else defaults."),
+    ] = None,
+) -> None:
+    """Draw the overview table of a strategy."""
+    Console().print(overview(Strategy.load(source)))
+
+
+@app.command("presets", epilog="Example: slipstream strategy presets")
+def list_presets() -> None:
+    """List the strategies that have a name, and why one would choose each."""
+    table = Table("preset", "why", "settings")
+    for name, preset in presets().items():
+        settings = Strategy.load(name).to_yaml().rstrip()
+        table.add_row(name, Text(preset.reason), Text(settings), end_section=True)
+    Console().print(table)
+
+
+@app.command(epilog="Example: slipstream strategy schema > strategy.schema.json")
+def schema() -> None:
+    """Print the JSON schema of a strategy file, for editors that complete and check."""
+    typer.echo(json.dumps(Strategy.json_schema(), indent=2))
+
+
+@app.command(epilog="Example: slipstream strategy check strategy.yaml")
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .yaml, .yml or .json file.")],
+) -> None:
+    """Check a strategy file: one line when it is valid, every problem when it is not."""
+    typer.echo(f"{file}: valid ({Strategy.load(file).exactness})")

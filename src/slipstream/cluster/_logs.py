@@ -1,0 +1,119 @@
+"""The log files of the ranks: where they are, rank 0's on stdout as it grows, tracebacks in them.
+
+Never prints a line that rank 0 did not write.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.errors import LaunchError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsDest
+
+TRACEBACK = re.compile(r"^(  \+ Exception Group )?Traceback \(most recent call last\):", re.M)
+CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+
+
+def last_traceback(text: str) -> str:
+    """The last Python traceback of a log, chained exceptions included; else its last lines.
+
+    Example:
+        >>> log = "step 1\\nTraceback (most recent call last):\\n  ...\\nKeyError: 3\\n"
+        >>> print(last_traceback(log))
+        Traceback (most recent call last):
+          ...
+        KeyError: 3
+    """
+    text = re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.M)  # torch prefixes each line
+    starts = [match.start() for match in TRACEBACK.finditer(text)]
+    while len(starts) > 1 and text[: starts[-1]].rstrip().endswith(CHAINED):
+        starts.pop()
+    return last_lines(text[starts[-1] :], 80) if starts else last_lines(text)
+
+
+def last_lines(text: str, count: int = 20) -> str:
+    """The last ``count`` lines of a text, without blank ones at its end."""
+    return "\n".join(text.rstrip().splitlines()[-count:])
+
+
+class RankLogs:
+    """A log file for each rank: the agent's ``LogsSpecs``, by duck typing (torch is not there yet).
+
+    Args:
+        folder: where the logs go; made if need be.
+        variables: set for every rank, beside the agent's own.
+    """
+
+    def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
+        self.folder, self.variables = folder, variables
+        self.paths: dict[int, Path] = {}  # by global rank
+        self._tails: list[_Tail] = []
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                f"the log folder {str(self.folder)!r} cannot be made: {error}; choose another "
+                "with --log-dir"
+            ) from error
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Where each local rank writes; called at each start, with the variables of each rank."""
+        from torch.distributed.elastic.multiprocessing import LogsDest
+
+        for env in envs.values():
+            restart = int(env["TORCHELASTIC_RESTART_COUNT"])
+            suffix = f".restart{restart}.log" if restart else ".log"
+            self.paths[int(env["RANK"])] = self.folder / f"rank{env['RANK']}{suffix}"
+            env.update(self.variables)
+        if envs[0]["RANK"] == "0":
+            self._tails.append(_Tail(self.paths[0]))
+        return LogsDest(
+            stdouts={local: str(self.paths[int(env["RANK"])]) for local, env in envs.items()},
+            stderrs=dict.fromkeys(envs, ""),  # joins stdout in the rank itself
+            error_files=dict.fromkeys(envs, os.devnull),
+        )
+
+    def __enter__(self) -> RankLogs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tail in self._tails:
+            tail.stop()
+
+
+class _Tail(threading.Thread):
+    """Copies what is written to a file to stdout, byte for byte, until `stop`."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(daemon=True)
+        path.write_bytes(b"")
+        self._path, self._ended = path, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        with self._path.open("rb") as file:
+            ended = False
+            while not ended:
+                ended = self._ended.wait(0.05)  # before the last read: nothing is missed
+                while chunk := file.read(65536):
+                    sys.stdout.buffer.write(chunk)
+                    sys.stdout.buffer.flush()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join()

@@ -1,0 +1,219 @@
+"""Join the ranks: the process group of the world, the hosts of all ranks, and this rank's device.
+
+Never changes ``os.environ``, and never destroys a process group that it did not make.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from slipstream.cluster.environment import Environment
+from slipstream.cluster.topology import ranks_by_host
+from slipstream.errors import ClusterError
+
+TIMEOUT = timedelta(minutes=10)
+
+
+def from_environ() -> Environment:
+    """This process's environment: the only place where slipstream reads the launcher's variables.
+
+    Example:
+        >>> from_environ().world_size
+        1
+    """
+    return Environment.read(os.environ, socket.gethostname())
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks as this one sees them; made by `connect`.
+
+    ``world`` is None for one process without a launcher: every exchange is then the identity.
+    ``hosts[rank]`` is the host of a rank. ``owns_world``: `close` destroys the world, because
+    `connect` made it.
+    """
+
+    environment: Environment
+    device: torch.device
+    world: dist.ProcessGroup | None
+    hosts: tuple[str, ...]
+    owns_world: bool
+    _groups: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0 .. world_size - 1."""
+        return self.environment.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.environment.world_size
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is a process group (a launcher's world of one rank has one, too)."""
+        return self.world is not None
+
+    def new_group(
+        self, ranks: Sequence[int] | None = None, backend: str | None = None
+    ) -> dist.ProcessGroup | None:
+        """A group of ``ranks`` (None = all); None for a rank outside it, or without a world.
+
+        ``backend`` None is that of the world. Every rank of the world must call this, in the same
+        order, as for ``dist.new_group``.
+        """
+        if self.world is None:
+            return None
+        group = dist.new_group(None if ranks is None else list(ranks), backend=backend)
+        if not isinstance(group, dist.ProcessGroup):  # torch's marker of a non-member
+            return None
+        self._groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Destroy the groups of `new_group`, and the world if `connect` made it; idempotent."""
+        if not dist.is_initialized():  # the script has destroyed everything already
+            self._groups.clear()
+            return
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
+        if self.owns_world and dist.group.WORLD is self.world:
+            dist.destroy_process_group()
+
+
+def connect(
+    environment: Environment, device: torch.device | str, timeout: timedelta = TIMEOUT
+) -> Cluster:
+    """Join the ranks that ``environment`` describes, or use the script's own process group.
+
+    A default process group that is there already is used: rank and world size come from it.
+    Otherwise one is made (gloo; for a CUDA device gloo for CPU tensors and NCCL for CUDA tensors),
+    and with no launcher none. A CUDA device without an index becomes the one of the local rank, and
+    the current one. ``timeout`` bounds the rendezvous and each later collective.
+
+    Raises:
+        ClusterError: the ranks do not meet, or this rank has no GPU; names rank, host and address.
+
+    Example:
+        >>> cluster = connect(Environment(), "cpu")
+        >>> cluster.world, cluster.world_size, cluster.hosts
+        (None, 1, ('localhost',))
+    """
+    device = torch.device(device)
+    ready = dist.is_initialized()
+    if device.type == "cuda":
+        device = _cuda_device(device, environment, chosen_by_script=ready)
+        torch.cuda.set_device(device)
+    if not ready and environment.source == "none":
+        return Cluster(environment, device, None, (environment.host,), owns_world=False)
+    if not ready:
+        _init_world(environment, device, timeout)
+    hosts = _gather_hosts(environment.host)
+    environment = _as_in_world(environment, hosts)
+    return Cluster(environment, device, dist.group.WORLD, hosts, owns_world=not ready)
+
+
+def local_gpu(environment: Environment, visible: int) -> int:
+    """Index of the GPU of this rank among ``visible`` ones: its local rank, or the only one.
+
+    Launchers that bind one GPU to each rank show it as the only one.
+
+    Raises:
+        ClusterError: fewer GPUs than ranks on this host.
+
+    Example:
+        >>> local_gpu(Environment(local_rank=1, local_world_size=2), visible=8)
+        1
+    """
+    if visible == 1:
+        return 0
+    if environment.local_rank < visible:
+        return environment.local_rank
+    raise ClusterError(
+        f"rank {environment.rank} on {environment.host} has local rank {environment.local_rank}, "
+        f"but sees {visible} GPUs (CUDA_VISIBLE_DEVICES?); start at most {visible} ranks here, or "
+        "train on the CPU"
+    )
+
+
+def _cuda_device(
+    device: torch.device, environment: Environment, chosen_by_script: bool
+) -> torch.device:
+    """The device with its index; a script that made its own group has chosen its GPU before."""
+    if device != torch.device("cuda"):  # it has an index
+        return device
+    if chosen_by_script and environment.source == "none":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", local_gpu(environment, torch.cuda.device_count()))
+
+
+def _init_world(environment: Environment, device: torch.device, timeout: timedelta) -> None:
+    address = str(environment.master_addr)
+    bracketed = f"[{address}]" if ":" in address else address
+    try:
+        # tcp:// and not env://: Slurm and Open MPI do not set the variables that env:// reads.
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"tcp://{bracketed}:{environment.master_port}",
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timeout,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        raise ClusterError(_rendezvous_advice(environment, timeout, error)) from error
+
+
+def _rendezvous_advice(environment: Environment, timeout: timedelta, error: Exception) -> str:
+    """Who waited where, for how long, and what to check."""
+    where = f"{environment.master_addr}:{environment.master_port}"
+    text = (
+        f"rank {environment.rank} of {environment.world_size} on {environment.host} could not join "
+        f"the others at {where} (timeout {timeout.total_seconds():g} s): "
+        f"{str(error).strip().splitlines()[0]}\n"
+        f"Check that all {environment.world_size} ranks were started, that rank 0 runs on "
+        f"{environment.master_addr}, that no firewall closes port {environment.master_port}, and "
+        "that no other job uses it."
+    )
+    try:
+        resolved = socket.gethostbyname(environment.host)
+    except OSError:
+        resolved = "nothing"
+    if environment.num_nodes > 1 and (resolved == "nothing" or resolved.startswith("127.")):
+        text += (
+            f"\nThe host name {environment.host} resolves to {resolved}, which other nodes cannot "
+            "reach: set GLOO_SOCKET_IFNAME (for GPUs also NCCL_SOCKET_IFNAME) to the network "
+            "interface that joins the nodes, e.g. eth0."
+        )
+    return text
+
+
+def _gather_hosts(host: str) -> tuple[str, ...]:
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host)
+    return tuple(hosts)
+
+
+def _as_in_world(environment: Environment, hosts: tuple[str, ...]) -> Environment:
+    """``environment``, unless the script's own group differs: then that group's ranks by host."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (environment.rank, environment.world_size) == (rank, world_size):
+        return environment
+    by_host = ranks_by_host(hosts)
+    neighbours = by_host[hosts[rank]]
+    return replace(
+        environment,
+        rank=rank,
+        world_size=world_size,
+        local_rank=neighbours.index(rank),
+        local_world_size=len(neighbours),
+        node_rank=list(by_host).index(hosts[rank]),
+        num_nodes=len(by_host),
+    )

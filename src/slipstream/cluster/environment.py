@@ -1,0 +1,231 @@
+"""The rank, its neighbours and the rendezvous, read from the variables that a launcher sets.
+
+Never reads ``os.environ``, the network or torch: everything here is a function of its arguments.
+
+Launchers in order of precedence; the first whose variables are present is the one that started us:
+
+    torchrun  RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT [LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK]
+    mpi       OMPI_COMM_WORLD_{RANK, SIZE, LOCAL_RANK, LOCAL_SIZE}
+    slurm     SLURM_{PROCID, NTASKS, LOCALID, NODEID, NNODES} inside a step that ``srun`` started
+    none      nothing of these: one process. So are a shell of ``salloc`` and the script of
+              ``sbatch``: they have SLURM_NTASKS, but no step of their own.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.cluster.slurm import expand_counts, expand_hosts
+from slipstream.errors import ClusterError
+
+Source = Literal["torchrun", "mpi", "slurm", "none"]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Who this process is among its ranks, and where rank 0 waits for the others.
+
+    ``node_rank`` and ``local_rank`` count nodes and the ranks on this node from 0. A process that
+    no launcher started has ``source="none"``, world size 1 and no address.
+
+    Example:
+        >>> Environment.read({})
+        Environment(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, \
+num_nodes=1, host='localhost', source='none', master_addr=None, master_port=None)
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    host: str = "localhost"
+    source: Source = "none"
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], host: str = "localhost") -> Environment:
+        """The environment that ``environ`` describes, for a process on ``host``.
+
+        Raises:
+            ClusterError: variables are missing, contradict each other or are not numbers; names
+                each variable with its value.
+
+        Example:
+            >>> variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1",
+            ...              "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "2950"}
+            >>> Environment.read(variables).node_rank
+            1
+        """
+        variables = _Variables({name: value for name, value in environ.items() if value})
+        if variables.any("RANK", "WORLD_SIZE"):
+            return _read_torchrun(variables, host)
+        if variables.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+            return _read_mpi(variables, host)
+        steps = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST")
+        if variables.any("SLURM_PROCID") and variables.any(*steps):
+            return _read_slurm(variables, host)
+        return cls(host=host)
+
+
+class _Variables:
+    """Typed look-ups in a mapping of variables; every error names variables and values."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self.values = values
+
+    def any(self, *names: str) -> bool:
+        return any(name in self.values for name in names)
+
+    def text(self, *names: str) -> str | None:
+        """The value of the first of ``names`` that is set."""
+        return next((self.values[name] for name in names if name in self.values), None)
+
+    def needed(self, name: str, why: str) -> str:
+        if name not in self.values:
+            raise ClusterError(f"{name} is not set, but {why}; set {name}")
+        return self.values[name]
+
+    def number(self, name: str, default: int | None = None, least: int = 0, why: str = "") -> int:
+        if default is not None and name not in self.values:
+            return default
+        text = self.needed(name, why)
+        if not text.strip().isdecimal() or int(text) < least:
+            raise ClusterError(f"{name}={text!r} is not an integer of at least {least}")
+        return int(text)
+
+    def port(self, default: int | None = None, why: str = "") -> int:
+        port = self.number("MASTER_PORT", default, least=1, why=why)
+        if port > 65535:
+            raise ClusterError(f"MASTER_PORT={port} is not a port; ports are 1..65535")
+        return port
+
+
+def _read_torchrun(variables: _Variables, host: str) -> Environment:
+    """RANK and its companions; the local ones may be absent (ranks that were started by hand)."""
+    rank, world_size = _rank_and_size(variables, "RANK", "WORLD_SIZE")
+    why = f"RANK={rank} and WORLD_SIZE={world_size} are: rank 0 and the others must meet somewhere"
+    address = variables.needed("MASTER_ADDR", why)
+    local_size = variables.number(
+        "LOCAL_WORLD_SIZE", world_size if address in LOOPBACK else 1, least=1
+    )
+    local_rank = variables.number("LOCAL_RANK", rank % local_size)
+    _check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
+    _check_fits("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", world_size)
+    node_rank = variables.number("GROUP_RANK", rank // local_size)
+    num_nodes = variables.number("GROUP_WORLD_SIZE", -(-world_size // local_size), least=1)
+    _check_below("GROUP_RANK", node_rank, "GROUP_WORLD_SIZE", num_nodes)
+    return Environment(
+        rank,
+        world_size,
+        local_rank,
+        local_size,
+        node_rank,
+        num_nodes,
+        host=host,
+        source="torchrun",
+        master_addr=address,
+        master_port=variables.port(why=why),
+    )
+
+
+def _read_mpi(variables: _Variables, host: str) -> Environment:
+    """Open MPI names no host of rank 0, and no node: nodes are taken to be filled one by one."""
+    prefix = "OMPI_COMM_WORLD_"
+    rank, world_size = _rank_and_size(variables, prefix + "RANK", prefix + "SIZE")
+    why = f"{prefix}RANK={rank} is"
+    local_size = variables.number(prefix + "LOCAL_SIZE", least=1, why=why)
+    local_rank = variables.number(prefix + "LOCAL_RANK", why=why)
+    _check_below(prefix + "LOCAL_RANK", local_rank, prefix + "LOCAL_SIZE", local_size)
+    _check_fits(prefix + "LOCAL_SIZE", local_size, prefix + "SIZE", world_size)
+    if local_size == world_size:
+        address = variables.text("MASTER_ADDR") or "127.0.0.1"
+    else:
+        address = variables.needed(
+            "MASTER_ADDR",
+            f"{world_size} ranks, {local_size} on this node, span several nodes and Open MPI does "
+            "not say where rank 0 is: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ...",
+        )
+    job = variables.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or ""
+    return Environment(
+        rank,
+        world_size,
+        local_rank,
+        local_size,
+        node_rank=rank // local_size,
+        num_nodes=-(-world_size // local_size),
+        host=host,
+        source="mpi",
+        master_addr=address,
+        master_port=variables.port(_job_port(job)),
+    )
+
+
+def _read_slurm(variables: _Variables, host: str) -> Environment:
+    """A task of a step; rank 0 is on the first host of the step's node list."""
+    size_name = "SLURM_STEP_NUM_TASKS" if variables.any("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    rank, world_size = _rank_and_size(variables, "SLURM_PROCID", size_name)
+    why = f"SLURM_PROCID={rank} is"
+    nodes_name = "SLURM_STEP_NUM_NODES" if variables.any("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
+    num_nodes = variables.number(nodes_name, least=1, why=why)
+    node_rank = variables.number("SLURM_NODEID", why=why)
+    _check_below("SLURM_NODEID", node_rank, nodes_name, num_nodes)
+    counts = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    tasks = expand_counts(counts) if counts else (-(-world_size // num_nodes),) * num_nodes
+    if len(tasks) != num_nodes:
+        raise ClusterError(
+            f"Slurm's tasks per node, {counts!r}, are those of {len(tasks)} nodes: "
+            f"this contradicts {nodes_name}={num_nodes}"
+        )
+    local_rank = variables.number("SLURM_LOCALID", why=why)
+    _check_below("SLURM_LOCALID", local_rank, "tasks on this node", tasks[node_rank])
+    nodelist = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    address = variables.text("MASTER_ADDR") or expand_hosts(nodelist or "")[0]
+    job = f"{variables.text('SLURM_JOB_ID')}.{variables.text('SLURM_STEP_ID', 'SLURM_STEPID')}"
+    return Environment(
+        rank,
+        world_size,
+        local_rank,
+        tasks[node_rank],
+        node_rank,
+        num_nodes,
+        host=host,
+        source="slurm",
+        master_addr=address,
+        master_port=variables.port(_job_port(job)),
+    )
+
+
+def _rank_and_size(variables: _Variables, rank_name: str, size_name: str) -> tuple[int, int]:
+    present = [f"{n}={variables.values[n]}" for n in (rank_name, size_name) if variables.any(n)]
+    why = f"{' and '.join(present)} is (both or neither)"
+    rank = variables.number(rank_name, why=why)
+    size = variables.number(size_name, least=1, why=why)
+    _check_below(rank_name, rank, size_name, size)
+    return rank, size
+
+
+def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value >= limit:
+        raise ClusterError(
+            f"{name}={value} contradicts {limit_name}={limit}: {name} must be 0..{limit - 1}"
+        )
+
+
+def _check_fits(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value > limit:
+        raise ClusterError(
+            f"{name}={value} contradicts {limit_name}={limit}: {name} must be 1..{limit}"
+        )
+
+
+def _job_port(job: str) -> int:
+    """A port that all ranks of one job derive alike, below the range the kernel hands out."""
+    return 20_000 + zlib.crc32(job.encode()) % 10_000

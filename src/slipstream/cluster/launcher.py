@@ -1,0 +1,246 @@
+"""Start the ranks of one node on torch's elastic agent, one log a rank, and say which failed first.
+
+Never prints but rank 0's output, and imports torch only when ranks start: a wrong specification
+fails at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from slipstream.cluster import _rank
+from slipstream.cluster._logs import RankLogs, last_lines, last_traceback
+from slipstream.errors import LaunchError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing import LogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+MONITOR_INTERVAL = 0.05  # seconds; below the time a rank takes to die of another one's death
+EXCERPT_BYTES = 64 * 1024
+JOIN_TIMEOUT = 600  # seconds in which all nodes must come to the rendezvous
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchSpec:
+    """What to start on this node: ``nproc`` ranks of ``script args``.
+
+    Several nodes (``nnodes``) meet at ``rdzv_endpoint``, HOST:PORT on one of them. With
+    ``node_rank`` the nodes are ranked as given, and HOST is the one of node 0; without, the
+    rendezvous ranks them, and ranks can be restarted (``max_restarts``).
+
+    Raises:
+        LaunchError: there is no such script, or the numbers do not make sense.
+
+    Example:
+        >>> LaunchSpec(script="train.py", nproc=0, log_dir=Path("logs"))
+        Traceback (most recent call last):
+        slipstream.errors.LaunchError: --nproc 0: a node starts at least 1 rank
+    """
+
+    script: str
+    log_dir: Path
+    args: tuple[str, ...] = ()
+    module: bool = False
+    nproc: int = 1
+    nnodes: int = 1
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    max_restarts: int = 0
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.nproc < 1:
+            raise LaunchError(f"--nproc {self.nproc}: a node starts at least 1 rank")
+        if self.max_restarts < 0:
+            raise LaunchError(f"--max-restarts {self.max_restarts}: must be 0 (none) or more")
+        self._check_nodes()
+        if not self.module and not Path(self.script).is_file():
+            kind = "is not a file" if Path(self.script).exists() else "does not exist"
+            raise LaunchError(
+                f"the script {self.script!r} {kind} (seen from {Path.cwd()}); name a Python file, "
+                "or a module with -m"
+            )
+
+    def _check_nodes(self) -> None:
+        if self.nnodes < 1:
+            raise LaunchError(f"--nnodes {self.nnodes}: there is at least 1 node")
+        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
+            raise LaunchError(
+                f"--node-rank {self.node_rank} with --nnodes {self.nnodes}: must be "
+                f"0..{self.nnodes - 1}"
+            )
+        if self.rdzv_endpoint is not None:
+            host, _, port = self.rdzv_endpoint.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+                raise LaunchError(
+                    f"--rdzv-endpoint {self.rdzv_endpoint!r} is not HOST:PORT, e.g. node0:29500"
+                )
+        if self.nnodes == 1:
+            return
+        if self.rdzv_endpoint is None:
+            raise LaunchError(
+                f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every node: "
+                "where the nodes meet, e.g. node0:29500"
+            )
+        if self.node_rank is not None and self.max_restarts:
+            raise LaunchError(
+                f"--node-rank {self.node_rank} with --max-restarts {self.max_restarts}: nodes of "
+                "fixed rank cannot restart together; leave out one of the two"
+            )
+
+    @property
+    def rendezvous(self) -> str:
+        """The rendezvous in words: ``static`` with fixed node ranks, else ``c10d``, and where."""
+        return f"{self._backend} at {self.rdzv_endpoint or 'a free local port'}"
+
+    @property
+    def _backend(self) -> str:
+        return "c10d" if self.nnodes == 1 or self.node_rank is None else "static"
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """The first rank of this node that failed; a ``returncode`` of -n is the signal n."""
+
+    rank: int
+    local_rank: int
+    host: str
+    returncode: int
+    log: Path
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell would report: 128 + n for signal n."""
+        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+
+    @property
+    def cause(self) -> str:
+        """How the rank ended, in words.
+
+        Example:
+            >>> RankFailure(0, 0, "a", -9, Path("rank0.log")).cause
+            'was killed by SIGKILL (maybe out of memory)'
+        """
+        if self.returncode >= 0:
+            return f"exited with code {self.returncode}"
+        number = -self.returncode
+        known = number in set(signal.Signals)
+        name = signal.Signals(number).name if known else f"signal {number}"
+        return f"was killed by {name}{' (maybe out of memory)' if name == 'SIGKILL' else ''}"
+
+    def excerpt(self) -> str:
+        """The traceback that ended the rank, from its log; without one the log's last lines."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - EXCERPT_BYTES))
+            text = file.read().decode(errors="replace")
+        # A signal leaves no traceback: one in the log is of an error that was dealt with.
+        return last_traceback(text) if self.returncode > 0 else last_lines(text)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a launch ended: 0, the failed rank's exit code, or 128 + the signal that stopped it."""
+
+    exit_code: int
+    failure: RankFailure | None = None
+
+
+def run(spec: LaunchSpec) -> Outcome:
+    """Start the ranks of this node and wait for all of them; none is left when this returns.
+
+    Rank ``r`` logs to ``log_dir/rank<r>.log`` (``.restart<n>.log`` after restart n); rank 0's
+    output is copied to stdout as it comes. SIGINT, SIGTERM, SIGHUP and SIGQUIT go to all ranks;
+    those that do not end within 30 s are killed. Call it in the main thread.
+
+    Raises:
+        LaunchError: the log folder cannot be written, or the nodes do not meet.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    logs = RankLogs(spec.log_dir, spec.variables)
+    arguments = ["-m"] * spec.module + [spec.script, *spec.args]
+    # The agent expands ${local_rank} in arguments; a doubled $ hands them on as they are.
+    arguments = [argument.replace("$", "$$") for argument in arguments]
+    python = ("-I", "-S", _rank.__file__)
+    try:
+        with _quiet(), _interruptible(), logs:
+            elastic_launch(_config(spec, logs), sys.executable)(*python, *arguments)
+    except ChildFailedError as error:
+        failure = _first_failure(error.failures, logs)
+        return Outcome(failure.exit_code, failure)
+    except SignalException as error:
+        return Outcome(128 + error.sigval)
+    except (DistError, RendezvousError) as error:
+        raise LaunchError(
+            f"the {spec.nnodes} nodes did not meet ({spec.rendezvous}): {error}\nCheck that every "
+            "node was started with this endpoint and its own --node-rank, and that the port is "
+            "free and reachable."
+        ) from error
+    return Outcome(0)
+
+
+def _config(spec: LaunchSpec, logs: RankLogs) -> LaunchConfig:
+    from torch.distributed.launcher.api import LaunchConfig
+
+    alone = spec.nnodes == 1 and spec.rdzv_endpoint is None
+    rank = {} if spec.node_rank is None else {"rank": spec.node_rank}
+    return LaunchConfig(
+        min_nodes=spec.nnodes,
+        max_nodes=spec.nnodes,
+        nproc_per_node=spec.nproc,
+        run_id="slipstream",
+        rdzv_backend=spec._backend,
+        rdzv_endpoint=spec.rdzv_endpoint or "127.0.0.1:0",
+        rdzv_configs={"timeout": JOIN_TIMEOUT, **rank},
+        local_addr="127.0.0.1" if alone else None,
+        max_restarts=spec.max_restarts,
+        monitor_interval=MONITOR_INTERVAL,
+        logs_specs=cast("LogsSpecs", logs),
+    )
+
+
+def _first_failure(failures: Mapping[int, Any], logs: RankLogs) -> RankFailure:
+    """The failure seen first, other than of a rank that the agent stopped because of another."""
+    stopped = -signal.SIGTERM
+    rank = min(failures, key=lambda r: (failures[r].exitcode == stopped, failures[r].timestamp))
+    failed = failures[rank]
+    return RankFailure(
+        rank, failed.local_rank, socket.gethostname(), failed.exitcode, logs.paths[rank]
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the agent's log lines: `run` says what matters of them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets Ctrl-C end a process that waits for other nodes, deep in torch, before ranks start.
+
+    Python would deliver it only when torch returns. The agent sets its own handlers with the ranks.
+    """
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,102 @@
+"""Draw a strategy as a table: each setting, its value, how exact it is, what it means.
+
+Never looks at a model or a process group: what was resolved against them is passed in as rows.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.strategy.setting import Setting, Variant, first_line
+
+
+class Row(NamedTuple):
+    """One line of the overview."""
+
+    setting: str
+    value: str
+    note: str
+    exactness: str = ""
+    changed: bool = False  # differs from the default
+
+
+def overview(strategy: Setting, resolved: Sequence[Row] = ()) -> Table:
+    """The overview table of a strategy, for any rich console.
+
+    Settings that differ from the default carry an asterisk; groups that are off take one line.
+
+    Args:
+        strategy: The wish.
+        resolved: What became of it on this model and these ranks; drawn below a line.
+
+    Example:
+        >>> from slipstream.strategy import Strategy
+        >>> happened = Row("gradients.split", "161 gradients -> 6 all-reduces", "as observed")
+        >>> table = plain_text(overview(Strategy(), [happened]), width=160)
+        >>> "161 gradients -> 6 all-reduces" in table
+        True
+    """
+    rows = list(_rows(strategy))
+    table = Table(title=type(strategy).__name__, title_justify="left", caption_justify="left")
+    if any(row.changed for row in rows):
+        table.caption = "* differs from the default"
+    for heading in ("setting", "value", "exactness", "note"):
+        table.add_column(heading)
+    for row in rows:
+        _add(table, row)
+    table.add_section()
+    for row in resolved:
+        _add(table, row)
+    return table
+
+
+def plain_text(table: Table, width: int = 100) -> str:
+    """The table as text without colours, at most ``width`` columns wide."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, _environ={})
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
+
+
+def _add(table: Table, row: Row) -> None:
+    # Text, for a value such as a folder called "[red]" is no markup.
+    cells = (row.setting + (" *" if row.changed else ""), row.value, row.exactness, row.note)
+    table.add_row(*(Text(cell) for cell in cells), style="bold" if row.changed else None)
+
+
+def _rows(setting: Setting, prefix: str = "") -> Iterator[Row]:
+    """One row a leaf or a variant, in the order of the model."""
+    for name, info in type(setting).model_fields.items():
+        value, path = getattr(setting, name), prefix + name
+        changed = value != info.default
+        if isinstance(value, Variant):
+            yield Row(path, _variant(value), first_line(value.__doc__), value.exactness, changed)
+        elif isinstance(value, Setting) and value.active:
+            yield from _rows(value, f"{path}.")
+        elif isinstance(value, Setting):
+            yield Row(path, "off", first_line(value.__doc__), changed=changed)
+        else:
+            yield Row(path, _scalar(value), first_line(info.description), changed=changed)
+
+
+def _variant(variant: Variant) -> str:
+    """``by_bytes (megabytes 25, first_megabytes 1)``"""
+    settings = [f"{name} {_scalar(value)}" for name, value in variant if name != "kind"]
+    return f"{variant.kind} ({', '.join(settings)})" if settings else variant.kind
+
+
+def _scalar(value: object) -> str:
+    """A value as it is written in YAML, but for null, which means off."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_scalar, value))}]"
+    if isinstance(value, float) and value.is_integer():
+        return f"{value:.0f}"
+    if value is None:
+        return "off"
+    return str(value).lower() if isinstance(value, bool) else str(value)

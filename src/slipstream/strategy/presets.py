@@ -1,0 +1,80 @@
+"""Strategies with a name, and the reason to choose each.
+
+Never resolves anything: a preset is a short document of settings, as one would write it in YAML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slipstream.errors import StrategyError
+from slipstream.strategy.validate import did_you_mean, shown
+from slipstream.strategy.yaml import SUFFIXES
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named strategy: why one would choose it, and the settings that differ from the defaults."""
+
+    reason: str
+    settings: Mapping[str, object]
+
+
+def presets() -> dict[str, Preset]:
+    """Every preset by its name; ``Strategy.load(name)`` builds it.
+
+    Example:
+        >>> from slipstream.strategy import Strategy
+        >>> presets()["sequential"].settings
+        {'gradients': {'split': 'single', 'overlap': False}}
+        >>> Strategy.load("sequential").gradients.overlap
+        False
+    """
+    return {
+        "default": Preset("what slipstream does unless told otherwise", {}),
+        "sequential": Preset(
+            "the plain reference: one exchange of everything, strictly after backward",
+            {"gradients": {"split": "single", "overlap": False}},
+        ),
+        "ddp": Preset(
+            "the buckets of PyTorch's DistributedDataParallel: 1 MB first, then 25 MB",
+            {"gradients": {"split": {"kind": "by_bytes", "last_megabytes": None}}},
+        ),
+        "hccl": Preset(
+            "the default of Ascend's HCCL: 96.54 % of the bytes, then a short tail",
+            {"gradients": {"split": {"kind": "by_percent", "percents": [96.54, 3.46]}}},
+        ),
+        "per_layer": Preset(
+            "the default fusion of Paddle Fleet: a layer's weight and bias together",
+            {"gradients": {"split": "per_layer"}},
+        ),
+        "fused_16": Preset(
+            "the size Paddle Fleet advises: segments of 16 MB",
+            {
+                "gradients": {
+                    "split": {
+                        "kind": "by_bytes",
+                        "megabytes": 16,
+                        "first_megabytes": None,
+                        "last_megabytes": None,
+                    }
+                }
+            },
+        ),
+    }
+
+
+def preset(name: str) -> Preset:
+    """The preset of that name.
+
+    Raises:
+        StrategyError: there is none; names the nearest and all others.
+    """
+    known = presets()
+    if name not in known:
+        raise StrategyError(
+            f"no preset is named {shown(name)}{did_you_mean(name, known)}; allowed: "
+            f"{', '.join(known)}, or the path of a {', '.join(SUFFIXES)} file"
+        )
+    return known[name]

@@ -1,0 +1,184 @@
+"""What one may wish for: every setting of slipstream, its meaning, its default, what it refuses.
+
+Never acts and never imports torch: a strategy is a value that the other rooms read. The whole is
+``Strategy``, below; the many ways to split gradients are in ``split``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+
+from pydantic import BeforeValidator, Field, NonNegativeInt
+
+from slipstream.errors import StrategyError
+from slipstream.strategy.overview import overview, plain_text
+from slipstream.strategy.presets import preset
+from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
+from slipstream.strategy.split import ByBytes, Split
+from slipstream.strategy.validate import shown
+from slipstream.strategy.yaml import (
+    SUFFIXES,
+    format_json,
+    format_yaml,
+    parse_json,
+    parse_yaml,
+    read,
+)
+
+
+class Flat(Variant):
+    """One all-reduce over all ranks."""
+
+    kind: Literal["flat"] = "flat"
+    exactness: ClassVar[Exactness] = "reordered"
+
+
+Transport = Annotated[
+    Flat, BeforeValidator(from_kind, json_schema_input_type=Flat | Literal["flat"])
+]
+"""A transport, or its kind alone."""
+
+
+class Gradients(Setting):
+    """How gradients are averaged over ranks.
+
+    Example:
+        >>> Gradients(split="per_layer", overlap=False).accumulate
+        1
+    """
+
+    split: Split = ByBytes()
+    """Which gradients share one exchange."""
+
+    overlap: bool = True
+    """Exchange during backward, not after it."""
+
+    transport: Transport = Flat()
+    """The way a segment takes from rank to rank."""
+
+    accumulate: int = Field(default=1, ge=1)
+    """Backward passes of one update.
+
+    Only the last of them exchanges gradients.
+    """
+
+
+class Trace(Setting):
+    """Record where time goes.
+
+    Example:
+        >>> Trace(steps=100).active, Trace().active
+        (True, False)
+    """
+
+    steps: int | None = Field(default=None, ge=1, examples=[100])
+    """Updates to record; null: off."""
+
+    skip: NonNegativeInt = 2
+    """Warm-up updates left out."""
+
+    folder: str = Field(default="slipstream-trace", min_length=1)
+    """Where the trace is written."""
+
+    @property
+    def active(self) -> bool:
+        """True where something is recorded."""
+        return self.steps is not None
+
+
+class Strategy(Setting):
+    """Everything one may ask of slipstream; what is left out takes the default shown here.
+
+    ``print(strategy)`` draws the overview table.
+
+    Raises:
+        StrategyError: an unknown setting or a wrong value; one line for each, with its place, what
+            was seen, what is allowed and what to write.
+
+    Example:
+        >>> strategy = Strategy.from_yaml("gradients: {split: per_layer, accumulate: 4}")
+        >>> strategy.gradients.split
+        PerLayer(kind='per_layer')
+        >>> strategy == Strategy(gradients=Gradients(split=strategy.gradients.split, accumulate=4))
+        True
+        >>> print(strategy.to_yaml(), end="")
+        gradients: {split: per_layer, accumulate: 4}
+    """
+
+    gradients: Gradients = Gradients()
+    """How gradients are averaged over ranks."""
+
+    trace: Trace = Trace()
+    """What is recorded, and where."""
+
+    @property
+    def exactness(self) -> Exactness:
+        """The weakest exactness of the chosen variants."""
+        chosen = (self.gradients.split.exactness, self.gradients.transport.exactness)
+        return max(chosen, key=get_args(Exactness).index)
+
+    @classmethod
+    def load(cls, source: Strategy | Mapping[str, object] | Path | str | None) -> Strategy:
+        """A strategy from a file (``.yaml``, ``.yml``, ``.json``), the name of a preset, a mapping,
+        a strategy, or None for the defaults.
+
+        Example:
+            >>> Strategy.load({"gradients": {"overlap": False}}).gradients.overlap
+            False
+            >>> Strategy.load("hccl").gradients.split.kind
+            'by_percent'
+        """
+        match source:
+            case None:
+                return cls()
+            case Strategy():
+                return source
+            case Mapping():
+                return cls.model_validate(dict(source))
+            case Path():
+                return cls._from_file(source)
+            case str() if Path(source).suffix.lower() in SUFFIXES:
+                return cls._from_file(Path(source))
+            case str():
+                return cls.model_validate(preset(source).settings)
+        raise StrategyError(
+            f"a strategy cannot be made of {shown(source)}; allowed: a path, the name of a preset, "
+            "a mapping, a Strategy or None"
+        )
+
+    @classmethod
+    def _from_file(cls, path: Path) -> Self:
+        document = read(path)
+        try:
+            return cls.model_validate(document)
+        except StrategyError as error:
+            raise StrategyError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_yaml(cls, text: str) -> Self:
+        """Read YAML text; the inverse of ``to_yaml``."""
+        return cls.model_validate(parse_yaml(text))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read JSON text; the inverse of ``to_json``."""
+        return cls.model_validate(parse_json(text))
+
+    def to_yaml(self, *, full: bool = False) -> str:
+        """YAML text of what differs from the defaults, or of everything."""
+        return format_yaml(self.document(full=full))
+
+    def to_json(self, *, full: bool = False) -> str:
+        """JSON text of what differs from the defaults, or of everything."""
+        return format_json(self.document(full=full))
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema (draft 2020-12) of a strategy file, e.g. for an editor."""
+        dialect = "https://json-schema.org/draft/2020-12/schema"
+        return {"$schema": dialect, **cls.model_json_schema()}
+
+    def __str__(self) -> str:
+        return plain_text(overview(self))

@@ -1,0 +1,135 @@
+"""Say what is wrong with a strategy: every problem, its place, what is allowed, what to write.
+
+Never decides what is wrong: that is said once, by the fields of ``spec``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterable
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+_TYPES = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "null": "null",
+}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">="}
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """The text of a StrategyError: a head line, then one line for each problem of ``error``."""
+    problems = error.errors(include_url=False)
+    count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    return "\n  ".join([f"{model.__name__} has {count}:", *(_line(model, p) for p in problems)])
+
+
+def did_you_mean(word: object, allowed: Iterable[str]) -> str:
+    """``"; did you mean 'overlap'?"`` where a word of ``allowed`` is near, else nothing."""
+    near = difflib.get_close_matches(str(word), list(allowed), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def shown(value: object) -> str:
+    """``value`` as its writer knows it, cut to a length that fits a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _line(model: type[BaseModel], problem: ErrorDetails) -> str:
+    """One problem as ``place: what was seen; what is allowed; what to write``."""
+    owner, field, place = _locate(model, problem["loc"])
+    seen = problem["input"]
+    match problem["type"]:
+        case "extra_forbidden" | "invalid_key":
+            allowed = list(owner.model_fields)
+            near = did_you_mean(field, allowed)
+            return f"{place}: no such setting{near}; allowed: {_listed(allowed)}"
+        case "value_error":
+            return f"{place}: {shown(seen)}: {problem['ctx']['error']}"
+        case "missing":
+            said = "missing"
+        case "union_tag_not_found":
+            place, said = f"{place}.kind", f"missing in {shown(seen)}"
+        case "union_tag_invalid":
+            tag = problem["ctx"]["tag"]
+            place, said = f"{place}.kind", f"got {tag!r}{did_you_mean(tag, _inner(owner, field))}"
+        case _:
+            said = f"got {shown(seen)}"
+    return f"{place}: {said}; allowed: {_allowed(owner, field)}"
+
+
+def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[BaseModel], str, str]:
+    """The model that owns the place, its field there (or "") and the dotted path."""
+    owner, field, place = model, "", ""
+    for part in loc:
+        inner = _inner(owner, field)
+        if isinstance(part, int) and field and not inner:
+            place += f"[{part}]"
+        elif len(inner) > 1 and part in inner:  # pydantic puts a variant's kind into the place
+            owner, field = inner[part], ""
+        else:
+            owner = next(iter(inner.values()), owner)
+            field, place = str(part), f"{place}.{part}".removeprefix(".")
+    return owner, field, place or "(top level)"
+
+
+def _inner(owner: type[BaseModel], field: str) -> dict[str, type[BaseModel]]:
+    """The models that a field may hold, by kind (one model without a kind: by its name)."""
+    if field not in owner.model_fields:
+        return {}
+    annotation = owner.model_fields[field].annotation
+    models = [
+        option
+        for option in get_args(annotation) or (annotation,)
+        if isinstance(option, type) and issubclass(option, BaseModel)
+    ]
+    return {_kind(option) or option.__name__: option for option in models}
+
+
+def _kind(model: type[BaseModel]) -> str | None:
+    """The kind by which a variant is told apart."""
+    return model.model_fields["kind"].default if "kind" in model.model_fields else None
+
+
+def _allowed(owner: type[BaseModel], field: str) -> str:
+    """What a field takes, with an example to copy."""
+    inner = _inner(owner, field)
+    if not field:
+        return f"a mapping with the settings {_listed(owner.model_fields)}"
+    if inner and not any(_kind(option) for option in inner.values()):
+        (group,) = inner.values()
+        return f"a mapping with the settings {_listed(group.model_fields)}"
+    if inner:
+        return f"the kinds {_listed(inner)}; e.g. {field}: {{kind: {next(iter(inner))}}}"
+    info = owner.model_fields[field]
+    example = info.examples[0] if info.examples else info.default
+    words = _words(owner.model_json_schema()["properties"][field])
+    return f"{words}; e.g. {field}: {json.dumps(example)}"
+
+
+def _words(schema: dict[str, Any]) -> str:
+    """A field's JSON schema in words, so that the message and the schema cannot disagree."""
+    if "anyOf" in schema:
+        return " or ".join(_words(option) for option in schema["anyOf"])
+    if "const" in schema:
+        return str(schema["const"])
+    if schema["type"] == "array":
+        items = _words(schema["items"]).removeprefix("a ").replace("number", "numbers")
+        return f"{'a non-empty list' if 'minItems' in schema else 'a list'} of {items}"
+    words = _TYPES[schema["type"]]
+    if "minLength" in schema:
+        return f"non-empty {words}"
+    return words + "".join(
+        f" {sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema
+    )
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(words)

@@ -1,0 +1,123 @@
+"""Program that makes the hosts of a testbed, keeps them, and ends them by ending itself.
+
+It runs as process 1 of a PID namespace: when it ends, however it ends, the kernel kills every
+process of every host and drops their namespaces, links and queues. It ends when stdin closes or
+when the owner, whose pidfd is the argument, is gone. It never imports slipstream: it must start
+fast, as any user.
+
+stdin: one line of JSON, the ``Plan`` and the paths of the tools. stdout: one line of JSON, the
+process that holds each host, as the owner numbers processes; or the error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
+
+
+def main() -> None:
+    """Build what stdin says, answer, and wait for the end."""
+    owner = int(sys.argv[1])
+    order = json.loads(sys.stdin.readline())
+    try:
+        result: dict[str, Any] = {"pids": build(order["plan"], order["tools"])}
+    except (OSError, RuntimeError) as error:
+        result = {"error": str(error)}
+    print(json.dumps(result), flush=True)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # process 1 adopts orphans; this buries them
+    select.select([sys.stdin, owner], [], [])
+    os._exit(0)
+
+
+def build(plan: dict[str, Any], tools: dict[str, str]) -> list[int]:
+    """Start a process a host, join them by the switch; returns those processes."""
+    hosts = [start_host(host, tools) for host in plan["hosts"]]
+    pids = [answer(host) for host in hosts]
+    set_up(plan["switch"], tools)
+    for host in hosts:
+        print("the switch is on", file=host, flush=True)
+    for host in hosts:
+        answer(host)
+    # Only now: the hosts have read from the outer /proc how the owner numbers them.
+    run([tools["mount"], "-t", "proc", "proc", "/proc"])
+    with tempfile.NamedTemporaryFile("w") as names:
+        names.write(plan["names"])
+        names.flush()
+        os.chmod(names.name, 0o644)
+        run([tools["mount"], "--bind", names.name, "/etc/hosts"])
+    return pids
+
+
+def answer(host: TextIO) -> int:
+    """What a host's process says it is; an error if it says anything else."""
+    said = host.readline().strip()
+    if not said.isdecimal():
+        raise RuntimeError(said or "a host ended while it was set up")
+    return int(said)
+
+
+def start_host(host: dict[str, Any], tools: dict[str, str]) -> TextIO:
+    """Fork a process that sets up its own namespaces and stays; returns the line to it."""
+    ours, theirs = socket.socketpair()
+    if os.fork() == 0:
+        ours.close()
+        be_host(host, tools, theirs.makefile("rw"))
+    theirs.close()
+    return ours.makefile("rw")
+
+
+def be_host(host: dict[str, Any], tools: dict[str, str], line: TextIO) -> NoReturn:
+    """Set up namespaces in two steps, say after each who this is, and hold them to the end."""
+    try:
+        unshare(CLONE_NEWNET | CLONE_NEWUTS)
+        socket.sethostname(host["name"])
+        set_up(host, tools)
+        print(os.readlink("/proc/self"), file=line, flush=True)
+        line.readline()
+        run([tools["ip"], "-batch", "-"], host["plug"])
+        print(os.readlink("/proc/self"), file=line, flush=True)
+    except Exception as error:
+        print(f"{host['name']}: {error}", file=line, flush=True)
+    while True:
+        signal.pause()
+
+
+def set_up(namespace: dict[str, Any], tools: dict[str, str]) -> None:
+    """Set up the network namespace that this process is in."""
+    # Without IPv6 link-local addresses: an interface that has one waits for duplicates of it.
+    ipv6 = Path("/proc/sys/net/ipv6/conf/default/addr_gen_mode")
+    if ipv6.exists():
+        ipv6.write_text("1")
+    for tool in ("ip", "tc"):
+        run([tools[tool], "-batch", "-"], namespace[tool])
+
+
+def run(argv: list[str], lines: Sequence[str] = ()) -> None:
+    """Run a tool on ``lines``; its words become the error."""
+    text = "".join(line + "\n" for line in lines)
+    done = subprocess.run(argv, input=text, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(argv)}: {' '.join(done.stderr.split())}")
+
+
+def unshare(flags: int) -> None:
+    """``unshare(2)``; ``os.unshare`` is there from Python 3.12 on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(flags):
+        raise OSError(ctypes.get_errno(), "unshare: " + os.strerror(ctypes.get_errno()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""What the links of a testbed really carry, measured from node 0 (by ``_blast.py``).
+
+Never trusts the queue's settings: it sends bytes and takes the time.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.errors import TestbedError
+from slipstream.testbed.network import Node
+
+TOLERANCE = 0.15
+_BLAST = (sys.executable, "-I", "-S", str(Path(__file__).with_name("_blast.py")))
+# Shared by both directions to all peers; of each share the first quarter is warm-up: the buckets
+# start full, and TCP has to find the rate.
+_SECONDS, _LEAST_SECONDS = 1.0, 0.06
+
+
+class _Popen(Protocol):
+    def __call__(
+        self, node: Node, argv: Sequence[str], env: None = None, **kwargs: Any
+    ) -> subprocess.Popen[Any]: ...
+
+
+@dataclass(frozen=True)
+class LinkCheck:
+    """Bits per second of TCP payload from node 0 to ``node`` and back; round trip in seconds."""
+
+    node: Node
+    there: float
+    back: float
+    round_trip: float
+
+    def off(self, rate: int) -> float:
+        """Share by which the worse direction misses ``rate``.
+
+        Ethernet, IP and TCP headers take 4 to 5 percent of a perfect link.
+
+        Example:
+            >>> node = Node(1, "node1", "198.18.0.2")
+            >>> round(LinkCheck(node, 0.8e9, 0.95e9, 1e-4).off(10**9), 3)
+            0.2
+        """
+        return max(abs(measured / rate - 1) for measured in (self.there, self.back))
+
+
+def check_links(nodes: tuple[Node, ...], popen: _Popen) -> list[LinkCheck]:
+    """Measure between the first node and each other one, one after the other."""
+    first, *peers = nodes
+    if not peers:
+        return []
+    share = max(_SECONDS / (2 * len(peers)), _LEAST_SECONDS)
+    times = [str(share / 4), str(share * 3 / 4)]
+    servers = [popen(peer, [*_BLAST, "serve", peer.address, *times]) for peer in peers]
+    try:
+        client = popen(
+            first,
+            [*_BLAST, "measure", ",".join(peer.address for peer in peers), *times],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        measured, _ = client.communicate()
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+    if client.returncode:
+        raise TestbedError(f"node 0 cannot measure its links: code {client.returncode}, see above")
+    return [LinkCheck(p, **m) for p, m in zip(peers, json.loads(measured), strict=True)]

@@ -1,0 +1,77 @@
+"""Sets of points in time as sorted, disjoint intervals: union, difference, length, lanes.
+
+Never knows what happens in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+Interval = tuple[float, float]
+Intervals = tuple[Interval, ...]
+"""Sorted, disjoint, none of them empty."""
+
+
+def union(spans: Iterable[Interval]) -> Intervals:
+    """The points that lie in any of the spans, which may overlap and come in any order.
+
+    Example:
+        >>> union([(4, 5), (0, 2), (1, 3), (7, 7)])
+        ((0, 3), (4, 5))
+    """
+    merged: list[Interval] = []
+    for start, end in sorted(spans):
+        if end <= start:
+            continue
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
+def subtract(whole: Intervals, holes: Intervals) -> Intervals:
+    """The points of ``whole`` that do not lie in ``holes``.
+
+    Example:
+        >>> subtract(((0, 4), (6, 8)), ((1, 2), (3, 7)))
+        ((0, 1), (2, 3), (7, 8))
+    """
+    left: list[Interval] = []
+    for start, end in whole:
+        for low, high in holes:
+            if high <= start or low >= end:
+                continue
+            if low > start:
+                left.append((start, low))
+            start = min(high, end)
+        if start < end:
+            left.append((start, end))
+    return tuple(left)
+
+
+def length(intervals: Intervals) -> float:
+    """Sum of the lengths.
+
+    Example:
+        >>> length(((0, 3), (4, 5)))
+        4
+    """
+    return sum(end - start for start, end in intervals)
+
+
+def lanes(spans: Sequence[Interval]) -> list[int]:
+    """A lane for each span, as few as possible, such that no two spans of a lane overlap.
+
+    Example:
+        >>> lanes([(0, 2), (1, 3), (2, 4)])
+        [0, 1, 0]
+    """
+    ends: list[float] = []
+    chosen = [0] * len(spans)
+    for index in sorted(range(len(spans)), key=lambda i: spans[i]):
+        start, end = spans[index]
+        free = next((lane for lane, busy in enumerate(ends) if busy <= start), len(ends))
+        ends[free : free + 1] = [end]
+        chosen[index] = free
+    return chosen

@@ -1,0 +1,272 @@
+"""Records the spans of one rank, and gathers those of all ranks on one clock.
+
+Never decides what is worth a span, never writes a file; without a recorder nothing here runs.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slipstream import __version__
+from slipstream.trace.event import ITERATION, Event, Trace
+
+Stamp = float | torch.cuda.Event
+"""A point in time: seconds on this rank's clock, or a CUDA event that will tell them later."""
+
+_PINGS = 10
+_Row = tuple[str, int, Stamp, Stamp, dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """When one clock stood at ``at``, another stood at ``at + offset``, give or take ``error``."""
+
+    at: float
+    offset: float
+    error: float
+
+
+class Recorder:
+    """Records the steps ``first_step .. first_step + num_steps - 1`` of one rank.
+
+    The main thread calls ``begin_step`` and ``end_step`` around every iteration; this adds the
+    span ``iteration``. Any thread may ``add`` spans of the current step, before the main thread
+    learns that the work is done. A span costs one append; nothing else happens until ``gather``.
+
+    On CUDA work runs later than Python: take start and end with ``stamp``, which does not wait.
+
+    Args:
+        rank: This rank.
+        first_step: The first step to record.
+        num_steps: How many steps to record, at least 1.
+        clock: Seconds; another one than ``time.perf_counter`` serves tests.
+
+    Attributes:
+        active: True while the current step is recorded; test it before measuring anything.
+        done: True once the last step to record has ended; then ``gather``.
+        meta: Goes into ``Trace.meta`` of rank 0, over what the recorder finds out by itself.
+
+    Example:
+        >>> recorder = Recorder(rank=0, first_step=2, num_steps=1)
+        >>> for step in range(3):
+        ...     recorder.begin_step(step)
+        ...     start = recorder.now()
+        ...     recorder.add("forward", start, recorder.now())
+        ...     recorder.end_step()
+        >>> trace = recorder.gather()
+        >>> [(event.name, event.step) for event in trace.events]
+        [('iteration', 2), ('forward', 2)]
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        first_step: int,
+        num_steps: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.rank = rank
+        self.active = False
+        self.done = False
+        self.meta: dict[str, Any] = {}
+        self._first, self._last = first_step, first_step + num_steps - 1
+        self._clock = clock
+        self._step = -1
+        self._begin: Stamp = 0.0
+        self._rows: list[_Row] = []
+        self._readings: list[_Reading] = []
+        self._gpu: _GpuClock | None = None
+
+    def now(self) -> float:
+        """Seconds on this rank's clock."""
+        return self._clock()
+
+    def stamp(self, device: torch.device) -> Stamp:
+        """Now on the CPU; on CUDA the moment at which the current stream gets here."""
+        if device.type != "cuda":
+            return self._clock()
+        if self._gpu is None:
+            self._gpu = _GpuClock(device, self._clock)
+        return self._gpu.record()
+
+    def begin_step(self, step: int, start: Stamp | None = None) -> None:
+        """An iteration begins (at ``start``, else now)."""
+        self.active = self._first <= step <= self._last
+        self._step = step
+        if self.active:
+            self._begin = self.now() if start is None else start
+
+    def add(self, name: str, start: Stamp, end: Stamp, **args: Any) -> None:
+        """A span of the current step; does nothing in a step that is not recorded.
+
+        ``args`` are plain JSON values. One named ``ready`` is a time, or a stamp, like ``start``.
+        """
+        if self.active:
+            self._rows.append((name, self._step, start, end, args))
+
+    def end_step(self, end: Stamp | None = None) -> None:
+        """The iteration ends (at ``end``, else now)."""
+        if self.active:
+            self.add(ITERATION, self._begin, self.now() if end is None else end)
+        self.active = False
+        self.done = self._step >= self._last
+
+    def align(self, group: dist.ProcessGroup | None = None) -> None:
+        """Read rank 0's clock: collective, while no exchange runs in ``group`` (None: all ranks).
+
+        Call it at the first recorded step; ``gather`` does it again, and the drift of the clocks
+        between the two is interpolated. Each rank plays ping-pong with rank 0 and keeps the fastest
+        round trip, half of which bounds the error. Source: Mills, "Internet time synchronization:
+        the network time protocol" (1991); Cristian, "Probabilistic clock synchronization" (1989).
+        """
+        if _size(group) == 1:
+            return
+        if dist.get_rank(group) == 0:
+            _answer_pings(self._clock, group)
+        else:
+            self._readings.append(_ping(self._clock, group))
+
+    def gather(self, group: dist.ProcessGroup | None = None) -> Trace | None:
+        """All ranks' events on the clock of rank 0: there a trace, None on the other ranks.
+
+        Collective, while no exchange runs in ``group`` (None: all ranks, or this process alone).
+        """
+        self.align(group)
+        if self._gpu is not None:
+            self._gpu.synchronize()
+        error = max((reading.error for reading in self._readings), default=0.0)
+        own = (self._events(), socket.gethostname(), error)
+        parts = [own]
+        if _size(group) > 1:
+            gathered: list[Any] | None = None
+            if dist.get_rank(group) == 0:
+                gathered = [None] * _size(group)
+            dist.gather_object(own, gathered, group=group, group_dst=0)
+            if gathered is None:
+                return None
+            parts = gathered
+        events, hosts, errors = zip(*parts, strict=True)
+        found = {
+            "world_size": len(parts),
+            "hosts": list(hosts),
+            "versions": {"slipstream": __version__, "torch": torch.__version__},
+            "clock_error": list(errors),
+        }
+        merged = sorted((event for part in events for event in part), key=_order)
+        return Trace(tuple(merged), found | self.meta)
+
+    def _events(self) -> list[Event]:
+        """This rank's spans in rank 0's seconds."""
+        events = []
+        for name, step, start, end, args in self._rows:
+            if "ready" in args:
+                args = args | {"ready": self._seconds(args["ready"])}
+            events.append(
+                Event(name, self.rank, step, self._seconds(start), self._seconds(end), args)
+            )
+        return events
+
+    def _seconds(self, stamp: Stamp) -> float:
+        """A stamp as seconds on rank 0's clock."""
+        if isinstance(stamp, torch.cuda.Event):
+            assert self._gpu is not None, "a CUDA stamp that this recorder did not give"
+            stamp = self._gpu.seconds(stamp)
+        return _translate(stamp, self._readings)
+
+
+class _GpuClock:
+    """Tells at which second of ``clock`` a CUDA event happened.
+
+    Events tell time only relative to each other. An anchor is an event whose time is read off
+    ``clock`` the moment it is known to have happened. There is one at the first stamp and one at
+    the end, because the clocks of GPU and host drift apart by microseconds a second.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+        self._device, self._clock = device, clock
+        self._zero, self._start = self._anchor()
+        self._readings = [_Reading(0.0, self._start, 0.0)]
+
+    def record(self) -> torch.cuda.Event:
+        """An event on the current stream of the device."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def synchronize(self) -> None:
+        """Wait for all streams, so that every event has its time, and set the second anchor."""
+        torch.cuda.synchronize(self._device)
+        event, at = self._anchor()
+        since = self._since_zero(event)
+        self._readings = [self._readings[0], _Reading(since, at - since, 0.0)]
+
+    def seconds(self, event: torch.cuda.Event) -> float:
+        """The event's time on ``clock``; only after ``synchronize``."""
+        return _translate(self._since_zero(event), self._readings)
+
+    def _anchor(self) -> tuple[torch.cuda.Event, float]:
+        torch.cuda.synchronize(self._device)  # else the anchor waits in the queue of the GPU
+        event = self.record()
+        event.synchronize()
+        return event, self._clock()
+
+    def _since_zero(self, event: torch.cuda.Event) -> float:
+        return float(self._zero.elapsed_time(event)) * 1e-3
+
+
+def _translate(at: float, readings: list[_Reading]) -> float:
+    """A time of one clock on the other: the offset on the line through first and last reading."""
+    if not readings:
+        return at
+    first, last = readings[0], readings[-1]
+    drift = (last.offset - first.offset) / (last.at - first.at) if last.at > first.at else 0.0
+    return at + first.offset + drift * (at - first.at)
+
+
+def _ping(clock: Callable[[], float], group: dist.ProcessGroup | None) -> _Reading:
+    """The best of several readings of rank 0's clock over the network."""
+    message = _message(group)
+    readings = []
+    for _ in range(_PINGS):
+        sent = clock()
+        dist.send(message, group=group, group_dst=0)
+        dist.recv(message, group=group, group_src=0)
+        theirs = float(message.item())
+        received = clock()
+        middle = (sent + received) / 2
+        readings.append(_Reading(middle, theirs - middle, (received - sent) / 2))
+    return min(readings, key=lambda reading: reading.error)
+
+
+def _answer_pings(clock: Callable[[], float], group: dist.ProcessGroup | None) -> None:
+    """Rank 0: tell the time to each other rank in turn."""
+    message = _message(group)
+    for peer in range(1, _size(group)):
+        for _ in range(_PINGS):
+            dist.recv(message, group=group, group_src=peer)
+            message.fill_(clock())
+            dist.send(message, group=group, group_dst=peer)
+
+
+def _message(group: dist.ProcessGroup | None) -> torch.Tensor:
+    """One time, in float64, where the group can send it from."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    return torch.zeros(1, dtype=torch.float64, device=device)
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    """Ranks of the group; 1 where this process is alone."""
+    joined = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size(group) if joined else 1
+
+
+def _order(event: Event) -> tuple[float, float, int]:
+    return event.start, -event.end, event.rank

@@ -1,0 +1,208 @@
+"""Draws a trace for a terminal: where an iteration goes, each exchange, and a strip of both.
+
+Never computes a statistic: ``breakdown`` does; this chooses units and words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.trace.breakdown import Typical, TypicalExchange, typical
+from slipstream.trace.event import Trace, exchange_order
+from slipstream.trace.strip import strip, unit
+from slipstream.trace.timeline import Iteration, timeline
+
+_PARTS = {
+    "data_wait": "data wait",
+    "forward": "forward",
+    "backward": "backward",
+    "exposed": "exposed exchange",
+    "optimizer": "optimizer",
+    "other": "other",
+    "iteration": "iteration",
+    "tail": "tail",
+}
+_MEANING = (
+    "All numbers are medians over iterations. Exposed exchange: an exchange runs and forward and "
+    "backward do not. Other: nothing recorded runs. Tail: from the end of backward to the end of "
+    "the last exchange; it overlaps the rows above."
+)
+_EXCHANGE_MEANING = (
+    "Start counts from the start of the iteration. Hidden: the share that runs beside forward or "
+    "backward. Skew: how long the first rank waits for the last to be ready. Gbit/s: bytes / time."
+)
+
+
+def summary(trace: Trace, rank: int | None = None, *, per_rank: bool = False) -> Group:
+    """What a person wants to know of a trace, as tables 80 columns wide.
+
+    Args:
+        trace: Events and what they were measured on.
+        rank: Only this rank.
+        per_rank: A table with a row for each rank, too.
+
+    Raises:
+        TraceError: There is no iteration, or not this rank.
+
+    Example:
+        >>> from rich.console import Console
+        >>> from slipstream.trace.event import Event
+        >>> trace = Trace((Event("iteration", 0, 2, 0.0, 0.5), Event("forward", 0, 2, 0.0, 0.4)))
+        >>> console = Console(width=80)
+        >>> with console.capture() as shown:
+        ...     console.print(summary(trace))
+        >>> "80.0" in shown.get()
+        True
+    """
+    iterations = timeline(trace.events)
+    middle = typical(iterations, rank)
+    pieces: list[Table | Text] = [
+        _headline(trace.meta, middle),
+        strip(_example(iterations, middle)),
+        _parts_table(middle),
+    ]
+    if per_rank:
+        pieces.append(_rank_table(middle))
+    if middle.exchanges:
+        pieces.append(_exchange_table(middle.exchanges))
+    return Group(*(Padding(piece, (0, 0, 1, 0)) for piece in pieces))
+
+
+def document(trace: Trace, rank: int | None = None) -> dict[str, Any]:
+    """The numbers of ``summary`` as plain JSON values, in seconds.
+
+    Example:
+        >>> from slipstream.trace.event import Event
+        >>> numbers = document(Trace((Event("iteration", 0, 2, 0.0, 0.5),)))
+        >>> numbers["iterations"], numbers["over_ranks"]["iteration"]["median"]
+        (1, 0.5)
+    """
+    middle = typical(timeline(trace.events), rank)
+    return {
+        "meta": trace.meta,
+        "iterations": middle.iterations,
+        "ranks": {str(rank): asdict(parts) for rank, parts in middle.ranks.items()},
+        "over_ranks": {part: asdict(middle.spread(part)) for part in _PARTS},
+        "exchanges": [asdict(exchange) for exchange in middle.exchanges],
+    }
+
+
+def _headline(meta: Mapping[str, Any], middle: Typical) -> Text:
+    """Model, ranks, hosts, iterations, strategy and the trust in the clocks, as far as known."""
+    words = [str(meta["model"])] if "model" in meta else []
+    words.append(_count(len(middle.ranks), "rank"))
+    if meta.get("hosts"):
+        words[-1] += f" on {_count(len(set(meta['hosts'])), 'host')}"
+    words.append(_count(middle.iterations, "iteration"))
+    words += _words(meta.get("strategy") or {})
+    if error := max(meta.get("clock_error") or [0.0]):
+        words.append(f"clocks within {error * 1e6:.0f} us")
+    return Text(" | ".join(words), style="bold")
+
+
+def _words(settings: Mapping[str, Any]) -> Iterator[str]:
+    """A strategy in few words: kinds without their fields, no trace settings, no nulls."""
+    for name, value in settings.items():
+        if name == "trace" or value is None:
+            continue
+        if isinstance(value, Mapping):
+            yield from [f"{name} {value['kind']}"] if "kind" in value else _words(value)
+        elif isinstance(value, bool):
+            yield name if value else f"no {name}"
+        else:
+            yield f"{name} {value}"
+
+
+def _example(iterations: list[Iteration], middle: Typical) -> Iteration:
+    """The iteration of the first rank that is nearest to the median."""
+    rank, parts = next(iter(middle.ranks.items()))
+    own = [iteration for iteration in iterations if iteration.rank == rank]
+    return min(own, key=lambda iteration: abs(iteration.duration - parts.iteration))
+
+
+def _parts_table(middle: Typical) -> Table:
+    whole = middle.spread("iteration")
+    name, scale, digits = unit(whole.high)
+    table = _table("Where an iteration goes", _MEANING)
+    table.add_column("part")
+    for heading in (f"median {name}", "share %", f"min .. max rank {name}", "slowest"):
+        table.add_column(heading, justify="right")
+    for part, label in _PARTS.items():
+        over = middle.spread(part)
+        low, high = (f"{value * scale:.{digits}f}" for value in (over.low, over.high))
+        if part == "iteration":
+            table.add_section()
+        table.add_row(
+            label,
+            f"{over.median * scale:.{digits}f}",
+            _percent(over.median, whole.median),
+            f"{low} .. {high}",
+            f"rank {over.slowest}" if low != high else "-",
+            style="bold" if part == "iteration" else None,
+        )
+    return table
+
+
+def _rank_table(middle: Typical) -> Table:
+    name, scale, digits = unit(middle.spread("iteration").high)
+    table = _table("Rank by rank", f"Medians over iterations, in {name}.")
+    for heading in ("rank", *_PARTS.values()):
+        table.add_column(heading.removesuffix(" exchange"), justify="right")
+    for rank, parts in middle.ranks.items():
+        seconds = asdict(parts)
+        table.add_row(str(rank), *(f"{seconds[part] * scale:.{digits}f}" for part in _PARTS))
+    return table
+
+
+def _exchange_table(exchanges: tuple[TypicalExchange, ...]) -> Table:
+    name, scale, digits = unit(max(e.start + e.duration for e in exchanges))
+    table = _table("Exchanges between ranks", _EXCHANGE_MEANING)
+    table.add_column("#")
+    for heading in ("gradients", "MB", "start", "time", "hidden", "exposed", "skew", "Gbit/s"):
+        below = {"hidden": "%", "gradients": "", "MB": "", "Gbit/s": ""}.get(heading, name)
+        table.add_column(f"{heading}\n{below}", justify="right")
+    for e in exchanges:
+        start, time, exposed, skew = (
+            f"{seconds * scale:.{digits}f}" for seconds in (e.start, e.duration, e.exposed, e.skew)
+        )
+        table.add_row(
+            str(exchange_order(e.name) or e.name),
+            str(e.gradients or "-"),
+            f"{e.bytes / 1e6:.2f}",
+            start,
+            time,
+            _percent(e.hidden, e.duration),
+            exposed,
+            skew,
+            f"{e.bytes * 8e-9 / e.duration:.2f}" if e.duration else "-",
+        )
+    return table
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "-"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

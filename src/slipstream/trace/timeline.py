@@ -1,0 +1,80 @@
+"""Sorts the events of a trace into iterations: one for each step of each rank.
+
+Never computes a statistic.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from slipstream.errors import TraceError
+from slipstream.trace.event import BACKWARD, FORWARD, ITERATION, Event, exchange_order
+from slipstream.trace.intervals import Intervals, union
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One step of one rank: its bounds in seconds, and the spans inside ordered by start."""
+
+    rank: int
+    step: int
+    start: float
+    end: float
+    events: tuple[Event, ...]
+
+    @property
+    def duration(self) -> float:
+        """Seconds from start to end."""
+        return self.end - self.start
+
+    @property
+    def exchanges(self) -> tuple[Event, ...]:
+        """The spans of exchanges: buffers, then segment by segment."""
+        found = [e for e in self.events if exchange_order(e.name) is not None]
+        return tuple(sorted(found, key=lambda e: (exchange_order(e.name), e.start)))
+
+    @property
+    def compute(self) -> Intervals:
+        """When forward or backward ran."""
+        return self.during(FORWARD, BACKWARD)
+
+    def during(self, *names: str) -> Intervals:
+        """When any span of these names ran."""
+        return union((e.start, e.end) for e in self.events if e.name in names)
+
+
+def timeline(events: Iterable[Event]) -> list[Iteration]:
+    """The iterations, ordered by step, then rank; a step without its end is left out.
+
+    Raises:
+        TraceError: There is no iteration.
+
+    Example:
+        >>> spans = [Event("iteration", 0, 2, 0.0, 3.0), Event("forward", 0, 2, 0.5, 2.0)]
+        >>> [iteration] = timeline(spans)
+        >>> iteration.duration, iteration.compute
+        (3.0, ((0.5, 2.0),))
+    """
+    bounds: dict[tuple[int, int], Event] = {}
+    inside: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in events:
+        if event.name == ITERATION:
+            bounds[event.step, event.rank] = event
+        else:
+            inside[event.step, event.rank].append(event)
+    if not bounds:
+        raise TraceError(
+            f"the trace holds no iteration ({sum(map(len, inside.values()))} other events). "
+            "Record at least one whole step: set trace.steps in the strategy to steps that the "
+            "training reaches."
+        )
+    return [
+        Iteration(rank, step, span.start, span.end, _by_start(inside[step, rank]))
+        for (step, rank), span in sorted(bounds.items(), key=lambda item: item[0])
+    ]
+
+
+def _by_start(events: list[Event]) -> tuple[Event, ...]:
+    return tuple(sorted(events, key=lambda e: (e.start, e.end)))

@@ -1,0 +1,223 @@
+"""``slipstream launch`` as its users run it: real processes, real signals, real logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+SLIPSTREAM = [sys.executable, "-c", "from slipstream.cli.main import main; main()"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+TELL = """
+import json, os, sys, time
+if os.environ["RANK"] == "0":
+    print(json.dumps(sys.argv[1:]))
+    print("progress 1\\rprogress 2", file=sys.stderr)
+else:
+    time.sleep(0.3)  # the launch waits for the last one
+    print(os.environ["SLIPSTREAM_STRATEGY"], os.environ["OMP_NUM_THREADS"])
+"""
+FAIL = """
+import os, sys, time, traceback
+print("rank", os.environ["RANK"])
+if os.environ["RANK"] == "1":
+    try:
+        raise RuntimeError("the [first] failure")
+    except RuntimeError:
+        traceback.print_exc()
+        sys.exit(3)
+time.sleep(60)
+"""
+ONCE = """
+import os, sys
+print("up")
+sys.exit(5 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" else 0)
+"""
+KILLED = """
+import os, signal, time
+print("still well")
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+SLEEP = """
+import os, pathlib, time
+pathlib.Path("pid" + os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(60)
+"""
+SUM = """
+import torch, torch.distributed as dist
+from slipstream.cluster.connect import connect, from_environ
+cluster = connect(from_environ(), "cpu")
+total = torch.tensor([cluster.rank + 1.0])
+if cluster.is_distributed:
+    dist.all_reduce(total, group=cluster.world)
+print(cluster.rank, cluster.world_size, cluster.environment.node_rank, total.item())
+cluster.close()
+"""
+
+
+def start(command: list[str], folder: Path, script: str, **variables: str) -> subprocess.Popen[str]:
+    """``command`` in ``folder``, where ``script`` is script.py."""
+    (folder / "script.py").write_text(script)
+    names = ("SLIPSTREAM_STRATEGY", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    environ |= {"GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "200"} | variables
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environ,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def launch(folder: Path, script: str, *options: str, **variables: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of ``slipstream launch OPTIONS``, logging to ``folder/logs``."""
+    command = [*SLIPSTREAM, "launch", "--log-dir", "logs", *options]
+    process = start(command, folder, script, **variables)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def logs(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in sorted((folder / "logs").iterdir())}
+
+
+def test_ranks_get_arguments_untouched_variables_and_a_log_each(tmp_path: Path) -> None:
+    arguments = ["--help", "--nproc", "7", "--", "${local_rank}", "a$$b", "-m", "", "two words"]
+    (tmp_path / "wish.yaml").write_text("gradients: {overlap: false}\n")
+    code, out, err = launch(
+        tmp_path, TELL, "--nproc", "2", "--strategy", "wish.yaml", "script.py", *arguments
+    )
+    assert code == 0
+    assert out == json.dumps(arguments) + "\nprogress 1\nprogress 2\n"  # text mode: \r -> \n
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert logs(tmp_path) == {
+        "rank0.log": out,
+        "rank1.log": f"{tmp_path / 'wish.yaml'} {threads}\n",
+    }
+    for shown in ("world size", "c10d at a free local port", "overlap", f"logs: {tmp_path}/logs"):
+        assert shown in err
+
+
+def test_the_first_failing_rank_is_shown_and_its_code_returned(tmp_path: Path) -> None:
+    code, out, err = launch(tmp_path, FAIL, "--nproc", "3", "script.py")
+    assert code == 3
+    assert out == "rank 0\n"  # nothing of the others
+    assert f"rank 1 (local rank 1) on host {socket.gethostname()} exited with code 3" in err
+    assert "Traceback (most recent call last)" in err
+    assert "RuntimeError: the [first] failure" in err
+    assert "log: logs/rank1.log" in err
+    assert "ChildFailedError" not in err
+
+
+def test_failed_ranks_are_restarted_and_keep_their_logs(tmp_path: Path) -> None:
+    code, out, _ = launch(tmp_path, ONCE, "--max-restarts", "1", "script.py")
+    assert (code, out) == (0, "up\nup\n")
+    assert logs(tmp_path) == {"rank0.log": "up\n", "rank0.restart1.log": "up\n"}
+
+
+def test_a_killed_rank_names_its_signal(tmp_path: Path) -> None:
+    code, _, err = launch(tmp_path, KILLED, "--nproc", "2", "-m", "script")
+    assert code == 128 + signal.SIGKILL
+    assert "rank 1 (local rank 1)" in err
+    assert "was killed by SIGKILL (maybe out of memory)" in err
+    assert "still well" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
+    launcher = start([*SLIPSTREAM, "launch", "--nproc", "2", "script.py"], tmp_path, SLEEP)
+    paths = [tmp_path / "pid0", tmp_path / "pid1"]
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.02)
+    ranks = [psutil.Process(int(path.read_text())) for path in paths]
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=30)
+    gone, alive = psutil.wait_procs(ranks, timeout=10)
+    assert (len(gone), alive) == (2, [])
+    if number is signal.SIGKILL:
+        assert launcher.returncode == -number
+    else:
+        assert launcher.returncode == 128 + number
+        assert "no rank is left running" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["nowhere.py"], "'nowhere.py' does not exist"),
+        (["--nproc", "0", "script.py"], "--nproc 0"),
+        (["--nproc", "many", "script.py"], "--nproc 'many'"),
+        (["--strategy", "wrong.yaml", "script.py"], "overlapp"),
+        (["--log-dir", "script.py", "script.py"], "log folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_ends_before_anything_starts(
+    tmp_path: Path, options: list[str], message: str
+) -> None:
+    (tmp_path / "wrong.yaml").write_text("gradients: {overlapp: true}\n")
+    code, out, err = launch(tmp_path, SLEEP, *options)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not list(tmp_path.glob("pid*"))
+
+
+def test_two_nodes_meet_and_only_the_first_speaks(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    options = ["--nnodes", "2", "--rdzv-endpoint", endpoint, "--log-dir", "logs"]
+    nodes = [
+        start([*SLIPSTREAM, "launch", *options, "--node-rank", rank, "script.py"], tmp_path, SUM)
+        for rank in ("0", "1")
+    ]
+    answers = [node.communicate(timeout=60) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], answers
+    assert answers[0][0] == "0 2 0 3.0\n"
+    assert f"static at {endpoint}" in answers[0][1]
+    assert answers[1] == ("", "")
+    assert logs(tmp_path) == {"rank0.log": "0 2 0 3.0\n", "rank1.log": "1 2 1 3.0\n"}
+
+
+def test_a_node_that_waits_for_the_others_can_be_interrupted(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
+        options = ["--nnodes", "2", "--node-rank", "1", "--rdzv-endpoint", endpoint]
+        node = start([*SLIPSTREAM, "launch", *options, "script.py"], tmp_path, SLEEP)
+        silent.settimeout(30)
+        with silent.accept()[0]:  # it has come, and waits for an answer
+            node.send_signal(signal.SIGINT)
+            node.communicate(timeout=10)
+    assert node.returncode == -signal.SIGINT
+    assert not list(tmp_path.glob("pid*"))
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([*TORCHRUN, "--standalone", "--nproc-per-node", "2"], ["0 2 0 3.0", "1 2 0 3.0"]),
+        ([sys.executable], ["0 1 0 1.0"]),
+    ],
+    ids=["torchrun", "python"],
+)
+def test_the_same_script_runs_without_the_launcher(
+    tmp_path: Path, command: list[str], said: list[str]
+) -> None:
+    process = start([*command, "script.py"], tmp_path, SUM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == said

@@ -1,0 +1,61 @@
+"""The command ``slipstream strategy``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli.main import app, main
+from slipstream.errors import StrategyError
+from slipstream.strategy import Strategy, presets
+
+
+def _run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["strategy", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_show(tmp_path):
+    assert "by_bytes" in _run("show")
+    assert "by_percent" in _run("show", "hccl")
+    (tmp_path / "s.yaml").write_text("gradients: {split: per_layer}\n")
+    assert "per_layer" in _run("show", str(tmp_path / "s.yaml"))
+
+
+def test_presets():
+    output = _run("presets")
+    for name in presets():
+        assert name in output
+
+
+def test_schema():
+    assert json.loads(_run("schema")) == Strategy.json_schema()
+
+
+def test_check(tmp_path):
+    file = tmp_path / "s.json"
+    file.write_text("{}")
+    assert _run("check", str(file)) == f"{file}: valid (reordered)\n"
+    with pytest.raises(StrategyError, match="a strategy file ends in"):
+        _run("check", "hccl")
+
+
+@pytest.mark.parametrize("command", ["show", "presets", "schema", "check"])
+def test_help_has_an_example(command):
+    assert f"Example: slipstream strategy {command}" in _run(command, "--help")
+
+
+def test_mistakes_end_in_a_box_and_exit_code_2(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "s.yaml"
+    file.write_text("gradients: {accumulate: 0}\n")
+    monkeypatch.setattr("sys.argv", ["slipstream", "strategy", "check", str(file)])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    assert exit_.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "StrategyError" in output.err
+    assert "gradients.accumulate: got 0" in output.err

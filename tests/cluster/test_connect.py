@@ -1,0 +1,130 @@
+"""Two real ranks join, by a group of their own or the script's; what is made is destroyed."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.cluster.connect import Cluster, connect, from_environ, local_gpu
+from slipstream.cluster.environment import Environment
+from slipstream.errors import ClusterError
+from tests.harness.ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def summed(cluster: Cluster) -> float:
+    total = torch.tensor([cluster.rank + 1.0])
+    dist.all_reduce(total, group=cluster.world)
+    return total.item()
+
+
+def own_world() -> tuple[object, ...]:
+    cluster = connect(from_environ(), "cpu")
+    facts = (cluster.rank, cluster.world_size, cluster.owns_world, summed(cluster), cluster.hosts)
+    cluster.close()
+    cluster.close()
+    return (*facts, dist.is_initialized())
+
+
+def test_a_world_is_made_from_the_environment_and_destroyed(two: Ranks) -> None:
+    hosts = (socket.gethostname(),) * 2
+    assert two.run(own_world, connect=False) == [
+        (rank, 2, True, 3.0, hosts, False) for rank in (0, 1)
+    ]
+
+
+def scripts_world(variables: dict[str, str]) -> tuple[object, ...]:
+    cluster = connect(Environment.read(variables, socket.gethostname()), "cpu")
+    environment = cluster.environment
+    both, mine = cluster.new_group(), cluster.new_group([1])
+    known = dist.get_world_size(both), mine is not None
+    sums = summed(cluster)
+    cluster.close()
+    destroyed = both not in dist.distributed_c10d._world.pg_map
+    return (
+        environment.rank,
+        environment.world_size,
+        environment.local_rank,
+        environment.local_world_size,
+        cluster.owns_world,
+        known,
+        sums,
+        destroyed,
+        dist.is_initialized(),
+        os.environ["MASTER_ADDR"],
+    )
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}],
+    ids=["no launcher", "another launcher"],
+)
+def test_the_scripts_world_is_used_and_survives(two: Ranks, variables: dict[str, str]) -> None:
+    assert two.run(scripts_world, variables) == [
+        (rank, 2, rank, 2, False, (2, rank == 1), 3.0, True, True, "127.0.0.1") for rank in (0, 1)
+    ]
+
+
+def script_destroys_first() -> bool:
+    cluster = connect(from_environ(), "cpu")
+    cluster.new_group()
+    dist.destroy_process_group()
+    cluster.close()
+    return dist.is_initialized()
+
+
+def test_a_script_may_destroy_everything_before_close(two: Ranks) -> None:
+    assert two.run(script_destroys_first, connect=False) == [False, False]
+
+
+def test_one_process_without_a_launcher_makes_no_group() -> None:
+    cluster = connect(Environment(host="here"), "cpu")
+    assert (cluster.world, cluster.is_distributed, cluster.new_group()) == (None, False, None)
+    assert (cluster.rank, cluster.world_size, cluster.hosts) == (0, 1, ("here",))
+    cluster.close()
+    assert not dist.is_initialized()
+
+
+def test_ranks_that_do_not_meet_are_told_where_who_and_what_to_check() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, never listening: nobody answers
+        alone = Environment(
+            rank=1,
+            world_size=2,
+            node_rank=1,
+            num_nodes=2,
+            host="localhost",
+            source="torchrun",
+            master_addr="127.0.0.1",
+            master_port=taken.getsockname()[1],
+        )
+        with pytest.raises(ClusterError) as error:
+            connect(alone, "cpu", timeout=timedelta(seconds=1))
+    message = str(error.value)
+    where = f"127.0.0.1:{alone.master_port}"
+    for part in ("rank 1 of 2 on localhost", where, "timeout 1 s", "GLOO_SOCKET_IFNAME"):
+        assert part in message
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "index"), [(0, 1, 0), (3, 8, 3), (3, 1, 0)])
+def test_a_rank_takes_its_gpu_or_the_only_one(local_rank: int, visible: int, index: int) -> None:
+    assert local_gpu(Environment(local_rank=local_rank), visible) == index
+
+
+@pytest.mark.parametrize("visible", [0, 2])
+def test_more_ranks_than_gpus_is_an_error(visible: int) -> None:
+    with pytest.raises(ClusterError, match=f"rank 7 on here has local rank 2, but sees {visible}"):
+        local_gpu(Environment(rank=7, local_rank=2, host="here"), visible)

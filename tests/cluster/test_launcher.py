@@ -1,0 +1,88 @@
+"""What can be said without starting a rank: wrong specifications, causes, tracebacks in logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.cluster._logs import last_traceback
+from slipstream.cluster.launcher import LaunchSpec, RankFailure
+from slipstream.errors import LaunchError
+
+TWO_NODES = {"nnodes": 2, "rdzv_endpoint": "node0:29500"}
+
+WRONG = {
+    "no ranks": ({"nproc": 0}, "--nproc 0"),
+    "no nodes": ({"nnodes": 0}, "--nnodes 0"),
+    "restarts": ({"max_restarts": -1}, "--max-restarts -1"),
+    "nowhere to meet": ({"nnodes": 2}, "--nnodes 2 needs --rdzv-endpoint"),
+    "node rank": (TWO_NODES | {"node_rank": 2}, "--node-rank 2 with --nnodes 2.*0..1"),
+    "node rank of one": ({"node_rank": 1}, "--node-rank 1 with --nnodes 1.*0..0"),
+    "no port": (TWO_NODES | {"rdzv_endpoint": "node0"}, "'node0' is not HOST:PORT"),
+    "no host": (TWO_NODES | {"rdzv_endpoint": ":29500"}, "':29500' is not HOST:PORT"),
+    "port": (TWO_NODES | {"rdzv_endpoint": "node0:70000"}, "'node0:70000' is not HOST:PORT"),
+    "fixed and restarted": (TWO_NODES | {"node_rank": 0, "max_restarts": 1}, "leave out one"),
+    "no script": ({"script": "nowhere.py"}, "'nowhere.py' does not exist"),
+    "a folder": ({"script": "."}, "'.' is not a file"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG.values(), ids=WRONG)
+def test_a_wrong_specification_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LaunchError, match=message):
+        LaunchSpec(**({"script": __file__, "log_dir": Path("unused")} | changes))
+
+
+def test_a_module_is_not_looked_up_as_a_file() -> None:
+    assert LaunchSpec(script="a.module", module=True, log_dir=Path("unused")).module
+
+
+@pytest.mark.parametrize(
+    ("returncode", "exit_code", "cause"),
+    [
+        (3, 3, "exited with code 3"),
+        (-9, 137, "was killed by SIGKILL (maybe out of memory)"),
+        (-11, 139, "was killed by SIGSEGV"),
+        (-40, 168, "was killed by signal 40"),
+    ],
+)
+def test_exit_codes_are_those_of_a_shell(returncode: int, exit_code: int, cause: str) -> None:
+    failure = RankFailure(1, 1, "here", returncode, Path("rank1.log"))
+    assert (failure.exit_code, failure.cause) == (exit_code, cause)
+
+
+def test_an_excerpt_is_the_traceback_of_an_error_and_the_end_of_a_killed_log(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "rank1.log"
+    log.write_text("x" * 100_000 + f"\n{FIRST}" + "".join(f"step {n}\n" for n in range(30)))
+    assert RankFailure(1, 1, "here", 1, log).excerpt().startswith("Traceback")
+    killed = RankFailure(1, 1, "here", -9, log).excerpt().splitlines()
+    assert killed == [f"step {n}" for n in range(10, 30)]
+
+
+FIRST = "Traceback (most recent call last):\n  File 'a', line 1\nKeyError: 1\n"
+SECOND = "Traceback (most recent call last):\n  File 'b', line 2\nValueError: two\nlines\n"
+CAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
+GROUP = "  + Exception Group Traceback (most recent call last):\n  | ExceptionGroup: both\n"
+PREFIXED = "".join(f"[rank1]: {line}\n" if line else "[rank1]:\n" for line in SECOND.splitlines())
+
+LOGS = {
+    "one": (f"step 1\n{FIRST}", FIRST),
+    "the last of two": (f"{FIRST}handled\n{SECOND}", SECOND),
+    "caused by": (f"step 1\n{FIRST}{CAUSE}{SECOND}", f"{FIRST}{CAUSE}{SECOND}"),
+    "in the handling of": (f"{FIRST}{CONTEXT}{SECOND}", f"{FIRST}{CONTEXT}{SECOND}"),
+    "an unrelated one before a chain": (f"{SECOND}{FIRST}{CAUSE}{SECOND}", FIRST + CAUSE + SECOND),
+    "a group": (f"step 1\n{GROUP}", GROUP),
+    "prefixed by torch": (f"step 1\n{PREFIXED}", SECOND),
+    "none": ("step 1\nSyntaxError: invalid\n\n", "step 1\nSyntaxError: invalid"),
+    "empty": ("", ""),
+}
+
+
+@pytest.mark.parametrize(("log", "expected"), LOGS.values(), ids=LOGS)
+def test_the_last_traceback_with_its_chain_is_found(log: str, expected: str) -> None:
+    assert last_traceback(log) == expected.rstrip()

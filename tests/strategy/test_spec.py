@@ -1,0 +1,235 @@
+"""Strategies are values: they survive every way of writing them, and never change."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.errors import StrategyError
+from slipstream.strategy import (
+    ByBytes,
+    ByIndex,
+    ByLayers,
+    ByPercent,
+    Exactness,
+    Flat,
+    Gradients,
+    PerGradient,
+    PerLayer,
+    Setting,
+    Single,
+    Strategy,
+    Trace,
+    Variant,
+    presets,
+)
+
+VARIANTS = [ByBytes, ByPercent, ByIndex, ByLayers, PerLayer, PerGradient, Single, Flat]
+SETTINGS = [*VARIANTS, Gradients, Trace, Strategy]
+
+
+def _percents(weights: list[int]) -> tuple[float, ...]:
+    return tuple(100 * weight / sum(weights) for weight in weights)
+
+
+sizes = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+splits = st.one_of(
+    st.builds(
+        ByBytes,
+        megabytes=sizes,
+        first_megabytes=st.none() | sizes,
+        last_megabytes=st.none() | sizes,
+    ),
+    st.builds(
+        ByPercent, percents=st.lists(st.integers(1, 1000), min_size=1, max_size=9).map(_percents)
+    ),
+    st.builds(ByIndex, last=st.sets(st.integers(0), min_size=1).map(sorted).map(tuple)),
+    st.builds(ByLayers, layers=st.integers(1)),
+    st.sampled_from([PerLayer(), PerGradient(), Single()]),
+)
+wishes = st.builds(
+    Strategy,
+    gradients=st.builds(
+        Gradients, split=splits, overlap=st.booleans(), accumulate=st.integers(1, 99)
+    ),
+    trace=st.builds(
+        Trace,
+        steps=st.none() | st.integers(1),
+        skip=st.integers(0),
+        folder=st.text(min_size=1),
+    ),
+)
+
+
+def accepts(schema: dict[str, Any], value: Any, defs: dict[str, Any]) -> bool:
+    """The part of JSON schema (draft 2020-12) that pydantic uses for these settings."""
+    known = {"$ref", "$schema", "$defs", "anyOf", "const", "enum", "type", "title", "description"}
+    known |= {"default", "examples", "properties", "required", "additionalProperties", "items"}
+    known |= {"minimum", "exclusiveMinimum", "minLength", "minItems"}
+    assert schema.keys() <= known, "teach this validator the rest"
+    types = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
+    types |= {"integer": int, "number": (int, float)}
+    if "$ref" in schema:
+        return accepts(defs[schema["$ref"].rpartition("/")[2]], value, defs)
+    if "anyOf" in schema:
+        return any(accepts(option, value, defs) for option in schema["anyOf"])
+    if not isinstance(value, types[schema["type"]]):
+        return False
+    if isinstance(value, bool) and schema["type"] != "boolean":
+        return False
+    if isinstance(value, dict):
+        fields = schema["properties"]
+        return set(schema.get("required", ())) <= value.keys() <= fields.keys() and all(
+            accepts(fields[key], value[key], defs) for key in value
+        )
+    if isinstance(value, list):
+        return len(value) >= schema.get("minItems", 0) and all(
+            accepts(schema["items"], item, defs) for item in value
+        )
+    if isinstance(value, str):
+        return value in schema.get("enum", [schema.get("const", value)]) and (
+            len(value) >= schema.get("minLength", 0)
+        )
+    return value is None or (
+        value >= schema.get("minimum", value) and value > schema.get("exclusiveMinimum", value - 1)
+    )
+
+
+SCHEMA = Strategy.json_schema()
+
+
+@settings(deadline=None)
+@given(wishes, st.booleans())
+def test_round_trips(wish, full):
+    assert Strategy.from_yaml(wish.to_yaml(full=full)) == wish
+    assert Strategy.from_json(wish.to_json(full=full)) == wish
+    assert Strategy.load(wish.document(full=full)) == wish
+    assert pickle.loads(pickle.dumps(wish)) == wish
+    assert accepts(SCHEMA, wish.document(full=full), SCHEMA["$defs"])
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"gradients": {"split": {"megabytes": 25}}},
+        {"gradients": {"split": "by_index"}},
+        {"gradients": {"split": {"kind": "by_layers"}}},
+        {"gradients": {"overlap": "yes"}},
+        {"gradients": {"accumulate": 0}},
+        {"trace": {"step": 3}},
+    ],
+)
+def test_schema_refuses_what_strategy_refuses(document):
+    assert not accepts(SCHEMA, document, SCHEMA["$defs"])
+    with pytest.raises(StrategyError):
+        Strategy.load(document)
+
+
+def test_every_shorthand_of_the_schema_loads():
+    options = SCHEMA["$defs"]["Gradients"]["properties"]["split"]["anyOf"]
+    (kinds,) = [option["enum"] for option in options if "enum" in option]
+    assert {Gradients(split=kind).split.kind for kind in kinds} == set(kinds)
+    for split in set(VARIANTS) - {Flat}:
+        kind = split.model_fields["kind"].default
+        required = any(field.is_required() for field in split.model_fields.values())
+        assert (kind in kinds) != required
+
+
+@pytest.mark.parametrize(
+    ("wish", "text"),
+    [
+        (Strategy(), "{}\n"),
+        (Strategy(gradients=Gradients(split=Single())), "gradients: {split: single}\n"),
+        (
+            Strategy(gradients=Gradients(split=ByBytes(megabytes=16), accumulate=2)),
+            "gradients:\n  split: {kind: by_bytes, megabytes: 16}\n  accumulate: 2\n",
+        ),
+        (
+            Strategy(gradients=Gradients(split=ByPercent(percents=(62.5, 37.5)))),
+            "gradients:\n  split:\n    kind: by_percent\n    percents: [62.5, 37.5]\n",
+        ),
+    ],
+)
+def test_yaml_is_minimal(wish, text):
+    assert wish.to_yaml() == text
+
+
+def test_full_yaml_shows_every_setting_in_order():
+    assert Strategy().to_yaml(full=True) == (
+        "gradients:\n"
+        "  split: {kind: by_bytes, megabytes: 25, first_megabytes: 1, last_megabytes: 1}\n"
+        "  overlap: true\n"
+        "  transport: {kind: flat}\n"
+        "  accumulate: 1\n"
+        "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
+    )
+
+
+def test_equal_by_value_and_hashable():
+    one, other = Strategy.load("fused_16"), Strategy.load("fused_16")
+    assert one == other
+    assert len({one, other, Strategy()}) == 2
+    assert ByBytes(megabytes=25) == ByBytes(megabytes=25.0)
+    assert Gradients(split=PerLayer()) != Gradients(split=PerGradient())
+
+
+def test_frozen():
+    wish = Strategy()
+    with pytest.raises(StrategyError, match=r"Gradients\.overlap cannot be set to False.*frozen"):
+        wish.gradients.overlap = False
+    with pytest.raises(StrategyError, match=r"Strategy\.trace cannot be deleted.*frozen"):
+        del wish.trace
+    assert wish == Strategy()
+
+
+def test_copies_are_checked():
+    changed = Gradients().model_copy(update={"accumulate": 4})
+    assert changed == Gradients(accumulate=4)
+    with pytest.raises(StrategyError, match="accumulate: got 0"):
+        changed.model_copy(update={"accumulate": 0})
+
+
+def test_exactness_is_the_weakest(monkeypatch):
+    assert Strategy().exactness == "reordered"
+    for exactness in get_args(Exactness):
+        monkeypatch.setattr(ByBytes, "exactness", "bitwise")
+        monkeypatch.setattr(Flat, "exactness", exactness)
+        assert Strategy().exactness == exactness
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_is_described(setting: type[Setting]):
+    assert setting.__doc__
+    fields = {name: info for name, info in setting.model_fields.items() if name != "kind"}
+    assert all(info.description for info in fields.values())
+    assert not issubclass(setting, Variant) or setting.exactness in get_args(Exactness)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_presets_load(name):
+    preset = presets()[name]
+    assert preset.reason
+    assert Strategy.load(name) == Strategy.load(preset.settings)
+    assert (Strategy.load(name) == Strategy()) == (name == "default")
+
+
+def test_load_from_every_source(tmp_path):
+    wish = Strategy(trace=Trace(steps=3))
+    for name, text in [("s.yaml", wish.to_yaml()), ("s.YML", wish.to_yaml(full=True))]:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert Strategy.load(tmp_path / name) == wish
+    (tmp_path / "s.json").write_text("\ufeff" + wish.to_json(), encoding="utf-8")
+    assert Strategy.load(str(tmp_path / "s.json")) == wish
+    assert Strategy.load(wish) is wish
+    assert Strategy.load(None) == Strategy()
+
+
+def test_needs_no_torch():
+    code = "import sys, slipstream.strategy; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

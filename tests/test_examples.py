@@ -1,0 +1,197 @@
+"""The examples: short, runnable as they stand, on the models and the data that they name."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from examples import data, meter, models
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+SMALL_TEXT = ["--vocabulary", "500", "--length", "16"]
+SCRIPTS = {"images.py": [], "masked_lm.py": SMALL_TEXT, "causal_lm.py": SMALL_TEXT}
+
+
+def run(*command: str, **env: str) -> str:
+    """What ``command`` prints on stdout; it must exit 0."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# The scripts.
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_is_short(script: str) -> None:
+    assert len((EXAMPLES / script).read_text().splitlines()) < 80
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_loss_goes_down_on_one_process(script: str) -> None:
+    path, steps = str(EXAMPLES / script), ["--steps", "25", "--log-every", "10"]
+    printed = run(sys.executable, "-W", "error", path, *steps, *SCRIPTS[script])
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert re.findall(r"^step +(\d+) ", printed, re.MULTILINE) == ["1", "10", "20"]
+    assert len(losses) == 4  # the last is the final loss
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_two_ranks_print_once_and_follow_the_strategy(tmp_path: Path) -> None:
+    strategy = tmp_path / "strategy.yaml"
+    strategy.write_text(
+        "gradients: {split: {kind: by_percent, percents: [60, 40]}}\n"
+        f"trace: {{steps: 2, folder: {tmp_path}}}\n"
+    )
+    launch = [str(Path(sys.executable).with_name("slipstream")), "launch", "--nproc", "2"]
+    script = [str(EXAMPLES / "images.py"), "--steps", "6", "--strategy", str(strategy)]
+    printed = run(*launch, "--log-dir", str(tmp_path / "logs"), *script)
+    assert len(re.findall(r"^step +1 ", printed, re.MULTILINE)) == 1
+    assert len(re.findall(r"held-out accuracy \d+\.\d%", printed)) == 1
+    trace = (tmp_path / "trace.json").read_text()
+    assert "allreduce2" in trace
+    assert "allreduce3" not in trace
+
+
+# The models.
+
+
+@pytest.mark.parametrize(
+    ("model", "millions", "gradients"),
+    [
+        (lambda: models.resnet50(), 25.557, 161),
+        (lambda: models.resnet50(10), 23.529, 161),
+        (lambda: models.resnet_small(), 1.233, 38),
+        (lambda: models.vgg16(), 30.439, 32),
+        (lambda: models.bert("tiny"), 5.463, 74),
+        (lambda: models.bert("base", 30522), 109.514, 202),
+        (lambda: models.bert("large", 30522), 335.174, 394),
+        (lambda: models.gpt2("tiny"), 5.519, 52),
+        (lambda: models.gpt2("small", 50257), 124.440, 148),
+    ],
+)
+def test_parameter_counts(model, millions: float, gradients: int) -> None:
+    with torch.device("meta"):
+        parameters = list(model().parameters())
+    assert len(parameters) == gradients
+    assert sum(p.numel() for p in parameters) / 1e6 == pytest.approx(millions, abs=5e-4)
+
+
+def test_vgg16_has_thirteen_convolutions() -> None:
+    with torch.device("meta"):
+        model = models.vgg16(num_labels=7)
+        assert model(torch.empty(2, 3, 32, 32)).logits.shape == (2, 7)
+    convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    assert len(convolutions) == 13
+    assert sum(p.numel() for layer in convolutions for p in layer.parameters()) == 14_714_688
+
+
+def test_same_seed_gives_same_weights() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return nn.utils.parameters_to_vector(models.resnet_small().parameters())
+
+    assert torch.equal(weights(3), weights(3))
+    assert not torch.equal(weights(3), weights(4))
+
+
+@pytest.mark.parametrize("model", [models.bert, models.gpt2])
+def test_every_word_is_trained(model) -> None:
+    tiny = model("tiny", vocab_size=16)
+    words = torch.arange(16).view(1, 16)
+    tiny(input_ids=words, labels=words).loss.backward()
+    assert tiny.get_input_embeddings().weight.grad.abs().sum(dim=1).gt(0).all()
+    assert all(p.grad is not None for p in tiny.parameters())
+
+
+# The data.
+
+
+@pytest.mark.parametrize("module", [data, meter])
+def test_docstrings(module: ModuleType) -> None:
+    assert doctest.testmod(module).attempted
+    assert not doctest.testmod(module).failed
+
+
+def test_digits_are_held_out_and_leave_the_random_state_alone() -> None:
+    state = torch.get_rng_state()
+    train, held_out = data.digits(image_size=8)
+    again, _ = data.digits(image_size=8)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(train.tensors[0], again.tensors[0])
+    images, labels = (torch.cat(pair) for pair in zip(train.tensors, held_out.tensors, strict=True))
+    assert images.shape == (1797, 3, 8, 8)
+    assert images.mean().abs() < 1e-3
+    assert images.std() == pytest.approx(1.0, abs=1e-3)
+    assert len(images.flatten(1).unique(dim=0)) == 1797  # no image is in both
+    assert held_out.tensors[1].unique().tolist() == labels.unique().tolist() == list(range(10))
+
+
+def test_tokens_are_the_same_in_every_process() -> None:
+    code = "import data; t = data.stdlib_tokens(300); print(len(t), (t * t.roll(1)).sum().item())"
+    env = {"PYTHONPATH": str(EXAMPLES)}
+    one, other = (run(sys.executable, "-c", code, PYTHONHASHSEED=s, **env) for s in ("1", "2"))
+    assert one == other
+    assert int(one.split()[0]) > 1_000_000
+
+
+def test_tokens_number_words_by_frequency() -> None:
+    tokens = data.stdlib_tokens(vocab_size=300)
+    counts = torch.bincount(tokens, minlength=300)
+    assert counts[data.MASK] == 0
+    assert counts[data.RARE] > 0
+    assert torch.equal(counts[2:], counts[2:].sort(descending=True).values)
+    assert len(counts) == 300
+
+
+def test_mask_words() -> None:
+    words = torch.randint(2, 1000, (100, 1000), generator=torch.Generator().manual_seed(1))
+    inputs, labels = data.mask_words(words, 1000, torch.Generator().manual_seed(0))
+    guessed = labels != -100
+    masked = inputs == data.MASK
+    changed = guessed & ~masked & (inputs != words)
+    assert torch.equal(labels[guessed], words[guessed])
+    assert torch.equal(inputs[~guessed], words[~guessed])
+    shares = [guessed.float().mean(), masked.sum() / guessed.sum(), changed.sum() / guessed.sum()]
+    assert [float(share) for share in shares] == pytest.approx([0.15, 0.8, 0.1], abs=0.01)
+
+
+@pytest.mark.parametrize(("samples", "batch", "steps", "ranks"), [(12, 2, 3, 2), (7, 3, 5, 3)])
+def test_batches_are_dealt_to_the_ranks(samples: int, batch: int, steps: int, ranks: int) -> None:
+    dataset = TensorDataset(torch.arange(samples))
+
+    def dealt(rank: int, seed: int = 0) -> list[list[int]]:
+        loader = data.batches(dataset, batch, steps, seed, rank, ranks)
+        return [x.tolist() for (x,) in loader]
+
+    shares = [dealt(rank) for rank in range(ranks)]
+    assert [[len(b) for b in share] for share in shares] == [[batch] * steps] * ranks
+    per_pass = samples // ranks
+    first_pass = [x for share in shares for x in list(chain(*share))[:per_pass]]
+    assert len(set(first_pass)) == per_pass * ranks
+    assert dealt(0) == shares[0] != dealt(0, seed=1)
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(0, 1), (1, 0), (-2, 3)])
+def test_batches_refuses(batch: int, steps: int) -> None:
+    with pytest.raises(ValueError, match=f"batch is {batch} and steps is {steps}; both must be"):
+        data.batches(TensorDataset(torch.arange(4)), batch, steps)
