@@ -30,10 +30,6 @@ from slipstream.trace.recorder import Recorder
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
 
-LANES = {"cpu": 2, "cuda": 1}
-"""Exchanges under way at a time. gloo: a second one fills the pauses in which the first waits for a
-peer. NCCL: one, as concurrent communicators on a device compete for its multiprocessors."""
-
 _accelerated: WeakSet[nn.Module] = WeakSet()
 
 
@@ -120,16 +116,17 @@ def _compose(
     channel = engine = None
     trainables = trainables_of(model)
     if control is not None:
-        lanes = [cluster.new_group() for _ in range(LANES.get(cluster.device.type, 1))]
-        groups = [lane for lane in lanes if lane is not None]
-        fused.broadcast([*model.parameters(), *model.buffers()], groups[0])  # one start for all
-        channel = Channel(groups, cluster.device)
+        direct, staged = cluster.new_group(), cluster.new_group()
+        assert direct is not None
+        assert staged is not None
+        fused.broadcast([*model.parameters(), *model.buffers()], direct)  # one start for all
+        channel = Channel(direct, staged, cluster.device, recorder)
         engine = Engine(  # its hooks are the last on the parameters
             trainables,
             list(model.buffers()),
             split=strategy.gradients.split,
             overlap=strategy.gradients.overlap,
-            transport=flat.all_reduce_sum,
+            transport=flat.start_all_reduce,
             channel=channel,
             control=control,
             recorder=recorder,

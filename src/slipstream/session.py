@@ -5,6 +5,7 @@ Never composes techniques (``api`` does) and never averages a gradient itself (t
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +55,8 @@ class Session(Generic[M, O]):
         model: the user's model, unchanged.
         optimizer: the user's optimizer.
         strategy: what was asked for.
+        rank: this process among all, counted from 0.
+        world_size: how many processes train together.
 
     Also a context manager: leaving it closes the session.
     """
@@ -65,7 +68,10 @@ class Session(Generic[M, O]):
         self.optimizer = optimizer
         self.strategy = installed.strategy
         self._loader = loader
-        self._cluster = installed.cluster
+        self.rank = installed.cluster.rank
+        self.world_size = installed.cluster.world_size
+        self._device = installed.cluster.device
+        self._cluster: Cluster | None = installed.cluster
         self._engine = installed.engine
         self._channel = installed.channel
         self._control = installed.control
@@ -79,11 +85,13 @@ class Session(Generic[M, O]):
         self._backward_done = False
         self._local = False
         self._closed = False
+        self._last_segments: tuple[Exchanged, ...] = ()
         self._forward_start: Stamp | None = None
         self._forward_hook = (
             model.register_forward_pre_hook(self._on_forward) if self._recorder else None
         )
         self._begin_iteration()
+        atexit.register(self._take_off)
 
     # The loop.
 
@@ -101,19 +109,9 @@ class Session(Generic[M, O]):
         return self._loader
 
     @property
-    def rank(self) -> int:
-        """This process among all, counted from 0."""
-        return self._cluster.rank
-
-    @property
-    def world_size(self) -> int:
-        """How many processes train together."""
-        return self._cluster.world_size
-
-    @property
     def segments(self) -> tuple[Exchanged, ...]:
         """What is exchanged together, in order; empty on one process and before the first exchange."""
-        return self._engine.segments if self._engine else ()
+        return self._engine.segments if self._engine else self._last_segments
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Compute gradients of ``loss / accumulate`` and, where an update follows, average them.
@@ -291,7 +289,7 @@ class Session(Generic[M, O]):
 
     def _update(self) -> None:
         recorder = self._recorder if self._recorder and self._recorder.active else None
-        device = self._cluster.device
+        device = self._device
         start = recorder.stamp(device) if recorder else 0.0
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -323,7 +321,7 @@ class Session(Generic[M, O]):
     def _on_forward(self, module: nn.Module, args: Sequence[Any]) -> None:
         recorder = self._recorder
         if recorder is not None and recorder.active and self._forward_start is None:
-            self._forward_start = recorder.stamp(self._cluster.device)
+            self._forward_start = recorder.stamp(self._device)
 
     def _write_trace(self) -> None:
         recorder, self._recorder = self._recorder, None
@@ -371,12 +369,23 @@ class Session(Generic[M, O]):
         return None
 
     def _take_off(self) -> None:
+        """Undo what ``accelerate()`` did, in reverse order."""
         self._closed = True
+        atexit.unregister(self._take_off)
         if self._forward_hook is not None:
             self._forward_hook.remove()
+        in_flight = self._channel is not None and self._channel.in_flight
         if self._engine is not None:
+            self._last_segments = self._engine.segments
             self._engine.close()
         if self._channel is not None:
             self._channel.close()
-        self._cluster.close()
+        if self._loader is not None:
+            self._loader.detach()
+        # No reference may outlive this: a gloo group ends its threads when it is freed, and a thread that
+        # is still there when the interpreter ends takes the process down (SIGABRT instead of exit code 0).
+        cluster, self._cluster = self._cluster, None
+        self._engine = self._channel = self._control = None
+        if cluster is not None and not in_flight:  # freeing a group that waits for a lost peer would hang
+            cluster.close()
         self._on_close()

@@ -1,110 +1,214 @@
-"""The ordered channel: runs the exchanges of this process one after the other, beside backward.
+"""The ordered channel: the exchanges of this process, in one order on all ranks, beside backward.
 
 Never decides what is exchanged, nor when.
 
-[Note: Order and lanes]
-Every rank submits the same exchanges in the same order, and exchange ``k`` runs on lane ``k % lanes``. A
-lane is one thread with a process group of its own, so collectives of one group are issued in one order on
-every rank, however the threads are scheduled, and an exchange of several collectives (a low-rank codec:
-first P, then Q) is one unit that no other can come between. Two lanes keep the wire busy while one of
-them waits for a peer.
+[Note: Two ways through]
+Every rank starts the same exchanges in the same order. One that is a single collective is issued at once by
+whoever calls ``start``: the backend runs it in its own threads or streams, and no thread of ours has to
+wake up first (while backward keeps all cores busy, each such hop costs milliseconds). An exchange of
+several collectives that depend on each other (sparse gradients; a low-rank codec: first P, then Q) goes
+to ``stage``: one thread with a process group of its own runs these as units that none can come between. As
+no two threads ever issue into one group, no scheduling can bring the ranks' collectives out of step.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-Exchange = Callable[[dist.ProcessGroup], None]
+from slipstream.errors import ExchangeError
+from slipstream.trace.recorder import Recorder, Stamp
+
+Begin = Callable[[dist.ProcessGroup], Sequence[dist.Work]]
+Staged = Callable[[dist.ProcessGroup], None]
+
+GLOO_THREADS = 2
+"""Collectives that a gloo group runs at a time, first come, first served."""
+
+
+@dataclass(slots=True)
+class Label:
+    """What an exchange is called: ``span`` in the trace, ``text`` in an error, ``facts`` in both."""
+
+    span: str
+    text: Callable[[], str]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Flight:
+    """An exchange under way."""
+
+    label: Label
+    works: Sequence[dist.Work] = ()
+    started: Stamp = 0.0
+    ended: Stamp = 0.0
+    landed: threading.Event | None = None
+    error: Exception | None = None
 
 
 class Channel:
-    """Threads that run submitted exchanges in order, one lane for each process group.
+    """Starts exchanges in order; ``wait`` returns when all have landed.
 
-    On CUDA every lane has a side stream: an exchange starts after the work that its submitter had queued
-    by then, and ``wait()`` makes the submitter's stream wait, not its thread.
+    Args:
+        direct: the group of single collectives, issued by the caller's thread alone.
+        staged: the group of exchanges of several collectives, issued by the channel's thread alone.
+        device: of the tensors that travel.
+        recorder: gets a span for every exchange.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        self._lanes = [_Lane(group, device, f"slipstream-lane{i}") for i, group in enumerate(groups)]
-        self._submitted = 0
+    def __init__(
+        self,
+        direct: dist.ProcessGroup,
+        staged: dist.ProcessGroup,
+        device: torch.device,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._direct, self._staged, self._device = direct, staged, device
+        self._recorder = recorder
+        self._flights: list[_Flight] = []
+        self._stage: _Stage | None = None
 
-    def submit(self, exchange: Exchange) -> None:
-        """Run ``exchange(group)`` after all that were submitted to its lane before; returns at once."""
-        self._lanes[self._submitted % len(self._lanes)].submit(exchange)
-        self._submitted += 1
+    @property
+    def in_flight(self) -> bool:
+        """Whether exchanges were started that nobody has waited for."""
+        return bool(self._flights)
+
+    def start(self, label: Label, begin: Begin) -> None:
+        """Issue the collectives that ``begin(group)`` starts; returns at once."""
+        flight = _Flight(label)
+        self._flights.append(flight)
+        recorder = self._recorder
+        if recorder is not None and recorder.active:
+            flight.started = recorder.stamp(self._device)
+        try:
+            flight.works = begin(self._direct)
+        except RuntimeError as error:  # a peer is gone already
+            flight.error = error
+            return
+        if recorder is not None and recorder.active:
+            flight.landed = threading.Event()
+            last = flight.works[-1].get_future()
+            last.add_done_callback(lambda _: self._land(flight))
+
+    def stage(self, label: Label, exchange: Staged) -> None:
+        """Run ``exchange(group)`` in the channel's thread, behind those staged before."""
+        flight = _Flight(label, landed=threading.Event())
+        self._flights.append(flight)
+        if self._stage is None:
+            self._stage = _Stage(self._staged, self._device)
+        self._stage.submit(lambda group: self._run(flight, exchange, group), flight)
 
     def wait(self) -> None:
-        """Return when all submitted exchanges are done.
+        """Return when all exchanges have landed, the caller's stream ordered behind them.
 
         Raises:
-            Exception: the first one that an exchange raised, after the other lanes have come to rest.
+            ExchangeError: the first one that failed; the others have come to rest.
         """
-        errors = [error for lane in self._lanes if (error := lane.wait()) is not None]
-        self._submitted = 0
-        if errors:
-            raise errors[0]
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            self._settle(flight)
+        for flight in flights:
+            if flight.error is not None:
+                text = f"{flight.label.text()}: {flight.error}"
+                raise ExchangeError(text) from flight.error
+        if self._recorder is not None and self._recorder.active:
+            self._record(flights)
 
     def close(self) -> None:
-        """End the threads; the groups stay their maker's."""
-        for lane in self._lanes:
-            lane.close()
+        """End the channel's thread; the groups stay their maker's."""
+        if self._stage is not None:
+            self._stage.close()
+
+    def _settle(self, flight: _Flight) -> None:
+        """Wait for one exchange; keep its error."""
+        for work in flight.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                flight.error = flight.error or error
+        if flight.landed is not None and flight.error is None:
+            flight.landed.wait()
+        if self._stage is not None:
+            self._stage.join_stream()
+
+    def _land(self, flight: _Flight) -> None:
+        """In a thread of the backend: the exchange is over."""
+        assert self._recorder is not None
+        assert flight.landed is not None
+        flight.ended = self._recorder.stamp(self._device)
+        flight.landed.set()
+
+    def _run(self, flight: _Flight, exchange: Staged, group: dist.ProcessGroup) -> None:
+        recorder = self._recorder if self._recorder and self._recorder.active else None
+        flight.started = recorder.stamp(self._device) if recorder else 0.0
+        exchange(group)
+        flight.ended = recorder.stamp(self._device) if recorder else 0.0
+
+    def _record(self, flights: Sequence[_Flight]) -> None:
+        """A span for each exchange.
+
+        gloo queues what it cannot run yet: an exchange begins when it was issued, or when one of the
+        backend's threads became free, whichever is later.
+        """
+        assert self._recorder is not None
+        free = [0.0] * GLOO_THREADS
+        for flight in flights:
+            start, end = flight.started, flight.ended
+            if flight.works and isinstance(start, float) and isinstance(end, float):
+                thread = free.index(min(free))
+                start = max(start, free[thread])
+                free[thread] = end
+            self._recorder.add(flight.label.span, start, end, **flight.label.facts)
 
 
-class _Lane:
-    """One thread, one group, one queue."""
+class _Stage:
+    """One thread that runs exchanges of several collectives, one after the other, on its own stream."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._queue: SimpleQueue[tuple[Exchange, torch.cuda.Event | None] | None] = SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._pending = 0
-        self._count = threading.Lock()
-        self._error: Exception | None = None
+        self._queue: SimpleQueue[tuple[Staged, _Flight, torch.cuda.Event | None] | None] = (
+            SimpleQueue()
+        )
         # A daemon: a script that fails while a peer is silent must end, not wait for the peer.
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="slipstream-stage", daemon=True)
         self._thread.start()
 
-    def submit(self, exchange: Exchange) -> None:
-        with self._count:
-            self._pending += 1
-            self._idle.clear()
+    def submit(self, exchange: Staged, flight: _Flight) -> None:
         ready = torch.cuda.current_stream().record_event() if self._stream else None
-        self._queue.put((exchange, ready))
+        self._queue.put((exchange, flight, ready))
 
-    def wait(self) -> Exception | None:
-        self._idle.wait()
+    def join_stream(self) -> None:
+        """Order the caller's stream behind all that has run here."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        error, self._error = self._error, None
-        return error
 
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join(timeout=1.0)
 
     def _serve(self) -> None:
+        lost = False
         while (item := self._queue.get()) is not None:
-            exchange, ready = item
+            exchange, flight, ready = item
+            assert flight.landed is not None
             try:
-                if self._error is None:  # after a failure the peers are lost: do not wait for them
-                    with self._on_stream(ready):
-                        exchange(self._group)
+                if lost:  # the peers are not in step any more: do not wait for them
+                    raise RuntimeError("an earlier exchange failed")
+                with self._on_stream(ready):
+                    exchange(self._group)
             except Exception as error:
-                self._error = error
-            finally:
-                with self._count:
-                    self._pending -= 1
-                    if not self._pending:
-                        self._idle.set()
-                del exchange, item  # they hold the bucket; the loop may now rest for long
+                flight.error, lost = error, True
+            flight.landed.set()
+            del exchange, flight, item  # they hold tensors, and the loop may now rest for long
 
     def _on_stream(self, ready: torch.cuda.Event | None) -> AbstractContextManager[object]:
         if self._stream is None:

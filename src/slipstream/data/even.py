@@ -52,6 +52,10 @@ class EvenLoader:
         self.filler = False
         self.active = self._world_size
 
+    def detach(self) -> None:
+        """Leave the other ranks: from here on it is the user's loader and no more."""
+        self._group, self._recorder = None, None
+
     def __len__(self) -> int:
         """Length of this rank's own loader; an epoch has that of the longest one."""
         return len(self._loader)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Where gradients wait for their exchange, and where the averages come back.
 
-Never communicates by itself: ``exchange`` gets the transport and the group from the engine.
+Never communicates by itself: the transport and the group come from the engine.
 
 [Note: Flags of use]
 A parameter that got a gradient on some rank must be updated on all ranks, one that got none on any rank
@@ -20,11 +20,11 @@ from torch import nn
 
 from slipstream.comm import sparse
 
-Transport = Callable[[torch.Tensor, dist.ProcessGroup], None]
+Transport = Callable[[torch.Tensor, dist.ProcessGroup], Sequence[dist.Work]]
 
 
 class Bucket(ABC):
-    """Gradients that travel together: ``fill`` one by one, ``complete``, ``exchange``, ``finish``."""
+    """Gradients that travel together: ``fill`` one by one, ``complete``, exchange, ``finish``."""
 
     num_bytes: int
     """Bytes of this rank's gradients, flags of use left out; 0 where it is not known beforehand."""
@@ -36,10 +36,6 @@ class Bucket(ABC):
     @abstractmethod
     def complete(self, scale: float) -> None:
         """Fill what is missing: gradients of earlier backward passes, else zeros."""
-
-    @abstractmethod
-    def exchange(self, transport: Transport, group: dist.ProcessGroup) -> None:
-        """Sum over ranks."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -89,8 +85,9 @@ class DenseBucket(Bucket):
             self._flags[slot] = 0
         self._filled = [False] * len(self._filled)
 
-    def exchange(self, transport: Transport, group: dist.ProcessGroup) -> None:
-        transport(self.flat, group)
+    def start(self, transport: Transport, group: dist.ProcessGroup) -> Sequence[dist.Work]:
+        """Begin the sum over ranks."""
+        return transport(self.flat, group)
 
     def finish(self) -> None:
         if self._unused:
@@ -123,7 +120,8 @@ class SparseBucket(Bucket):
             else:
                 self._gradient = self._no_rows()
 
-    def exchange(self, transport: Transport, group: dist.ProcessGroup) -> None:
+    def exchange(self, group: dist.ProcessGroup) -> None:
+        """Sum over ranks: several collectives, as the number of rows differs between ranks."""
         assert self._gradient is not None
         self._gradient = sparse.all_reduce_sum(self._gradient, group)
 

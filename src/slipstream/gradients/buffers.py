@@ -18,7 +18,7 @@ from slipstream.comm import fused
 
 
 class Buffers:
-    """``stage`` before backward, ``exchange`` beside it, ``restore`` after it. Exactness: bitwise."""
+    """``stage`` before backward, ``start`` beside it, ``restore`` after it. Exactness: bitwise."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self._buffers = [b for b in buffers if b.nbytes]
@@ -36,9 +36,10 @@ class Buffers:
         """Copy the values as they are now."""
         self._staged = fused.pack_bytes(self._buffers)
 
-    def exchange(self, group: dist.ProcessGroup) -> None:
-        """Replace the copy by that of the group's first rank."""
-        dist.broadcast(self._staged, group=group, group_src=0)
+    def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
+        """Begin to replace the copy by that of the group's first rank."""
+        work = dist.broadcast(self._staged, group=group, group_src=0, async_op=True)
+        return [work] if work is not None else []
 
     def restore(self) -> None:
         """Write the copy back into the buffers."""

@@ -15,8 +15,7 @@ segments are laid out, and everything is sent after it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.comm.channel import Channel
+from slipstream.comm.channel import Channel, Label
 from slipstream.errors import ExchangeError, UsageError
-from slipstream.gradients.bucket import Bucket, Transport, make_buckets
+from slipstream.gradients.bucket import Bucket, DenseBucket, SparseBucket, Transport, make_buckets
 from slipstream.gradients.buffers import Buffers
 from slipstream.gradients.layout import Gradient, Segment, plan_segments
 from slipstream.gradients.order import Observer, ReadyOrder
@@ -104,7 +103,7 @@ class Engine:
         buffers: the model's buffers, kept equal to those of the first rank.
         split: which gradients share an exchange.
         overlap: exchange while backward still runs, else strictly after it.
-        transport: leaves the sum over a group in a tensor.
+        transport: begins to leave the sum over a group in a tensor.
         channel: runs exchanges in order beside backward.
         control: a group of CPU tensors for agreements, apart from the channel's.
         recorder: None when nothing is recorded.
@@ -162,7 +161,8 @@ class Engine:
             self._open(self._backward)
         if self._buffers:
             self._buffers.stage()
-            self._channel.submit(self._send_buffers)
+            facts = {"bytes": self._buffers.num_bytes}
+            self._channel.start(Label(BUFFERS, self._describe_buffers, facts), self._buffers.start)
 
     def end(self) -> None:
         """Close the backward pass: returns when ``parameter.grad`` holds the averages."""
@@ -288,56 +288,50 @@ class Engine:
                 return
             for bucket in shipment.buckets:
                 bucket.complete(backward.scale)
-            if self._recorder is not None:
+            if self._recorder is not None and self._recorder.active:
                 shipment.ready = self._recorder.stamp(self._device)
-            self._channel.submit(partial(self._exchange, backward.next_shipment))
+            self._start(backward.next_shipment)
             backward.next_shipment += 1
 
-    # In the channel's threads.
-
-    def _exchange(self, index: int, group: dist.ProcessGroup) -> None:
+    def _start(self, index: int) -> None:
+        """Hand one segment to the channel: its dense buckets at once, its sparse gradients staged."""
         shipment = self._shipments[index]
-        try:
-            with self._span(allreduce(index + 1), **self._facts(index)):
-                for bucket in shipment.buckets:
-                    bucket.exchange(self._transport, group)
-        except Exception as error:
-            raise ExchangeError(
-                f"rank {self._rank}, step {self.step}: the exchange of segment {index + 1} of "
-                f"{len(self._shipments)} failed ({_in_short(shipment.names)}): {error}\n"
-                "Most often another rank has ended, failed or skipped this step: look at the first "
-                "error of all ranks; loaders of different length belong into accelerate(loader=...)"
-            ) from error
+        text = partial(self._describe, index)
+        dense = [b for b in shipment.buckets if isinstance(b, DenseBucket)]
+        sparse = [b for b in shipment.buckets if isinstance(b, SparseBucket)]
+        for bucket in dense:
+            label = Label(allreduce(index + 1), text, self._facts(index, bucket))
+            self._channel.start(label, partial(bucket.start, self._transport))
+        for gradient in sparse:
+            label = Label(allreduce(index + 1), text, self._facts(index, gradient))
+            self._channel.stage(label, gradient.exchange)
 
-    def _send_buffers(self, group: dist.ProcessGroup) -> None:
-        try:
-            with self._span(BUFFERS, bytes=self._buffers.num_bytes):
-                self._buffers.exchange(group)
-        except Exception as error:
-            raise ExchangeError(
-                f"rank {self._rank}, step {self.step}: the broadcast of the buffers failed: {error}"
-            ) from error
-
-    @contextmanager
-    def _span(self, name: str, **facts: object) -> Iterator[None]:
-        """Record what runs inside, if this step is recorded."""
+    def _facts(self, index: int, bucket: Bucket) -> dict[str, object]:
+        """What the trace says of an exchange."""
         recorder = self._recorder
         if recorder is None or not recorder.active:
-            yield
-            return
-        start = recorder.stamp(self._device)
-        yield
-        recorder.add(name, start, recorder.stamp(self._device), **facts)
-
-    def _facts(self, index: int) -> dict[str, object]:
-        shipment = self._shipments[index]
+            return {}
         return {
             "segment": index,
-            "bytes": shipment.num_bytes,
-            "gradients": len(shipment.segment),
-            "collectives": len(shipment.buckets),
-            "ready": shipment.ready,
+            "bytes": bucket.num_bytes,
+            "gradients": len(self._shipments[index].segment),
+            "collectives": len(self._shipments[index].buckets),
+            "ready": self._shipments[index].ready,
         }
+
+    # What errors say.
+
+    def _describe(self, index: int) -> str:
+        names = self._shipments[index].names
+        return (
+            f"rank {self._rank}, step {self.step}: the exchange of segment {index + 1} of "
+            f"{len(self._shipments)} ({_in_short(names)}) failed. Most often another rank has ended, "
+            "failed or skipped this step: look at the first error of all ranks; loaders of different "
+            "length belong into accelerate(model, optimizer, loader)"
+        )
+
+    def _describe_buffers(self) -> str:
+        return f"rank {self._rank}, step {self.step}: the broadcast of the buffers failed"
 
     def _came_again(self, index: int) -> ExchangeError:
         assert self._order is not None
