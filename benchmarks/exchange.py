@@ -35,8 +35,8 @@ import slipstream
 from slipstream.testbed import Testbed, parse_rate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import data  # noqa: E402
-import models  # noqa: E402
+import data
+import models
 
 DDP_MEGABYTES = (1, 2, 4, 8, 16, 50)
 SPLITS = {
@@ -73,7 +73,7 @@ def make_model(name: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor
     """The model, a function from it to the loss of a real batch, and its batch size."""
     torch.manual_seed(0)
     if name == "bert":
-        tokens = data.stdlib_tokens(30522)[: 8 * 128].view(8, 128)
+        tokens = data.stdlib_tokens(30522)[: 2 * 128].view(2, 128)
         inputs, labels = data.mask_words(tokens, 30522, torch.Generator().manual_seed(0))
         return (
             models.bert("tiny", 30522),
@@ -121,7 +121,9 @@ def ddp(name: str, megabytes: float | None) -> Callable[[], None]:
     return iterate
 
 
-def with_slipstream(name: str, split: dict[str, object]) -> tuple[Callable[[], None], Callable[[], int]]:
+def with_slipstream(
+    name: str, split: dict[str, object]
+) -> tuple[Callable[[], None], Callable[[], int]]:
     """An iteration with slipstream, and how many all-reduces it takes."""
     model, loss_of, _ = make_model(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -186,7 +188,9 @@ def write(
     rate = parse_rate(args.rate) if not args.loopback else None
     wire = 2 * (world - 1) / world * num_bytes * 8 / rate if rate else 0.0
     bound = max(compute, wire)
-    best = min((n for n in seconds if n.startswith("DDP")), key=lambda n: statistics.median(seconds[n]))
+    best = min(
+        (n for n in seconds if n.startswith("DDP")), key=lambda n: statistics.median(seconds[n])
+    )
     rows = []
     for name, values in seconds.items():
         low, median, high = quartiles(values)

@@ -316,7 +316,7 @@ class Session(Generic[M, O]):
             return
         if self._steps == self.strategy.trace.skip and self._backward_done is False:
             recorder.align(self._control)
-        recorder.begin_step(self._steps)
+        recorder.begin_step(self._steps, recorder.stamp(self._device))
 
     def _on_forward(self, module: nn.Module, args: Sequence[Any]) -> None:
         recorder = self._recorder
@@ -386,6 +386,8 @@ class Session(Generic[M, O]):
         # is still there when the interpreter ends takes the process down (SIGABRT instead of exit code 0).
         cluster, self._cluster = self._cluster, None
         self._engine = self._channel = self._control = None
-        if cluster is not None and not in_flight:  # freeing a group that waits for a lost peer would hang
+        if (
+            cluster is not None and not in_flight
+        ):  # freeing a group that waits for a lost peer would hang
             cluster.close()
         self._on_close()

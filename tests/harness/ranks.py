@@ -72,7 +72,7 @@ class Ranks:
         while pending:
             ready = wait(list(pending), timeout or self.timeout)
             if not ready:
-                errors |= {r: "no answer: the rank hangs" for r in pending.values()}
+                errors |= dict.fromkeys(pending.values(), "no answer: the rank hangs")
                 break
             for pipe in ready:
                 rank = pending.pop(pipe)  # type: ignore[call-overload]

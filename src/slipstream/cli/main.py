@@ -7,6 +7,7 @@ import sys
 import typer
 from rich.console import Console
 from rich.panel import Panel
+from rich.text import Text
 
 from slipstream.cli import launch, strategy, testbed, trace
 from slipstream.errors import SlipstreamError
@@ -31,6 +32,8 @@ def main() -> None:
         app()
     except SlipstreamError as error:
         Console(stderr=True).print(
-            Panel(str(error), title=type(error).__name__, title_align="left", border_style="red")
+            Panel(
+                Text(str(error)), title=type(error).__name__, title_align="left", border_style="red"
+            )
         )
         sys.exit(2)
