@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+RESULTS := benchmarks/results
 
-.PHONY: demo test check bench format clean
+.PHONY: demo test test-gpu check format bench clean help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check torch -c constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(READY)  ## the main job: plain DDP against slipstream on a slow network
@@ -18,14 +22,23 @@ demo: $(READY)  ## the main job: plain DDP against slipstream on a slow network
 test: $(READY)  ## the whole test suite
 	$(BIN)/python -m pytest
 
+test-gpu: $(READY)  ## the tests that need a CUDA device, alone
+	$(BIN)/python -m pytest -m gpu tests/gpu
+
 check: $(READY)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(READY)
+format: $(READY)  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:
+bench: $(READY)  ## all benchmarks (about 40 minutes), tables under benchmarks/results
+	$(BIN)/python benchmarks/exchange.py --model resnet50 --json $(RESULTS)/exchange-resnet50.json
+	$(BIN)/python benchmarks/exchange.py --model vgg16 --json $(RESULTS)/exchange-vgg16.json
+	$(BIN)/python benchmarks/exchange.py --model bert --json $(RESULTS)/exchange-bert.json
+	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
+
+clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -2,11 +2,12 @@
 
     python benchmarks/exchange.py --model resnet50 --nodes 4 --rate 1gbit --json resnet50.json
 
-All variants train the same model side by side in one run, an iteration each in turn, in an order that is
-shuffled every round, between barriers; an iteration takes as long as on its slowest rank. DDP is measured
-with its default and with several bucket sizes, all with gradients as bucket views (its faster setting); the
-one with the smallest median is "DDP, best". The bound is max(compute, wire): compute is the iteration
-without any exchange, wire = 2 (p - 1) / p * bytes / rate. Without namespaces (no root) use --loopback.
+All variants train the same model side by side in one run, an iteration each in turn, in an order
+that is shuffled every round, between barriers; an iteration takes as long as on its slowest rank.
+DDP is measured with its default and with several bucket sizes, all with gradients as bucket views
+(its faster setting); the one with the smallest median is "DDP, best". The bound is max(compute,
+wire): compute is the iteration without any exchange, wire = 2 (p - 1) / p * bytes / rate. Without
+namespaces (no root) use --loopback.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import data
 import models
 
 DDP_MEGABYTES = (1, 2, 4, 8, 16, 50)
-SPLITS = {
+SPLITS: dict[str, dict[str, object]] = {
     "default": {},
     "by_bytes 4/1/1": {"kind": "by_bytes", "megabytes": 4},
     "by_bytes 8/1/1": {"kind": "by_bytes", "megabytes": 8},
@@ -54,7 +55,7 @@ SPLITS = {
 
 @dataclass(frozen=True)
 class Row:
-    """One variant: seconds an iteration (the slowest rank), CPU seconds of all ranks, ratios in pairs."""
+    """One variant: seconds an iteration (slowest rank), CPU seconds of all, ratios in pairs."""
 
     name: str
     median: float
@@ -106,7 +107,7 @@ def local(name: str) -> Callable[[], None]:
 
 
 def ddp(name: str, megabytes: float | None) -> Callable[[], None]:
-    """An iteration with DistributedDataParallel; None is its default (25 MB, the first bucket 1 MB)."""
+    """An iteration with DistributedDataParallel; None is its default (25 MB, first 1 MB)."""
     plain, loss_of, _ = make_model(name)
     model = nn.parallel.DistributedDataParallel(
         plain, bucket_cap_mb=megabytes, gradient_as_bucket_view=True
@@ -235,18 +236,18 @@ def write(
 def table(facts: dict[str, object], rows: Sequence[Row]) -> Table:
     """What a person reads."""
     drawn = Table(
-        title=f"{facts['model']}: {facts['megabytes']:.0f} MB of gradients, {facts['nodes']} nodes at "
-        f"{facts['rate']}; compute {facts['compute_s']:.3f} s, wire {facts['wire_s']:.3f} s",
+        title=f"{facts['model']}: {facts['megabytes']:.0f} MB of gradients, {facts['nodes']} nodes "
+        f"at {facts['rate']}; compute {facts['compute_s']:.3f} s, wire {facts['wire_s']:.3f} s",
     )
     for heading in (
-        "variant", "median s", "quartiles", "exposed s", "CPU s", "all-reduces", "x bound", "x best DDP",
-        "quartiles",
+        "variant", "median s", "quartiles", "exposed s", "CPU s", "all-reduces", "x bound",
+        "x best DDP", "quartiles",
     ):  # fmt: skip
         drawn.add_column(heading, justify="left" if heading == "variant" else "right")
     for r in rows:
         drawn.add_row(
-            r.name, f"{r.median:.3f}", f"{r.low:.3f}..{r.high:.3f}", f"{r.exposed:.3f}", f"{r.cpu:.2f}",
-            str(r.collectives or ""), f"{r.to_bound:.2f}", f"{r.to_best_ddp:.3f}",
+            r.name, f"{r.median:.3f}", f"{r.low:.3f}..{r.high:.3f}", f"{r.exposed:.3f}",
+            f"{r.cpu:.2f}", str(r.collectives or ""), f"{r.to_bound:.2f}", f"{r.to_best_ddp:.3f}",
             f"{r.to_best_ddp_low:.3f}..{r.to_best_ddp_high:.3f}",
         )  # fmt: skip
     return drawn

@@ -1,6 +1,7 @@
 """slipstream: data-parallel training for PyTorch that is faster, and says why.
 
-Public names are resolved when they are first used, so ``import slipstream`` alone does not import torch.
+Public names are resolved when they are first used, so ``import slipstream`` alone does not import
+torch.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from slipstream.comm.agreement import agree
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
-from slipstream.gradients.engine import Engine, trainables_of
+from slipstream.gradients.engine import Engine, parameters_of
 from slipstream.session import Installed, Session
 from slipstream.strategy import Strategy
 from slipstream.trace.recorder import Recorder
@@ -49,8 +49,8 @@ def accelerate(
         model: a plain module, not wrapped in DistributedDataParallel; its names and classes stay.
         optimizer: holds parameters of ``model`` only.
         loader: any iterable of batches of this rank's share of the data; see ``Session.loader``.
-        strategy: a Strategy, a file, the name of a preset or a mapping; None means the file named by
-            the environment variable SLIPSTREAM_STRATEGY, else the defaults.
+        strategy: a Strategy, a file, the name of a preset or a mapping; None means what the
+            environment variable SLIPSTREAM_STRATEGY names, else the defaults.
 
     Raises:
         StrategyError: the strategy is wrong, or does not fit this model.
@@ -96,7 +96,8 @@ def _compose(
     common: dict[str, str] = {}
     strategy = Strategy()
     try:
-        strategy = Strategy.load(source or os.environ.get("SLIPSTREAM_STRATEGY"))
+        named = os.environ.get("SLIPSTREAM_STRATEGY") or None
+        strategy = Strategy.load(named if source is None else source)
         check(model, optimizer, strategy)
         common = facts(model, strategy)
     except Exception as caught:
@@ -114,7 +115,7 @@ def _compose(
         recorder = Recorder(cluster.rank, strategy.trace.skip, strategy.trace.steps)
 
     channel = engine = None
-    trainables = trainables_of(model)
+    trainables = parameters_of(model, trainable=True)
     if control is not None:
         direct, staged = cluster.new_group(), cluster.new_group()
         assert direct is not None
@@ -123,6 +124,7 @@ def _compose(
         channel = Channel(direct, staged, cluster.device, recorder)
         engine = Engine(  # its hooks are the last on the parameters
             trainables,
+            parameters_of(model, trainable=False),
             list(model.buffers()),
             split=strategy.gradients.split,
             overlap=strategy.gradients.overlap,

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from slipstream.errors import ModelError
-from slipstream.gradients.engine import trainables_of
+from slipstream.gradients.engine import parameters_of
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.strategy import Strategy
 
@@ -45,7 +45,9 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     """
     _check_model(model)
     _check_optimizer(model, optimizer)
-    gradients = [Gradient(t.name, t.layer, t.parameter.nbytes) for t in trainables_of(model)]
+    gradients = [
+        Gradient(t.name, t.layer, t.parameter.nbytes) for t in parameters_of(model, trainable=True)
+    ]
     plan_segments(gradients, strategy.gradients.split)
 
 

@@ -1,4 +1,4 @@
-"""Every error that slipstream raises on purpose; each says what was seen, what is allowed and the fix.
+"""Every error that slipstream raises on purpose: what was seen, what is allowed, the fix.
 
     SlipstreamError
     |-- StrategyError   (ValueError)    a strategy that cannot be built, or does not fit this model
@@ -44,7 +44,7 @@ class MismatchError(SlipstreamError, RuntimeError):
 
 
 class ExchangeError(SlipstreamError, RuntimeError):
-    """An exchange between ranks failed; names the rank, the step, the segment and its parameters."""
+    """An exchange between ranks failed; names rank, step, segment and parameters."""
 
 
 class LaunchError(SlipstreamError, RuntimeError):

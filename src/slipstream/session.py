@@ -110,7 +110,7 @@ class Session(Generic[M, O]):
 
     @property
     def segments(self) -> tuple[Exchanged, ...]:
-        """What is exchanged together, in order; empty on one process and before the first exchange."""
+        """What is exchanged together; empty on one process and before the first exchange."""
         return self._engine.segments if self._engine else self._last_segments
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
@@ -121,8 +121,8 @@ class Session(Generic[M, O]):
         ``step()``, the gradients add up.
 
         Raises:
-            UsageError: the session is closed, or ``loss`` is not a scalar.
-            ExchangeError: another rank is gone, or the graph changed in a way that overlap cannot follow.
+            UsageError: the session is closed, or ``loss`` is not a scalar. ExchangeError: another
+            rank is gone, or the graph changed in a way that overlap cannot follow.
         """
         self._must_be_open("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -254,7 +254,7 @@ class Session(Generic[M, O]):
         return plain_text(overview(self.strategy, self._resolved()))
 
     def close(self) -> None:
-        """Take everything off the model again; writes a trace that is still open. Twice does no harm."""
+        """Take everything off the model again; a trace still open is written. Twice is once."""
         if self._closed:
             return
         if self._recorder is not None:
@@ -382,12 +382,10 @@ class Session(Generic[M, O]):
             self._channel.close()
         if self._loader is not None:
             self._loader.detach()
-        # No reference may outlive this: a gloo group ends its threads when it is freed, and a thread that
-        # is still there when the interpreter ends takes the process down (SIGABRT instead of exit code 0).
+        # No reference may outlive this: a gloo group ends its threads when it is freed, and one
+        # still there when the interpreter ends aborts the process after a run that went well.
         cluster, self._cluster = self._cluster, None
         self._engine = self._channel = self._control = None
-        if (
-            cluster is not None and not in_flight
-        ):  # freeing a group that waits for a lost peer would hang
+        if cluster is not None and not in_flight:  # freeing a group that waits for a peer hangs
             cluster.close()
         self._on_close()

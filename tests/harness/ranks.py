@@ -9,8 +9,8 @@
         assert two.run(sum_of_ranks) == [1, 1]     # sum_of_ranks() is a function of the test module
 
 Every ``run`` gives the ranks a fresh process group (unless ``connect=False``) and the variables of
-``torchrun`` in the environment. A rank that raises makes ``run`` raise ``RankFailure`` with every rank's
-traceback; a rank that hangs or dies ends the pool, and the next ``run`` starts a new one.
+``torchrun`` in the environment. A rank that raises makes ``run`` raise ``RankFailure`` with every
+rank's traceback; a rank that hangs or dies ends the pool, and the next ``run`` starts a new one.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import pytest
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pydantic", "rich"])
@@ -58,7 +60,7 @@ class Ranks:
         env: dict[str, str] | None = None,
         timeout: float | None = None,
     ) -> list[Any]:
-        """Returns of ``fn(*args)`` by rank; ``args`` may hold a ``PerRank`` for differing arguments."""
+        """Returns of ``fn(*args)`` by rank; a ``PerRank`` among ``args`` differs between them."""
         if not self._workers:
             self._start()
         port = _free_port()
@@ -95,15 +97,14 @@ class Ranks:
 
     def fail(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[int, BaseException]:
         """Like ``run`` for a case in which *every* rank must raise: the exceptions by rank."""
-        try:
-            returned = self.run(fn, *args, **kwargs)
-        except RankFailure as failure:
-            missing = set(range(self.size)) - set(failure.errors)
-            assert not missing, f"ranks {sorted(missing)} did not raise; others: {failure}"
-            odd = {r: e for r, e in failure.errors.items() if isinstance(e, str)}
-            assert not odd, f"ranks without an error of their own: {odd}"
-            return failure.errors  # type: ignore[return-value]
-        raise AssertionError(f"no rank raised; returned {returned}")
+        with pytest.raises(RankFailure) as caught:
+            self.run(fn, *args, **kwargs)
+        errors = caught.value.errors
+        missing = set(range(self.size)) - set(errors)
+        assert not missing, f"ranks {sorted(missing)} did not raise; others: {caught.value}"
+        odd = {rank: error for rank, error in errors.items() if isinstance(error, str)}
+        assert not odd, f"ranks without an error of their own: {odd}"
+        return errors  # type: ignore[return-value]
 
     def stop(self) -> None:
         for process, pipe in self._workers:

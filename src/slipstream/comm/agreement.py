@@ -1,6 +1,7 @@
-"""Ranks compare notes before data moves: the same facts on all of them, or the same error on all of them.
+"""Ranks compare notes before data moves: the same facts on all of them, or an error on all.
 
-Never lets one rank go on where another cannot. Costs one collective of 33 bytes a rank when all is well.
+Never lets one rank go on where another cannot. Costs one collective of 33 bytes a rank when all is
+well.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ def agree(
     """Return if all ranks hold the same ``facts`` and none has an ``error``.
 
     Args:
-        facts: what must be equal, subject to value: ``{"strategy": "{...}", "parameter a": "..."}``.
-        group: a group of CPU tensors.
-        error: what went wrong on this rank before it came here.
+        facts: what must be equal, subject to value: ``{"strategy": "{...}", "parameter a":
+        "..."}``. group: a group of CPU tensors. error: what went wrong on this rank before it came
+        here.
 
     Raises:
         Exception: ``error`` itself, on the rank that has one.

@@ -3,12 +3,13 @@
 Never decides what is exchanged, nor when.
 
 [Note: Two ways through]
-Every rank starts the same exchanges in the same order. One that is a single collective is issued at once by
-whoever calls ``start``: the backend runs it in its own threads or streams, and no thread of ours has to
-wake up first (while backward keeps all cores busy, each such hop costs milliseconds). An exchange of
-several collectives that depend on each other (sparse gradients; a low-rank codec: first P, then Q) goes
-to ``stage``: one thread with a process group of its own runs these as units that none can come between. As
-no two threads ever issue into one group, no scheduling can bring the ranks' collectives out of step.
+Every rank starts the same exchanges in the same order. One that is a single collective is issued at
+once by whoever calls ``start``: the backend runs it in its own threads or streams, and no thread of
+ours has to wake up first (while backward keeps all cores busy, each such hop costs milliseconds).
+An exchange of several collectives that depend on each other (sparse gradients; a low-rank codec:
+first P, then Q) goes to ``stage``: one thread with a process group of its own runs these as units
+that none can come between. As no two threads ever issue into one group, no scheduling can bring the
+ranks' collectives out of step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ GLOO_THREADS = 2
 
 @dataclass(slots=True)
 class Label:
-    """What an exchange is called: ``span`` in the trace, ``text`` in an error, ``facts`` in both."""
+    """What an exchange is called: ``span`` and ``facts`` in a trace, ``text`` in an error."""
 
     span: str
     text: Callable[[], str]
@@ -155,8 +156,8 @@ class Channel:
     def _record(self, flights: Sequence[_Flight]) -> None:
         """A span for each exchange.
 
-        gloo queues what it cannot run yet: an exchange begins when it was issued, or when one of the
-        backend's threads became free, whichever is later.
+        gloo queues what it cannot run yet: an exchange begins when it was issued, or when one of
+        the backend's threads became free, whichever is later.
         """
         assert self._recorder is not None
         free = [0.0] * GLOO_THREADS
@@ -170,7 +171,7 @@ class Channel:
 
 
 class _Stage:
-    """One thread that runs exchanges of several collectives, one after the other, on its own stream."""
+    """One thread, with a stream of its own, that runs exchanges of several collectives."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group

@@ -1,6 +1,7 @@
 """The flat transport: one all-reduce over all ranks.
 
-A transport is a function ``(tensor, group) -> [work, ...]``: when the works are done, the tensor holds the sum.
+A transport is a function ``(tensor, group) -> [work, ...]``: when the works are done, the tensor
+holds the sum.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Many tensors in one transfer: parameters and buffers travel as the bytes of one flat tensor.
 
-Never allocates more than ``LIMIT_BYTES`` of staging memory a transfer, but for a larger single tensor.
+Never allocates more than ``LIMIT_BYTES`` of staging memory a transfer, but for a larger single
+tensor.
 """
 
 from __future__ import annotations

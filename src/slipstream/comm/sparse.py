@@ -12,8 +12,8 @@ import torch.distributed as dist
 def all_reduce_sum(sparse: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over ranks of a sparse COO tensor whose number of rows differs between ranks.
 
-    Gathers counts, then indices and values padded to the largest count: torch's own sparse all-reduce
-    on gloo fails for fp16 and for complex numbers. Exactness: reordered.
+    Gathers counts, then indices and values padded to the largest count: torch's own sparse
+    all-reduce on gloo fails for fp16 and for complex numbers. Exactness: reordered.
     """
     sparse = sparse.coalesce()
     indices, values = sparse.indices(), sparse.values()

@@ -1,7 +1,7 @@
 """The same number of batches on every rank, whatever the ranks' loaders hold.
 
-Never drops a batch and never changes one; a rank that has run out gets its last batch again, as a filler
-that counts for nothing in the averaged gradient.
+Never drops a batch and never changes one; a rank that has run out gets its last batch again, as a
+filler that counts for nothing in the averaged gradient.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ class EvenLoader:
     """The user's loader, iterated in step with all other ranks.
 
     Lengths are compared once an epoch, when iteration starts (one small collective). Where all are
-    equal, that is all. Where they differ, a rank that has run out is given its last batch again until
-    the longest one ends: loops, learning-rate schedules and collectives in the model stay in step on
-    all ranks, the average counts only ranks with a batch of their own, and no batch is lost. Where a
-    loader has no length, ranks compare notes before every batch (one small collective each).
+    equal, that is all. Where they differ, a rank that has run out is given its last batch again
+    until the longest one ends: loops, learning-rate schedules and collectives in the model stay in
+    step on all ranks, the average counts only ranks with a batch of their own, and no batch is
+    lost. Where a loader has no length, ranks compare notes before every batch (one small collective
+    each).
 
     Attributes:
         filler: whether the batch given last is a filler.

@@ -3,10 +3,11 @@
 Never communicates by itself: the transport and the group come from the engine.
 
 [Note: Flags of use]
-A parameter that got a gradient on some rank must be updated on all ranks, one that got none on any rank
-on none (an optimizer would still decay it or apply momentum). Which is which is known only after all ranks
-spoke, so the flat tensor carries one more element a gradient: 1 where this rank has one. Their sum comes
-back with the gradients: no further collective, and no rank waits for another's graph.
+A parameter that got a gradient on some rank must be updated on all ranks, one that got none on any
+rank on none (an optimizer would still decay it or apply momentum). Which is which is known only
+after all ranks spoke, so the flat tensor carries one more element a gradient: 1 where this rank has
+one. Their sum comes back with the gradients: no further collective, and no rank waits for another's
+graph.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class DenseBucket(Bucket):
 
 
 class SparseBucket(Bucket):
-    """The gradient of one parameter that comes as a sparse tensor with ``sparse_dim`` sparse axes."""
+    """The gradient of one parameter that is a sparse tensor of ``sparse_dim`` sparse axes."""
 
     num_bytes = 0
 
@@ -143,7 +144,7 @@ class SparseBucket(Bucket):
 def make_buckets(
     parameters: Sequence[nn.Parameter], sparse_dims: Sequence[int]
 ) -> list[tuple[Bucket, list[int]]]:
-    """Buckets for the parameters of one segment, each with the positions that it holds, slot by slot.
+    """Buckets for the parameters of one segment, each with the positions it holds, by slot.
 
     One flat tensor a dtype, one bucket for each sparse gradient (``sparse_dims`` above 0).
     """
@@ -160,7 +161,7 @@ def make_buckets(
 
 
 def _shaped_like(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """A view of ``part`` with the parameter's shape and, where its memory has no holes, its strides."""
+    """A view of ``part`` with the parameter's shape and, where these leave no holes, strides."""
     if parameter.is_contiguous() or not _is_dense(parameter):
         return part.view(parameter.shape)
     return part.as_strided(parameter.shape, parameter.stride())

@@ -1,10 +1,11 @@
 """Buffers (the running statistics of batch norm) kept in step: all ranks follow the first one.
 
 [Note: When buffers travel]
-DistributedDataParallel broadcasts the buffers of rank 0 before each forward, and every rank waits. The
-forward just done was the last to change them, so here they are copied when backward starts, travel beside
-it, and are written back when it ends: the next forward sees the same values, and nobody waits. What a
-recomputed forward (activation checkpointing) adds to them a second time during backward is thereby dropped.
+DistributedDataParallel broadcasts the buffers of rank 0 before each forward, and every rank waits.
+The forward just done was the last to change them, so here they are copied when backward starts,
+travel beside it, and are written back when it ends: the next forward sees the same values, and
+nobody waits. What a recomputed forward (activation checkpointing) adds to them a second time during
+backward is thereby dropped.
 """
 
 from __future__ import annotations

@@ -1,16 +1,18 @@
 """From a ready gradient to an averaged gradient: hooks count, full segments leave in order.
 
-Never touches the optimizer, the loss or the data; which gradients share a segment is ``layout``'s to say.
+Never touches the optimizer, the loss or the data; which gradients share a segment is ``layout``'s
+to say.
 
 [Note: One backward]
-``begin`` opens it. Each gradient that autograd has accumulated calls ``_on_gradient``: it is scaled into its
-bucket, and a segment whose gradients are all there goes to the channel, strictly in segment order, while
-backward still runs. ``end`` sends what is left (segments with unused parameters, and all of them where the
-strategy asks for no overlap), waits, and leaves the averages in ``parameter.grad``. All ranks thus issue the
-same exchanges in the same order, whatever their graphs did.
+``begin`` opens it. Each gradient that autograd has accumulated calls ``_on_gradient``: it is scaled
+into its bucket, and a segment whose gradients are all there goes to the channel, strictly in
+segment order, while backward still runs. ``end`` sends what is left (segments with unused
+parameters, and all of them where the strategy asks for no overlap), waits, and leaves the averages
+in ``parameter.grad``. All ranks thus issue the same exchanges in the same order, whatever their
+graphs did.
 
-The first backward that exchanges has no buckets yet: it is observed, the ranks agree on the ready order, the
-segments are laid out, and everything is sent after it.
+The first backward that exchanges has no buckets yet: it is observed, the ranks agree on the ready
+order, the segments are laid out, and everything is sent after it.
 """
 
 from __future__ import annotations
@@ -49,16 +51,17 @@ class Trainable:
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """What one segment carries: names of its gradients in ready order, bytes, and collectives it takes."""
+    """What one segment carries: names in ready order, bytes, and how many collectives."""
 
     gradients: tuple[str, ...]
     num_bytes: int
     num_collectives: int
 
 
-def trainables_of(model: nn.Module) -> list[Trainable]:
-    """The parameters of ``model`` that require a gradient, in order of registration, tied ones once."""
-    return [Trainable(name, p) for name, p in model.named_parameters() if p.requires_grad]
+def parameters_of(model: nn.Module, *, trainable: bool) -> list[Trainable]:
+    """The parameters that require a gradient, or the others, as registered, tied ones once."""
+    every = model.named_parameters()
+    return [Trainable(name, p) for name, p in every if p.requires_grad is trainable]
 
 
 @dataclass(slots=True)
@@ -100,6 +103,7 @@ class Engine:
 
     Args:
         trainables: every parameter that requires a gradient, tied ones once.
+        frozen: the other parameters, which must stay frozen.
         buffers: the model's buffers, kept equal to those of the first rank.
         split: which gradients share an exchange.
         overlap: exchange while backward still runs, else strictly after it.
@@ -108,13 +112,14 @@ class Engine:
         control: a group of CPU tensors for agreements, apart from the channel's.
         recorder: None when nothing is recorded.
 
-    Exactness: reordered against one process on the joined batch; bitwise where the order of the sum is
-    the same (two ranks).
+    Exactness: reordered against one process on the joined batch; bitwise where the order of the sum
+    is the same (two ranks).
     """
 
     def __init__(
         self,
         trainables: Sequence[Trainable],
+        frozen: Sequence[Trainable],
         buffers: Sequence[torch.Tensor],
         *,
         split: Split,
@@ -124,7 +129,7 @@ class Engine:
         control: dist.ProcessGroup,
         recorder: Recorder | None = None,
     ) -> None:
-        self._trainables = list(trainables)
+        self._trainables, self._frozen = list(trainables), list(frozen)
         self._buffers = Buffers(buffers)
         self._split, self._overlap, self._transport = split, overlap, transport
         self._channel, self._control, self._recorder = channel, control, recorder
@@ -146,11 +151,17 @@ class Engine:
     # What the session calls, in this order.
 
     def begin(self, *, exchange: bool, scale: float) -> None:
-        """Open a backward pass; with ``exchange`` the gradients' sum over ranks, times ``scale``, follows."""
+        """Open a backward pass; with ``exchange`` it ends in sums over ranks times ``scale``."""
         if self._lost:
             raise UsageError(
-                f"an earlier backward failed ({self._lost}), so the ranks are out of step; end this "
-                "run and resume from a checkpoint"
+                f"an earlier backward failed ({self._lost}), so the ranks are out of step; end "
+                "this run and resume from a checkpoint"
+            )
+        thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
+        if thawed:
+            raise UsageError(
+                f"parameters frozen at accelerate() require gradients now: {_in_short(thawed)}; "
+                "close() the session and accelerate() again after changing requires_grad"
             )
         self._backward = _Backward(exchange, scale)
         if not exchange:
@@ -257,9 +268,10 @@ class Engine:
             if self._local_only:
                 return
             raise UsageError(
-                f"parameter {self._trainables[index].name} got a gradient outside session.backward(), "
-                "which would never be averaged over ranks; call session.backward(loss) instead of "
-                "loss.backward(), or use `with session.no_sync():` for gradients that stay local"
+                f"parameter {self._trainables[index].name} got a gradient outside "
+                "session.backward(), which would never be averaged over ranks; call "
+                "session.backward(loss) instead of loss.backward(), or use "
+                "`with session.no_sync():` for gradients that stay local"
             )
         if not backward.exchange:
             return
@@ -294,7 +306,7 @@ class Engine:
             backward.next_shipment += 1
 
     def _start(self, index: int) -> None:
-        """Hand one segment to the channel: its dense buckets at once, its sparse gradients staged."""
+        """Hand one segment to the channel: dense buckets at once, sparse gradients staged."""
         shipment = self._shipments[index]
         text = partial(self._describe, index)
         dense = [b for b in shipment.buckets if isinstance(b, DenseBucket)]
@@ -325,9 +337,9 @@ class Engine:
         names = self._shipments[index].names
         return (
             f"rank {self._rank}, step {self.step}: the exchange of segment {index + 1} of "
-            f"{len(self._shipments)} ({_in_short(names)}) failed. Most often another rank has ended, "
-            "failed or skipped this step: look at the first error of all ranks; loaders of different "
-            "length belong into accelerate(model, optimizer, loader)"
+            f"{len(self._shipments)} ({_in_short(names)}) failed. Most often another rank has "
+            "ended, failed or skipped this step: look at the first error of all ranks; loaders of "
+            "different length belong into accelerate(model, optimizer, loader)"
         )
 
     def _describe_buffers(self) -> str:
@@ -337,10 +349,11 @@ class Engine:
         assert self._order is not None
         return ExchangeError(
             f"rank {self._rank}, step {self.step}: parameter {self._trainables[index].name} got a "
-            f"gradient more than {self._order.firings[index]} time(s) in one backward, unlike in the "
-            "first step, after its segment may have been sent; the model's graph changes between "
-            "steps (reentrant checkpointing of shared layers): use checkpoint(use_reentrant=False) "
-            "or set gradients.overlap: false, which is right for every graph"
+            f"gradient more than {self._order.firings[index]} time(s) in one backward, unlike in "
+            "the first step, after its segment may have been sent; the model's graph changes "
+            "between steps (reentrant checkpointing of shared layers): use "
+            "checkpoint(use_reentrant=False) or set gradients.overlap: false, which is right for "
+            "every graph"
         )
 
 

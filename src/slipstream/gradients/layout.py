@@ -1,7 +1,7 @@
 """Which gradients share an exchange: a pure function from gradients and a split to segments.
 
-Never sees a tensor or a process group: the engine, the preview table and a simulator call the same function,
-so they cannot drift apart.
+Never sees a tensor or a process group: the engine, the preview table and a simulator call the same
+function, so they cannot drift apart.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[Segment,
 
 
 def _by_bytes(gradients: Sequence[Gradient], split: ByBytes) -> Iterable[int]:
-    """Close a segment when it reaches its size; keep a small last one, whose exchange none can hide."""
+    """Close segments when they reach their size; keep a small last one, which nothing hides."""
     num_bytes = [g.num_bytes for g in gradients]
     tail = _tail_start(num_bytes, split.last_megabytes)
     limit = (split.first_megabytes or split.megabytes) * MEGABYTE

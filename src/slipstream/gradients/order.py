@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class ReadyOrder:
-    """What all ranks agree on; ``order`` and the values are indices and facts of trainable parameters.
+    """What all ranks agree on: the order of the trainable parameters, and facts by parameter.
 
     Attributes:
-        order: indices of all parameters, the first to get its gradient first.
-        firings: how often each parameter's gradient is accumulated in one backward (once; a parameter
+        order: indices of all parameters, the first to get its gradient first. firings: how often
+        each parameter's gradient is accumulated in one backward (once; a parameter
             shared by several reentrant checkpoints: once for each).
         sparse_dims: sparse axes of each gradient; 0 for a dense one.
     """
@@ -42,7 +42,7 @@ class Observer:
             self._sparse_dims[index] = gradient.sparse_dim()
 
     def agree(self, group: dist.ProcessGroup) -> ReadyOrder:
-        """Two small collectives: the most firings and axes of any rank, and the order of the first rank.
+        """The most firings and axes of any rank, the order of the first: two small collectives.
 
         A parameter that the first rank did not see comes behind those that it saw.
         """
@@ -61,7 +61,7 @@ class Observer:
 
 
 def _last_firings(seen: Sequence[int], num_parameters: int) -> list[int]:
-    """Parameters by their last firing (only then is a gradient whole), unseen ones reversed behind."""
+    """Parameters by their last firing (only then is a gradient whole), then unseen ones."""
     last = {index: position for position, index in enumerate(seen)}
     unseen = [index for index in reversed(range(num_parameters)) if index not in last]
     return sorted(last, key=last.__getitem__) + unseen
