@@ -125,7 +125,7 @@ def _compose(
         engine = Engine(  # its hooks are the last on the parameters
             trainables,
             parameters_of(model, trainable=False),
-            list(model.buffers()),
+            model.buffers,
             split=strategy.gradients.split,
             overlap=strategy.gradients.overlap,
             transport=flat.start_all_reduce,

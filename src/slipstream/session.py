@@ -282,10 +282,11 @@ class Session(Generic[M, O]):
 
     def _count_contribution(self) -> bool:
         """Add this micro-step's batches of all ranks, once; whether this rank's is a filler."""
+        loader = self._loader  # compared with None, for one without a length has no truth value
         if not self._counted:
-            self._contributions += self._loader.active if self._loader else self.world_size
+            self._contributions += self.world_size if loader is None else loader.active
             self._counted = True
-        return self._loader.filler if self._loader else False
+        return loader is not None and loader.filler
 
     def _update(self) -> None:
         recorder = self._recorder if self._recorder and self._recorder.active else None

@@ -7,10 +7,7 @@ import torch
 
 from slipstream.trace.recorder import Recorder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_stamps_do_not_wait_and_tell_when_the_gpu_worked():

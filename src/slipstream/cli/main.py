@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from slipstream.cli import launch, strategy, testbed, trace
+from slipstream.cli import demo, launch, strategy, testbed, trace
 from slipstream.errors import SlipstreamError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("demo")(demo.demo)
 app.add_typer(trace.app, name="trace", help="Look at what a run recorded.")
 app.command("launch", context_settings={"allow_interspersed_args": False})(launch.launch)
 app.add_typer(strategy.app, name="strategy", help="Show, list, describe and check strategies.")

@@ -24,9 +24,9 @@ def agree(
     """Return if all ranks hold the same ``facts`` and none has an ``error``.
 
     Args:
-        facts: what must be equal, subject to value: ``{"strategy": "{...}", "parameter a":
-        "..."}``. group: a group of CPU tensors. error: what went wrong on this rank before it came
-        here.
+        facts: what must be equal, subject to value: ``{"parameter a": "float32 (2,)", ...}``.
+        group: a group of CPU tensors.
+        error: what went wrong on this rank before it came here.
 
     Raises:
         Exception: ``error`` itself, on the rank that has one.
@@ -48,13 +48,14 @@ def _complaints(
     facts: Mapping[str, str], group: dist.ProcessGroup, error: Exception | None
 ) -> list[str]:
     """What each rank has to say, the same list on every rank."""
-    first: list[Mapping[str, str] | None] = [facts if dist.get_rank(group) == 0 else None]
+    # A rank with an error may have found out no facts: there is nothing to compare with it.
+    first: list[Mapping[str, str] | None] = [None if error else facts]
     dist.broadcast_object_list(first, group=group, group_src=0)
-    assert first[0] is not None
     rank = dist.get_rank(group)
+    own = ""
     if error is not None:
         own = f"rank {rank} cannot go on: {type(error).__name__}: {error}"
-    else:
+    elif first[0] is not None:
         own = _difference(rank, facts, first[0])
     said: list[str] = [""] * dist.get_world_size(group)
     dist.all_gather_object(said, own, group=group)
@@ -69,9 +70,9 @@ def _difference(rank: int, own: Mapping[str, str], first: Mapping[str, str]) -> 
         here, there = own.get(subject, "absent"), first.get(subject, "absent")
         if here != there:
             return (
-                f"rank {rank} differs from rank 0 in {subject}: {here} there, {there} on rank 0; "
-                "every rank must build the same model, optimizer and strategy"
-            ).replace(" there,", f" on rank {rank},")
+                f"rank {rank} differs from rank 0 in {subject}: {here} on rank {rank}, {there} on "
+                "rank 0; every rank must build the same model, optimizer and strategy"
+            )
     if list(own) != list(first):
         return f"rank {rank} holds the same as rank 0 in another order"
     return ""

@@ -30,7 +30,7 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> int:
 
 def pack_bytes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A new 1-D tensor of uint8 that holds the tensors' values one behind the other."""
-    return torch.cat([t.detach().reshape(-1).view(torch.uint8) for t in tensors])
+    return torch.cat([_in_a_row(t.detach()).view(torch.uint8) for t in tensors])
 
 
 def unpack_bytes(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
@@ -39,6 +39,12 @@ def unpack_bytes(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     for tensor, part in zip(tensors, parts, strict=True):
         # clone(): a part may start where the dtype must not (alignment); a copy starts anew.
         tensor.detach().copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def _in_a_row(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as a 1-D tensor without gaps; reshape alone keeps a regular stride."""
+    values = tensor.reshape(-1)
+    return values if values.stride(0) == 1 else values.clone(memory_format=torch.contiguous_format)
 
 
 def _packs(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -10,7 +10,7 @@ backward is thereby dropped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -21,21 +21,18 @@ from slipstream.comm import fused
 class Buffers:
     """``stage`` before backward, ``start`` beside it, ``restore`` after it. Exactness: bitwise."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        self._buffers = [b for b in buffers if b.nbytes]
+    def __init__(self, current: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._current = current
         self._staged = torch.empty(0)
+        self.num_bytes = sum(b.nbytes for b in current())
+        """Bytes that a broadcast of all buffers carries."""
 
     def __bool__(self) -> bool:
-        return bool(self._buffers)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a broadcast of all buffers carries."""
-        return sum(b.nbytes for b in self._buffers)
+        return self.num_bytes > 0
 
     def stage(self) -> None:
         """Copy the values as they are now."""
-        self._staged = fused.pack_bytes(self._buffers)
+        self._staged = fused.pack_bytes(self._tensors())
 
     def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
         """Begin to replace the copy by that of the group's first rank."""
@@ -44,4 +41,8 @@ class Buffers:
 
     def restore(self) -> None:
         """Write the copy back into the buffers."""
-        fused.unpack_bytes(self._staged, self._buffers)
+        fused.unpack_bytes(self._staged, self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        """Those of this moment: a forward may put new tensors in the place of the old."""
+        return [b for b in self._current() if b.nbytes]

@@ -17,7 +17,7 @@ order, the segments are laid out, and everything is sent after it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -104,7 +104,7 @@ class Engine:
     Args:
         trainables: every parameter that requires a gradient, tied ones once.
         frozen: the other parameters, which must stay frozen.
-        buffers: the model's buffers, kept equal to those of the first rank.
+        buffers: gives the model's buffers, kept equal to those of the first rank.
         split: which gradients share an exchange.
         overlap: exchange while backward still runs, else strictly after it.
         transport: begins to leave the sum over a group in a tensor.
@@ -120,7 +120,7 @@ class Engine:
         self,
         trainables: Sequence[Trainable],
         frozen: Sequence[Trainable],
-        buffers: Sequence[torch.Tensor],
+        buffers: Callable[[], Iterable[torch.Tensor]],
         *,
         split: Split,
         overlap: bool,

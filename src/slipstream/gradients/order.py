@@ -17,9 +17,9 @@ class ReadyOrder:
     """What all ranks agree on: the order of the trainable parameters, and facts by parameter.
 
     Attributes:
-        order: indices of all parameters, the first to get its gradient first. firings: how often
-        each parameter's gradient is accumulated in one backward (once; a parameter
-            shared by several reentrant checkpoints: once for each).
+        order: indices of all parameters, the first to get its gradient first.
+        firings: how often each parameter's gradient is accumulated in one backward: once, or, if
+            it is shared by several reentrant checkpoints, once for each.
         sparse_dims: sparse axes of each gradient; 0 for a dense one.
     """
 

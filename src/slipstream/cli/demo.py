@@ -1,0 +1,165 @@
+"""``slipstream demo``: plain DDP and slipstream train the same model in turn; a table says which won.
+
+Never trains itself: ``_demo_training`` does, on every rank; ``_demo_report`` draws what came out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.cli._demo_report import Measured, table, verdict
+from slipstream.cluster.launcher import LaunchSpec, run
+from slipstream.errors import LaunchError
+from slipstream.testbed import Testbed, format_rate, unavailable
+from slipstream.trace import chrome
+from slipstream.trace.summary import summary
+
+TRAINING = "slipstream.cli._demo_training"
+PORT = 29500
+COLUMNS = 100
+NEEDED = {"transformers": "transformers", "sklearn": "scikit-learn"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank is told, as JSON in its one argument."""
+
+    steps: int
+    folder: str
+    examples: str
+    network: str
+    terminal: bool
+    columns: int
+
+
+def demo(
+    nodes: Annotated[int, typer.Option(min=2, help="Number of emulated hosts, a rank each.")] = 4,
+    rate: Annotated[str, typer.Option(help="Of each host's link: 300mbit, 1gbit ...")] = "1gbit",
+    steps: Annotated[int, typer.Option(min=2, help="Iterations to time, of each.")] = 60,
+    loopback: Annotated[
+        bool, typer.Option("--loopback", help="Ranks on this host, no emulated links.")
+    ] = False,
+    folder: Annotated[Path, typer.Option(help="Where trace, overview and numbers go.")] = Path(
+        "slipstream-demo"
+    ),
+) -> None:
+    """Train an image classifier with plain DDP and with slipstream in turn, and compare them.
+
+    ResNet-18 learns handwritten digits on 4 emulated hosts, joined by links of 1 Gbit/s. Both start
+    from one seed, see the same batches, and take turns, an iteration each, in one set of processes.
+    Takes about three minutes on 2 cores. Where hosts cannot be emulated, the ranks share this one.
+
+    [dim]slipstream demo[/dim]
+    [dim]slipstream demo --nodes 2 --rate 300mbit --steps 20[/dim]
+    """
+    console = Console()
+    console.width = min(console.width, COLUMNS)
+    bed = Testbed(nodes, rate)  # first, for it checks its arguments
+    examples = _find_examples()
+    _check_packages()
+    _make(folder)
+    reason = "--loopback" if loopback else unavailable()
+    network = "ranks of this host" if reason else f"hosts at {format_rate(bed.rate)}"
+    job = Job(steps, str(folder), str(examples), network, console.is_terminal, console.width)
+    if reason:
+        console.print(Text(f"{nodes} ranks on loopback, no emulated hosts: {reason}"))
+        code = _on_loopback(console, job, nodes)
+    else:
+        code = _on_hosts(console, job, bed)
+    if code:
+        raise typer.Exit(code)
+    _show(console, folder)
+
+
+def _on_hosts(console: Console, job: Job, bed: Testbed) -> int:
+    with bed:
+        link = bed.check()[0]
+        console.print(
+            f"{len(bed.nodes)} emulated hosts, links of {format_rate(bed.rate)}; "
+            f"{link.node.name} reads {format_rate(link.there)}, round trip "
+            f"{link.round_trip * 1e6:.0f} us"
+        )
+        return bed.run([_rank_command(job, bed, node.index) for node in bed.nodes])
+
+
+def _rank_command(job: Job, bed: Testbed, rank: int) -> list[str]:
+    variables = {
+        "RANK": rank,
+        "WORLD_SIZE": len(bed.nodes),
+        "MASTER_ADDR": bed.nodes[0].address,
+        "MASTER_PORT": PORT,
+    }
+    settings = [f"{name}={value}" for name, value in variables.items()]
+    return ["env", *settings, sys.executable, "-m", TRAINING, json.dumps(asdict(job))]
+
+
+def _on_loopback(console: Console, job: Job, ranks: int) -> int:
+    spec = LaunchSpec(
+        script=TRAINING,
+        module=True,
+        args=(json.dumps(asdict(job)),),
+        nproc=ranks,
+        log_dir=Path(job.folder, "logs"),
+        variables={"OMP_NUM_THREADS": "1"},
+    )
+    outcome = run(spec)
+    if failure := outcome.failure:
+        console.print(Text(f"rank {failure.rank} {failure.cause}:\n{failure.excerpt()}"))
+    return outcome.exit_code
+
+
+def _show(console: Console, folder: Path) -> None:
+    """The trace in short, then the table, the verdict and where all of it is."""
+    measured = Measured.read(folder / "demo.json")
+    console.rule("slipstream, where an iteration goes", align="left")
+    console.print(summary(chrome.read(folder / "trace.json")))
+    console.rule("plain DDP and slipstream", align="left")
+    console.print(table(measured))
+    console.print(Text(verdict(measured), style="bold"))
+    notes = {
+        "trace.json": "the iterations above, for https://ui.perfetto.dev",
+        "overview.txt": "the strategy, and what became of it",
+        "demo.json": "every number that was measured",
+    }
+    console.print(Text(f"\nIn the folder {folder}:"), soft_wrap=True)
+    for name, what in notes.items():
+        console.print(Text(f"  {name:13} {what}"))
+
+
+def _find_examples() -> Path:
+    """The folder of the examples' data: in the installed package, or in a checkout beside ``src``."""
+    installed = Path(__file__).with_name("_examples")
+    checkout = Path(__file__).parents[3] / "examples"
+    for folder in (installed, checkout):
+        if (folder / "data.py").is_file():
+            return folder
+    raise LaunchError(
+        f"data.py of the examples is neither in {installed} nor in {checkout}; install slipstream "
+        "again, or run the demo from a complete checkout"
+    )
+
+
+def _check_packages() -> None:
+    if missing := [package for module, package in NEEDED.items() if find_spec(module) is None]:
+        raise LaunchError(
+            f"the demo needs {' and '.join(missing)}: pip install 'slipstream[examples]'"
+        )
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--folder {folder} cannot be made: {error}; choose another") from error
+    if not os.access(folder, os.W_OK):
+        raise LaunchError(f"--folder {folder} cannot be written; choose another")

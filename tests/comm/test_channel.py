@@ -1,0 +1,235 @@
+"""Exchanges run in one order on all ranks, whatever delays them; a failure is told."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.comm.channel import Channel, Label
+from slipstream.comm.flat import start_all_reduce
+from slipstream.errors import ExchangeError
+from slipstream.trace.recorder import Recorder
+from tests.harness.ranks import PerRank, Ranks
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+def label(span: str = "allreduce1", **facts: object) -> Label:
+    return Label(span, lambda: f"the exchange {span}", facts)
+
+
+def opened(recorder: Recorder | None = None) -> Channel:
+    return Channel(dist.new_group(), dist.new_group(), CPU, recorder)
+
+
+def reduce_into(tensor: torch.Tensor) -> Callable[[dist.ProcessGroup], Sequence[dist.Work]]:
+    return lambda group: start_all_reduce(tensor, group)
+
+
+def stage_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "slipstream-stage"]
+
+
+def mixed(delays: Sequence[float]) -> list[float]:
+    """Twelve exchanges, two of three staged in two collectives each; some delayed on this rank."""
+    channel = opened()
+    tensors = [torch.full((number + 1,), float(number + 1)) for number in range(12)]
+    ran: list[int] = []
+
+    def two_collectives(number: int) -> Callable[[dist.ProcessGroup], None]:
+        def exchange(group: dist.ProcessGroup) -> None:
+            time.sleep(delays[number % len(delays)])
+            total = tensors[number].sum()
+            dist.all_reduce(total, group=group)
+            time.sleep(delays[-1 - number % len(delays)])
+            parts = [torch.empty(number + 1) for _ in range(3)]
+            dist.all_gather(parts, tensors[number], group=group)
+            tensors[number] = torch.stack(parts).sum(0)
+            assert total == tensors[number].sum()
+            ran.append(number)
+
+        return exchange
+
+    assert not channel.in_flight
+    for number, tensor in enumerate(tensors):
+        if number % 3 == 0:
+            channel.start(label(), reduce_into(tensor))
+        else:
+            channel.stage(label(), two_collectives(number))
+        assert channel.in_flight
+    channel.wait()
+    assert not channel.in_flight
+    assert ran == [n for n in range(12) if n % 3]
+    channel.wait()  # nothing more to wait for
+    channel.close()
+    return [float(t.sum()) for t in tensors]
+
+
+def test_delays_bring_no_rank_out_of_order(three: Ranks) -> None:
+    expected = [3.0 * (n + 1) ** 2 for n in range(12)]
+    delays = PerRank((0.0, 0.0, 0.02), (0.02, 0.0, 0.0), (0.0, 0.01, 0.0))
+    assert three.run(mixed, delays) == [expected] * 3
+
+
+def started_before_the_stage_ends() -> bool:
+    """A staged exchange that waits for its peers does not hold up a single collective."""
+    channel, may_end = opened(), threading.Event()
+    tensor = torch.ones(1)
+    channel.stage(label(), lambda group: (may_end.wait(60), dist.barrier(group))[0])  # type: ignore[arg-type,return-value]
+    works: list[dist.Work] = []
+
+    def begin(group: dist.ProcessGroup) -> Sequence[dist.Work]:
+        works.extend(start_all_reduce(tensor, group))
+        return works
+
+    channel.start(label(), begin)
+    works[0].wait()
+    arrived = not may_end.is_set() and float(tensor) == 3.0
+    may_end.set()
+    channel.wait()
+    channel.close()
+    return arrived
+
+
+def test_single_collectives_pass_staged_ones(three: Ranks) -> None:
+    assert three.run(started_before_the_stage_ends) == [True] * 3
+
+
+def threads_before_and_after() -> list[int]:
+    channel = opened()
+    counts = [len(stage_threads())]
+    channel.start(label(), reduce_into(torch.ones(1)))
+    channel.wait()
+    counts.append(len(stage_threads()))
+    channel.stage(label(), dist.barrier)
+    channel.wait()
+    counts.append(len(stage_threads()))
+    channel.close()
+    channel.close()
+    return [*counts, len(stage_threads())]
+
+
+def test_a_thread_lives_from_the_first_staged_exchange_to_close(three: Ranks) -> None:
+    assert three.run(threads_before_and_after) == [[0, 0, 1, 0]] * 3
+
+
+def staged_failure(failing: bool) -> list[object]:
+    """An exchange that raises here and, as its peer is silent, is never met elsewhere."""
+    channel = opened()
+    ran: list[str] = []
+
+    def breaks(group: dist.ProcessGroup) -> None:
+        ran.append("first")
+        if failing:
+            raise RuntimeError("out of memory")
+
+    channel.stage(label("allreduce1"), breaks)
+    channel.stage(label("allreduce2"), lambda group: ran.append("second"))
+    told = ""
+    try:
+        channel.wait()
+    except ExchangeError as error:
+        told = f"{error}|{type(error.__cause__).__name__}"
+    still = channel.in_flight
+    channel.stage(label("allreduce3"), lambda group: ran.append("third"))
+    later = ""
+    try:
+        channel.wait()
+    except ExchangeError as error:
+        later = str(error)
+    channel.close()
+    return [told, still, later, ran, stage_threads()]
+
+
+def test_after_a_staged_failure_no_staged_exchange_is_begun(three: Ranks) -> None:
+    fine, failed, _ = three.run(staged_failure, PerRank(False, True, False))
+    assert fine == ["", False, "", ["first", "second", "third"], []]
+    first = "the exchange allreduce1: out of memory|RuntimeError"
+    assert failed == [first, False, "the exchange allreduce3: an earlier exchange failed",
+                      ["first"], []]  # fmt: skip
+
+
+def direct_failure() -> list[str]:
+    channel = opened()
+    told = []
+
+    def refuses(group: dist.ProcessGroup) -> Sequence[dist.Work]:
+        raise RuntimeError("Connection reset by peer")
+
+    for begin in (refuses, reduce_into(torch.ones(1))):
+        channel.start(label("buffers"), begin)
+        channel.start(label("allreduce1"), reduce_into(torch.ones(1)))
+        assert channel.in_flight
+        try:
+            channel.wait()
+            told.append("went well")
+        except ExchangeError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_collective_that_cannot_begin_is_told_by_wait(three: Ranks) -> None:
+    told = ["the exchange buffers: Connection reset by peer", "went well"]
+    assert three.run(direct_failure) == [told] * 3
+
+
+def peer_is_gone() -> str:
+    """Rank 2 leaves; the others' exchanges come to an end, and the error names the first."""
+    channel = opened()
+    dist.barrier()
+    if dist.get_rank() == 2:
+        del channel  # the last reference to its groups: their connections close
+        dist.destroy_process_group()
+        return "left"
+    channel.start(label("allreduce1"), reduce_into(torch.ones(1)))
+    channel.stage(label("allreduce2"), dist.barrier)
+    try:
+        channel.wait()
+    except ExchangeError as error:
+        channel.close()
+        return str(error).partition(":")[0]
+    return "nobody was missed"
+
+
+def test_a_peer_that_left_ends_the_exchange(three: Ranks) -> None:
+    assert three.run(peer_is_gone, timeout=30) == ["the exchange allreduce1"] * 2 + ["left"]
+
+
+def recorded() -> list[tuple[str, int, dict[str, object], bool]]:
+    recorder = Recorder(dist.get_rank(), first_step=1, num_steps=1)
+    channel = opened(recorder)
+    for step in range(3):
+        recorder.begin_step(step)
+        channel.start(label("allreduce1", bytes=4 * step), reduce_into(torch.ones(1000)))
+        channel.start(label("buffers"), lambda group: [dist.broadcast(
+            torch.ones(3), group=group, group_src=0, async_op=True)])  # type: ignore[list-item]  # fmt: skip
+        channel.stage(label("allreduce2", rows=step), dist.barrier)
+        channel.wait()
+        recorder.end_step()
+    channel.close()
+    whole, *parts = recorder._events()
+    if whole.name != "iteration":
+        parts, whole = [whole, *parts[:-1]], parts[-1]
+    return [
+        (e.name, e.step, dict(e.args), whole.start <= e.start <= e.end <= whole.end) for e in parts
+    ]
+
+
+def test_every_exchange_of_a_recorded_step_is_a_span(three: Ranks) -> None:
+    spans = [
+        ("allreduce1", 1, {"bytes": 4}, True),
+        ("buffers", 1, {}, True),
+        ("allreduce2", 1, {"rows": 1}, True),
+    ]
+    assert three.run(recorded) == [spans] * 3

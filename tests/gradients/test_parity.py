@@ -1,0 +1,81 @@
+"""Exactness: every split, overlapped or not, accumulating or not, trains as DDP and as one process do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from tests.harness import reference
+from tests.harness.models import MODELS
+
+STEPS = 3
+BYTES = 1 / 2**20
+
+SPLITS = {
+    "by_bytes": {"megabytes": 100 * BYTES, "first_megabytes": 1 * BYTES, "last_megabytes": None},
+    "by_percent": {"percents": [20, 50, 30]},
+    "by_index": {},
+    "by_layers": {"layers": 2},
+    "per_layer": {},
+    "per_gradient": {},
+    "single": {},
+}
+
+
+def plans(world: int) -> Iterator[tuple[str, str, bool, int]]:
+    """Splits, overlap and accumulation for every model: not their product, but all pairs of them.
+
+    Split by split, overlap goes with a window of one and no overlap with a window of three, or the
+    other way round. Four ranks do half of it, since nothing but the sum's order differs.
+    """
+    for number, split in enumerate(SPLITS):
+        turned = number % 2 == 1
+        yield ("sgd", split, True, 3 if turned else 1)
+        if world == 2:
+            yield ("adamw", split, False, 1 if turned else 3)
+
+
+def train_all_ways(name: str) -> list[tuple[str, str, bool, float, float]]:
+    """By plan: what was planned, digest, bits of DDP, and how far from DDP and one process."""
+    case, world = MODELS[name], dist.get_world_size()
+    oracles: dict[tuple[str, int], tuple[object, object]] = {}
+    found = []
+    for optimizer, split, overlap, accumulate in plans(world):
+        optimizer = "sgd" if case.sparse else optimizer
+        if (optimizer, accumulate) not in oracles:
+            oracles[optimizer, accumulate] = (
+                reference.ddp(case, optimizer, STEPS, accumulate),
+                reference.one_process(case, optimizer, STEPS, accumulate, world),
+            )
+        peer, alone = oracles[optimizer, accumulate]
+        settings = {"split": {"kind": split, **SPLITS[split]}, "overlap": overlap}
+        if split == "by_index":
+            last = sum(p.requires_grad for p in peer.parameters()) - 1
+            settings["split"]["last"] = sorted({0, last // 2, last})
+        model = reference.accelerated(case, optimizer, STEPS, accumulate, settings)
+        found.append(
+            (
+                f"{split}, overlap {overlap}, accumulate {accumulate}, {optimizer}",
+                reference.digest(model),
+                reference.same_bits(model, peer),
+                reference.distance(model, peer),
+                0.0 if case.batch_statistics else reference.distance(model, alone),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("world", ["two", "four"])
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_after_training(request, world, name):
+    ranks = request.getfixturevalue(world)
+    by_rank = ranks.run(train_all_ways, name)
+    for same_plan in zip(*by_rank, strict=True):
+        plan, *_ = same_plan[0]
+        assert len({digest for _, digest, *_ in same_plan}) == 1, f"{plan}: ranks differ"
+        for _, _, same_bits, from_ddp, from_one_process in same_plan:
+            assert same_bits or ranks.size > 2, f"{plan}: not the bits of DDP ({from_ddp:.3g})"
+            assert from_ddp <= 1, f"{plan}: {from_ddp:.3g} tolerances from DDP"
+            assert from_one_process <= 1, f"{plan}: {from_one_process:.3g} from one process"

@@ -1,0 +1,57 @@
+"""What ``import slipstream`` offers, and that it costs nothing until it is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import slipstream
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60)
+
+
+def test_the_names_are_these_and_no_others() -> None:
+    assert slipstream.__all__ == [
+        "Session",
+        "SlipstreamError",
+        "Strategy",
+        "__version__",
+        "accelerate",
+    ]
+    assert dir(slipstream) == slipstream.__all__
+
+
+@pytest.mark.parametrize("name", [n for n in slipstream.__all__ if n != "__version__"])
+def test_every_name_resolves_to_itself_and_is_described(name: str) -> None:
+    value = getattr(slipstream, name)
+    assert value.__name__ == name
+    assert value.__doc__.strip()
+
+
+def test_every_verb_of_the_session_is_described() -> None:
+    verbs = {n: v for n, v in vars(slipstream.Session).items() if not n.startswith("_")}
+    assert len(verbs) >= 8
+    assert [name for name, verb in verbs.items() if not (verb.__doc__ or "").strip()] == []
+
+
+def test_other_names_are_refused() -> None:
+    with pytest.raises(AttributeError, match="'slipstream' has no attribute 'Sesion'"):
+        _ = slipstream.Sesion
+
+
+@pytest.mark.parametrize(
+    "code", ["import slipstream", "from slipstream import Strategy; Strategy()"]
+)
+def test_torch_is_imported_only_where_it_is_used(code: str) -> None:
+    run = python("-c", f"import sys; {code}; sys.exit('torch' in sys.modules)")
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_the_package_runs_as_a_command() -> None:
+    run = python("-m", "slipstream", "--help")
+    assert run.returncode == 0, run.stderr
+    assert "launch" in run.stdout
