@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-_PYTESTS_OWN = "PYTEST_CURRENT_TEST"
+_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # pytest's, and what importing torch sets
 
 
 @pytest.fixture(autouse=True)
@@ -46,4 +46,4 @@ def _has_gpu() -> bool:
 
 
 def _variables() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != _PYTESTS_OWN}
+    return {n: v for n, v in os.environ.items() if not n.startswith(_NOT_OURS)}

@@ -86,13 +86,17 @@ def started_before_the_stage_ends() -> bool:
     """A staged exchange that waits for its peers does not hold up a single collective."""
     channel, may_end = opened(), threading.Event()
     tensor = torch.ones(1)
-    channel.stage(label(), lambda group: (may_end.wait(60), dist.barrier(group))[0])  # type: ignore[arg-type,return-value]
     works: list[dist.Work] = []
+
+    def held_up(group: dist.ProcessGroup) -> None:
+        assert may_end.wait(60)
+        dist.barrier(group)
 
     def begin(group: dist.ProcessGroup) -> Sequence[dist.Work]:
         works.extend(start_all_reduce(tensor, group))
         return works
 
+    channel.stage(label(), held_up)
     channel.start(label(), begin)
     works[0].wait()
     arrived = not may_end.is_set() and float(tensor) == 3.0
@@ -156,8 +160,8 @@ def test_after_a_staged_failure_no_staged_exchange_is_begun(three: Ranks) -> Non
     fine, failed, _ = three.run(staged_failure, PerRank(False, True, False))
     assert fine == ["", False, "", ["first", "second", "third"], []]
     first = "the exchange allreduce1: out of memory|RuntimeError"
-    assert failed == [first, False, "the exchange allreduce3: an earlier exchange failed",
-                      ["first"], []]  # fmt: skip
+    third = "the exchange allreduce3: an earlier exchange failed"
+    assert failed == [first, False, third, ["first"], []]
 
 
 def direct_failure() -> list[str]:
@@ -185,7 +189,7 @@ def test_a_collective_that_cannot_begin_is_told_by_wait(three: Ranks) -> None:
 
 
 def peer_is_gone() -> str:
-    """Rank 2 leaves; the others' exchanges come to an end, and the error names the first."""
+    """Rank 2 leaves; the exchange of the others, both its neighbours in the ring, ends."""
     channel = opened()
     dist.barrier()
     if dist.get_rank() == 2:
@@ -193,11 +197,9 @@ def peer_is_gone() -> str:
         dist.destroy_process_group()
         return "left"
     channel.start(label("allreduce1"), reduce_into(torch.ones(1)))
-    channel.stage(label("allreduce2"), dist.barrier)
     try:
         channel.wait()
     except ExchangeError as error:
-        channel.close()
         return str(error).partition(":")[0]
     return "nobody was missed"
 
@@ -206,24 +208,28 @@ def test_a_peer_that_left_ends_the_exchange(three: Ranks) -> None:
     assert three.run(peer_is_gone, timeout=30) == ["the exchange allreduce1"] * 2 + ["left"]
 
 
+def start_broadcast(group: dist.ProcessGroup) -> Sequence[dist.Work]:
+    work = dist.broadcast(torch.ones(3), group=group, group_src=0, async_op=True)
+    assert work is not None
+    return [work]
+
+
 def recorded() -> list[tuple[str, int, dict[str, object], bool]]:
+    """The exchanges of the middle one of three steps, and whether they lie inside it."""
     recorder = Recorder(dist.get_rank(), first_step=1, num_steps=1)
     channel = opened(recorder)
     for step in range(3):
         recorder.begin_step(step)
         channel.start(label("allreduce1", bytes=4 * step), reduce_into(torch.ones(1000)))
-        channel.start(label("buffers"), lambda group: [dist.broadcast(
-            torch.ones(3), group=group, group_src=0, async_op=True)])  # type: ignore[list-item]  # fmt: skip
+        channel.start(label("buffers"), start_broadcast)
         channel.stage(label("allreduce2", rows=step), dist.barrier)
         channel.wait()
         recorder.end_step()
     channel.close()
-    whole, *parts = recorder._events()
-    if whole.name != "iteration":
-        parts, whole = [whole, *parts[:-1]], parts[-1]
-    return [
-        (e.name, e.step, dict(e.args), whole.start <= e.start <= e.end <= whole.end) for e in parts
-    ]
+    *parts, whole = recorder._events()
+    assert whole.name == "iteration"
+    inside = [whole.start <= e.start <= e.end <= whole.end for e in parts]
+    return [(e.name, e.step, dict(e.args), i) for e, i in zip(parts, inside, strict=True)]
 
 
 def test_every_exchange_of_a_recorded_step_is_a_span(three: Ranks) -> None:

@@ -2,10 +2,10 @@
 
 Never draws results: rank 0 shows progress, and leaves trace, overview and numbers in the folder.
 
-Every timed step gives the same batch to both, in random order, between barriers; an iteration takes
-as long as on its slowest rank. At every third step a third copy, without any exchange, takes its turn.
-The warm-up before is training too, and there slipstream records its trace: a block of iterations
-without barriers, as in any training.
+Every timed step gives the same batch to both, in random order, between barriers; an iteration
+takes as long as on its slowest rank. At every third step a third copy, without any exchange, takes
+its turn. The warm-up before is training too, and there slipstream records its trace: a block of
+iterations without barriers, as in any training.
 """
 
 from __future__ import annotations
@@ -92,17 +92,21 @@ class Trainers:
         seconds: dict[str, list[float]] = {name: [] for name in self.train}
         order = random.Random(SEED)
         with Bars(len(batches), console) as bars:
+            first, *others = batches[:WARMUP]
             for name in self.train:
-                for batch in batches[:WARMUP]:
+                losses[name].append(self.train[name](first))
+            apart = distance(self.models[SLIPSTREAM], self.models[DDP])
+            for name in self.train:
+                for batch in others:
                     losses[name].append(self.train[name](batch))
-                    bars.update(name, losses[name])
+                    bars.update(name, len(losses[name]), losses[name][-1])
             for step, batch in enumerate(batches[WARMUP:]):
                 for name in order.sample(list(self.train), len(self.train)):
                     if name != ALONE or step % ALONE_EVERY == 0:
                         loss, spent = timed(self.train[name], batch)
                         losses[name].append(loss)
                         seconds[name].append(spent)
-                        bars.update(name, losses[name], seconds[name])
+                        bars.update(name, len(losses[name]), loss, median(seconds[name]))
         both = (DDP, SLIPSTREAM)
         return Measured(
             nodes=dist.get_world_size(),
@@ -113,6 +117,7 @@ class Trainers:
             batch=BATCH,
             seconds=seconds,
             all_reduces={DDP: num_buckets(self.ddp), SLIPSTREAM: num_collectives(self.session)},
+            apart_after_one_step=apart,
             final_loss={name: mean_of_ranks(losses[name][-LAST_LOSSES:]) for name in both},
             accuracy={name: accuracy(self.models[name], held_out) for name in both},
             versions={"slipstream": __version__, "torch": torch.__version__},
@@ -176,6 +181,13 @@ def timed(train: Train, batch: Batch) -> tuple[Tensor, float]:
     return loss, spent.item()
 
 
+@torch.no_grad()
+def distance(model: nn.Module, other: nn.Module) -> float:
+    """The largest relative difference of a parameter: ``|p - q| / |q|`` with 2-norms."""
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return max(((p - q).norm() / q.norm()).item() for p, q in pairs)
+
+
 def num_buckets(model: DistributedDataParallel) -> int:
     """All-reduces of one backward of DDP, once it has rebuilt its buckets."""
     return len(str(model._get_ddp_logging_data()["rebuilt_bucket_sizes"]).split(","))
@@ -230,13 +242,13 @@ class Bars:
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
-    def update(self, name: str, losses: Sequence[Tensor], seconds: Sequence[float] = ()) -> None:
-        """One more iteration of ``name`` is done."""
+    def update(self, name: str, done: int, loss: Tensor, seconds: float | None = None) -> None:
+        """``done`` iterations of ``name`` are done."""
         if name in self._tasks:
-            shown = {"loss": f"{losses[-1].item():.3f}"}
-            if seconds:
-                shown["median"] = f"{median(seconds):.3f} s"
-            self._progress.update(self._tasks[name], advance=1, **shown)
+            task = self._tasks[name]
+            self._progress.update(task, completed=done, loss=f"{loss.item():.3f}")
+            if seconds is not None:
+                self._progress.update(task, median=f"{seconds:.3f} s")
 
 
 def _console(job: Job, rank: int) -> Console:
