@@ -22,7 +22,9 @@ from slipstream.comm.agreement import agree
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
-from slipstream.gradients.engine import Engine, parameters_of
+from slipstream.gradients.engine import Engine
+from slipstream.gradients.shipment import parameters_of
+from slipstream.recording import Recording
 from slipstream.session import Installed, Session
 from slipstream.strategy import Strategy
 from slipstream.trace.recorder import Recorder
@@ -134,12 +136,26 @@ def _compose(
             recorder=recorder,
         )
 
-    names = tuple(t.name for t in trainables)
-    forget = partial(_accelerated.difference_update, list(model.modules()))
-    installed = Installed(cluster, strategy, names, engine, channel, control, recorder, forget)
-    even = None
+    recording = even = None
+    if recorder is not None:
+        recording = Recording(recorder, model, strategy, cluster.device, control)
     if loader is not None:  # after the engine: a filler batch is one that the engine does not count
-        even = EvenLoader(loader, group=control, recorder=recorder)
-    session = Session(model, optimizer, even, installed)
+        on_start = recording.iteration_begins if recording is not None else None
+        even = EvenLoader(loader, group=control, recorder=recorder, on_start=on_start)
+    session = Session(
+        model,
+        optimizer,
+        Installed(
+            cluster=cluster,
+            strategy=strategy,
+            trainable_names=tuple(t.name for t in trainables),
+            engine=engine,
+            channel=channel,
+            control=control,
+            loader=even,
+            recording=recording,
+            on_close=partial(_accelerated.difference_update, list(model.modules())),
+        ),
+    )
     _accelerated.update(model.modules())
     return session

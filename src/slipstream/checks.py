@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from slipstream.errors import ModelError
-from slipstream.gradients.engine import parameters_of
 from slipstream.gradients.layout import Gradient, plan_segments
+from slipstream.gradients.shipment import parameters_of
 from slipstream.strategy import Strategy
 
 _DTYPES = (

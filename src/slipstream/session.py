@@ -6,11 +6,9 @@ Never composes techniques (``api`` does) and never averages a gradient itself (t
 from __future__ import annotations
 
 import atexit
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -22,13 +20,12 @@ from slipstream.comm.agreement import agree
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
-from slipstream.gradients.engine import Engine, Exchanged
+from slipstream.gradients.engine import Engine
 from slipstream.gradients.order import ReadyOrder
+from slipstream.gradients.shipment import Exchanged
+from slipstream.recording import Recording
 from slipstream.strategy import Row, Strategy, overview
 from slipstream.strategy.overview import plain_text
-from slipstream.trace import chrome
-from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER
-from slipstream.trace.recorder import Recorder, Stamp
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
@@ -44,7 +41,8 @@ class Installed:
     engine: Engine | None
     channel: Channel | None
     control: torch.distributed.ProcessGroup | None
-    recorder: Recorder | None
+    loader: EvenLoader | None
+    recording: Recording | None
     on_close: Callable[[], None]
 
 
@@ -61,21 +59,18 @@ class Session(Generic[M, O]):
     Also a context manager: leaving it closes the session.
     """
 
-    def __init__(
-        self, model: M, optimizer: O, loader: EvenLoader | None, installed: Installed
-    ) -> None:
+    def __init__(self, model: M, optimizer: O, installed: Installed) -> None:
         self.model = model
         self.optimizer = optimizer
         self.strategy = installed.strategy
-        self._loader = loader
         self.rank = installed.cluster.rank
         self.world_size = installed.cluster.world_size
-        self._device = installed.cluster.device
         self._cluster: Cluster | None = installed.cluster
         self._engine = installed.engine
         self._channel = installed.channel
         self._control = installed.control
-        self._recorder = installed.recorder
+        self._loader = installed.loader
+        self._recording = installed.recording
         self._on_close = installed.on_close
         self._names = installed.trainable_names
         self._steps = 0
@@ -86,11 +81,6 @@ class Session(Generic[M, O]):
         self._local = False
         self._closed = False
         self._last_segments: tuple[Exchanged, ...] = ()
-        self._forward_start: Stamp | None = None
-        self._forward_hook = (
-            model.register_forward_pre_hook(self._on_forward) if self._recorder else None
-        )
-        self._begin_iteration()
         atexit.register(self._take_off)
 
     # The loop.
@@ -129,8 +119,8 @@ class Session(Generic[M, O]):
             seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
             raise UsageError(f"backward() takes a loss of one element, not {seen}; use loss.mean()")
         filler = self._count_contribution()
-        recorder = self._recorder if self._recorder and self._recorder.active else None
-        start = recorder.stamp(loss.device) if recorder else 0.0
+        if self._recording is not None:
+            self._recording.backward_begins()
         exchange = self._micro_step == self.strategy.gradients.accumulate - 1 and not self._local
         if self._engine is not None:
             scale = self.strategy.gradients.accumulate / self._contributions
@@ -142,10 +132,8 @@ class Session(Generic[M, O]):
             if self._engine is not None:
                 self._engine.abort(error)
             raise
-        if recorder:
-            recorder.add(FORWARD, self._forward_start or start, start)
-            recorder.add(BACKWARD, start, recorder.stamp(loss.device))
-            self._forward_start = None
+        if self._recording is not None:
+            self._recording.backward_ends()
         if self._engine is not None:
             self._engine.end()
         self._backward_done = True
@@ -257,8 +245,8 @@ class Session(Generic[M, O]):
         """Take everything off the model again; a trace still open is written. Twice is once."""
         if self._closed:
             return
-        if self._recorder is not None:
-            self._write_trace()
+        if self._recording is not None:
+            self._recording.write(self.segments)
         self._take_off()
 
     def __enter__(self) -> Self:
@@ -289,9 +277,8 @@ class Session(Generic[M, O]):
         return loader is not None and loader.filler
 
     def _update(self) -> None:
-        recorder = self._recorder if self._recorder and self._recorder.active else None
-        device = self._device
-        start = recorder.stamp(device) if recorder else 0.0
+        if self._recording is not None:
+            self._recording.update_begins()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self.model.parameters():
@@ -300,49 +287,8 @@ class Session(Generic[M, O]):
         self._steps += 1
         if self._engine is not None:
             self._engine.step = self._steps
-        if self._recorder is not None:
-            end = self._recorder.stamp(device) if recorder else 0.0
-            if recorder:
-                recorder.add(OPTIMIZER, start, end)
-            self._recorder.end_step(end if recorder else None)
-            if self._recorder.done:
-                self._write_trace()
-            else:
-                self._begin_iteration()
-
-    def _begin_iteration(self) -> None:
-        """An iteration starts where the last one ended, or where an epoch starts."""
-        recorder = self._recorder
-        if recorder is None or self._micro_step:
-            return
-        if self._steps == self.strategy.trace.skip and self._backward_done is False:
-            recorder.align(self._control)
-        recorder.begin_step(self._steps, recorder.stamp(self._device))
-
-    def _on_forward(self, module: nn.Module, args: Sequence[Any]) -> None:
-        recorder = self._recorder
-        if recorder is not None and recorder.active and self._forward_start is None:
-            self._forward_start = recorder.stamp(self._device)
-
-    def _write_trace(self) -> None:
-        recorder, self._recorder = self._recorder, None
-        assert recorder is not None
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
-        recorder.meta |= {
-            "model": type(self.model).__name__,
-            "strategy": self.strategy.model_dump(mode="json"),
-            "segments": [
-                {"bytes": segment.num_bytes, "gradients": list(segment.gradients)}
-                for segment in self.segments
-            ],
-        }
-        trace = recorder.gather(self._control)
-        if trace is not None and trace.events:
-            path = Path(self.strategy.trace.folder) / "trace.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            chrome.write(trace, path)
-            print(f"slipstream: trace written to {path}", file=sys.stderr)
+        if self._recording is not None:
+            self._recording.update_ends(self.segments)
 
     def _resolved(self) -> list[Row]:
         if self._engine is None:
@@ -373,8 +319,8 @@ class Session(Generic[M, O]):
         """Undo what ``accelerate()`` did, in reverse order."""
         self._closed = True
         atexit.unregister(self._take_off)
-        if self._forward_hook is not None:
-            self._forward_hook.remove()
+        if self._recording is not None:
+            self._recording.drop()
         in_flight = self._channel is not None and self._channel.in_flight
         if self._engine is not None:
             self._last_segments = self._engine.segments

@@ -41,7 +41,7 @@ class EvenLoader:
         *,
         group: dist.ProcessGroup | None,
         recorder: Recorder | None = None,
-        on_start: Callable[[], None] = lambda: None,
+        on_start: Callable[[], None] | None = None,
     ) -> None:
         self._loader, self._group, self._recorder, self._on_start = (
             loader,
@@ -55,7 +55,7 @@ class EvenLoader:
 
     def detach(self) -> None:
         """Leave the other ranks: from here on it is the user's loader and no more."""
-        self._group, self._recorder = None, None
+        self._group = self._recorder = self._on_start = None
 
     def __len__(self) -> int:
         """Length of this rank's own loader; an epoch has that of the longest one."""
@@ -66,7 +66,8 @@ class EvenLoader:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        self._on_start()
+        if self._on_start is not None:
+            self._on_start()
         try:
             if self._group is None:
                 yield from self._timed()

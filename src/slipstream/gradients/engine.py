@@ -23,69 +23,16 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from slipstream.comm.channel import Channel, Label
 from slipstream.errors import ExchangeError, UsageError
-from slipstream.gradients.bucket import Bucket, DenseBucket, SparseBucket, Transport, make_buckets
+from slipstream.gradients.bucket import Bucket, DenseBucket, SparseBucket, Transport
 from slipstream.gradients.buffers import Buffers
-from slipstream.gradients.layout import Gradient, Segment, plan_segments
 from slipstream.gradients.order import Observer, ReadyOrder
+from slipstream.gradients.shipment import Exchanged, Place, Shipment, Trainable, lay_out
 from slipstream.strategy import Split
 from slipstream.trace.event import BUFFERS, allreduce
-from slipstream.trace.recorder import Recorder, Stamp
-
-
-@dataclass(frozen=True, slots=True)
-class Trainable:
-    """A parameter that gets gradients, and its path in the model."""
-
-    name: str
-    parameter: nn.Parameter
-
-    @property
-    def layer(self) -> str:
-        """Path of the module that owns the parameter."""
-        return self.name.rpartition(".")[0]
-
-
-@dataclass(frozen=True, slots=True)
-class Exchanged:
-    """What one segment carries: names in ready order, bytes, and how many collectives."""
-
-    gradients: tuple[str, ...]
-    num_bytes: int
-    num_collectives: int
-
-
-def parameters_of(model: nn.Module, *, trainable: bool) -> list[Trainable]:
-    """The parameters that require a gradient, or the others, as registered, tied ones once."""
-    every = model.named_parameters()
-    return [Trainable(name, p) for name, p in every if p.requires_grad is trainable]
-
-
-@dataclass(slots=True)
-class _Shipment:
-    """A segment at run time: its buckets, and how many of its gradients are still to come."""
-
-    segment: Segment
-    names: tuple[str, ...]
-    buckets: list[Bucket]
-    missing: int = 0
-    ready: Stamp = 0.0
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(bucket.num_bytes for bucket in self.buckets)
-
-
-@dataclass(slots=True)
-class _Place:
-    """Where the gradient of one parameter goes."""
-
-    shipment: _Shipment
-    bucket: Bucket
-    slot: int
+from slipstream.trace.recorder import Recorder
 
 
 @dataclass(slots=True)
@@ -137,8 +84,8 @@ class Engine:
         self._device = trainables[0].parameter.device
         self._order: ReadyOrder | None = None
         self._observer: Observer | None = None
-        self._shipments: list[_Shipment] = []
-        self._places: list[_Place] = []
+        self._shipments: list[Shipment] = []
+        self._places: list[Place] = []
         self._backward: _Backward | None = None
         self._local_only = False
         self._lost: str | None = None
@@ -227,30 +174,11 @@ class Engine:
     @property
     def segments(self) -> tuple[Exchanged, ...]:
         """The segments in the order of their exchange; empty before the first exchange."""
-        return tuple(Exchanged(s.names, s.num_bytes, len(s.buckets)) for s in self._shipments)
+        return tuple(shipment.summary for shipment in self._shipments)
 
     def install(self, order: ReadyOrder) -> None:
         """Lay out segments and buckets for a ready order that all ranks share."""
-        ready = [self._trainables[i] for i in order.order]
-        sparse_dims = [order.sparse_dims[i] for i in order.order]
-        gradients = [
-            Gradient(t.name, t.layer, 0 if sparse else t.parameter.nbytes)
-            for t, sparse in zip(ready, sparse_dims, strict=True)
-        ]
-        places: dict[int, _Place] = {}
-        self._shipments = []
-        for segment in plan_segments(gradients, self._split):
-            part = slice(segment.start, segment.stop)
-            buckets = make_buckets([t.parameter for t in ready[part]], sparse_dims[part])
-            shipment = _Shipment(
-                segment, tuple(t.name for t in ready[part]), [bucket for bucket, _ in buckets]
-            )
-            self._shipments.append(shipment)
-            for bucket, positions in buckets:
-                for slot, position in enumerate(positions):
-                    index = order.order[segment.start + position]
-                    places[index] = _Place(shipment, bucket, slot)
-        self._places = [places[i] for i in range(len(self._trainables))]
+        self._shipments, self._places = lay_out(self._trainables, order, self._split)
         self._order = order
 
     # One backward.
@@ -259,7 +187,7 @@ class Engine:
         assert self._order is not None
         backward.due = list(self._order.firings)
         for shipment in self._shipments:
-            shipment.missing = len(shipment.segment)
+            shipment.missing = len(shipment.names)
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Autograd has added to ``parameter.grad``."""
@@ -326,7 +254,7 @@ class Engine:
         return {
             "segment": index,
             "bytes": bucket.num_bytes,
-            "gradients": len(self._shipments[index].segment),
+            "gradients": len(self._shipments[index].names),
             "collectives": len(self._shipments[index].buckets),
             "ready": self._shipments[index].ready,
         }

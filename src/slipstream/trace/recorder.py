@@ -197,7 +197,7 @@ class _GpuClock:
 
     def record(self) -> torch.cuda.Event:
         """An event on the current stream of the device."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
