@@ -23,6 +23,7 @@ LEVELS = {
     "gradients": 3,
     "data": 3,
     "checks": 5,
+    "recording": 5,
     "session": 5,
     "api": 5,
     "testbed": 5,
@@ -31,7 +32,16 @@ LEVELS = {
 }
 """The level of each room; the longest name that fits a module is its room."""
 
-IN_ORDER = ("errors", "cluster", "trace.event", "trace.recorder", "checks", "session", "api")
+IN_ORDER = (
+    "errors",
+    "cluster",
+    "trace.event",
+    "trace.recorder",
+    "checks",
+    "recording",
+    "session",
+    "api",
+)
 """Rooms of one level of which a later one may import an earlier one."""
 
 ALONE = {"testbed": {"errors", "cluster"}}

@@ -5,6 +5,8 @@ Never changes the model or the optimizer.
 
 from __future__ import annotations
 
+import json
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -53,7 +55,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
 
 def facts(model: nn.Module, strategy: Strategy) -> dict[str, str]:
     """What must be equal on all ranks, subject to value."""
-    found = {"the strategy": strategy.to_json()}
+    found = {"the strategy": json.dumps(strategy.document())}
     for name, p in model.named_parameters():
         frozen = "" if p.requires_grad else ", frozen"
         found[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{frozen}"

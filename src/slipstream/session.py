@@ -73,6 +73,7 @@ class Session(Generic[M, O]):
         self._recording = installed.recording
         self._on_close = installed.on_close
         self._names = installed.trainable_names
+        self._parameters = tuple(model.parameters())
         self._steps = 0
         self._micro_step = 0
         self._contributions = 0  # micro-batches of all ranks in this accumulation window
@@ -121,13 +122,15 @@ class Session(Generic[M, O]):
         filler = self._count_contribution()
         if self._recording is not None:
             self._recording.backward_begins()
-        exchange = self._micro_step == self.strategy.gradients.accumulate - 1 and not self._local
+        accumulate = self.strategy.gradients.accumulate
+        exchange = self._micro_step == accumulate - 1 and not self._local
         if self._engine is not None:
-            scale = self.strategy.gradients.accumulate / self._contributions
+            scale = accumulate / self._contributions
             self._engine.begin(exchange=exchange, scale=scale)
         try:
             if not filler:
-                (loss / self.strategy.gradients.accumulate).backward(retain_graph=retain_graph)
+                share = loss / accumulate if accumulate > 1 else loss
+                share.backward(retain_graph=retain_graph)
         except BaseException as error:
             if self._engine is not None:
                 self._engine.abort(error)
@@ -192,7 +195,7 @@ class Session(Generic[M, O]):
             UsageError: inside an accumulation window, whose gradients no checkpoint holds.
         """
         self._must_be_open("state_dict")
-        if self._micro_step or self._backward_done:
+        if self._contributions:
             raise UsageError(
                 "state_dict() inside an accumulation window would lose the gradients gathered so "
                 "far; call it after a step() that returned True"
@@ -225,6 +228,8 @@ class Session(Generic[M, O]):
             raise error
         self._steps = state["steps"]
         saved = state["ready_order"]
+        if self._engine is not None:
+            self._engine.step = self._steps
         if self._engine is not None and saved is not None:
             index = {name: i for i, name in enumerate(self._names)}
             order = tuple(index[name] for name in saved["names"])
@@ -281,7 +286,7 @@ class Session(Generic[M, O]):
             self._recording.update_begins()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for parameter in self.model.parameters():
+        for parameter in self._parameters:  # those that the optimizer does not hold, too
             parameter.grad = None
         self._contributions = 0
         self._steps += 1
@@ -309,6 +314,11 @@ class Session(Generic[M, O]):
     def _refusal(self, state: dict[str, Any]) -> UsageError | None:
         if state.get("version") != 1:
             return UsageError(f"this state has version {state.get('version')!r}; allowed: 1")
+        missing = {"steps", "ready_order"} - state.keys()
+        if missing:
+            return UsageError(
+                f"this state lacks {sorted(missing)}; pass what session.state_dict() returned"
+            )
         saved = state["ready_order"]
         if saved is not None and set(saved["names"]) != set(self._names):
             odd = sorted(set(saved["names"]) ^ set(self._names))

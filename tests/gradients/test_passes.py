@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import slipstream
 from slipstream.errors import ExchangeError, UsageError
 from tests.harness.models import MODELS, Shared, rows
+from tests.harness.ranks import RankFailure
 from tests.harness.reference import OPTIMIZERS, build
 
 Loss = Callable[[int], Tensor]
@@ -77,8 +79,8 @@ def gradients_after(name: str, passes: str, overlap: bool) -> list[str]:
             def loss(model: nn.Module, number: int, update: int = update) -> Tensor:
                 return model(*case.batch(rank, 3 * update + number))
 
-            run(lambda n: loss(ours, n), session.backward, session.no_sync)  # noqa: B023
-            run_ddp(lambda n: loss(ddp, n), Tensor.backward, ddp.no_sync)  # noqa: B023
+            run(lambda n: loss(ours, n), session.backward, session.no_sync)
+            run_ddp(lambda n: loss(ddp, n), Tensor.backward, ddp.no_sync)
             for (path, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
                 if (p.grad is None) != (q.grad is None) or (
                     p.grad is not None and not torch.equal(_dense(p.grad), _dense(q.grad))
@@ -178,15 +180,24 @@ def share_more_often(overlap: bool, ranks: tuple[int, ...]) -> float:
     return 0.0
 
 
-@pytest.mark.parametrize("changing", [(0, 1), (1,)])
-def test_a_gradient_that_comes_again(two, changing):
-    """After its segment was sent it is an error on every rank, and without overlap it just adds up."""
-    errors = two.fail(share_more_often, True, changing)
-    for rank, error in errors.items():
+def change_and_die() -> None:
+    """The graph of rank 1 alone changes; its script ends with that error."""
+    try:
+        share_more_often(True, (1,))
+    except ExchangeError as error:
+        if dist.get_rank() == 0 or "parameter shared." not in str(error):
+            raise
+        os._exit(1)
+
+
+def test_a_gradient_that_comes_again(two):
+    """After its segment was sent it is an error on every rank; without overlap it just adds up."""
+    for error in two.fail(share_more_often, True, (0, 1)).values():
         assert isinstance(error, ExchangeError)
-        assert rank not in changing or "parameter shared." in str(error)
-        assert rank not in changing or "gradients.overlap: false" in str(error)
-    assert max(two.run(share_more_often, False, changing)) < 1e-5
+        assert "parameter shared." in str(error)
+        assert "gradients.overlap: false" in str(error)
+    for changing in ((0, 1), (1,)):
+        assert max(two.run(share_more_often, False, changing)) < 1e-5
 
 
 def gradient_from_elsewhere() -> None:
@@ -242,3 +253,10 @@ def test_a_lost_rank_is_an_exchange_error_on_the_others(two, step):
     assert isinstance(errors[1], KeyError)
     assert isinstance(errors[0], ExchangeError)
     assert f"rank 0, step {step}" in str(errors[0])
+
+
+def test_a_graph_that_changes_on_one_rank(two):
+    with pytest.raises(RankFailure) as failure:
+        two.run(change_and_die)
+    assert isinstance(failure.value.errors[0], ExchangeError)
+    assert failure.value.errors[1] == "the process died"

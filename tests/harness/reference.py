@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import slipstream
 from tests.harness.models import Batch, Case
 
-TOLERANCE = {  # absolute and relative, of parameters after a few steps in another order of summation
+TOLERANCE = {  # absolute and relative: parameters after a few steps, summed in another order
     torch.float64: 1e-12,
     torch.complex128: 1e-12,
     torch.float32: 2e-5,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import comb
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -64,13 +65,15 @@ class Measured:
 class Comparison:
     """The results, by variant where both have one; ``ratio`` is slipstream's time over DDP's.
 
-    Triples are first quartile, median, third quartile.
+    Triples are first quartile, median, third quartile; ``ratio_interval`` holds the median with a
+    confidence of 95 %, and is None where there are too few iterations for that.
     """
 
     alone: float
     iteration: dict[str, tuple[float, float, float]]
     exposed: dict[str, float]
     ratio: tuple[float, float, float]
+    ratio_interval: tuple[float, float] | None
     loss_difference: float
     accuracy_difference: float
 
@@ -82,11 +85,13 @@ def compare(measured: Measured) -> Comparison:
     alone = median(seconds[ALONE])
     iteration = {name: quartiles(seconds[name]) for name in both}
     pairs = zip(seconds[SLIPSTREAM], seconds[DDP], strict=True)
+    ratios = [ours / theirs for ours, theirs in pairs]
     return Comparison(
         alone=alone,
         iteration=iteration,
         exposed={name: iteration[name][1] - alone for name in both},
-        ratio=quartiles([ours / theirs for ours, theirs in pairs]),
+        ratio=quartiles(ratios),
+        ratio_interval=median_interval(ratios),
         loss_difference=loss[SLIPSTREAM] - loss[DDP],
         accuracy_difference=accuracy[SLIPSTREAM] - accuracy[DDP],
     )
@@ -116,7 +121,7 @@ def table(measured: Measured) -> Table:
     collectives = [measured.all_reduces[name] for name in (DDP, SLIPSTREAM)]
     fused = [f"{measured.gradients} -> {count}" for count in collectives]
     drawn.add_row("gradients -> all-reduces", *fused, f"{collectives[1] - collectives[0]:+d}")
-    apart = f"{measured.apart_after_one_step:.1e}"
+    apart = f"{far:.1e} apart" if (far := measured.apart_after_one_step) else "identical"
     drawn.add_row("parameters after one step", "", "", apart)
     losses = [f"{measured.final_loss[name]:.4f}" for name in (DDP, SLIPSTREAM)]
     drawn.add_row("final loss", *losses, f"{found.loss_difference:+.4f}")
@@ -127,28 +132,49 @@ def table(measured: Measured) -> Table:
 
 
 def verdict(measured: Measured) -> str:
-    """One honest sentence: faster, slower, or too close to say.
+    """One honest sentence: faster, slower, or too close to say, by the interval of the median.
 
     Example:
         >>> seconds = {ALONE: [0.5], DDP: [1.0, 1.1, 1.2], SLIPSTREAM: [1.0, 1.0, 1.2]}
         >>> even = {DDP: 1, SLIPSTREAM: 1}
         >>> print(verdict(Measured(2, "hosts", "net", 9, 99, 8, seconds, even, 0, even, even, {})))
-        Too close to say in this run: slipstream took 1.000 times DDP's iteration, quartiles 0.955 to 1.000.
+        Too few iterations to say: slipstream took 1.000 of DDP's time.
     """
-    low, middle, high = compare(measured).ratio
+    found = compare(measured)
+    if found.ratio_interval is None:
+        return f"Too few iterations to say: slipstream took {found.ratio[1]:.3f} of DDP's time."
+    low, high = found.ratio_interval
     if high < 1:
         words = "slipstream was faster in this run: it"
     elif low > 1:
         words = "slipstream was NOT faster in this run: it"
     else:
-        words = "Too close to say in this run: slipstream"
-    return f"{words} took {middle:.3f} times DDP's iteration, quartiles {low:.3f} to {high:.3f}."
+        words = "Too close to say: slipstream"
+    return f"{words} took {found.ratio[1]:.3f} of DDP's time (95 %: {low:.3f} to {high:.3f})."
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """First quartile, median, third quartile of two values or more."""
     low, middle, high = quantiles(values, n=4, method="inclusive")
     return low, middle, high
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the median, whatever the distribution; None if too few.
+
+    Of n values the number below the median is binomial (n, 1/2): the interval leaves out as many
+    at each end as has a chance of at most 2.5 % there.
+
+    Example:
+        >>> median_interval(range(1, 11)), median_interval(range(5))
+        ((2, 9), None)
+    """
+    below, chance = 0, comb(len(values), 0)
+    while chance <= 0.025 * 2 ** len(values):
+        below += 1
+        chance += comb(len(values), below)
+    ordered = sorted(values)
+    return (ordered[below - 1], ordered[-below]) if below else None
 
 
 def _seconds(value: float) -> str:

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -57,7 +58,7 @@ def main(argument: str) -> None:
     train, held_out = data.digits(PIXELS)
     steps = WARMUP + job.steps
     batches: list[Batch] = list(data.batches(train, BATCH, steps, SEED, rank, world))
-    trainers = Trainers(job.folder)
+    trainers = Trainers(job.folder, steps)
     measured = trainers.measure(batches, held_out, job, _console(job, rank))
     if rank == 0:
         Path(job.folder, "overview.txt").write_text(trainers.session.report() + "\n")
@@ -70,18 +71,16 @@ def main(argument: str) -> None:
 class Trainers:
     """Three copies of one model, and for each a function that trains it on a batch."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, steps: int) -> None:
         plain, ours, alone = resnet18(), resnet18(), resnet18()
         self.models = {DDP: plain, SLIPSTREAM: ours, ALONE: alone}
         self.ddp = DistributedDataParallel(plain)
         trace = {"skip": WARMUP - RECORDED, "steps": RECORDED, "folder": folder}
-        self.session: Session[nn.Module, torch.optim.SGD] = accelerate(
-            ours, sgd(ours), strategy={"trace": trace}
-        )
-        self.train: dict[str, Train] = {
-            DDP: torch_loop(self.ddp, sgd(plain)),
-            SLIPSTREAM: session_loop(self.session),
-            ALONE: torch_loop(alone, sgd(alone)),
+        self.session = accelerate(ours, sgd(ours), strategy={"trace": trace})
+        self.train = {
+            DDP: torch_loop(self.ddp, sgd(plain), steps),
+            SLIPSTREAM: session_loop(self.session, steps),
+            ALONE: torch_loop(alone, sgd(alone), steps),
         }
 
     def measure(
@@ -146,26 +145,35 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return functional.cross_entropy(model(images).logits, labels)
 
 
-def torch_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> Train:
+def decay(optimizer: torch.optim.SGD, steps: int) -> LinearLR:
+    """The learning rate falls to nothing over the training, so that both come to rest."""
+    return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=steps)
+
+
+def torch_loop(model: nn.Module, optimizer: torch.optim.SGD, steps: int) -> Train:
     """An iteration as everyone writes it."""
+    schedule = decay(optimizer, steps)
 
     def iterate(batch: Batch) -> Tensor:
         loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        schedule.step()
         return loss.detach()
 
     return iterate
 
 
-def session_loop(session: Session[nn.Module, torch.optim.SGD]) -> Train:
+def session_loop(session: Session[nn.Module, torch.optim.SGD], steps: int) -> Train:
     """The same iteration with slipstream."""
+    schedule = decay(session.optimizer, steps)
 
     def iterate(batch: Batch) -> Tensor:
         loss = loss_of(session.model, batch)
         session.backward(loss)
         session.step()
+        schedule.step()
         return loss.detach()
 
     return iterate
@@ -185,7 +193,7 @@ def timed(train: Train, batch: Batch) -> tuple[Tensor, float]:
 def distance(model: nn.Module, other: nn.Module) -> float:
     """The largest relative difference of a parameter: ``|p - q| / |q|`` with 2-norms."""
     pairs = zip(model.parameters(), other.parameters(), strict=True)
-    return max(((p - q).norm() / q.norm()).item() for p, q in pairs)
+    return max(float((p - q).norm() / q.norm()) for p, q in pairs)
 
 
 def num_buckets(model: DistributedDataParallel) -> int:

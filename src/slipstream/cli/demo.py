@@ -117,7 +117,8 @@ def _on_loopback(console: Console, job: Job, ranks: int) -> int:
     )
     outcome = run(spec)
     if failure := outcome.failure:
-        console.print(Text(f"rank {failure.rank} {failure.cause}:\n{failure.excerpt()}"))
+        seen = "" if failure.rank == 0 else f":\n{failure.excerpt()}"  # rank 0's output is shown
+        console.print(Text(f"rank {failure.rank} {failure.cause}{seen}"))
     return outcome.exit_code
 
 

@@ -27,7 +27,7 @@ def all_reduce_sum(sparse: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
     all_values = _gather_padded(values.contiguous(), longest, world, group)
     kept = torch.arange(longest, device=values.device).expand(world, -1) < counts.unsqueeze(1)
     return torch.sparse_coo_tensor(
-        all_indices[kept].t(), all_values[kept], sparse.shape, is_coalesced=False
+        all_indices[kept].t(), all_values[kept], sparse.shape, check_invariants=False
     ).coalesce()
 
 

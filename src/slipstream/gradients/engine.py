@@ -130,7 +130,7 @@ class Engine:
             return
         try:
             if self._observer is not None:
-                self.install(self._observer.agree(self._control))
+                self.install(self._agree(self._observer))
                 self._observer = None
                 self._open(backward)
             self._send(backward, everything=True)
@@ -259,19 +259,30 @@ class Engine:
             "ready": self._shipments[index].ready,
         }
 
+    def _agree(self, observer: Observer) -> ReadyOrder:
+        try:
+            return observer.agree(self._control)
+        except RuntimeError as error:  # a peer is gone before its first exchange
+            what = "the agreement on the order of the gradients"
+            raise ExchangeError(f"{self._failed(what)}: {error}") from error
+
     # What errors say.
 
-    def _describe(self, index: int) -> str:
-        names = self._shipments[index].names
+    def _failed(self, what: str) -> str:
         return (
-            f"rank {self._rank}, step {self.step}: the exchange of segment {index + 1} of "
-            f"{len(self._shipments)} ({_in_short(names)}) failed. Most often another rank has "
+            f"rank {self._rank}, step {self.step}: {what} failed. Most often another rank has "
             "ended, failed or skipped this step: look at the first error of all ranks; loaders of "
             "different length belong into accelerate(model, optimizer, loader)"
         )
 
+    def _describe(self, index: int) -> str:
+        names = _in_short(self._shipments[index].names)
+        return self._failed(
+            f"the exchange of segment {index + 1} of {len(self._shipments)} ({names})"
+        )
+
     def _describe_buffers(self) -> str:
-        return f"rank {self._rank}, step {self.step}: the broadcast of the buffers failed"
+        return self._failed("the broadcast of the buffers")
 
     def _came_again(self, index: int) -> ExchangeError:
         assert self._order is not None

@@ -1,0 +1,240 @@
+"""What slipstream costs where it can bring nothing: one process, and many small layers on one host.
+
+    python benchmarks/overhead.py --json overhead.json
+
+One process: the plain loop, the same with ``accelerate``, and that with the trace on; the claim is
+under 1 % each. Two ranks on loopback: 100 layers ``Linear(64)`` at batch 16 with DDP (gradients as
+bucket views, its faster setting) and with slipstream; the claim is not slower. All variants take
+turns, in an order that is shuffled every round, so that each round is one observation of every
+ratio; where an iteration is short, a turn is several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from exchange import quartiles
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import nn
+
+import slipstream
+from slipstream.session import Session
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import data
+import models
+
+Iterate = Callable[[], None]
+TRACED_ITERATIONS = 20_000  # more than any run has: recording never ends before the measurement
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant: seconds an iteration, and ratios to the first variant of its part, in pairs."""
+
+    part: str
+    name: str
+    median: float
+    low: float
+    high: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    ratio_error: float
+
+
+def resnet_small() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """A ResNet of four blocks, and the loss of a batch of 16 digits of 32 pixels."""
+    torch.manual_seed(0)
+    images, labels = data.digits(32)[0][:16]
+    return (
+        models.resnet_small(),
+        lambda model: nn.functional.cross_entropy(model(images).logits, labels),
+    )
+
+
+def small_layers() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+    """100 layers of 64 x 64, and the loss of a batch of 16."""
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 64)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(100)))
+    return model, lambda model: model(inputs).square().mean()
+
+
+MODELS = {"resnet-small": resnet_small, "100 x Linear(64)": small_layers}
+
+
+def plain(name: str, *, ddp: bool = False) -> Iterate:
+    """An iteration as everyone writes it."""
+    model, loss_of = MODELS[name]()
+    if ddp:
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def iterate() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return iterate
+
+
+def with_slipstream(
+    name: str, strategy: Mapping[str, object] | None = None
+) -> tuple[Iterate, Session[nn.Module, torch.optim.SGD]]:
+    """The same iteration with slipstream."""
+    model, loss_of = MODELS[name]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    session = slipstream.accelerate(model, optimizer, strategy=dict(strategy or {}))
+
+    def iterate() -> None:
+        session.backward(loss_of(session.model))
+        session.step()
+
+    return iterate, session
+
+
+def in_turn(
+    variants: Mapping[str, Iterate], rounds: int, repeat: int, title: str
+) -> dict[str, list[float]]:
+    """Seconds an iteration of every variant in every round, on the slowest rank."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    shuffle = random.Random(0)
+    warmup = max(3, rounds // 20)
+    quiet = dist.is_initialized() and dist.get_rank() > 0
+    gc.collect()
+    gc.disable()  # else its pauses fall on whichever variant is running
+    for turn in track(range(warmup + rounds), title, console=Console(stderr=True, quiet=quiet)):
+        for name in shuffle.sample(list(variants), len(variants)):
+            if dist.is_initialized():
+                dist.barrier()
+            start = time.perf_counter()
+            for _ in range(repeat):
+                variants[name]()
+            spent = torch.tensor([(time.perf_counter() - start) / repeat], dtype=torch.float64)
+            if dist.is_initialized():
+                dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            if turn >= warmup:
+                seconds[name].append(float(spent))
+    gc.enable()
+    return seconds
+
+
+def on_one_process(model: str, rounds: int, repeat: int) -> list[Row]:
+    """Plain loop, session, session that records."""
+    with tempfile.TemporaryDirectory() as folder:
+        trace = {"trace": {"steps": TRACED_ITERATIONS, "skip": 0, "folder": folder}}
+        ours, session = with_slipstream(model)
+        traced, recording = with_slipstream(model, trace)
+        variants = {"plain loop": plain(model), "accelerate": ours, "accelerate, traced": traced}
+        seconds = in_turn(variants, rounds, repeat, f"{model}, one process")
+        recording.close()
+        session.close()
+    return rows(f"{model}, one process", seconds)
+
+
+def on_two_ranks(rounds: int, repeat: int) -> list[Row]:
+    """Many small layers: DDP and slipstream, one thread a rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = "100 x Linear(64)"
+    ours, session = with_slipstream(model)
+    seconds = in_turn(
+        {"DDP": plain(model, ddp=True), "slipstream": ours}, rounds, repeat, f"{model}, 2 ranks"
+    )
+    dist.barrier()
+    session.close()
+    dist.destroy_process_group()
+    return rows(f"{model}, 2 ranks", seconds)
+
+
+def rows(part: str, seconds: Mapping[str, list[float]]) -> list[Row]:
+    """The statistics of every variant."""
+    first = next(iter(seconds.values()))
+    found = []
+    for name, values in seconds.items():
+        low, median, high = quartiles(values)
+        ratios = [value / base for value, base in zip(values, first, strict=True)]
+        ratio_low, ratio, ratio_high = quartiles(ratios)
+        # Standard error of the median: 1.2533 sigma / sqrt(n), with sigma = IQR / 1.349
+        error = 0.929 * (ratio_high - ratio_low) / len(ratios) ** 0.5
+        found.append(Row(part, name, median, low, high, ratio, ratio_low, ratio_high, error))
+    return found
+
+
+def table(found: list[Row]) -> Table:
+    """What a person reads."""
+    drawn = Table(title="The cost of slipstream where it can bring nothing", title_justify="left")
+    drawn.add_column("variant")
+    for heading in ("median ms", "quartiles", "ratio", "+- error", "its quartiles"):
+        drawn.add_column(heading, justify="right")
+    part = ""
+    for r in found:
+        if r.part != part:
+            drawn.add_section()
+            drawn.add_row(r.part, style="bold")
+        part = r.part
+        drawn.add_row(
+            f"  {r.name}", f"{1e3 * r.median:.3f}", f"{1e3 * r.low:.3f}..{1e3 * r.high:.3f}",
+            f"{r.ratio:.4f}", f"{r.ratio_error:.4f}", f"{r.ratio_low:.3f}..{r.ratio_high:.3f}",
+        )  # fmt: skip
+    return drawn
+
+
+def ranks(args: argparse.Namespace) -> list[Row]:
+    """Start two ranks of this script; what rank 0 found."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        words = [__file__, "--rounds", str(args.rounds), "--json", str(path)]
+        subprocess.run([*torchrun, *words], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
+        return [Row(**row) for row in json.loads(path.read_text())]
+
+
+def main() -> None:
+    """Measure both parts, or be a rank of the second."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        found = on_two_ranks(args.rounds, repeat=5)
+        if os.environ["RANK"] == "0":
+            Path(args.json).write_text(json.dumps([asdict(r) for r in found]))
+        return
+    found = on_one_process("resnet-small", args.rounds, repeat=1)
+    found += on_one_process("100 x Linear(64)", args.rounds, repeat=5)
+    found += ranks(args)
+    Console(width=110).print(table(found))
+    if args.json:
+        facts = {
+            "benchmark": "overhead",
+            "date": date.today().isoformat(),
+            "rounds": args.rounds,
+            "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
+            "command": "python " + " ".join(sys.argv),
+        }
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(
+            json.dumps({**facts, "rows": [asdict(r) for r in found]}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    main()
