@@ -101,7 +101,9 @@ def _compose(
         named = os.environ.get("SLIPSTREAM_STRATEGY") or None
         strategy = Strategy.load(named if source is None else source)
         check(model, optimizer, strategy)
-        common = facts(model, strategy) | {"the loader": "none" if loader is None else "given"}
+        common = facts(model, optimizer, strategy) | {
+            "the loader": "none" if loader is None else "given"
+        }
     except Exception as caught:
         error = caught
 

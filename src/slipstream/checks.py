@@ -46,6 +46,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
         StrategyError: the split does not fit the number of gradients.
     """
     _check_model(model)
+    _check_buffers(model)
     _check_optimizer(model, optimizer)
     gradients = [
         Gradient(t.name, t.layer, t.parameter.nbytes) for t in parameters_of(model, trainable=True)
@@ -53,9 +54,12 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     plan_segments(gradients, strategy.gradients.split)
 
 
-def facts(model: nn.Module, strategy: Strategy) -> dict[str, str]:
+def facts(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> dict[str, str]:
     """What must be equal on all ranks, subject to value."""
-    found = {"the strategy": json.dumps(strategy.document())}
+    found = {
+        "the strategy": json.dumps(strategy.document()),
+        "the optimizer": type(optimizer).__name__,
+    }
     for name, p in model.named_parameters():
         frozen = "" if p.requires_grad else ", frozen"
         found[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{frozen}"
@@ -92,6 +96,19 @@ def _check_model(model: nn.Module) -> None:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
             raise ModelError(
                 f"parameter {name} is {p.dtype}, which gloo cannot add up; allowed: {allowed}"
+            )
+
+
+def _check_buffers(model: nn.Module) -> None:
+    for name, b in model.named_buffers():
+        dense = b.layout == torch.strided and not b.is_conj()
+        if not dense or any(
+            stride == 0 and size > 1 for stride, size in zip(b.stride(), b.shape, strict=True)
+        ):
+            raise ModelError(
+                f"buffer {name} is a sparse tensor or a view (expanded, conjugated) that other "
+                "ranks' values cannot be written to; register a dense copy: tensor.to_dense(), "
+                "tensor.clone(memory_format=torch.contiguous_format) or tensor.resolve_conj()"
             )
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slipstream.comm.agreement import together
 from slipstream.gradients.shipment import Exchanged
 from slipstream.strategy import Strategy
 from slipstream.trace import chrome
@@ -51,7 +52,8 @@ class Recording:
         if self._written or self._under_way:
             return
         if self._iteration == self._strategy.trace.skip and not self._aligned:
-            self._recorder.align(self._control)
+            with together("the alignment of the clocks for the trace"):
+                self._recorder.align(self._control)
             self._aligned = True
         self._recorder.begin_step(self._iteration, self._recorder.stamp(self._device))
         self._forward_start = None
@@ -97,7 +99,8 @@ class Recording:
             "strategy": self._strategy.document(full=True),
             "segments": [{"bytes": s.num_bytes, "gradients": list(s.gradients)} for s in segments],
         }
-        trace = self._recorder.gather(self._control)
+        with together("the gathering of the trace"):
+            trace = self._recorder.gather(self._control)
         if trace is not None and trace.events:
             path = Path(self._strategy.trace.folder) / "trace.json"
             chrome.write(trace, path)

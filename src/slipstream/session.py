@@ -229,7 +229,7 @@ class Session(Generic[M, O]):
         self._steps = state["steps"]
         saved = state["ready_order"]
         if self._engine is not None:
-            self._engine.step = self._steps
+            self._engine.updated(self._steps)
         if self._engine is not None and saved is not None:
             index = {name: i for i, name in enumerate(self._names)}
             order = tuple(index[name] for name in saved["names"])
@@ -291,7 +291,7 @@ class Session(Generic[M, O]):
         self._contributions = 0
         self._steps += 1
         if self._engine is not None:
-            self._engine.step = self._steps
+            self._engine.updated(self._steps)
         if self._recording is not None:
             self._recording.update_ends(self.segments)
 

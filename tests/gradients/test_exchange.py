@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import slipstream
 from tests.harness.counters import collectives, count
 from tests.harness.models import MODELS, Branches, by_order
-from tests.harness.reference import OPTIMIZERS, build, digest
+from tests.harness.reference import accelerate, build, digest
 
 STARTED = {
     "by_bytes": {"kind": "by_bytes", "megabytes": 100 / 2**20, "first_megabytes": None},
@@ -24,13 +23,8 @@ STARTED = {
 }
 
 
-def accelerate(model: nn.Module, optimizer: str = "sgd", **gradients: Any) -> Any:
-    strategy = {"gradients": gradients}
-    return slipstream.accelerate(model, OPTIMIZERS[optimizer](model), None, strategy)
-
-
 def what_travels(name: str, split: object) -> None:
-    """Counts against segments and parameters, in a window of two and in the first synchronisation."""
+    """Counts against segments and parameters: first synchronisation, windows of two, no_sync."""
     case, rank = MODELS[name], dist.get_rank()
     model = build(case, seed=rank)
     if rank == 0:

@@ -192,15 +192,17 @@ def test_nothing_is_left_after_close(two, name, traced, tmp_path):
     assert (tmp_path / "trace.json").exists() == traced
 
 
+def fail_at_step_two(model: nn.Module) -> None:
+    with accelerate(model, OPTIMIZERS["sgd"](model)) as session:
+        train(session, "mlp", range(2))
+        raise KeyError("of the script")
+
+
 def fail_inside() -> None:
     model = build(MODELS["mlp"])
     before = threads()
-    with (
-        pytest.raises(KeyError, match="of the script"),
-        accelerate(model, OPTIMIZERS["sgd"](model)) as session,
-    ):
-        train(session, "mlp", range(2))
-        raise KeyError("of the script")
+    with pytest.raises(KeyError, match="of the script"):
+        fail_at_step_two(model)
     assert not (left := left_since(before)), left
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
     with accelerate(model, OPTIMIZERS["sgd"](model)) as session:

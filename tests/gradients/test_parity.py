@@ -1,4 +1,4 @@
-"""Exactness: every split, overlapped or not, accumulating or not, trains as DDP and as one process do."""
+"""Exactness: however gradients are exchanged, training goes as with DDP and as on one process."""
 
 from __future__ import annotations
 

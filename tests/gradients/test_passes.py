@@ -13,20 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-import slipstream
 from slipstream.errors import ExchangeError, UsageError
 from tests.harness.models import MODELS, Shared, rows
 from tests.harness.ranks import RankFailure
-from tests.harness.reference import OPTIMIZERS, build
+from tests.harness.reference import accelerate, build
 
 Loss = Callable[[int], Tensor]
 Backward = Callable[..., None]
 NoSync = Callable[[], AbstractContextManager[None]]
-
-
-def accelerate(model: nn.Module, optimizer: str = "sgd", **gradients: Any) -> Any:
-    strategy = {"gradients": gradients}
-    return slipstream.accelerate(model, OPTIMIZERS[optimizer](model), None, strategy)
 
 
 def two_losses(loss: Loss, backward: Backward, no_sync: NoSync) -> None:

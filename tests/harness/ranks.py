@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -45,12 +46,15 @@ class Ranks:
     def __init__(self, size: int, timeout: float = 120.0) -> None:
         self.size, self.timeout = size, timeout
         self._workers: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._meetings = 0
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        self._folder.cleanup()
 
     def run(
         self,
@@ -64,9 +68,11 @@ class Ranks:
         if not self._workers:
             self._start()
         port = _free_port()
+        self._meetings += 1
+        meeting = f"{self._folder.name}/meeting{self._meetings}"
         for rank, (_, pipe) in enumerate(self._workers):
             own = [a.values[rank] if isinstance(a, PerRank) else a for a in args]
-            pipe.send((fn, own, rank, self.size, port, connect, env or {}))
+            pipe.send((fn, own, rank, self.size, port, meeting, connect, env or {}))
         results: dict[int, Any] = {}
         errors: dict[int, BaseException | str] = {}
         tracebacks: dict[int, str] = {}
@@ -146,7 +152,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
     base = dict(os.environ)
     while True:
         try:
-            fn, args, rank, size, port, connect, env = pipe.recv()
+            fn, args, rank, size, port, meeting, connect, env = pipe.recv()
         except EOFError:
             return
         os.environ.clear()
@@ -164,8 +170,10 @@ def _serve(pipe: Connection, path: list[str]) -> None:
         os.environ.update(env)
         torch.manual_seed(0)
         try:
-            if connect:
-                dist.init_process_group("gloo")
+            if connect:  # a file: torch's TCP store asks for host names, which may take seconds
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size
+                )
             answer = (True, fn(*args), "")
         except BaseException as error:
             answer = (False, error, traceback.format_exc())

@@ -89,14 +89,19 @@ def _average(model: nn.Module) -> None:
         dist.all_reduce(parameter.grad)
 
 
+def accelerate(model: nn.Module, optimizer: str = "sgd", **gradients: Any) -> Any:
+    """A session on ``model`` without a loader."""
+    strategy = {"gradients": gradients}
+    return slipstream.accelerate(model, OPTIMIZERS[optimizer](model), None, strategy)
+
+
 def accelerated(
     case: Case, optimizer: str, steps: int, accumulate: int, gradients: Mapping[str, Any]
 ) -> nn.Module:
     """slipstream; the ranks' parameters differ before ``accelerate()``."""
     rank = dist.get_rank()
     model = build(case, seed=rank)
-    strategy = {"gradients": {**gradients, "accumulate": accumulate}}
-    with slipstream.accelerate(model, OPTIMIZERS[optimizer](model), None, strategy) as session:
+    with accelerate(model, optimizer, accumulate=accumulate, **gradients) as session:
         for micro in range(steps * accumulate):
             session.backward(session.model(*case.batch(rank, micro)))
             assert session.step() == ((micro + 1) % accumulate == 0)

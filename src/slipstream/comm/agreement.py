@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import MismatchError
+from slipstream.errors import ExchangeError, MismatchError, SlipstreamError
 
 _SHOWN = 5
 
@@ -34,14 +35,29 @@ def agree(
     """
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).digest()
     own = torch.tensor([error is not None, *digest], dtype=torch.uint8)
-    every = own.new_empty(dist.get_world_size(group) * own.numel())
-    dist.all_gather(list(every.view(-1, own.numel()).unbind()), own, group=group)
-    if bool((every.view(-1, own.numel()) == every.new_tensor([0, *every[1 : own.numel()]])).all()):
-        return
-    complaints = _complaints(facts, group, error)
+    with together("the comparison of the ranks"):
+        every = own.new_empty(dist.get_world_size(group), own.numel())
+        dist.all_gather(list(every.unbind()), own, group=group)
+        if bool((every[:, 0] == 0).all() and (every == every[0]).all()):
+            return
+        complaints = _complaints(facts, group, error)
     if error is not None:
         raise error
     raise MismatchError("\n".join(complaints))
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Inside, a collective that a lost peer breaks raises ExchangeError: ``what`` failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, SlipstreamError):
+            raise
+        raise ExchangeError(
+            f"{what} failed, most often because another rank has ended or failed: look at the "
+            f"first error of all ranks ({error})"
+        ) from error
 
 
 def _complaints(

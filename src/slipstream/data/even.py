@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slipstream.comm.agreement import together
 from slipstream.errors import ModelError
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
@@ -63,6 +64,8 @@ class EvenLoader:
 
     def __getattr__(self, name: str) -> Any:
         """What else the loader has: its ``dataset``, its ``sampler``."""
+        if name.startswith("_"):  # a copy of this object asks before it has a loader
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
@@ -124,7 +127,8 @@ class EvenLoader:
 
     def _compare(self, value: int) -> list[int]:
         every = torch.empty(self._world_size, dtype=torch.int64)
-        dist.all_gather(list(every.split(1)), torch.tensor([int(value)]), group=self._group)
+        with together("the comparison of the loaders"):
+            dist.all_gather(list(every.split(1)), torch.tensor([int(value)]), group=self._group)
         return [int(v) for v in every]
 
 

@@ -89,6 +89,7 @@ class Engine:
         self._backward: _Backward | None = None
         self._local_only = False
         self._lost: str | None = None
+        self._averaged = False
         self.step = 0
         self._hooks = [
             t.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
@@ -98,7 +99,10 @@ class Engine:
     # What the session calls, in this order.
 
     def begin(self, *, exchange: bool, scale: float) -> None:
-        """Open a backward pass; with ``exchange`` it ends in sums over ranks times ``scale``."""
+        """Open a backward pass; with ``exchange`` it ends in sums over ranks times ``scale``.
+
+        A second one before ``updated`` adds to the averages of the first.
+        """
         if self._lost:
             raise UsageError(
                 f"an earlier backward failed ({self._lost}), so the ranks are out of step; end "
@@ -113,6 +117,8 @@ class Engine:
         self._backward = _Backward(exchange, scale)
         if not exchange:
             return
+        if self._averaged:
+            self._keep_averages(scale)
         if self._order is None:
             self._observer = Observer(len(self._trainables))
         else:
@@ -143,6 +149,12 @@ class Engine:
                 bucket.finish()
         if self._buffers:
             self._buffers.restore()
+        self._averaged = True
+
+    def updated(self, step: int) -> None:
+        """The gradients were used and are gone; ``step`` updates are done."""
+        self.step = step
+        self._averaged = False
 
     def abort(self, error: BaseException) -> None:
         """Backward itself raised: the ranks are out of step from here on."""
@@ -188,6 +200,14 @@ class Engine:
         backward.due = list(self._order.firings)
         for shipment in self._shipments:
             shipment.missing = len(shipment.names)
+
+    def _keep_averages(self, scale: float) -> None:
+        """Averages that all ranks hold already must come out of the next sum as they are."""
+        factor = 1 / (scale * dist.get_world_size(self._control))
+        if factor != 1:  # some rank has no batch of its own: it adds the averages all the same
+            for trainable in self._trainables:
+                if trainable.parameter.grad is not None:
+                    trainable.parameter.grad.mul_(factor)
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Autograd has added to ``parameter.grad``."""
