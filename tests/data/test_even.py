@@ -196,7 +196,9 @@ def values_of(model: torch.nn.Module) -> list[float]:
     return [float(v) for p in model.parameters() for v in p.detach().flatten()]
 
 
-def trained(length: int, known: bool, accumulate: int, num_epochs: int) -> list[float]:
+def trained(
+    length: int, known: bool, accumulate: int, num_epochs: int, num_losses: int = 1
+) -> list[float]:
     model, optimizer, scheduler = model_and_optimizer()
     rows = batches(dist.get_rank(), length)
     loader = rows if known else DataLoader(_Rows(rows), batch_size=None)
@@ -204,7 +206,8 @@ def trained(length: int, known: bool, accumulate: int, num_epochs: int) -> list[
     with slipstream.accelerate(model, optimizer, loader, strategy) as session:
         for _ in range(num_epochs):
             for batch in session.loader:
-                session.backward(loss_of(session.model, batch))
+                for _ in range(num_losses):
+                    session.backward(loss_of(session.model, batch) / num_losses)
                 if session.step():
                     scheduler.step()
     return values_of(model)
@@ -244,3 +247,9 @@ def test_uneven_ranks_train_as_one_process_on_all_batches(
     assert first == second
     assert first != values_of(model_and_optimizer()[0])
     torch.testing.assert_close(first, reference(lengths, accumulate, 2), rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_of_two_backward_passes_add_up_on_uneven_ranks(two: Ranks) -> None:
+    first, second = two.run(trained, PerRank(5, 2), True, 1, 1, 2, timeout=40)
+    assert first == second
+    torch.testing.assert_close(first, reference((5, 2), 1, 1), rtol=1e-12, atol=1e-14)
