@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pydantic", "rich"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pydantic", "rich"])
 
 
 class RankFailure(AssertionError):

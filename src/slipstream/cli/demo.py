@@ -45,7 +45,7 @@ class Job:
 def demo(
     nodes: Annotated[int, typer.Option(min=2, help="Number of emulated hosts, a rank each.")] = 4,
     rate: Annotated[str, typer.Option(help="Of each host's link: 300mbit, 1gbit ...")] = "1gbit",
-    steps: Annotated[int, typer.Option(min=2, help="Iterations to time, of each.")] = 60,
+    steps: Annotated[int, typer.Option(min=2, help="Iterations to time, of each.")] = 50,
     loopback: Annotated[
         bool, typer.Option("--loopback", help="Ranks on this host, no emulated links.")
     ] = False,

@@ -118,18 +118,15 @@ class SparseBucket(Bucket):
         if self._gradient is None:
             if self.parameter.grad is not None:
                 self.fill(0, scale)
-            else:
-                self._gradient = self._no_rows()
 
     def exchange(self, group: dist.ProcessGroup) -> None:
         """Sum over ranks: several collectives, as the number of rows differs between ranks."""
-        assert self._gradient is not None
-        self._gradient = sparse.all_reduce_sum(self._gradient, group)
+        used = self._gradient is not None
+        own = self._gradient if self._gradient is not None else self._no_rows()
+        self._gradient = sparse.all_reduce_sum(own, group, used=used)
 
     def finish(self) -> None:
-        gradient, self._gradient = self._gradient, None
-        assert gradient is not None
-        self.parameter.grad = gradient if gradient._nnz() else None
+        self.parameter.grad, self._gradient = self._gradient, None
 
     def _no_rows(self) -> torch.Tensor:
         shape = self.parameter.shape
