@@ -17,7 +17,9 @@ def all_reduce_sum(
     """The sum over ranks of a sparse COO tensor whose number of rows differs between ranks.
 
     None where no rank has ``used`` it: a gradient without rows still moves an optimizer's momentum,
-    no gradient does not. Gathers counts, then indices and values padded to the largest count: torch's own sparse
+    no gradient does not.
+
+    Gathers counts, then indices and values padded to the largest count: torch's own sparse
     all-reduce on gloo fails for fp16 and for complex numbers. Exactness: reordered.
     """
     sparse = sparse.coalesce()

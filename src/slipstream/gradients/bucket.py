@@ -31,11 +31,11 @@ class Bucket(ABC):
     """Bytes of this rank's gradients, flags of use left out; 0 where it is not known beforehand."""
 
     @abstractmethod
-    def fill(self, slot: int, scale: float) -> None:
-        """Take over the gradient of the parameter in ``slot``, times ``scale``."""
+    def fill(self, slot: int, scale: torch.Tensor) -> None:
+        """Take over the gradient of the parameter in ``slot``, times ``scale`` (of no axes)."""
 
     @abstractmethod
-    def complete(self, scale: float) -> None:
+    def complete(self, scale: torch.Tensor) -> None:
         """Fill what is missing: gradients of earlier backward passes, else zeros."""
 
     @abstractmethod
@@ -58,11 +58,11 @@ class DenseBucket(Bucket):
         )
         *parts, self._flags = self.flat.split([*sizes, len(sizes)])
         self._views = [_shaped_like(part, p) for part, p in zip(parts, parameters, strict=True)]
-        self._filled = [False] * len(sizes)
+        self._filled: set[int] = set()
         self._unused: list[int] = []
         self.num_bytes = sum(sizes) * first.element_size()
 
-    def fill(self, slot: int, scale: float) -> None:
+    def fill(self, slot: int, scale: torch.Tensor) -> None:
         parameter, view = self.parameters[slot], self._views[slot]
         gradient = parameter.grad
         assert gradient is not None
@@ -70,12 +70,12 @@ class DenseBucket(Bucket):
             gradient = gradient.to_dense()
         torch.mul(gradient, scale, out=view)
         parameter.grad = view
-        self._filled[slot] = True
+        self._filled.add(slot)
 
-    def complete(self, scale: float) -> None:
+    def complete(self, scale: torch.Tensor) -> None:
         self._unused = []
-        for slot, filled in enumerate(self._filled):
-            if not filled:
+        if len(self._filled) < len(self.parameters):
+            for slot in set(range(len(self.parameters))) - self._filled:
                 if self.parameters[slot].grad is not None:
                     self.fill(slot, scale)
                 else:
@@ -84,7 +84,7 @@ class DenseBucket(Bucket):
         self._flags.fill_(1)
         for slot in self._unused:
             self._flags[slot] = 0
-        self._filled = [False] * len(self._filled)
+        self._filled.clear()
 
     def start(self, transport: Transport, group: dist.ProcessGroup) -> Sequence[dist.Work]:
         """Begin the sum over ranks."""
@@ -107,17 +107,16 @@ class SparseBucket(Bucket):
         self._sparse_dim = sparse_dim
         self._gradient: torch.Tensor | None = None
 
-    def fill(self, slot: int, scale: float) -> None:
+    def fill(self, slot: int, scale: torch.Tensor) -> None:
         gradient = self.parameter.grad
         assert gradient is not None
         if not gradient.is_sparse:  # a rank or a step whose graph also uses the parameter densely
             gradient = gradient.to_sparse(self._sparse_dim)
         self._gradient = gradient * scale
 
-    def complete(self, scale: float) -> None:
-        if self._gradient is None:
-            if self.parameter.grad is not None:
-                self.fill(0, scale)
+    def complete(self, scale: torch.Tensor) -> None:
+        if self._gradient is None and self.parameter.grad is not None:
+            self.fill(0, scale)
 
     def exchange(self, group: dist.ProcessGroup) -> None:
         """Sum over ranks: several collectives, as the number of rows differs between ranks."""

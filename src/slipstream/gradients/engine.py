@@ -40,7 +40,8 @@ class _Backward:
     """The backward pass under way."""
 
     exchange: bool
-    scale: float
+    scale: torch.Tensor  # of no axes: half the cost of a Python number, once a gradient
+    fills: bool = False  # whether gradients go into their buckets as they come
     due: list[int] = field(default_factory=list)
     next_shipment: int = 0
 
@@ -114,7 +115,7 @@ class Engine:
                 f"parameters frozen at accelerate() require gradients now: {_in_short(thawed)}; "
                 "close() the session and accelerate() again after changing requires_grad"
             )
-        self._backward = _Backward(exchange, scale)
+        self._backward = _Backward(exchange, torch.tensor(scale, dtype=torch.float64))
         if not exchange:
             return
         if self._averaged:
@@ -123,6 +124,7 @@ class Engine:
             self._observer = Observer(len(self._trainables))
         else:
             self._open(self._backward)
+            self._backward.fills = self._overlap
         if self._buffers:
             self._buffers.stage()
             facts = {"bytes": self._buffers.num_bytes}
@@ -210,35 +212,36 @@ class Engine:
                     trainable.parameter.grad.mul_(factor)
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Autograd has added to ``parameter.grad``."""
+        """Autograd has added to ``parameter.grad``; small layers feel each microsecond here."""
         backward = self._backward
-        if backward is None:
-            if self._local_only:
-                return
-            raise UsageError(
-                f"parameter {self._trainables[index].name} got a gradient outside "
-                "session.backward(), which would never be averaged over ranks; call "
-                "session.backward(loss) instead of loss.backward(), or use "
-                "`with session.no_sync():` for gradients that stay local"
-            )
-        if not backward.exchange:
+        if backward is None or not backward.fills:
+            self._look_on(backward, index, parameter)
             return
-        if self._observer is not None:
-            assert parameter.grad is not None
-            self._observer.saw(index, parameter.grad)
+        due = backward.due[index] = backward.due[index] - 1
+        if due:
+            if due < 0:
+                raise self._came_again(index)
             return
-        if not self._overlap:
-            return
-        backward.due[index] -= 1
-        if backward.due[index] > 0:
-            return
-        if backward.due[index] < 0:
-            raise self._came_again(index)
         place = self._places[index]
         place.bucket.fill(place.slot, backward.scale)
-        place.shipment.missing -= 1
-        if not place.shipment.missing:
+        shipment = place.shipment
+        shipment.missing -= 1
+        if not shipment.missing:
             self._send(backward)
+
+    def _look_on(self, backward: _Backward | None, index: int, parameter: torch.Tensor) -> None:
+        """A gradient that is not to be filled in now: observed, left for later, or a mistake."""
+        if backward is None:
+            if not self._local_only:
+                raise UsageError(
+                    f"parameter {self._trainables[index].name} got a gradient outside "
+                    "session.backward(), which would never be averaged over ranks; call "
+                    "session.backward(loss) instead of loss.backward(), or use "
+                    "`with session.no_sync():` for gradients that stay local"
+                )
+        elif backward.exchange and self._observer is not None:
+            assert parameter.grad is not None
+            self._observer.saw(index, parameter.grad)
 
     def _send(self, backward: _Backward, everything: bool = False) -> None:
         """Hand segments to the channel in order, as far as they are full (or all of them)."""

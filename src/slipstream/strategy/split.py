@@ -27,7 +27,7 @@ class ByBytes(Variant):
     kind: Literal["by_bytes"] = "by_bytes"
     exactness: ClassVar[Exactness] = "reordered"
 
-    megabytes: PositiveFloat = 25.0
+    megabytes: PositiveFloat = 4.0
     """Size at which a segment closes."""
 
     first_megabytes: PositiveFloat | None = 1.0
