@@ -39,6 +39,7 @@ bench: $(READY)  ## all benchmarks (about 40 minutes), tables under benchmarks/r
 	$(BIN)/python benchmarks/exchange.py --model vgg16 --json $(RESULTS)/exchange-vgg16.json
 	$(BIN)/python benchmarks/exchange.py --model bert --json $(RESULTS)/exchange-bert.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
+	$(BIN)/python benchmarks/tables.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

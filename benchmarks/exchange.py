@@ -42,7 +42,7 @@ import models
 DDP_MEGABYTES = (1, 2, 4, 8, 16, 50)
 SPLITS: dict[str, dict[str, object]] = {
     "default": {},
-    "by_bytes 8/1/1": {"kind": "by_bytes", "megabytes": 8},
+    "by_bytes 4/1/1": {"kind": "by_bytes", "megabytes": 4},
     "by_bytes 16/1/1": {"kind": "by_bytes", "megabytes": 16},
     "by_bytes 25/1/1": {"kind": "by_bytes", "megabytes": 25},
     "by_percent 96.54/3.46": {"kind": "by_percent"},

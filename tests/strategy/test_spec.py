@@ -163,7 +163,7 @@ def test_yaml_is_minimal(wish, text):
 def test_full_yaml_shows_every_setting_in_order():
     assert Strategy().to_yaml(full=True) == (
         "gradients:\n"
-        "  split: {kind: by_bytes, megabytes: 25, first_megabytes: 1, last_megabytes: 1}\n"
+        "  split: {kind: by_bytes, megabytes: 8, first_megabytes: 1, last_megabytes: 1}\n"
         "  overlap: true\n"
         "  transport: {kind: flat}\n"
         "  accumulate: 1\n"

@@ -39,7 +39,7 @@ def presets() -> dict[str, Preset]:
         ),
         "ddp": Preset(
             "the buckets of PyTorch's DistributedDataParallel: 1 MB first, then 25 MB",
-            {"gradients": {"split": {"kind": "by_bytes", "last_megabytes": None}}},
+            {"gradients": {"split": {"kind": "by_bytes", "megabytes": 25, "last_megabytes": None}}},
         ),
         "hccl": Preset(
             "the default of Ascend's HCCL: 96.54 % of the bytes, then a short tail",

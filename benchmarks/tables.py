@@ -1,0 +1,89 @@
+"""Write benchmarks/results/README.md: the tables of every JSON file that lies beside it.
+
+python benchmarks/tables.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+HEAD = """# Results
+
+Written by `python benchmarks/tables.py` from the JSON files in this folder, each of which holds
+every single measurement. Two CPU cores shared by all ranks; links emulated by `slipstream testbed`.
+Ratios are medians of the ratios of one round, with their quartiles: below 1 is faster.
+"""
+
+
+def exchange(facts: Mapping[str, Any]) -> str:
+    """The table of one model: every variant against the best DDP and the bound."""
+    lines = [
+        f"## Exchange, {facts['model']}, {facts['date']}",
+        "",
+        f"{facts['megabytes']:.0f} MB of gradients, {facts['nodes']} nodes at {facts['rate']}, "
+        f"{facts['rounds']} rounds. Compute {facts['compute_s']:.3f} s, wire "
+        f"{facts['wire_s']:.3f} s, bound {facts['bound_s']:.3f} s. torch "
+        f"{facts['versions']['torch']}. `{facts['command']}`",
+        "",
+        *([facts["note"], ""] if "note" in facts else []),
+        *_header(
+            "variant", "median s", "quartiles", "exposed s", "CPU s", "all-reduces", "x bound",
+            "x best DDP", "quartiles",
+        ),
+    ]  # fmt: skip
+    for r in facts["rows"]:
+        lines.append(
+            _row(
+                r["name"], f"{r['median']:.3f}", f"{r['low']:.3f}..{r['high']:.3f}",
+                f"{r['exposed']:.3f}", f"{r['cpu']:.2f}", r["collectives"] or "",
+                f"{r['to_bound']:.2f}", f"{r['to_best_ddp']:.3f}",
+                f"{r['to_best_ddp_low']:.3f}..{r['to_best_ddp_high']:.3f}",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def overhead(facts: Mapping[str, Any]) -> str:
+    """The cost where nothing can be gained."""
+    lines = [
+        f"## Overhead, {facts['date']}",
+        "",
+        f"{facts['rounds']} rounds. torch {facts['versions']['torch']}. `{facts['command']}`",
+        "",
+        *_header("part", "variant", "median ms", "quartiles", "ratio", "+- error", "quartiles"),
+    ]
+    for r in facts["rows"]:
+        lines.append(
+            _row(
+                r["part"], r["name"], f"{1e3 * r['median']:.3f}",
+                f"{1e3 * r['low']:.3f}..{1e3 * r['high']:.3f}", f"{r['ratio']:.4f}",
+                f"{r['ratio_error']:.4f}", f"{r['ratio_low']:.3f}..{r['ratio_high']:.3f}",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def _header(*names: str) -> list[str]:
+    return [_row(*names), _row(*["---"] * len(names))]
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def main() -> None:
+    """Render every result."""
+    render = {"exchange": exchange, "overhead": overhead}
+    parts = [HEAD]
+    for path in sorted(RESULTS.glob("*.json")):
+        facts = json.loads(path.read_text())
+        parts.append(render[facts["benchmark"]](facts))
+    (RESULTS / "README.md").write_text("\n\n".join(part.strip() for part in parts) + "\n")
+
+
+if __name__ == "__main__":
+    main()
