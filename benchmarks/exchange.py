@@ -223,7 +223,7 @@ def write(
         "wire_s": wire,
         "bound_s": bound,
         "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
-        "command": "python " + " ".join(sys.argv),
+        "command": " ".join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
     }
     Console(width=150).print(table(facts, rows))
     if args.json:

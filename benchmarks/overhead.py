@@ -228,7 +228,7 @@ def main() -> None:
             "date": date.today().isoformat(),
             "rounds": args.rounds,
             "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
-            "command": "python " + " ".join(sys.argv),
+            "command": " ".join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
         }
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(
