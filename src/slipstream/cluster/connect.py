@@ -87,6 +87,10 @@ class Cluster:
             dist.destroy_process_group(self._groups.pop())
         if self.owns_world and dist.group.WORLD is self.world:
             dist.destroy_process_group()
+        if self.owns_world:
+            # A group is freed, and its threads end, with its last reference: threads that outlive
+            # the interpreter abort the process.
+            object.__setattr__(self, "world", None)
 
 
 def connect(
