@@ -177,10 +177,6 @@ def test_a_mistake_ends_before_anything_starts(
     assert not list(tmp_path.glob("pid*"))
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="two static nodes on one host: about one run in three a node does not end (open)",
-)
 def test_two_nodes_meet_and_only_the_first_speaks(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
