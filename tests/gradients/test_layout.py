@@ -60,12 +60,18 @@ def test_by_bytes_closes_a_segment_as_soon_as_it_is_full(ready, split):
     *full, last = [
         [g.num_bytes for g in ready[s.start : s.stop]] for s in plan_segments(ready, split)
     ]
-    if split.last_megabytes is not None:
+    joined = not full and split.first_megabytes is not None
+    if split.last_megabytes is not None and joined:
+        tail = max(split.last_megabytes * MEGABYTE, last[-1])
+        assert sum(last) - tail < split.first_megabytes * MEGABYTE
+    elif split.last_megabytes is not None:
         # The one before the tail ends where the tail begins, full or not.
         assert sum(last) <= split.last_megabytes * MEGABYTE or len(last) == 1
         before = ready[len(ready) - len(last) - 1].num_bytes if full else 0
         assert not full or sum(last) + before > split.last_megabytes * MEGABYTE
         *full, last = full or [[]]
+    if joined:
+        return
     for number, segment in enumerate([*full, last]):
         first = number == 0 and split.first_megabytes
         limit = (split.first_megabytes if first else split.megabytes) * MEGABYTE
@@ -115,6 +121,8 @@ def test_one_gradient_is_one_segment(split):
         (ByBytes(megabytes=2, first_megabytes=None, last_megabytes=1), [1, 3, 4, 5]),
         (ByBytes(megabytes=99, first_megabytes=None, last_megabytes=2), [3, 5]),
         (ByBytes(megabytes=99, first_megabytes=None, last_megabytes=99), [5]),
+        (ByBytes(megabytes=99, first_megabytes=3, last_megabytes=2), [1, 3, 5]),
+        (ByBytes(megabytes=99, first_megabytes=99, last_megabytes=2), [5]),
         (ByPercent(percents=(20, 80)), [1, 5]),
         (ByPercent(percents=(1, 98, 1)), [5]),
         (ByPercent(percents=(45, 1, 54)), [2, 5]),

@@ -21,6 +21,9 @@ from torch import nn
 
 from slipstream.comm import sparse
 
+SMALL_GRADIENT = 64 * 1024
+"""Bytes a gradient, on average in a bucket, below which the calls cost more than the copies."""
+
 Transport = Callable[[torch.Tensor, dist.ProcessGroup], Sequence[dist.Work]]
 
 
@@ -46,7 +49,9 @@ class Bucket(ABC):
 class DenseBucket(Bucket):
     """One flat tensor: the gradients of parameters of one dtype, then one flag a gradient.
 
-    ``parameter.grad`` becomes a view of it, in the parameter's own memory format.
+    ``parameter.grad`` becomes a view of it, in the parameter's own memory format. Large gradients
+    are copied one by one, as they come out of the cache; small ones all at once, in a quarter of
+    the calls.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -61,15 +66,13 @@ class DenseBucket(Bucket):
         self._filled: set[int] = set()
         self._unused: list[int] = []
         self.num_bytes = sum(sizes) * first.element_size()
+        self._small = self.num_bytes < SMALL_GRADIENT * len(sizes)
 
     def fill(self, slot: int, scale: torch.Tensor) -> None:
-        parameter, view = self.parameters[slot], self._views[slot]
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:  # it was dense when the buckets were laid out
-            gradient = gradient.to_dense()
-        torch.mul(gradient, scale, out=view)
-        parameter.grad = view
+        if not self._small:
+            parameter, view = self.parameters[slot], self._views[slot]
+            torch.mul(_dense(parameter), scale, out=view)
+            parameter.grad = view
         self._filled.add(slot)
 
     def complete(self, scale: torch.Tensor) -> None:
@@ -81,10 +84,23 @@ class DenseBucket(Bucket):
                 else:
                     self._views[slot].zero_()
                     self._unused.append(slot)
+        if self._small:
+            self._fill_together(scale)
         self._flags.fill_(1)
         for slot in self._unused:
             self._flags[slot] = 0
         self._filled.clear()
+
+    def _fill_together(self, scale: torch.Tensor) -> None:
+        """What ``fill`` does one by one, bit for bit."""
+        pairs = zip(self.parameters, self._views, strict=True)
+        used = [(parameter, view) for parameter, view in pairs if parameter.grad is not None]
+        if not used:
+            return
+        torch._foreach_copy_([view for _, view in used], [_dense(p) for p, _ in used])
+        self.flat.mul_(scale)
+        for parameter, view in used:
+            parameter.grad = view
 
     def start(self, transport: Transport, group: dist.ProcessGroup) -> Sequence[dist.Work]:
         """Begin the sum over ranks."""
@@ -95,6 +111,13 @@ class DenseBucket(Bucket):
             used = self._flags.real.tolist() if self._flags.is_complex() else self._flags.tolist()
             for slot in self._unused:
                 self.parameters[slot].grad = self._views[slot] if used[slot] else None
+
+
+def _dense(parameter: nn.Parameter) -> torch.Tensor:
+    """Its gradient, which may be sparse although it was dense when the buckets were laid out."""
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 class SparseBucket(Bucket):

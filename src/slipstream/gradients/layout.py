@@ -75,17 +75,23 @@ def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[Segment,
 
 
 def _by_bytes(gradients: Sequence[Gradient], split: ByBytes) -> Iterable[int]:
-    """Close segments when they reach their size; keep a small last one, which nothing hides."""
+    """Close segments when they reach their size; keep a small last one, which nothing hides.
+
+    What does not reach the size of a first segment is one with the last: on a small model another
+    exchange costs more than it hides.
+    """
     num_bytes = [g.num_bytes for g in gradients]
     tail = _tail_start(num_bytes, split.last_megabytes)
     limit = (split.first_megabytes or split.megabytes) * MEGABYTE
-    filled = 0
+    filled, closed = 0, False
     for index, size in enumerate(num_bytes[:tail]):
         filled += size
         if filled >= limit:
             yield index + 1
             filled, limit = 0, split.megabytes * MEGABYTE
-    yield tail
+            closed = True
+    if closed or split.first_megabytes is None:
+        yield tail
 
 
 def _tail_start(num_bytes: Sequence[int], last_megabytes: float | None) -> int:

@@ -35,7 +35,8 @@ class ByBytes(Variant):
     """Size at which the first segment closes."""
 
     last_megabytes: PositiveFloat | None = 1.0
-    """Size within which the last segment stays, if it holds more than one gradient."""
+    """Size within which the last segment stays, if it holds more than one gradient and others
+    came before it: a model whose rest does not reach ``first_megabytes`` is one segment."""
 
 
 class ByPercent(Variant):
