@@ -20,19 +20,21 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from iteration import Iterate, Loss, accelerated, plain, quartiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
 
 import slipstream
+from slipstream.session import Session
 from slipstream.testbed import Testbed, parse_rate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -70,7 +72,7 @@ class Row:
     to_best_ddp_high: float
 
 
-def make_model(name: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor], int]:
+def make_model(name: str) -> tuple[nn.Module, Loss, int]:
     """The model, a function from it to the loss of a real batch, and its batch size."""
     torch.manual_seed(0)
     if name == "bert":
@@ -93,49 +95,11 @@ def make_model(name: str) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor
     )
 
 
-def local(name: str) -> Callable[[], None]:
-    """An iteration without exchange."""
-    model, loss_of, _ = make_model(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def iterate() -> None:
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return iterate
-
-
-def ddp(name: str, megabytes: float | None) -> Callable[[], None]:
-    """An iteration with DistributedDataParallel; None is its default (25 MB, first 1 MB)."""
-    plain, loss_of, _ = make_model(name)
-    model = nn.parallel.DistributedDataParallel(
-        plain, bucket_cap_mb=megabytes, gradient_as_bucket_view=True
+def ddp(model: nn.Module, megabytes: float | None) -> nn.Module:
+    """Under DistributedDataParallel; None is its default (25 MB, first 1 MB)."""
+    return nn.parallel.DistributedDataParallel(
+        model, bucket_cap_mb=megabytes, gradient_as_bucket_view=True
     )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def iterate() -> None:
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return iterate
-
-
-def with_slipstream(
-    name: str, split: dict[str, object]
-) -> tuple[Callable[[], None], Callable[[], int]]:
-    """An iteration with slipstream, and how many all-reduces it takes."""
-    model, loss_of, _ = make_model(name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    strategy = {"gradients": {"split": split}} if split else {}
-    session = slipstream.accelerate(model, optimizer, strategy=strategy)
-
-    def iterate() -> None:
-        session.backward(loss_of(session.model))
-        session.step()
-
-    return iterate, lambda: sum(s.num_collectives for s in session.segments)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -143,14 +107,18 @@ def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    variants: dict[str, Callable[[], None]] = {"no exchange": local(args.model)}
-    variants["DDP, default"] = ddp(args.model, None)
-    for megabytes in DDP_MEGABYTES:
-        variants[f"DDP, {megabytes} MB"] = ddp(args.model, megabytes)
-    counts: dict[str, Callable[[], int]] = {}
-    for split in args.splits or SPLITS:
-        label = f"slipstream, {split}"
-        variants[label], counts[label] = with_slipstream(args.model, SPLITS[split])
+    model, loss_of, _ = make_model(args.model)
+    variants: dict[str, Iterate] = {"no exchange": plain(model, loss_of)}
+    for megabytes in (None, *DDP_MEGABYTES):
+        label = f"DDP, {megabytes} MB" if megabytes else "DDP, default"
+        model, loss_of, _ = make_model(args.model)
+        variants[label] = plain(ddp(model, megabytes), loss_of)
+    sessions: dict[str, Session[nn.Module, torch.optim.SGD]] = {}
+    for name in args.splits or SPLITS:
+        label, split = f"slipstream, {name}", SPLITS[name]
+        model, loss_of, _ = make_model(args.model)
+        strategy = {"gradients": {"split": split}} if split else {}
+        variants[label], sessions[label] = accelerated(model, loss_of, strategy)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     cpu: dict[str, list[float]] = {name: [] for name in variants}
     shuffle = random.Random(0)
@@ -170,7 +138,10 @@ def measure(args: argparse.Namespace) -> None:
     if rank == 0:
         model, _, _ = make_model(args.model)
         num_bytes = sum(p.nbytes for p in model.parameters())
-        collectives = {name: count() for name, count in counts.items()}
+        collectives = {
+            name: sum(segment.num_collectives for segment in session.segments)
+            for name, session in sessions.items()
+        }
         write(args, seconds, cpu, collectives, num_bytes, world)
     dist.barrier()
     dist.destroy_process_group()
@@ -251,12 +222,6 @@ def table(facts: dict[str, object], rows: Sequence[Row]) -> Table:
             f"{r.to_best_ddp_low:.3f}..{r.to_best_ddp_high:.3f}",
         )  # fmt: skip
     return drawn
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
-    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, median, high
 
 
 def on_testbed(argv: Sequence[str], nodes: int, rate: str) -> int:

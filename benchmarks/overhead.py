@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import json
 import os
 import random
@@ -20,28 +21,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from exchange import quartiles
+from iteration import Iterate, Loss, accelerated, plain, quartiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
 
 import slipstream
-from slipstream.session import Session
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import data
 import models
-
-Iterate = Callable[[], None]
-TRACED_ITERATIONS = 20_000  # more than any run has: recording never ends before the measurement
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Row:
     ratio_error: float
 
 
-def resnet_small() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def resnet_small() -> tuple[nn.Module, Loss]:
     """A ResNet of four blocks, and the loss of a batch of 16 digits of 32 pixels."""
     torch.manual_seed(0)
     images, labels = data.digits(32)[0][:16]
@@ -69,7 +67,7 @@ def resnet_small() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     )
 
 
-def small_layers() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
+def small_layers() -> tuple[nn.Module, Loss]:
     """100 layers of 64 x 64, and the loss of a batch of 16."""
     torch.manual_seed(0)
     inputs = torch.randn(16, 64)
@@ -80,38 +78,11 @@ def small_layers() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
 MODELS = {"resnet-small": resnet_small, "100 x Linear(64)": small_layers}
 
 
-def plain(name: str, *, ddp: bool = False) -> Iterate:
-    """An iteration as everyone writes it."""
-    model, loss_of = MODELS[name]()
-    if ddp:
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def iterate() -> None:
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return iterate
-
-
-def with_slipstream(
-    name: str, strategy: Mapping[str, object] | None = None
-) -> tuple[Iterate, Session[nn.Module, torch.optim.SGD]]:
-    """The same iteration with slipstream."""
-    model, loss_of = MODELS[name]()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    session = slipstream.accelerate(model, optimizer, strategy=dict(strategy or {}))
-
-    def iterate() -> None:
-        session.backward(loss_of(session.model))
-        session.step()
-
-    return iterate, session
+Variant = Callable[[], AbstractContextManager[Iterate]]
 
 
 def in_turn(
-    variants: Mapping[str, Iterate], rounds: int, repeat: int, title: str
+    variants: Mapping[str, Variant], rounds: int, repeat: int, title: str
 ) -> dict[str, list[float]]:
     """Seconds an iteration of every variant in every round, on the slowest rank."""
     seconds: dict[str, list[float]] = {name: [] for name in variants}
@@ -122,46 +93,72 @@ def in_turn(
     gc.disable()  # else its pauses fall on whichever variant is running
     for turn in track(range(warmup + rounds), title, console=Console(stderr=True, quiet=quiet)):
         for name in shuffle.sample(list(variants), len(variants)):
-            if dist.is_initialized():
-                dist.barrier()
-            start = time.perf_counter()
-            for _ in range(repeat):
-                variants[name]()
-            spent = torch.tensor([(time.perf_counter() - start) / repeat], dtype=torch.float64)
-            if dist.is_initialized():
-                dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            with variants[name]() as iterate:
+                iterate()
+                spent = timed(iterate, repeat)
             if turn >= warmup:
-                seconds[name].append(float(spent))
+                seconds[name].append(spent)
     gc.enable()
     return seconds
 
 
-def on_one_process(model: str, rounds: int, repeat: int) -> list[Row]:
-    """Plain loop, session, session that records."""
+def timed(iterate: Iterate, repeat: int) -> float:
+    """Seconds an iteration on the slowest rank."""
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        iterate()
+    spent = torch.tensor([(time.perf_counter() - start) / repeat], dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+    return float(spent)
+
+
+def on_one_process(name: str, rounds: int, repeat: int) -> list[Row]:
+    """Plain loop, session, session that records, in turn on the very same model.
+
+    Twins would not do: where their tensors happen to lie in memory makes 2 % of difference.
+    """
+    model, loss_of = MODELS[name]()
+    by_hand = plain(model, loss_of)
+
+    @contextmanager
+    def session(strategy: Mapping[str, object]) -> Iterator[Iterate]:
+        iterate, session = accelerated(model, loss_of, strategy)
+        yield iterate
+        with redirect_stderr(io.StringIO()):  # where a trace was written
+            session.close()
+
     with tempfile.TemporaryDirectory() as folder:
-        trace = {"trace": {"steps": TRACED_ITERATIONS, "skip": 0, "folder": folder}}
-        ours, session = with_slipstream(model)
-        traced, recording = with_slipstream(model, trace)
-        variants = {"plain loop": plain(model), "accelerate": ours, "accelerate, traced": traced}
-        seconds = in_turn(variants, rounds, repeat, f"{model}, one process")
-        recording.close()
-        session.close()
-    return rows(f"{model}, one process", seconds)
+        trace = {"trace": {"steps": repeat + 2, "skip": 0, "folder": folder}}
+        variants: dict[str, Variant] = {
+            "plain loop": lambda: nullcontext(by_hand),
+            "accelerate": lambda: session({}),
+            "accelerate, traced": lambda: session(trace),
+        }
+        seconds = in_turn(variants, rounds, repeat, f"{name}, one process")
+    return rows(f"{name}, one process", seconds)
 
 
 def on_two_ranks(rounds: int, repeat: int) -> list[Row]:
     """Many small layers: DDP and slipstream, one thread a rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    model = "100 x Linear(64)"
-    ours, session = with_slipstream(model)
-    seconds = in_turn(
-        {"DDP": plain(model, ddp=True), "slipstream": ours}, rounds, repeat, f"{model}, 2 ranks"
-    )
+    model, loss_of = small_layers()
+    ddp = plain(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), loss_of)
+    model, loss_of = small_layers()
+    ours, session = accelerated(model, loss_of)
+    variants: dict[str, Variant] = {
+        "DDP": lambda: nullcontext(ddp),
+        "slipstream": lambda: nullcontext(ours),
+    }
+    title = "100 x Linear(64), 2 ranks"
+    seconds = in_turn(variants, rounds, repeat, title)
     dist.barrier()
     session.close()
     dist.destroy_process_group()
-    return rows(f"{model}, 2 ranks", seconds)
+    return rows(title, seconds)
 
 
 def rows(part: str, seconds: Mapping[str, list[float]]) -> list[Row]:

@@ -1,0 +1,51 @@
+"""One training iteration, as everyone writes it and with slipstream; what benchmarks take turns on.
+
+Never measures: each benchmark has its own clock, table and order of turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+import slipstream
+from slipstream.session import Session
+
+Iterate = Callable[[], None]
+Loss = Callable[[nn.Module], torch.Tensor]
+LEARNING_RATE = 1e-4
+
+
+def plain(model: nn.Module, loss_of: Loss) -> Iterate:
+    """Without slipstream; ``model`` may be wrapped, by DistributedDataParallel say."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+
+    def iterate() -> None:
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return iterate
+
+
+def accelerated(
+    model: nn.Module, loss_of: Loss, strategy: Mapping[str, object] | None = None
+) -> tuple[Iterate, Session[nn.Module, torch.optim.SGD]]:
+    """With slipstream, and the session to ask or to close."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    session = slipstream.accelerate(model, optimizer, strategy=dict(strategy or {}))
+
+    def iterate() -> None:
+        session.backward(loss_of(session.model))
+        session.step()
+
+    return iterate, session
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile."""
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
