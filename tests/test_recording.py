@@ -33,6 +33,19 @@ def traced(folder: str, skip: int) -> list[bool]:
     return written
 
 
+def uneven(folder: str) -> None:
+    """Rank 0 has three batches, rank 1 has four; an update takes two."""
+    batches = 3 + int(os.environ["RANK"])
+    strategy = {
+        "gradients": {"accumulate": 2},
+        "trace": {"steps": 2, "skip": 0, "folder": folder},
+    }
+    with opened(strategy, [BATCH] * batches) as session:
+        for batch in session.loader:
+            session.backward(session.model(batch).square().mean())
+            session.step()
+
+
 SPANS = ["iteration", "data_wait", "forward", "backward", "optimizer"]
 
 
@@ -74,6 +87,34 @@ def test_all_ranks_write_one_trace(two: Ranks, tmp_path: Path, skip: int) -> Non
     assert trace.meta["world_size"] == 2
     last, first_layer = ({*s["gradients"]} for s in trace.meta["segments"])
     assert (last, first_layer) == ({"2.weight", "2.bias"}, {"0.weight", "0.bias"})
+
+
+def test_a_trace_tells_when_each_gradient_was_there(two: Ranks, tmp_path: Path) -> None:
+    two.run(traced, str(tmp_path), 0, timeout=40)
+    trace = read(tmp_path / "trace.json")
+    names = [gradient["name"] for gradient in trace.meta["gradients"]]
+    assert names == [name for s in trace.meta["segments"] for name in s["gradients"]]
+    carried = [gradient["bytes"] for gradient in trace.meta["gradients"]]
+    assert sum(carried) == sum(segment["bytes"] for segment in trace.meta["segments"]) > 0
+    backward = [event for event in trace.events if event.name == "backward"]
+    assert len(backward) == 4  # two steps of two ranks
+    for event in backward:
+        offsets = event.args["gradients_ready"]
+        assert len(offsets) == len(names)
+        assert offsets == sorted(offsets)
+        assert 0 < offsets[0] <= offsets[-1] <= event.duration
+    iterations = [event for event in trace.events if event.name == "iteration"]
+    assert {event.args["samples"] for event in iterations} == {len(BATCH)}
+
+
+def test_samples_of_fillers_do_not_count_and_those_of_a_window_add_up(
+    two: Ranks, tmp_path: Path
+) -> None:
+    two.run(uneven, str(tmp_path), timeout=40)
+    iterations = [e for e in read(tmp_path / "trace.json").events if e.name == "iteration"]
+    samples = {(e.rank, e.step): e.args["samples"] for e in iterations}
+    batch = len(BATCH)
+    assert samples == {(0, 0): 2 * batch, (0, 1): batch, (1, 0): 2 * batch, (1, 1): 2 * batch}
 
 
 def test_a_trace_still_open_is_written_at_close(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slipstream.checks import check, device_of, facts
@@ -80,20 +81,24 @@ def accelerate(
         )
     cluster = connect(from_environ(), device)
     try:
-        return _compose(model, optimizer, loader, strategy, cluster)
+        control = cluster.new_group(backend="gloo") if cluster.world_size > 1 else None
+        agreed = _agree_on_strategy(model, optimizer, loader, strategy, control)
+        session = _compose(model, optimizer, loader, agreed, cluster, control)
     except BaseException:
         cluster.close()
         raise
+    _accelerated.update(model.modules())
+    return session
 
 
-def _compose(
-    model: M,
-    optimizer: O,
+def _agree_on_strategy(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     loader: Iterable[Any] | None,
     source: Strategy | str | Path | Mapping[str, Any] | None,
-    cluster: Cluster,
-) -> Session[M, O]:
-    """Validate, then install: what comes first is what later parts build on."""
+    control: dist.ProcessGroup | None,
+) -> Strategy:
+    """The strategy, fit for this model and the same on all ranks; else an error on all of them."""
     error: Exception | None = None
     common: dict[str, str] = {}
     strategy = Strategy()
@@ -104,16 +109,24 @@ def _compose(
         common = facts(model, optimizer, strategy) | {
             "the loader": "none" if loader is None else "given"
         }
-    except Exception as caught:
+    except Exception as caught:  # whatever it is, the other ranks wait to hear of it
         error = caught
-
-    distributed = cluster.world_size > 1
-    control = cluster.new_group(backend="gloo") if distributed else None
     if control is not None:
-        agree(common, control, error)  # a mistake on one rank is an error on all, and no hang
+        agree(common, control, error)
     elif error is not None:
         raise error
+    return strategy
 
+
+def _compose(
+    model: M,
+    optimizer: O,
+    loader: Iterable[Any] | None,
+    strategy: Strategy,
+    cluster: Cluster,
+    control: dist.ProcessGroup | None,
+) -> Session[M, O]:
+    """Install the rooms: what comes first is what later ones build on."""
     recorder = None  # first, since every room gets it
     if strategy.trace.steps is not None:
         recorder = Recorder(cluster.rank, strategy.trace.skip, strategy.trace.steps)
@@ -144,7 +157,7 @@ def _compose(
     if loader is not None:  # after the engine: a filler batch is one that the engine does not count
         on_start = recording.iteration_begins if recording is not None else None
         even = EvenLoader(loader, group=control, recorder=recorder, on_start=on_start)
-    session = Session(
+    return Session(
         model,
         optimizer,
         Installed(
@@ -159,5 +172,3 @@ def _compose(
             on_close=partial(_accelerated.difference_update, list(model.modules())),
         ),
     )
-    _accelerated.update(model.modules())
-    return session

@@ -6,7 +6,7 @@ Never measures an exchange (the channel does) nor the wait for data (the loader 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.comm.agreement import together
+from slipstream.gradients.layout import Gradient
 from slipstream.gradients.shipment import Exchanged
 from slipstream.strategy import Strategy
 from slipstream.trace import chrome
@@ -44,7 +45,9 @@ class Recording:
         self._aligned = self._under_way = self._written = False
         self._forward_start: Stamp | None = None
         self._start: Stamp = 0.0
-        self._hook = model.register_forward_pre_hook(self._forward_begins)
+        self._end: Stamp = 0.0
+        self._batch = self._samples = 0
+        self._hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
         self.iteration_begins()
 
     def iteration_begins(self) -> None:
@@ -58,9 +61,11 @@ class Recording:
         self._recorder.begin_step(self._iteration, self._recorder.stamp(self._device))
         self._forward_start = None
 
-    def backward_begins(self) -> None:
-        """The forward pass and the loss are over."""
+    def backward_begins(self, *, filler: bool = False) -> None:
+        """The forward pass and the loss are over; a filler's samples do not count."""
         self._under_way = True
+        self._samples += 0 if filler else self._batch
+        self._batch = 0
         if self._recorder.active:
             self._start = self._recorder.stamp(self._device)
             self._recorder.add(FORWARD, self._forward_start or self._start, self._start)
@@ -68,27 +73,41 @@ class Recording:
 
     def backward_ends(self) -> None:
         """All gradients of this rank are there; exchanges may go on."""
-        self._add(BACKWARD)
+        if self._recorder.active:
+            self._end = self._recorder.stamp(self._device)
+
+    def exchanged(self, ready: list[Stamp | None] | None) -> None:
+        """The exchanges are over; when each gradient was there, if that is known."""
+        facts = {} if ready is None else {"gradients_ready": ready}
+        self._recorder.add(BACKWARD, self._start, self._end, **facts)
 
     def update_begins(self) -> None:
         """The optimizer is next."""
         if self._recorder.active:
             self._start = self._recorder.stamp(self._device)
 
-    def update_ends(self, segments: Sequence[Exchanged]) -> None:
+    def update_ends(
+        self, segments: Sequence[Exchanged], gradients: Callable[[], Iterable[Gradient]]
+    ) -> None:
         """The iteration is over; a collective after the last one: the trace is gathered."""
         if self._written:
             return
-        self._add(OPTIMIZER)
-        self._recorder.end_step(self._recorder.stamp(self._device))
+        if self._recorder.active:
+            now = self._recorder.stamp(self._device)
+            self._recorder.add(OPTIMIZER, self._start, now)
+            samples = {"samples": self._samples} if self._samples else {}
+            self._recorder.end_step(now, **samples)
+        else:
+            self._recorder.end_step()
         self._iteration += 1
+        self._samples = 0
         self._under_way = False
         if self._recorder.done:
-            self.write(segments)
+            self.write(segments, gradients())
         else:
             self.iteration_begins()
 
-    def write(self, segments: Sequence[Exchanged]) -> None:
+    def write(self, segments: Sequence[Exchanged], gradients: Iterable[Gradient]) -> None:
         """Gather what was recorded, and write it on rank 0; a collective, the first time."""
         if self._written:
             return
@@ -98,6 +117,10 @@ class Recording:
             "model": self._name,
             "strategy": self._strategy.document(full=True),
             "segments": [{"bytes": s.num_bytes, "gradients": list(s.gradients)} for s in segments],
+            "gradients": [
+                {"name": g.name, "layer": g.layer, "bytes": g.num_bytes, "dtype": g.dtype}
+                for g in gradients
+            ],
         }
         with together("the gathering of the trace"):
             trace = self._recorder.gather(self._control)
@@ -112,10 +135,17 @@ class Recording:
         self._hook.remove()
         self._control = None
 
-    def _add(self, name: str) -> None:
-        if self._recorder.active:
-            self._recorder.add(name, self._start, self._recorder.stamp(self._device))
-
-    def _forward_begins(self, module: nn.Module, args: Sequence[Any]) -> None:
+    def _forward_begins(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self._recorder.active and self._forward_start is None:
             self._forward_start = self._recorder.stamp(self._device)
+            self._batch = _batch_size([*args, *kwargs.values()])
+
+
+def _batch_size(inputs: Iterable[Any]) -> int:
+    """The first axis of the first tensor; 0 where there is none."""
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return value.shape[0]
+    return 0

@@ -6,7 +6,7 @@ Never composes techniques (``api`` does) and never averages a gradient itself (t
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -21,8 +21,9 @@ from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.engine import Engine
+from slipstream.gradients.layout import Gradient
 from slipstream.gradients.order import ReadyOrder
-from slipstream.gradients.shipment import Exchanged
+from slipstream.gradients.shipment import Exchanged, gradients_of, parameters_of
 from slipstream.recording import Recording
 from slipstream.strategy import Row, Strategy, overview
 from slipstream.strategy.overview import plain_text
@@ -121,7 +122,7 @@ class Session(Generic[M, O]):
             raise UsageError(f"backward() takes a loss of one element, not {seen}; use loss.mean()")
         filler = self._count_contribution()
         if self._recording is not None:
-            self._recording.backward_begins()
+            self._recording.backward_begins(filler=filler)
         accumulate = self.strategy.gradients.accumulate
         exchange = self._micro_step == accumulate - 1 and not self._local
         if self._engine is not None:
@@ -139,6 +140,8 @@ class Session(Generic[M, O]):
             self._recording.backward_ends()
         if self._engine is not None:
             self._engine.end()
+        if self._recording is not None:
+            self._recording.exchanged(self._engine.ready if self._engine else None)
         self._backward_done = True
 
     def step(self) -> bool:
@@ -251,7 +254,7 @@ class Session(Generic[M, O]):
         if self._closed:
             return
         if self._recording is not None:
-            self._recording.write(self.segments)
+            self._recording.write(self.segments, self._gradients())
         self._take_off()
 
     def __enter__(self) -> Self:
@@ -293,7 +296,14 @@ class Session(Generic[M, O]):
         if self._engine is not None:
             self._engine.updated(self._steps)
         if self._recording is not None:
-            self._recording.update_ends(self.segments)
+            self._recording.update_ends(self.segments, self._gradients)
+
+    def _gradients(self) -> Sequence[Gradient]:
+        """In ready order as far as it is known, else the last parameter's first."""
+        if self._engine is not None and self._engine.gradients:
+            return self._engine.gradients
+        trainables = parameters_of(self.model, trainable=True)[::-1]
+        return gradients_of(trainables, [0] * len(trainables))
 
     def _resolved(self) -> list[Row]:
         if self._engine is None:

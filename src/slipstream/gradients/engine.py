@@ -25,14 +25,29 @@ import torch
 import torch.distributed as dist
 
 from slipstream.comm.channel import Channel, Label
-from slipstream.errors import ExchangeError, UsageError
+from slipstream.errors import ExchangeError
 from slipstream.gradients.bucket import Bucket, DenseBucket, SparseBucket, Transport
 from slipstream.gradients.buffers import Buffers
+from slipstream.gradients.failure import (
+    came_again,
+    came_outside,
+    failed,
+    frozen_no_more,
+    out_of_step,
+)
+from slipstream.gradients.layout import Gradient
 from slipstream.gradients.order import Observer, ReadyOrder
-from slipstream.gradients.shipment import Exchanged, Place, Shipment, Trainable, lay_out
+from slipstream.gradients.shipment import (
+    Exchanged,
+    Place,
+    Shipment,
+    Trainable,
+    gradients_of,
+    lay_out,
+)
 from slipstream.strategy import Split
 from slipstream.trace.event import BUFFERS, allreduce
-from slipstream.trace.recorder import Recorder
+from slipstream.trace.recorder import Recorder, Stamp
 
 
 @dataclass(slots=True)
@@ -44,6 +59,7 @@ class _Backward:
     fills: bool = False  # whether gradients go into their buckets as they come
     due: list[int] = field(default_factory=list)
     next_shipment: int = 0
+    stamps: list[Stamp | None] | None = None  # when each gradient was there; None: not recorded
 
 
 class Engine:
@@ -91,6 +107,7 @@ class Engine:
         self._local_only = False
         self._lost: str | None = None
         self._averaged = False
+        self._ready: list[Stamp | None] | None = None
         self.step = 0
         self._hooks = [
             t.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
@@ -105,19 +122,16 @@ class Engine:
         A second one before ``updated`` adds to the averages of the first.
         """
         if self._lost:
-            raise UsageError(
-                f"an earlier backward failed ({self._lost}), so the ranks are out of step; end "
-                "this run and resume from a checkpoint"
-            )
+            raise out_of_step(self._lost)
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
         if thawed:
-            raise UsageError(
-                f"parameters frozen at accelerate() require gradients now: {_in_short(thawed)}; "
-                "close() the session and accelerate() again after changing requires_grad"
-            )
+            raise frozen_no_more(thawed)
         self._backward = _Backward(exchange, torch.tensor(scale, dtype=torch.float64))
+        self._ready = None
         if not exchange:
             return
+        if self._recorder is not None and self._recorder.active:
+            self._ready = self._backward.stamps = [None] * len(self._trainables)
         if self._averaged:
             self._keep_averages(scale)
         if self._order is None:
@@ -128,7 +142,8 @@ class Engine:
         if self._buffers:
             self._buffers.stage()
             facts = {"bytes": self._buffers.num_bytes}
-            self._channel.start(Label(BUFFERS, self._describe_buffers, facts), self._buffers.start)
+            text = partial(failed, self._at, "the broadcast of the buffers")
+            self._channel.start(Label(BUFFERS, text, facts), self._buffers.start)
 
     def end(self) -> None:
         """Close the backward pass: returns when ``parameter.grad`` holds the averages."""
@@ -178,6 +193,10 @@ class Engine:
                 trainable.parameter.grad = trainable.parameter.grad.clone()
         self._shipments, self._places = [], []
 
+    @property
+    def _at(self) -> str:
+        return f"rank {self._rank}, step {self.step}"
+
     # The layout, once the ready order is agreed.
 
     @property
@@ -189,6 +208,21 @@ class Engine:
     def segments(self) -> tuple[Exchanged, ...]:
         """The segments in the order of their exchange; empty before the first exchange."""
         return tuple(shipment.summary for shipment in self._shipments)
+
+    @property
+    def gradients(self) -> tuple[Gradient, ...]:
+        """Every gradient in the agreed ready order; empty before the first exchange."""
+        if self._order is None:
+            return ()
+        sparse_dims = [self._order.sparse_dims[i] for i in self._order.order]
+        return tuple(gradients_of([self._trainables[i] for i in self._order.order], sparse_dims))
+
+    @property
+    def ready(self) -> list[Stamp | None] | None:
+        """When each gradient of the last recorded backward was there, in ready order."""
+        if self._ready is None or self._order is None:
+            return None
+        return [self._ready[index] for index in self._order.order]
 
     def install(self, order: ReadyOrder) -> None:
         """Lay out segments and buckets for a ready order that all ranks share."""
@@ -214,13 +248,17 @@ class Engine:
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Autograd has added to ``parameter.grad``; small layers feel each microsecond here."""
         backward = self._backward
+        if backward is not None and backward.stamps is not None:
+            assert self._recorder is not None
+            backward.stamps[index] = self._recorder.stamp(self._device)
         if backward is None or not backward.fills:
             self._look_on(backward, index, parameter)
             return
         due = backward.due[index] = backward.due[index] - 1
         if due:
             if due < 0:
-                raise self._came_again(index)
+                assert self._order is not None
+                raise came_again(self._at, self._trainables[index].name, self._order.firings[index])
             return
         place = self._places[index]
         place.bucket.fill(place.slot, backward.scale)
@@ -233,12 +271,7 @@ class Engine:
         """A gradient that is not to be filled in now: observed, left for later, or a mistake."""
         if backward is None:
             if not self._local_only:
-                raise UsageError(
-                    f"parameter {self._trainables[index].name} got a gradient outside "
-                    "session.backward(), which would never be averaged over ranks; call "
-                    "session.backward(loss) instead of loss.backward(), or use "
-                    "`with session.no_sync():` for gradients that stay local"
-                )
+                raise came_outside(self._trainables[index].name)
         elif backward.exchange and self._observer is not None:
             assert parameter.grad is not None
             self._observer.saw(index, parameter.grad)
@@ -259,7 +292,8 @@ class Engine:
     def _start(self, index: int) -> None:
         """Hand one segment to the channel: dense buckets at once, sparse gradients staged."""
         shipment = self._shipments[index]
-        text = partial(self._describe, index)
+        what = f"the exchange of segment {index + 1} of {len(self._shipments)}"
+        text = partial(failed, self._at, what, shipment.names)
         dense = [b for b in shipment.buckets if isinstance(b, DenseBucket)]
         sparse = [b for b in shipment.buckets if isinstance(b, SparseBucket)]
         for bucket in dense:
@@ -287,40 +321,4 @@ class Engine:
             return observer.agree(self._control)
         except RuntimeError as error:  # a peer is gone before its first exchange
             what = "the agreement on the order of the gradients"
-            raise ExchangeError(f"{self._failed(what)}: {error}") from error
-
-    # What errors say.
-
-    def _failed(self, what: str) -> str:
-        return (
-            f"rank {self._rank}, step {self.step}: {what} failed. Most often another rank has "
-            "ended, failed or skipped this step: look at the first error of all ranks; loaders of "
-            "different length belong into accelerate(model, optimizer, loader)"
-        )
-
-    def _describe(self, index: int) -> str:
-        names = _in_short(self._shipments[index].names)
-        return self._failed(
-            f"the exchange of segment {index + 1} of {len(self._shipments)} ({names})"
-        )
-
-    def _describe_buffers(self) -> str:
-        return self._failed("the broadcast of the buffers")
-
-    def _came_again(self, index: int) -> ExchangeError:
-        assert self._order is not None
-        return ExchangeError(
-            f"rank {self._rank}, step {self.step}: parameter {self._trainables[index].name} got a "
-            f"gradient more than {self._order.firings[index]} time(s) in one backward, unlike in "
-            "the first step, after its segment may have been sent; the model's graph changes "
-            "between steps (reentrant checkpointing of shared layers): use "
-            "checkpoint(use_reentrant=False) or set gradients.overlap: false, which is right for "
-            "every graph"
-        )
-
-
-def _in_short(names: Sequence[str]) -> str:
-    """First and last of many parameter names."""
-    if len(names) <= 3:
-        return ", ".join(names)
-    return f"{names[0]} ... {names[-1]}, {len(names)} gradients"
+            raise ExchangeError(f"{failed(self._at, what)}: {error}") from error

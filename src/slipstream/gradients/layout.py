@@ -30,12 +30,14 @@ class Gradient:
     """What the layout knows of one gradient: the name of its parameter, its layer and its bytes.
 
     ``num_bytes`` is 0 for a sparse gradient: it is exchanged beside the dense ones and its size is
-    known only when it is there.
+    known only when it is there. Gradients of one segment whose ``dtype`` differs are exchanged in a
+    collective a dtype.
     """
 
     name: str
     layer: str
     num_bytes: int
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,19 @@ def parameters_of(model: nn.Module, *, trainable: bool) -> list[Trainable]:
     return [Trainable(name, p) for name, p in every if p.requires_grad is trainable]
 
 
+def gradients_of(trainables: Sequence[Trainable], sparse_dims: Sequence[int]) -> list[Gradient]:
+    """What the layout knows of their gradients."""
+    return [
+        Gradient(
+            t.name,
+            t.layer,
+            0 if sparse_dim else t.parameter.nbytes,
+            str(t.parameter.dtype).removeprefix("torch."),
+        )
+        for t, sparse_dim in zip(trainables, sparse_dims, strict=True)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Exchanged:
     """What one segment carries: names in ready order, bytes, and how many collectives."""
@@ -76,10 +89,7 @@ def lay_out(
     """Segments in the order of their exchange, and for each trainable the place of its gradient."""
     ready = [trainables[i] for i in order.order]
     sparse_dims = [order.sparse_dims[i] for i in order.order]
-    gradients = [
-        Gradient(t.name, t.layer, 0 if sparse_dim else t.parameter.nbytes)
-        for t, sparse_dim in zip(ready, sparse_dims, strict=True)
-    ]
+    gradients = gradients_of(ready, sparse_dims)
     shipments: list[Shipment] = []
     places: dict[int, Place] = {}
     for segment in plan_segments(gradients, split):

@@ -62,7 +62,9 @@ class Event:
     Times are seconds on the ``perf_counter`` clock of rank 0. An ``allreduceN`` carries the
     arguments ``segment``, ``bytes``, ``gradients`` (how many), ``collectives`` (how many) and
     ``ready``, the time at which the last gradient of its segment was there. ``ready`` is the one
-    argument that is a time.
+    argument that is a time. A ``backward`` that ends in exchanges carries ``gradients_ready``: for
+    each gradient, in ready order, the seconds from its start until it was there (None: it never
+    came). An ``iteration`` carries ``samples``, how many this rank trained on, where it is known.
 
     Example:
         >>> Event("allreduce1", rank=0, step=2, start=0.5, end=0.75, args={"bytes": 4096}).duration
@@ -98,8 +100,9 @@ class Trace:
 
     ``meta`` holds plain JSON values, each of which may be missing: ``world_size``, ``hosts`` (by
     rank), ``model`` (its name), ``strategy`` (as a mapping), ``segments`` (a list of ``{"bytes",
-    "gradients": [names]}``), ``versions`` (of torch and slipstream) and ``clock_error`` (by rank:
-    the most by which a time of that rank can be off, in seconds).
+    "gradients": [names]}``), ``gradients`` (in ready order, a list of ``{"name", "layer", "bytes",
+    "dtype"}``; 0 bytes for a sparse one), ``versions`` (of torch and slipstream) and
+    ``clock_error`` (by rank: the most by which a time of that rank can be off, in seconds).
     """
 
     events: tuple[Event, ...]

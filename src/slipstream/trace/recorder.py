@@ -107,15 +107,16 @@ class Recorder:
     def add(self, name: str, start: Stamp, end: Stamp, **args: Any) -> None:
         """A span of the current step; does nothing in a step that is not recorded.
 
-        ``args`` are plain JSON values. One named ``ready`` is a time, or a stamp, like ``start``.
+        ``args`` are plain JSON values. One named ``ready`` is a time, or a stamp, like ``start``;
+        one named ``gradients_ready`` is a list of these or of None, kept as seconds from ``start``.
         """
         if self.active:
             self._rows.append((name, self._step, start, end, args))
 
-    def end_step(self, end: Stamp | None = None) -> None:
+    def end_step(self, end: Stamp | None = None, **args: Any) -> None:
         """The iteration ends (at ``end``, else now)."""
         if self.active:
-            self.add(ITERATION, self._begin, self.now() if end is None else end)
+            self.add(ITERATION, self._begin, self.now() if end is None else end, **args)
         self.active = False
         self.done = self._step >= self._last
 
@@ -169,9 +170,14 @@ class Recorder:
         for name, step, start, end, args in self._rows:
             if "ready" in args:
                 args = args | {"ready": self._seconds(args["ready"])}
-            events.append(
-                Event(name, self.rank, step, self._seconds(start), self._seconds(end), args)
-            )
+            begin = self._seconds(start)
+            if "gradients_ready" in args:
+                offsets = [
+                    None if stamp is None else self._seconds(stamp) - begin
+                    for stamp in args["gradients_ready"]
+                ]
+                args = args | {"gradients_ready": offsets}
+            events.append(Event(name, self.rank, step, begin, self._seconds(end), args))
         return events
 
     def _seconds(self, stamp: Stamp) -> float:
