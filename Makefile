@@ -34,10 +34,11 @@ format: $(READY)  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## all benchmarks (about 40 minutes), tables under benchmarks/results
+bench: $(READY)  ## all benchmarks (about an hour), tables under benchmarks/results
 	$(BIN)/python benchmarks/exchange.py --model resnet50 --json $(RESULTS)/exchange-resnet50.json
 	$(BIN)/python benchmarks/exchange.py --model vgg16 --json $(RESULTS)/exchange-vgg16.json
 	$(BIN)/python benchmarks/exchange.py --model bert --json $(RESULTS)/exchange-bert.json
+	$(BIN)/python benchmarks/prediction.py --json $(RESULTS)/prediction.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
 	$(BIN)/python benchmarks/tables.py
 

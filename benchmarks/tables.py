@@ -67,6 +67,37 @@ def overhead(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def prediction(facts: Mapping[str, Any]) -> str:
+    """Replay and what-if errors of every strategy on every testbed."""
+    found = facts["errors"]
+    lines = [
+        f"## Prediction, {facts['date']}",
+        "",
+        f"{facts['nodes']} nodes, {facts['steps']} recorded iterations of each strategy. Replay: "
+        f"median {found['replay_median']:.1%}, worst {found['replay_worst']:.1%}. What-if from the "
+        f"default's trace: median {found['what_if_median']:.1%}, worst "
+        f"{found['what_if_worst']:.1%}. torch {facts['versions']['torch']}. `{facts['command']}`",
+        "",
+        *_header(
+            "model", "rate", "strategy", "measured s", "quartiles", "replay s", "error",
+            "what-if s", "error", "tau",
+        ),
+    ]  # fmt: skip
+    for r in facts["rows"]:
+        what_if = r["what_if"]
+        lines.append(
+            _row(
+                r["model"], r["rate"], r["strategy"], f"{r['measured']:.3f}",
+                f"{r['low']:.3f}..{r['high']:.3f}", f"{r['replay']:.3f}",
+                f"{r['replay'] / r['measured'] - 1:+.1%}",
+                f"{what_if:.3f}" if what_if else "",
+                f"{what_if / r['measured'] - 1:+.1%}" if what_if else "",
+                "" if what_if else f"{facts['taus'][r['model'] + ', ' + r['rate']]:.2f}",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
 def _header(*names: str) -> list[str]:
     return [_row(*names), _row(*["---"] * len(names))]
 
@@ -77,7 +108,7 @@ def _row(*cells: object) -> str:
 
 def main() -> None:
     """Render every result."""
-    render = {"exchange": exchange, "overhead": overhead}
+    render = {"exchange": exchange, "overhead": overhead, "prediction": prediction}
     parts = [HEAD]
     for path in sorted(RESULTS.glob("*.json")):
         facts = json.loads(path.read_text())

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1] / "src" / PACKAGE
 
 LEVELS = {
     "errors": 0,
+    "findings": 0,
     "cluster": 0,
     "strategy": 1,
     "trace.event": 1,
@@ -22,7 +23,11 @@ LEVELS = {
     "comm": 2,
     "gradients": 3,
     "data": 3,
+    "planner": 4,
+    "planner.contention": 4,
+    "planner.calibrate": 4,
     "checks": 5,
+    "live_split": 5,
     "recording": 5,
     "session": 5,
     "api": 5,
@@ -37,7 +42,11 @@ IN_ORDER = (
     "cluster",
     "trace.event",
     "trace.recorder",
+    "planner",
+    "planner.contention",
+    "planner.calibrate",
     "checks",
+    "live_split",
     "recording",
     "session",
     "api",
@@ -47,8 +56,8 @@ IN_ORDER = (
 ALONE = {"testbed": {"errors", "cluster"}}
 """Rooms that may import less than their level says."""
 
-TORCH_FREE = ("errors", "strategy", "trace")
-SEES_TORCH = ("trace.recorder",)
+TORCH_FREE = ("errors", "findings", "strategy", "trace", "planner")
+SEES_TORCH = ("trace.recorder", "planner.contention", "planner.calibrate")
 NO_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
 Modules = Mapping[str, ast.Module]

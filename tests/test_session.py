@@ -82,7 +82,7 @@ def without(state: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 def load_other_model(session: Session) -> None:
     order = {"names": ["a.weight"], "firings": [1], "sparse_dims": [0]}
-    session.load_state_dict({"version": 1, "steps": 3, "ready_order": order})
+    session.load_state_dict({"version": 1, "steps": 3, "split": None, "ready_order": order})
 
 
 MISUSES: dict[str, tuple[Callable[[], Session], Callable[[Session], object], list[str]]] = {

@@ -25,9 +25,10 @@ from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import parameters_of
+from slipstream.live_split import SETTLING, LiveSplit
 from slipstream.recording import Recording
 from slipstream.session import Installed, Session
-from slipstream.strategy import Strategy
+from slipstream.strategy import ByBytes, Optimal, Strategy
 from slipstream.trace.recorder import Recorder
 
 M = TypeVar("M", bound=nn.Module)
@@ -127,11 +128,14 @@ def _compose(
     control: dist.ProcessGroup | None,
 ) -> Session[M, O]:
     """Install the rooms: what comes first is what later ones build on."""
+    search = strategy.gradients.split if control is not None else None
     recorder = None  # first, since every room gets it
-    if strategy.trace.steps is not None:
+    if isinstance(search, Optimal):
+        recorder = Recorder(cluster.rank, SETTLING, search.steps)
+    elif strategy.trace.steps is not None:
         recorder = Recorder(cluster.rank, strategy.trace.skip, strategy.trace.steps)
 
-    channel = engine = None
+    channel = engine = live_split = None
     trainables = parameters_of(model, trainable=True)
     if control is not None:
         direct, staged = cluster.new_group(), cluster.new_group()
@@ -143,7 +147,7 @@ def _compose(
             trainables,
             parameters_of(model, trainable=False),
             model.buffers,
-            split=strategy.gradients.split,
+            split=ByBytes() if isinstance(search, Optimal) else strategy.gradients.split,
             overlap=strategy.gradients.overlap,
             transport=flat.start_all_reduce,
             channel=channel,
@@ -151,9 +155,12 @@ def _compose(
             recorder=recorder,
         )
 
+        if isinstance(search, Optimal):
+            live_split = LiveSplit(engine, cluster, control, strategy, search.steps)
+
     recording = even = None
     if recorder is not None:
-        recording = Recording(recorder, model, strategy, cluster.device, control)
+        recording = Recording(recorder, model, strategy.trace, cluster.device, control, live_split)
     if loader is not None:  # after the engine: a filler batch is one that the engine does not count
         on_start = recording.iteration_begins if recording is not None else None
         even = EvenLoader(loader, group=control, recorder=recorder, on_start=on_start)
@@ -168,6 +175,7 @@ def _compose(
             channel=channel,
             control=control,
             loader=even,
+            live_split=live_split,
             recording=recording,
             on_close=partial(_accelerated.difference_update, list(model.modules())),
         ),

@@ -6,7 +6,7 @@ Never measures an exchange (the channel does) nor the wait for data (the loader 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.comm.agreement import together
-from slipstream.gradients.layout import Gradient
-from slipstream.gradients.shipment import Exchanged
-from slipstream.strategy import Strategy
+from slipstream.live_split import SETTLING, LiveSplit
+from slipstream.strategy import Trace as TraceSettings
 from slipstream.trace import chrome
-from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER
+from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
 from slipstream.trace.recorder import Recorder, Stamp
 
 
@@ -27,22 +26,22 @@ class Recording:
     """Tells the recorder what the session does; writes ``trace.json`` when it is complete.
 
     An iteration begins where the last one ended, or where an epoch starts: what a script does
-    between epochs is not part of it.
+    between epochs is not part of it. Where the split is searched for, that has the recorder first.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         model: nn.Module,
-        strategy: Strategy,
+        wish: TraceSettings,
         device: torch.device,
         control: dist.ProcessGroup | None,
+        live: LiveSplit | None,
     ) -> None:
-        self._recorder, self._strategy, self._device = recorder, strategy, device
-        self._control = control
-        self._name = type(model).__name__
+        self._recorder, self._wish, self._device = recorder, wish, device
+        self._control, self._live = control, live
         self._iteration = 0
-        self._aligned = self._under_way = self._written = False
+        self._aligned = self._under_way = self._over = False
         self._forward_start: Stamp | None = None
         self._start: Stamp = 0.0
         self._end: Stamp = 0.0
@@ -52,9 +51,9 @@ class Recording:
 
     def iteration_begins(self) -> None:
         """A collective before the first iteration that is recorded: clocks are aligned there."""
-        if self._written or self._under_way:
+        if self._over or self._under_way:
             return
-        if self._iteration == self._strategy.trace.skip and not self._aligned:
+        if self._iteration == self._recorder.first_step and not self._aligned:
             with together("the alignment of the clocks for the trace"):
                 self._recorder.align(self._control)
             self._aligned = True
@@ -86,11 +85,9 @@ class Recording:
         if self._recorder.active:
             self._start = self._recorder.stamp(self._device)
 
-    def update_ends(
-        self, segments: Sequence[Exchanged], gradients: Callable[[], Iterable[Gradient]]
-    ) -> None:
+    def update_ends(self, facts: Callable[[], Mapping[str, Any]]) -> None:
         """The iteration is over; a collective after the last one: the trace is gathered."""
-        if self._written:
+        if self._over:
             return
         if self._recorder.active:
             now = self._recorder.stamp(self._device)
@@ -103,37 +100,51 @@ class Recording:
         self._samples = 0
         self._under_way = False
         if self._recorder.done:
-            self.write(segments, gradients())
-        else:
+            self._complete(facts())
+        if not self._over:
             self.iteration_begins()
 
-    def write(self, segments: Sequence[Exchanged], gradients: Iterable[Gradient]) -> None:
+    def write(self, facts: Mapping[str, Any]) -> None:
         """Gather what was recorded, and write it on rank 0; a collective, the first time."""
-        if self._written:
+        if self._over:
             return
-        self._written = True
-        self._hook.remove()
-        self._recorder.meta |= {
-            "model": self._name,
-            "strategy": self._strategy.document(full=True),
-            "segments": [{"bytes": s.num_bytes, "gradients": list(s.gradients)} for s in segments],
-            "gradients": [
-                {"name": g.name, "layer": g.layer, "bytes": g.num_bytes, "dtype": g.dtype}
-                for g in gradients
-            ],
-        }
-        with together("the gathering of the trace"):
-            trace = self._recorder.gather(self._control)
+        self.drop()
+        if self._wish.steps is None or self._searching:
+            return
+        trace = self._gather(facts)
         if trace is not None and trace.events:
-            path = Path(self._strategy.trace.folder) / "trace.json"
+            path = Path(self._wish.folder) / "trace.json"
             chrome.write(trace, path)
             print(f"slipstream: trace written to {path}", file=sys.stderr)
 
     def drop(self) -> None:
         """Stop recording, without a collective."""
-        self._written = True
+        self._over = True
         self._hook.remove()
-        self._control = None
+
+    @property
+    def _searching(self) -> bool:
+        return self._live is not None and not self._live.settled
+
+    def _complete(self, facts: Mapping[str, Any]) -> None:
+        """All iterations of a window are recorded: for the search of the split, or for the user."""
+        if self._live is None or not self._searching:
+            self.write(facts)
+        elif self._live.proceed(self._gather(facts)):
+            self._next_window(self._iteration + SETTLING, self._live.steps)
+        elif self._wish.steps is not None:
+            self._next_window(max(self._wish.skip, self._iteration + SETTLING), self._wish.steps)
+        else:
+            self.drop()
+
+    def _next_window(self, first_step: int, num_steps: int) -> None:
+        self._recorder.restart(first_step, num_steps)
+        self._aligned = False
+
+    def _gather(self, facts: Mapping[str, Any]) -> Trace | None:
+        self._recorder.meta |= facts
+        with together("the gathering of the trace"):
+            return self._recorder.gather(self._control)
 
     def _forward_begins(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -24,6 +24,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.order import ReadyOrder
 from slipstream.gradients.shipment import Exchanged, gradients_of, parameters_of
+from slipstream.live_split import LiveSplit
 from slipstream.recording import Recording
 from slipstream.strategy import Row, Strategy, overview
 from slipstream.strategy.overview import plain_text
@@ -43,6 +44,7 @@ class Installed:
     channel: Channel | None
     control: torch.distributed.ProcessGroup | None
     loader: EvenLoader | None
+    live_split: LiveSplit | None
     recording: Recording | None
     on_close: Callable[[], None]
 
@@ -71,6 +73,7 @@ class Session(Generic[M, O]):
         self._channel = installed.channel
         self._control = installed.control
         self._loader = installed.loader
+        self._live_split = installed.live_split
         self._recording = installed.recording
         self._on_close = installed.on_close
         self._names = installed.trainable_names
@@ -190,7 +193,7 @@ class Session(Generic[M, O]):
     # State, report, end.
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on bit for bit: the count of updates and the ready order.
+        """What a resumed run needs to go on bit for bit: count of updates, ready order and split.
 
         The same on every rank; the model's and the optimizer's state are theirs to save.
 
@@ -207,6 +210,7 @@ class Session(Generic[M, O]):
         return {
             "version": 1,
             "steps": self._steps,
+            "split": self._chosen_split(),
             "ready_order": None
             if order is None
             else {
@@ -244,6 +248,9 @@ class Session(Generic[M, O]):
                     tuple(saved["sparse_dims"][i] for i in at),
                 )
             )
+        if self._live_split is not None and state["split"] is not None:
+            chosen = Strategy.load({"gradients": {"split": state["split"]}}).gradients.split
+            self._live_split.settle(chosen, "chosen before the checkpoint")
 
     def report(self) -> str:
         """The strategy and what became of it, as a table in plain text."""
@@ -254,7 +261,7 @@ class Session(Generic[M, O]):
         if self._closed:
             return
         if self._recording is not None:
-            self._recording.write(self.segments, self._gradients())
+            self._recording.write(self._traced())
         self._take_off()
 
     def __enter__(self) -> Self:
@@ -296,14 +303,33 @@ class Session(Generic[M, O]):
         if self._engine is not None:
             self._engine.updated(self._steps)
         if self._recording is not None:
-            self._recording.update_ends(self.segments, self._gradients)
+            self._recording.update_ends(self._traced)
 
-    def _gradients(self) -> Sequence[Gradient]:
-        """In ready order as far as it is known, else the last parameter's first."""
-        if self._engine is not None and self._engine.gradients:
-            return self._engine.gradients
+    def _chosen_split(self) -> dict[str, Any] | None:
+        """What the search for the best split has settled on, if it has."""
+        if self._live_split is None or self._engine is None or not self._live_split.settled:
+            return None
+        return self._engine.split.document(full=True)
+
+    def _traced(self) -> dict[str, Any]:
+        """What a trace says of the session."""
         trainables = parameters_of(self.model, trainable=True)[::-1]
-        return gradients_of(trainables, [0] * len(trainables))
+        gradients: Sequence[Gradient] = gradients_of(trainables, [0] * len(trainables))
+        strategy = self.strategy.document(full=True)
+        if self._engine is not None and self._engine.order is not None:
+            gradients = self._engine.gradients
+            strategy["gradients"]["split"] = self._engine.split.document(full=True)
+        return {
+            "model": type(self.model).__name__,
+            "strategy": strategy,
+            "segments": [
+                {"bytes": s.num_bytes, "gradients": list(s.gradients)} for s in self.segments
+            ],
+            "gradients": [
+                {"name": g.name, "layer": g.layer, "bytes": g.num_bytes, "dtype": g.dtype}
+                for g in gradients
+            ],
+        }
 
     def _resolved(self) -> list[Row]:
         if self._engine is None:
@@ -316,7 +342,9 @@ class Session(Generic[M, O]):
         megabytes = sum(s.num_bytes for s in segments) / 2**20
         sizes = ", ".join(f"{s.num_bytes / 2**20:.1f}" for s in segments[:12])
         more = " ..." if len(segments) > 12 else ""
+        live = self._live_split
         return [
+            *([Row("optimal", live.outcome, "split computed and measured")] if live else []),
             Row("fused", f"{gradients} gradients -> {collectives} all-reduces", "in ready order"),
             Row("segments", f"{megabytes:.1f} MB in {len(segments)}", f"MB: {sizes}{more}"),
         ]
@@ -324,7 +352,7 @@ class Session(Generic[M, O]):
     def _refusal(self, state: dict[str, Any]) -> UsageError | None:
         if state.get("version") != 1:
             return UsageError(f"this state has version {state.get('version')!r}; allowed: 1")
-        missing = {"steps", "ready_order"} - state.keys()
+        missing = {"steps", "split", "ready_order"} - state.keys()
         if missing:
             return UsageError(
                 f"this state lacks {sorted(missing)}; pass what session.state_dict() returned"
@@ -352,7 +380,7 @@ class Session(Generic[M, O]):
         # No reference may outlive this: a gloo group ends its threads when it is freed, and one
         # still there when the interpreter ends aborts the process after a run that went well.
         cluster, self._cluster = self._cluster, None
-        self._engine = self._channel = self._control = None
+        self._engine = self._channel = self._control = self._live_split = self._recording = None
         if cluster is not None and not in_flight:  # freeing a group that waits for a peer hangs
             cluster.close()
         self._on_close()

@@ -22,10 +22,13 @@ from slipstream.cli._demo_report import (
     DDP,
     SLIPSTREAM,
     Measured,
+    Planned,
     compare,
+    plan_table,
     table,
     verdict,
 )
+from slipstream.strategy import ByIndex, Strategy
 from slipstream.testbed import unavailable
 from slipstream.trace import chrome
 from tests.testbed.traces import interfaces
@@ -49,6 +52,7 @@ MEASURED = Measured(
     batch=16,
     seconds={ALONE: [0.3], DDP: [0.8, 0.9, 0.7, 0.8], SLIPSTREAM: [0.6, 0.8, 0.7, 0.6]},
     all_reduces={DDP: 3, SLIPSTREAM: 4},
+    plan=Planned([3, 61], 5, 0.7, 0.8, 0.63),
     apart_after_one_step=7e-8,
     final_loss={DDP: 0.05, SLIPSTREAM: 0.06},
     accuracy={DDP: 0.97, SLIPSTREAM: 0.965},
@@ -73,11 +77,21 @@ def test_it_trains_both_and_leaves_what_it_promises(tmp_path: Path, options: lis
     assert ran.returncode == 0, ran.stdout + ran.stderr
     said = ran.stdout
     assert max(map(len, said.splitlines())) <= 100
-    assert [row for row in (*ROWS, "10/10", "where an iteration goes") if row not in said] == []
+    assert [
+        row
+        for row in (*ROWS, "15/15", "an iteration", "diagnosis", "Predicted next to measured")
+        if row not in said
+    ] == []
     reason = "--loopback" if options else unavailable()
     assert ("no emulated hosts" in said) == bool(reason)
     assert f"In the folder {name}:" in said
-    assert set(os.listdir(folder)) - {"logs"} == {"trace.json", "overview.txt", "demo.json"}
+    assert set(os.listdir(folder)) - {"logs"} == {
+        "trace.json",
+        "cluster.yaml",
+        "strategy.yaml",
+        "overview.txt",
+        "demo.json",
+    }
 
     measured = Measured.read(folder / "demo.json")
     assert measured.all_reduces[SLIPSTREAM] < measured.gradients == 62
@@ -94,7 +108,10 @@ def test_it_trains_both_and_leaves_what_it_promises(tmp_path: Path, options: lis
     ).read_text("utf-8")
     trace = chrome.read(folder / "trace.json")
     assert {event.rank for event in trace.events} == {0, 1}
-    assert {event.step for event in trace.events} == {3, 4, 5, 6, 7}
+    assert {event.step for event in trace.events} == set(range(3, 10))
+    split = Strategy.load(folder / "strategy.yaml").gradients.split
+    assert split == ByIndex(last=tuple(measured.plan.last))
+    assert len(measured.plan.last) == measured.all_reduces[SLIPSTREAM]
     assert interfaces() == before
     assert running(name) == []
 
@@ -133,6 +150,17 @@ def test_the_table_holds_what_was_measured() -> None:
     assert "parameters after one step 7.0e-08 apart" in rows
     assert "final loss 0.0500 0.0600 +0.0100" in rows
     assert "held-out accuracy 97.0% 96.5% -0.5 points" in rows
+
+
+def test_predictions_stand_next_to_measurements() -> None:
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(plan_table(MEASURED))
+    lines = [line.split("│")[1:-1] for line in shown.get().splitlines() if "│" in line]
+    assert [[cell.strip() for cell in line] for line in lines] == [
+        ["default", "5", "0.700 s", "0.800 s", "-12.5%"],
+        ["planned", "2", "0.630 s", "0.650 s", "-3.1%"],
+    ]
 
 
 @pytest.mark.parametrize(

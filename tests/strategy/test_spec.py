@@ -20,6 +20,7 @@ from slipstream.strategy import (
     Exactness,
     Flat,
     Gradients,
+    Optimal,
     PerGradient,
     PerLayer,
     Setting,
@@ -30,7 +31,7 @@ from slipstream.strategy import (
     presets,
 )
 
-VARIANTS = [ByBytes, ByPercent, ByIndex, ByLayers, PerLayer, PerGradient, Single, Flat]
+VARIANTS = [ByBytes, ByPercent, ByIndex, ByLayers, PerLayer, PerGradient, Single, Optimal, Flat]
 SETTINGS = [*VARIANTS, Gradients, Trace, Strategy]
 
 
@@ -51,6 +52,7 @@ splits = st.one_of(
     ),
     st.builds(ByIndex, last=st.sets(st.integers(0), min_size=1).map(sorted).map(tuple)),
     st.builds(ByLayers, layers=st.integers(1)),
+    st.builds(Optimal, steps=st.integers(1, 99)),
     st.sampled_from([PerLayer(), PerGradient(), Single()]),
 )
 wishes = st.builds(

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.trace.intervals import lanes, length, subtract, union
+from slipstream.trace.intervals import lanes, length, subtract, touching, union
 from tests.trace.traces import many
 
 _spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple))
@@ -26,6 +26,14 @@ def test_union_difference_and_length_are_those_of_sets(a, b):
     for result in (union(a), subtract(union(a), union(b))):
         assert all(start < end for start, end in result)
         assert all(x[1] <= y[0] for x, y in pairwise(result))
+
+
+@many
+@given(_spans, st.integers(0, 30), st.integers(1, 10))
+def test_touching_finds_those_that_share_points(spans, start, width):
+    end = start + width
+    found = [(low, high) for low, high in union(spans) if low < end and start < high]
+    assert list(touching(union(spans), start, end)) == found
 
 
 @many

@@ -13,6 +13,7 @@ from slipstream.trace.strip import strip, unit
 from slipstream.trace.summary import document, summary
 from slipstream.trace.timeline import timeline
 from tests.trace.traces import by_hand, many, random_traces
+from tests.trace.training import Training
 
 
 def _shown(trace: Trace, **options) -> str:
@@ -49,6 +50,39 @@ def test_the_headline_says_what_was_measured():
     assert head == (
         "ResNet-50 | 2 ranks on 2 hosts | 3 iterations | split by_bytes | clocks within 30 us"
     )
+
+
+def test_the_speed_and_what_it_is_spent_on():
+    shown = _shown(Training(samples=21).trace)  # 160 of 210 ms on each of 2 ranks
+    assert "200 samples/s | 76.2% of an iteration is compute" in shown
+    assert "samples/s" not in _shown(by_hand())
+
+
+def test_a_run_on_one_rank_is_the_base_of_the_efficiency():
+    many_ranks, one = Training(ranks=4), Training(ranks=1)  # 210 and 160 ms
+    shown = _shown(many_ranks.trace, baseline=one.trace)
+    assert "scaling efficiency 0.762 (linear: 1)" in " ".join(shown.split())
+    numbers = document(many_ranks.trace, rank=1, baseline=one.trace)
+    assert numbers["scaling_efficiency"] == pytest.approx(160 / 210)
+    assert numbers["samples_per_second"] == pytest.approx(4 * 8 / 0.210)  # of all ranks
+    assert document(many_ranks.trace)["scaling_efficiency"] is None
+
+
+def test_a_row_for_each_straggler():
+    trace = Training(ranks=4, late=lambda rank, step: 20.0 * (rank == 2)).trace
+    shown = _shown(trace)
+    assert "   2  forward      50.00         20.00      3 of 3" in shown
+    assert document(trace)["stragglers"] == [
+        {
+            "rank": 2,
+            "phase": "forward",
+            "seconds": pytest.approx(0.02),
+            "usual": pytest.approx(0.05),
+            "iterations": 3,
+            "of": 3,
+        }
+    ]
+    assert "slower than the others" not in _shown(Training().trace)
 
 
 def test_ranks_alone_and_side_by_side():

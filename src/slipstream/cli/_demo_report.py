@@ -27,6 +27,18 @@ METHOD = (
 
 
 @dataclass(frozen=True)
+class Planned:
+    """The split that was planned, by the last gradient of each segment, and seconds an iteration:
+    of the default as predicted and as measured in the trace, and of the plan as predicted."""
+
+    last: list[int]
+    default_segments: int
+    default_predicted: float
+    default_measured: float
+    predicted: float
+
+
+@dataclass(frozen=True)
 class Measured:
     """What the ranks measured; mappings are by variant, seconds those of the slowest rank."""
 
@@ -38,6 +50,7 @@ class Measured:
     batch: int
     seconds: dict[str, list[float]]
     all_reduces: dict[str, int]
+    plan: Planned
     apart_after_one_step: float
     final_loss: dict[str, float]
     accuracy: dict[str, float]
@@ -58,7 +71,7 @@ class Measured:
             raise TraceError(f"the demo has left no numbers in {path}; what it printed says why")
         document = json.loads(path.read_text())
         document.pop("results")
-        return cls(**document)
+        return cls(**document | {"plan": Planned(**document["plan"])})
 
 
 @dataclass(frozen=True)
@@ -131,13 +144,31 @@ def table(measured: Measured) -> Table:
     return drawn
 
 
+def plan_table(measured: Measured) -> Table:
+    """Predicted next to measured, for the default and for what was planned."""
+    plan, found = measured.plan, compare(measured)
+    ours = found.iteration[SLIPSTREAM][1]
+    drawn = Table(title="Predicted next to measured", title_justify="left")
+    for heading in ("", "segments", "predicted", "measured", "error"):
+        drawn.add_column(heading, justify="right" if heading else "left")
+    for name, segments, predicted, seconds in (
+        ("default", str(plan.default_segments), plan.default_predicted, plan.default_measured),
+        ("planned", str(len(plan.last)), plan.predicted, ours),
+    ):
+        error = f"{predicted / seconds - 1:+.1%}"
+        drawn.add_row(name, segments, _seconds(predicted), _seconds(seconds), error)
+    return drawn
+
+
 def verdict(measured: Measured) -> str:
     """One honest sentence: faster, slower, or too close to say, by the interval of the median.
 
     Example:
         >>> seconds = {ALONE: [0.5], DDP: [1.0, 1.1, 1.2], SLIPSTREAM: [1.0, 1.0, 1.2]}
         >>> even = {DDP: 1, SLIPSTREAM: 1}
-        >>> print(verdict(Measured(2, "hosts", "net", 9, 99, 8, seconds, even, 0, even, even, {})))
+        >>> plan = Planned([8], 1, 1.0, 1.0, 1.0)
+        >>> run = Measured(2, "hosts", "net", 9, 99, 8, seconds, even, plan, 0, even, even, {})
+        >>> print(verdict(run))
         Too few iterations to say: slipstream took 1.000 of DDP's time.
     """
     found = compare(measured)

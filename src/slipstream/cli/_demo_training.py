@@ -4,8 +4,9 @@ Never draws results: rank 0 shows progress, and leaves trace, overview and numbe
 
 Every timed step gives the same batch to both, in random order, between barriers; an iteration
 takes as long as on its slowest rank. At every third step a third copy, without any exchange, takes
-its turn. The warm-up before is training too, and there slipstream records its trace: a block of
-iterations without barriers, as in any training.
+its turn. The warm-up before is training too: there slipstream records its trace, a block of
+iterations without barriers, as in any training; then the network is measured, the split is planned,
+and a new session applies it.
 """
 
 from __future__ import annotations
@@ -31,14 +32,26 @@ from transformers import ResNetConfig, ResNetForImageClassification
 
 from slipstream import __version__
 from slipstream.api import accelerate
-from slipstream.cli._demo_report import ALONE, DDP, SLIPSTREAM, Measured
+from slipstream.cli._demo_report import ALONE, DDP, SLIPSTREAM, Measured, Planned
 from slipstream.cli.demo import Job
+from slipstream.cluster.connect import connect, from_environ
+from slipstream.planner.calibrate import SIZES, calibrate
+from slipstream.planner.candidates import optimal_split
+from slipstream.planner.cost import Cluster
+from slipstream.planner.exchange import Plan
+from slipstream.planner.plan import prepare
+from slipstream.planner.simulate import predict
+from slipstream.planner.trials import iterations
 from slipstream.session import Session
+from slipstream.strategy import Strategy
+from slipstream.trace import Trace, chrome
 
 SEED = 0
 PIXELS, BATCH = 64, 16  # an exchange and its compute then take about as long at 1 Gbit/s
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
-WARMUP, RECORDED = 8, 5  # of the warm-up the last five are recorded
+WARMUP, RECORDED = 10, 7  # of the warm-up the last seven are recorded
+SETTLING = 3  # iterations after the change of plan that do not count
+CALIBRATION_SECONDS = 8.0
 ALONE_EVERY = 3
 LAST_LOSSES = 10
 
@@ -56,7 +69,7 @@ def main(argument: str) -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     train, held_out = data.digits(PIXELS)
-    steps = WARMUP + job.steps
+    steps = WARMUP + SETTLING + job.steps
     batches: list[Batch] = list(data.batches(train, BATCH, steps, SEED, rank, world))
     trainers = Trainers(job.folder, steps)
     measured = trainers.measure(batches, held_out, job, _console(job, rank))
@@ -77,9 +90,10 @@ class Trainers:
         self.ddp = DistributedDataParallel(plain)
         trace = {"skip": WARMUP - RECORDED, "steps": RECORDED, "folder": folder}
         self.session = accelerate(ours, sgd(ours), strategy={"trace": trace})
+        self.schedule = decay(self.session.optimizer, steps)
         self.train = {
             DDP: torch_loop(self.ddp, sgd(plain), steps),
-            SLIPSTREAM: session_loop(self.session, steps),
+            SLIPSTREAM: session_loop(self.session, self.schedule),
             ALONE: torch_loop(alone, sgd(alone), steps),
         }
 
@@ -99,7 +113,12 @@ class Trainers:
                 for batch in others:
                     losses[name].append(self.train[name](batch))
                     bars.update(name, len(losses[name]), losses[name][-1])
-            for step, batch in enumerate(batches[WARMUP:]):
+            plan = self.apply_plan(Path(job.folder))
+            for name in self.train:
+                for batch in batches[WARMUP : WARMUP + SETTLING]:
+                    losses[name].append(self.train[name](batch))
+                    bars.update(name, len(losses[name]), losses[name][-1])
+            for step, batch in enumerate(batches[WARMUP + SETTLING :]):
                 for name in order.sample(list(self.train), len(self.train)):
                     if name != ALONE or step % ALONE_EVERY == 0:
                         loss, spent = timed(self.train[name], batch)
@@ -116,11 +135,49 @@ class Trainers:
             batch=BATCH,
             seconds=seconds,
             all_reduces={DDP: num_buckets(self.ddp), SLIPSTREAM: num_collectives(self.session)},
+            plan=plan,
             apart_after_one_step=apart,
             final_loss={name: mean_of_ranks(losses[name][-LAST_LOSSES:]) for name in both},
             accuracy={name: accuracy(self.models[name], held_out) for name in both},
             versions={"slipstream": __version__, "torch": torch.__version__},
         )
+
+    def apply_plan(self, folder: Path) -> Planned:
+        """Measure the network, plan on rank 0 from the trace, go on with a session of that plan."""
+        cluster = calibrate(
+            connect(from_environ(), torch.device("cpu")),
+            sizes=SIZES[::2],
+            seconds=CALIBRATION_SECONDS,
+            rounds=5,
+        )
+        found: list[Planned | None] = [None]
+        if dist.get_rank() == 0:
+            found = [make_plan(chrome.read(folder / "trace.json"), cluster)]
+            cluster.save(folder / "cluster.yaml")
+        dist.broadcast_object_list(found)
+        assert found[0] is not None
+        strategy = Strategy.load(
+            {"gradients": {"split": {"kind": "by_index", "last": found[0].last}}}
+        )
+        (folder / "strategy.yaml").write_text(strategy.to_yaml())
+        self.session.close()
+        self.session = accelerate(self.session.model, self.session.optimizer, strategy=strategy)
+        self.train[SLIPSTREAM] = session_loop(self.session, self.schedule)
+        return found[0]
+
+
+def make_plan(trace: Trace, cluster: Cluster) -> Planned:
+    """What the planner makes of the default's trace on this network."""
+    workload, fitted = prepare(trace, cluster)
+    default = Strategy()
+    split = optimal_split(workload, fitted, [default])
+    best = Strategy.load({"gradients": {"split": split.document(full=True)}})
+    before, after = (
+        predict(workload, Plan.of(strategy, workload.gradients), fitted)
+        for strategy in (default, best)
+    )
+    segments = len(trace.meta["segments"])
+    return Planned(list(split.last), segments, before, median(iterations(trace)), after)
 
 
 def resnet18() -> nn.Module:
@@ -165,9 +222,8 @@ def torch_loop(model: nn.Module, optimizer: torch.optim.SGD, steps: int) -> Trai
     return iterate
 
 
-def session_loop(session: Session[nn.Module, torch.optim.SGD], steps: int) -> Train:
+def session_loop(session: Session[nn.Module, torch.optim.SGD], schedule: LinearLR) -> Train:
     """The same iteration with slipstream."""
-    schedule = decay(session.optimizer, steps)
 
     def iterate(batch: Batch) -> Tensor:
         loss = loss_of(session.model, batch)

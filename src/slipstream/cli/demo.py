@@ -17,11 +17,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.cli._demo_report import Measured, table, verdict
+from slipstream.cli._demo_report import Measured, plan_table, table, verdict
+from slipstream.cli.trace import drawn
 from slipstream.cluster.launcher import LaunchSpec, run
 from slipstream.errors import LaunchError
+from slipstream.planner.cost import Cluster
 from slipstream.testbed import Testbed, format_rate, unavailable
 from slipstream.trace import chrome
+from slipstream.trace.advise import advise
 from slipstream.trace.summary import summary
 
 TRAINING = "slipstream.cli._demo_training"
@@ -57,7 +60,9 @@ def demo(
 
     ResNet-18 learns handwritten digits on 4 emulated hosts, joined by links of 1 Gbit/s. Both start
     from one seed, see the same batches, and take turns, an iteration each, in one set of processes.
-    Takes about three minutes on 2 cores. Where hosts cannot be emulated, the ranks share this one.
+    First slipstream traces its default, says what slows it down, measures the network, and applies
+    the split that it computes; predictions stand next to measurements. Takes about three minutes on
+    2 cores. Where hosts cannot be emulated, the ranks share this one.
 
     [dim]slipstream demo[/dim]
     [dim]slipstream demo --nodes 2 --rate 300mbit --steps 20[/dim]
@@ -123,15 +128,25 @@ def _on_loopback(console: Console, job: Job, ranks: int) -> int:
 
 
 def _show(console: Console, folder: Path) -> None:
-    """The trace in short, then the table, the verdict and where all of it is."""
+    """Trace, diagnosis, plan, then the table, the verdict and where all of it is."""
     measured = Measured.read(folder / "demo.json")
-    console.rule("slipstream, where an iteration goes", align="left")
-    console.print(summary(chrome.read(folder / "trace.json")))
-    console.rule("plain DDP and slipstream", align="left")
+    trace = chrome.read(folder / "trace.json")
+    console.rule("1  where an iteration of slipstream's default goes", align="left")
+    console.print(summary(trace))
+    console.rule("2  diagnosis", align="left")
+    network = Cluster.load(folder / "cluster.yaml").network("world")
+    console.print(drawn(advise(trace, network.all_reduce.seconds)))
+    console.rule(
+        "3  the plan, computed from this trace and this network, and applied", align="left"
+    )
+    console.print(plan_table(measured), "")
+    console.rule("4  plain DDP and slipstream with that plan", align="left")
     console.print(table(measured))
     console.print(Text(verdict(measured), style="bold"))
     notes = {
         "trace.json": "the iterations above, for https://ui.perfetto.dev",
+        "cluster.yaml": "what exchanges cost on this network",
+        "strategy.yaml": "the plan, for SLIPSTREAM_STRATEGY or --strategy",
         "overview.txt": "the strategy, and what became of it",
         "demo.json": "every number that was measured",
     }

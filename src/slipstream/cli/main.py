@@ -9,7 +9,18 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from slipstream.cli import demo, launch, strategy, testbed, trace
+from slipstream.cli import (
+    demo,
+    doctor,
+    launch,
+    plan,
+    report,
+    scale,
+    strategy,
+    testbed,
+    trace,
+    tune,
+)
 from slipstream.errors import SlipstreamError
 
 app = typer.Typer(
@@ -21,8 +32,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo.demo)
-app.add_typer(trace.app, name="trace", help="Look at what a run recorded.")
-app.command("launch", context_settings={"allow_interspersed_args": False})(launch.launch)
+SCRIPT_LAST = {"allow_interspersed_args": False}  # options behind the script's name are its own
+app.command("launch", context_settings=SCRIPT_LAST)(launch.launch)
+app.add_typer(trace.app, name="trace", help="Look at what a run recorded, and get advice.")
+app.add_typer(doctor.app, name="doctor", help="Measure what exchanges cost on these machines.")
+app.command("plan")(plan.plan)
+app.command("tune", context_settings=SCRIPT_LAST)(tune.tune)
+app.command("scale", context_settings=SCRIPT_LAST)(scale.scale)
+app.command("report")(report.report)
 app.add_typer(strategy.app, name="strategy", help="Show, list, describe and check strategies.")
 app.add_typer(testbed.app, name="testbed", help="Emulate hosts and slow links on this machine.")
 

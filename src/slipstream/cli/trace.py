@@ -1,26 +1,48 @@
-"""``slipstream trace``: look at what a run recorded."""
+"""``slipstream trace``: look at what a run recorded, and hear what to do about it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
+from rich.text import Text
 
+from slipstream.findings import Finding
+from slipstream.planner.cost import Cluster
+from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
+from slipstream.trace.advise import advise as find
+from slipstream.trace.event import Trace
+from slipstream.trace.strip import timing
 from slipstream.trace.summary import document
 from slipstream.trace.summary import summary as draw
 
 app = typer.Typer(no_args_is_help=True)
 
+COLOURS = {"good": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
+
+File = Annotated[Path, typer.Argument(help="A trace: .json or .json.gz.", show_default=False)]
+
 
 @app.command()
 def summary(
-    file: Annotated[Path, typer.Argument(help="A trace: .json or .json.gz.", show_default=False)],
+    file: File,
     rank: Annotated[int | None, typer.Option(help="Only this rank.", show_default=False)] = None,
     per_rank: Annotated[bool, typer.Option("--per-rank", help="A row for each rank, too.")] = False,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE",
+            help="The same training on one rank: adds the scaling efficiency.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="The same numbers as JSON, in seconds.")
     ] = False,
@@ -29,12 +51,71 @@ def summary(
 
     [bold]slipstream trace summary trace.json.gz --per-rank[/bold]
 
+    [bold]slipstream trace summary trace.json --baseline one-rank/trace.json[/bold]
+
     [bold]slipstream trace summary trace.json --json | jq .over_ranks.exposed[/bold]
 
     The same file opens at https://ui.perfetto.dev.
     """
     trace = chrome.read(file)
+    one = None if baseline is None else chrome.read(baseline)
     if as_json:
-        typer.echo(json.dumps(document(trace, rank), indent=2))
+        typer.echo(json.dumps(document(trace, rank, baseline=one), indent=2))
     else:
-        Console().print(draw(trace, rank, per_rank=per_rank))
+        Console().print(draw(trace, rank, per_rank=per_rank, baseline=one))
+
+
+@app.command()
+def advise(
+    file: File,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="What `slipstream doctor network` measured; else exchanges cost what they did in "
+            "the trace.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same findings as JSON.")] = False,
+) -> None:
+    """Say what slows an iteration down, what to do, and what that should bring.
+
+    Gains come from the trace: of each finding alone, they do not add up. Lines under "strategy"
+    belong in the strategy file; where two findings set the same thing, take the first.
+
+    [bold]slipstream trace advise trace.json[/bold]
+
+    [bold]slipstream trace advise trace.json --cluster cluster.yaml[/bold]
+    """
+    trace = chrome.read(file)
+    findings = find(trace, None if cluster is None else _cost(cluster, trace))
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        Console().print(drawn(findings))
+
+
+def drawn(findings: Sequence[Finding]) -> Group:
+    """Findings for a terminal, one below the other."""
+    return Group(*(Padding(_drawn(finding), (0, 0, 1, 0)) for finding in findings))
+
+
+def _drawn(finding: Finding) -> Group:
+    head = Text(finding.severity, style=f"bold {COLOURS[finding.severity]}")
+    head.append(f"  {finding.where}", style="bold not dim")
+    if finding.gain:
+        head.append(f"  up to {timing(finding.gain)} an iteration", style="not bold")
+    lines = [Text(finding.evidence), Text(finding.advice)]
+    if finding.patch:
+        lines += [Text("strategy:"), Text(format_yaml(finding.patch).rstrip(), style="cyan")]
+    return Group(head, *(Padding(line, (0, 0, 0, 2)) for line in lines))
+
+
+def _cost(path: Path, trace: Trace) -> Callable[[float], float]:
+    """Seconds of an all-reduce over all ranks, as they were measured; warns of doubtful ones."""
+    cluster = Cluster.load(path)
+    cluster.check_world(trace.meta.get("world_size", 1))
+    for doubt in cluster.doubts:
+        Console(stderr=True).print(Text(f"warning: {path}: {doubt}"), style="yellow")
+    return cluster.network("world").all_reduce.seconds

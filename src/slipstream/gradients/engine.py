@@ -95,7 +95,7 @@ class Engine:
     ) -> None:
         self._trainables, self._frozen = list(trainables), list(frozen)
         self._buffers = Buffers(buffers)
-        self._split, self._overlap, self._transport = split, overlap, transport
+        self.split, self._overlap, self._transport = split, overlap, transport
         self._channel, self._control, self._recorder = channel, control, recorder
         self._rank = dist.get_rank(control)
         self._device = trainables[0].parameter.device
@@ -224,9 +224,10 @@ class Engine:
             return None
         return [self._ready[index] for index in self._order.order]
 
-    def install(self, order: ReadyOrder) -> None:
-        """Lay out segments and buckets for a ready order that all ranks share."""
-        self._shipments, self._places = lay_out(self._trainables, order, self._split)
+    def install(self, order: ReadyOrder, split: Split | None = None) -> None:
+        """Lay out segments and buckets for a ready order, and from now on a split, of all ranks."""
+        self.split = split or self.split
+        self._shipments, self._places = lay_out(self._trainables, order, self.split)
         self._order = order
 
     # One backward.

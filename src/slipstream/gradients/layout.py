@@ -16,6 +16,7 @@ from slipstream.strategy import (
     ByIndex,
     ByLayers,
     ByPercent,
+    Optimal,
     PerGradient,
     PerLayer,
     Single,
@@ -148,6 +149,11 @@ def _single(gradients: Sequence[Gradient], split: Single) -> Iterable[int]:
     return ()
 
 
+def _optimal(gradients: Sequence[Gradient], split: Optimal) -> Iterable[int]:
+    """The split that it begins with; the computed one is a ``ByIndex``."""
+    return _by_bytes(gradients, ByBytes())
+
+
 _CUTS: dict[type, Callable[..., Iterable[int]]] = {
     ByBytes: _by_bytes,
     ByPercent: _by_percent,
@@ -156,4 +162,5 @@ _CUTS: dict[type, Callable[..., Iterable[int]]] = {
     PerLayer: _per_layer,
     PerGradient: _per_gradient,
     Single: _single,
+    Optimal: _optimal,
 }

@@ -33,6 +33,10 @@ def presets() -> dict[str, Preset]:
     """
     return {
         "default": Preset("what slipstream does unless told otherwise", {}),
+        "optimal": Preset(
+            "the split computed from this model's ready times and this network's speed",
+            {"gradients": {"split": "optimal"}},
+        ),
         "sequential": Preset(
             "the plain reference: one exchange of everything, strictly after backward",
             {"gradients": {"split": "single", "overlap": False}},

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
 from slipstream.strategy.setting import Exactness, Variant, from_kind
 
@@ -129,8 +136,29 @@ class Single(Variant):
     exactness: ClassVar[Exactness] = "reordered"
 
 
-_AnySplit = ByBytes | ByPercent | ByIndex | ByLayers | PerLayer | PerGradient | Single
-_PlainSplit = Literal["by_bytes", "by_percent", "per_layer", "per_gradient", "single"]
+class Optimal(Variant):
+    """The best split for this model on this network, found while the training runs.
+
+    The first iterations run under the default split and are traced. Then rank 0 computes the split
+    whose predicted iteration is shortest from the measured ready times and the measured cost of an
+    exchange (``planner.split``), all ranks switch at one step, as many iterations are measured
+    under it, and the faster of the two stays. Takes a few seconds once; ``session.report()`` says
+    what came of it, ``state_dict()`` keeps it.
+
+    Example:
+        >>> Optimal(steps=20).steps
+        20
+    """
+
+    kind: Literal["optimal"] = "optimal"
+    exactness: ClassVar[Exactness] = "reordered"
+
+    steps: PositiveInt = 10
+    """Iterations that are measured, of the default split and of the computed one."""
+
+
+_AnySplit = ByBytes | ByPercent | ByIndex | ByLayers | PerLayer | PerGradient | Single | Optimal
+_PlainSplit = Literal["by_bytes", "by_percent", "per_layer", "per_gradient", "single", "optimal"]
 
 Split = Annotated[
     _AnySplit,

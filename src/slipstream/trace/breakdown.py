@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from statistics import median
 
 from slipstream.errors import TraceError
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
-from slipstream.trace.intervals import length, subtract, union
+from slipstream.trace.intervals import Intervals, length, subtract, touching, union
 from slipstream.trace.timeline import Iteration
 
 
@@ -23,7 +23,8 @@ class Parts:
     ``data_wait + forward + backward + exposed + optimizer + other == iteration``. Time that several
     spans cover counts once: for forward, else backward, else an exchange, else the optimizer, else
     the wait for data. So ``exposed`` is the time in which an exchange ran and compute did not.
-    ``tail``, from the end of backward to the end of the last exchange, lies across these parts.
+    ``other`` is idle time, in which nothing of what is recorded ran. ``tail``, from the end of
+    backward to the end of the last exchange, lies across these parts.
     """
 
     data_wait: float
@@ -74,10 +75,11 @@ def breakdown(iteration: Iteration) -> Breakdown:
         >>> parts.forward, parts.backward, parts.exposed, parts.other, parts.tail
         (3.0, 5.0, 1.0, 1.0, 1.0)
     """
+    exchanges, compute = iteration.exchanges, iteration.compute
     covers = {
         "forward": iteration.during(FORWARD),
         "backward": iteration.during(BACKWARD),
-        "exposed": union((event.start, event.end) for event in iteration.exchanges),
+        "exposed": union((event.start, event.end) for event in exchanges),
         "optimizer": iteration.during(OPTIMIZER),
         "data_wait": iteration.during(DATA_WAIT),
     }
@@ -88,9 +90,14 @@ def breakdown(iteration: Iteration) -> Breakdown:
         seconds[part] = length(left) - length(rest)
         left = rest
     parts = Parts(
-        **seconds, other=length(left), iteration=iteration.duration, tail=_tail(iteration)
+        **seconds,
+        other=length(left),
+        iteration=iteration.duration,
+        tail=_tail(covers["backward"], exchanges),
     )
-    return Breakdown(iteration, parts, tuple(_exchange(e, iteration) for e in iteration.exchanges))
+    return Breakdown(
+        iteration, parts, tuple(_exchange(e, iteration.start, compute) for e in exchanges)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,42 +164,57 @@ def typical(iterations: Iterable[Iteration], rank: int | None = None) -> Typical
     chosen = by_rank if rank is None else {rank: by_rank.get(rank, [])}
     if not all(chosen.values()):
         raise TraceError(f"rank {rank} is not in the trace. Ranks in it: {_listed(by_rank)}.")
-    of_ranks = [one for own in chosen.values() for one in own]
-    names = {e.event.name for one in of_ranks for e in one.exchanges}
     return Typical(
         iterations=max(map(len, chosen.values())),
         ranks={r: _median_parts(own) for r, own in sorted(chosen.items())},
-        exchanges=tuple(
-            _typical_exchange(name, of_ranks, _skew(name, every))
-            for name in sorted(names, key=lambda name: exchange_order(name) or 0)
-        ),
+        exchanges=_typical_exchanges([one for own in chosen.values() for one in own], every),
     )
 
 
-def _tail(iteration: Iteration) -> float:
-    backward = iteration.during(BACKWARD)
+def _tail(backward: Intervals, exchanges: Sequence[Event]) -> float:
     if not backward:
         return 0.0
     end = backward[-1][1]
-    return max([event.end for event in iteration.exchanges] + [end]) - end
+    return max([event.end for event in exchanges] + [end]) - end
 
 
-def _exchange(event: Event, iteration: Iteration) -> Exchange:
-    exposed = length(subtract(union([(event.start, event.end)]), iteration.compute))
-    return Exchange(event, event.start - iteration.start, event.duration - exposed, exposed)
+def _exchange(event: Event, zero: float, compute: Intervals) -> Exchange:
+    beside = touching(compute, event.start, event.end)
+    exposed = length(subtract(union([(event.start, event.end)]), beside))
+    return Exchange(event, event.start - zero, event.duration - exposed, exposed)
 
 
 def _median_parts(breakdowns: Sequence[Breakdown]) -> Parts:
-    rows = [asdict(one.parts) for one in breakdowns]
-    return Parts(**{field.name: median(row[field.name] for row in rows) for field in fields(Parts)})
+    def middle(part: str) -> float:
+        return median(float(getattr(one.parts, part)) for one in breakdowns)
+
+    return Parts(**{field.name: middle(field.name) for field in fields(Parts)})
 
 
-def _typical_exchange(name: str, breakdowns: list[Breakdown], skew: float) -> TypicalExchange:
-    """Medians over iterations by rank, then over ranks."""
-    by_rank: dict[int, list[Exchange]] = defaultdict(list)
+def _typical_exchanges(
+    breakdowns: Sequence[Breakdown], every: Sequence[Breakdown]
+) -> tuple[TypicalExchange, ...]:
+    """What ``breakdowns`` say of each exchange, in order; its skew is that of ``every`` rank."""
+    found: dict[str, dict[int, list[Exchange]]] = defaultdict(lambda: defaultdict(list))
     for one in breakdowns:
-        by_rank[one.iteration.rank] += [e for e in one.exchanges if e.event.name == name]
-    found = [own for own in by_rank.values() if own]
+        for exchange in one.exchanges:
+            found[exchange.event.name][one.iteration.rank].append(exchange)
+    ready: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in every:
+        for event in (exchange.event for exchange in one.exchanges):
+            ready[event.name][event.step].append(event.args.get("ready", event.start))
+    return tuple(
+        _typical_exchange(
+            name,
+            list(found[name].values()),
+            median(max(times) - min(times) for times in ready[name].values()),
+        )
+        for name in sorted(found, key=lambda name: exchange_order(name) or 0)
+    )
+
+
+def _typical_exchange(name: str, found: list[list[Exchange]], skew: float) -> TypicalExchange:
+    """Medians over iterations by rank, then over ranks."""
 
     def middle(value: Callable[[Exchange], float]) -> float:
         return median(median(map(value, own)) for own in found)
@@ -209,16 +231,6 @@ def _typical_exchange(name: str, breakdowns: list[Breakdown], skew: float) -> Ty
         exposed=middle(lambda e: e.exposed),
         skew=skew,
     )
-
-
-def _skew(name: str, breakdowns: list[Breakdown]) -> float:
-    """Median over steps of the time between the first and the last rank."""
-    ready: dict[int, list[float]] = defaultdict(list)
-    for one in breakdowns:
-        for event in (e.event for e in one.exchanges):
-            if event.name == name:
-                ready[event.step].append(event.args.get("ready", event.start))
-    return median(max(times) - min(times) for times in ready.values())
 
 
 def _listed(ranks: Iterable[int]) -> str:

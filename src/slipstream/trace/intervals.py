@@ -5,6 +5,7 @@ Never knows what happens in them.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 Interval = tuple[float, float]
@@ -38,16 +39,32 @@ def subtract(whole: Intervals, holes: Intervals) -> Intervals:
         ((0, 1), (2, 3), (7, 8))
     """
     left: list[Interval] = []
+    first = 0  # the holes before it end before what is left of the whole: time stays linear
     for start, end in whole:
-        for low, high in holes:
-            if high <= start or low >= end:
-                continue
+        while first < len(holes) and holes[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(holes) and holes[index][0] < end:
+            low, high = holes[index]
             if low > start:
                 left.append((start, low))
             start = min(high, end)
+            index += 1
         if start < end:
             left.append((start, end))
     return tuple(left)
+
+
+def touching(intervals: Intervals, start: float, end: float) -> Intervals:
+    """Those of the intervals that have points between ``start`` and ``end``.
+
+    Example:
+        >>> touching(((0, 1), (2, 4), (5, 6), (8, 9)), 3, 6)
+        ((2, 4), (5, 6))
+    """
+    first = bisect_right(intervals, start, key=lambda interval: interval[1])
+    stop = bisect_left(intervals, end, key=lambda interval: interval[0])
+    return intervals[first:stop]
 
 
 def length(intervals: Intervals) -> float:

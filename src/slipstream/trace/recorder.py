@@ -51,6 +51,7 @@ class Recorder:
     Attributes:
         active: True while the current step is recorded; test it before measuring anything.
         done: True once the last step to record has ended; then ``gather``.
+        first_step: The first step to record.
         meta: Goes into ``Trace.meta`` of rank 0, over what the recorder finds out by itself.
 
     Example:
@@ -75,15 +76,19 @@ class Recorder:
     ) -> None:
         self.rank = rank
         self.active = False
-        self.done = False
         self.meta: dict[str, Any] = {}
-        self._first, self._last = first_step, first_step + num_steps - 1
         self._clock = clock
         self._step = -1
         self._begin: Stamp = 0.0
+        self._gpu: _GpuClock | None = None
+        self.restart(first_step, num_steps)
+
+    def restart(self, first_step: int, num_steps: int) -> None:
+        """Forget what was recorded; record these steps, which are still to come."""
+        self.done = False
+        self.first_step, self._last = first_step, first_step + num_steps - 1
         self._rows: list[_Row] = []
         self._readings: list[_Reading] = []
-        self._gpu: _GpuClock | None = None
 
     def now(self) -> float:
         """Seconds on this rank's clock."""
@@ -99,7 +104,7 @@ class Recorder:
 
     def begin_step(self, step: int, start: Stamp | None = None) -> None:
         """An iteration begins (at ``start``, else now)."""
-        self.active = self._first <= step <= self._last
+        self.active = self.first_step <= step <= self._last
         self._step = step
         if self.active:
             self._begin = self.now() if start is None else start

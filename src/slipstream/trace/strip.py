@@ -48,9 +48,7 @@ def strip(iteration: Iteration, width: int = 80) -> Text:
         d data wait, f forward, b backward, o optimizer, v buffers, 1-9 exchange
     """
     known = [event for event in iteration.events if event.name in _LETTERS]
-    name, scale, digits = unit(iteration.duration)
-    took = f"{iteration.duration * scale:.{digits}f} {name}"
-    drawing = Text(f"rank {iteration.rank}, step {iteration.step}: {took}\n")
+    drawing = Text(f"rank {iteration.rank}, step {iteration.step}: {timing(iteration.duration)}\n")
     drawing.append_text(_row("compute", known, iteration, width))
     exchanges = iteration.exchanges
     placed = lanes([(event.start, event.end) for event in exchanges])
@@ -70,6 +68,17 @@ def unit(largest: float) -> tuple[str, float, int]:
     if largest < 1e-3:
         return "us", 1e6, 1
     return ("ms", 1e3, 2) if largest < 10 else ("s", 1.0, 3)
+
+
+def timing(seconds: float) -> str:
+    """A time with the unit that fits it.
+
+    Example:
+        >>> timing(0.25), timing(12.0)
+        ('250.00 ms', '12.000 s')
+    """
+    name, scale, digits = unit(seconds)
+    return f"{seconds * scale:.{digits}f} {name}"
 
 
 def _row(label: str, events: list[Event], iteration: Iteration, width: int) -> Text:

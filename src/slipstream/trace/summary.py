@@ -5,7 +5,7 @@ Never computes a statistic: ``breakdown`` does; this chooses units and words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +17,9 @@ from rich.text import Text
 
 from slipstream.trace.breakdown import Typical, TypicalExchange, typical
 from slipstream.trace.event import Trace, exchange_order
+from slipstream.trace.stragglers import Straggler, stragglers
 from slipstream.trace.strip import strip, unit
+from slipstream.trace.throughput import compute_share, samples_per_second, scaling_efficiency
 from slipstream.trace.timeline import Iteration, timeline
 
 _PARTS = {
@@ -32,25 +34,37 @@ _PARTS = {
 }
 _MEANING = (
     "All numbers are medians over iterations. Exposed exchange: an exchange runs and forward and "
-    "backward do not. Other: nothing recorded runs. Tail: from the end of backward to the end of "
-    "the last exchange; it overlaps the rows above."
+    "backward do not. Other: idle, nothing recorded runs. Tail: from the end of backward to the "
+    "end of the last exchange; it overlaps the rows above."
 )
+_STRAGGLER_MEANING = (
+    "In most iterations slower than the median of the other ranks by more than 5 % of it and 1 % "
+    "of an iteration. The worst come first."
+)
+_MOST_STRAGGLERS = 8
 _EXCHANGE_MEANING = (
     "Start counts from the start of the iteration. Hidden: the share that runs beside forward or "
     "backward. Skew: how long the first rank waits for the last to be ready. Gbit/s: bytes / time."
 )
 
 
-def summary(trace: Trace, rank: int | None = None, *, per_rank: bool = False) -> Group:
+def summary(
+    trace: Trace,
+    rank: int | None = None,
+    *,
+    per_rank: bool = False,
+    baseline: Trace | None = None,
+) -> Group:
     """What a person wants to know of a trace, as tables 80 columns wide.
 
     Args:
         trace: Events and what they were measured on.
-        rank: Only this rank.
+        rank: Only this rank; the speed and its efficiency are those of all ranks.
         per_rank: A table with a row for each rank, too.
+        baseline: The same training on one rank, against which to show the scaling efficiency.
 
     Raises:
-        TraceError: There is no iteration, or not this rank.
+        TraceError: There is no iteration, not this rank, or a baseline that is none.
 
     Example:
         >>> from rich.console import Console
@@ -67,8 +81,11 @@ def summary(trace: Trace, rank: int | None = None, *, per_rank: bool = False) ->
     pieces: list[Table | Text] = [
         _headline(trace.meta, middle),
         strip(_example(iterations, middle)),
+        _speed(middle, _throughput(iterations, baseline)),
         _parts_table(middle),
     ]
+    if slow := stragglers(iterations, _clock_error(trace.meta)):
+        pieces.append(_straggler_table(slow))
     if per_rank:
         pieces.append(_rank_table(middle))
     if middle.exchanges:
@@ -76,8 +93,10 @@ def summary(trace: Trace, rank: int | None = None, *, per_rank: bool = False) ->
     return Group(*(Padding(piece, (0, 0, 1, 0)) for piece in pieces))
 
 
-def document(trace: Trace, rank: int | None = None) -> dict[str, Any]:
-    """The numbers of ``summary`` as plain JSON values, in seconds.
+def document(
+    trace: Trace, rank: int | None = None, *, baseline: Trace | None = None
+) -> dict[str, Any]:
+    """The numbers of ``summary`` as plain JSON values, in seconds; null where one is not known.
 
     Example:
         >>> from slipstream.trace.event import Event
@@ -85,14 +104,38 @@ def document(trace: Trace, rank: int | None = None) -> dict[str, Any]:
         >>> numbers["iterations"], numbers["over_ranks"]["iteration"]["median"]
         (1, 0.5)
     """
-    middle = typical(timeline(trace.events), rank)
+    iterations = timeline(trace.events)
+    middle = typical(iterations, rank)
+    slow = stragglers(iterations, _clock_error(trace.meta))
     return {
         "meta": trace.meta,
         "iterations": middle.iterations,
+        "compute_share": compute_share(middle),
+        **_throughput(iterations, baseline),
         "ranks": {str(rank): asdict(parts) for rank, parts in middle.ranks.items()},
         "over_ranks": {part: asdict(middle.spread(part)) for part in _PARTS},
         "exchanges": [asdict(exchange) for exchange in middle.exchanges],
+        "stragglers": [asdict(straggler) for straggler in slow],
     }
+
+
+def _throughput(iterations: Sequence[Iteration], baseline: Trace | None) -> dict[str, float | None]:
+    """Of all ranks: samples a second, and the efficiency against one rank."""
+    one = None if baseline is None else timeline(baseline.events)
+    return {
+        "samples_per_second": samples_per_second(iterations),
+        "scaling_efficiency": None if one is None else scaling_efficiency(iterations, one),
+    }
+
+
+def _speed(middle: Typical, throughput: Mapping[str, float | None]) -> Text:
+    """Speed, and how much of the time is spent on what training is about."""
+    rate, efficiency = throughput["samples_per_second"], throughput["scaling_efficiency"]
+    words = [] if rate is None else [f"{rate:.5g} samples/s"]
+    words.append(f"{compute_share(middle):.1%} of an iteration is compute")
+    if efficiency is not None:
+        words.append(f"scaling efficiency {efficiency:.3f} (linear: 1)")
+    return Text(" | ".join(words))
 
 
 def _headline(meta: Mapping[str, Any], middle: Typical) -> Text:
@@ -103,9 +146,14 @@ def _headline(meta: Mapping[str, Any], middle: Typical) -> Text:
         words[-1] += f" on {_count(len(set(meta['hosts'])), 'host')}"
     words.append(_count(middle.iterations, "iteration"))
     words += _words(meta.get("strategy") or {})
-    if error := max(meta.get("clock_error") or [0.0]):
+    if error := _clock_error(meta):
         words.append(f"clocks within {error * 1e6:.0f} us")
     return Text(" | ".join(words), style="bold")
+
+
+def _clock_error(meta: Mapping[str, Any]) -> float:
+    """The most by which times of two ranks may be off."""
+    return max(map(float, meta.get("clock_error") or [0.0]))
 
 
 def _words(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -159,6 +207,17 @@ def _rank_table(middle: Typical) -> Table:
     for rank, parts in middle.ranks.items():
         seconds = asdict(parts)
         table.add_row(str(rank), *(f"{seconds[part] * scale:.{digits}f}" for part in _PARTS))
+    return table
+
+
+def _straggler_table(slow: tuple[Straggler, ...]) -> Table:
+    name, scale, digits = unit(max(s.usual + s.seconds for s in slow))
+    table = _table("Ranks slower than the others", _STRAGGLER_MEANING)
+    for heading in ("rank", "phase", f"others {name}", f"slower by {name}", "iterations"):
+        table.add_column(heading, justify="left" if heading == "phase" else "right")
+    for s in slow[:_MOST_STRAGGLERS]:
+        usual, seconds = (f"{value * scale:.{digits}f}" for value in (s.usual, s.seconds))
+        table.add_row(str(s.rank), _PARTS[s.phase], usual, seconds, f"{s.iterations} of {s.of}")
     return table
 
 

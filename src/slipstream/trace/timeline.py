@@ -16,13 +16,17 @@ from slipstream.trace.intervals import Intervals, union
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One step of one rank: its bounds in seconds, and the spans inside ordered by start."""
+    """One step of one rank: its bounds in seconds, and the spans inside ordered by start.
+
+    ``samples`` is how many samples it trained on; 0 where that is not known.
+    """
 
     rank: int
     step: int
     start: float
     end: float
     events: tuple[Event, ...]
+    samples: int = 0
 
     @property
     def duration(self) -> float:
@@ -32,8 +36,9 @@ class Iteration:
     @property
     def exchanges(self) -> tuple[Event, ...]:
         """The spans of exchanges: buffers, then segment by segment."""
-        found = [e for e in self.events if exchange_order(e.name) is not None]
-        return tuple(sorted(found, key=lambda e: (exchange_order(e.name), e.start)))
+        found = [(exchange_order(e.name), e) for e in self.events]
+        ordered = [(order, e.start, e) for order, e in found if order is not None]
+        return tuple(e for _, _, e in sorted(ordered, key=lambda entry: entry[:2]))
 
     @property
     def compute(self) -> Intervals:
@@ -71,7 +76,14 @@ def timeline(events: Iterable[Event]) -> list[Iteration]:
             "training reaches."
         )
     return [
-        Iteration(rank, step, span.start, span.end, _by_start(inside[step, rank]))
+        Iteration(
+            rank,
+            step,
+            span.start,
+            span.end,
+            _by_start(inside[step, rank]),
+            span.args.get("samples", 0),
+        )
         for (step, rank), span in sorted(bounds.items(), key=lambda item: item[0])
     ]
 

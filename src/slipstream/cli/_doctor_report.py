@@ -1,0 +1,112 @@
+"""A measured cluster as tables and a verdict. Never measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.planner.cost import Cluster, Collective, Curve, Network
+from slipstream.planner.curve import WORST_ERROR
+
+FEW = 9
+"""Points of which all are shown; the file has the others, too."""
+
+DOUBTFUL = (
+    f"warning: lines fit the points worse than {WORST_ERROR:.0%}. Between these sizes the points "
+    "count, but what is predicted beyond them, on other links and for other numbers of ranks is "
+    "doubtful. If something else ran meanwhile, measure again."
+)
+
+PLACES = {
+    "world": "all ranks",
+    "intra": "the ranks of each host",
+    "inter": "across hosts, one rank of each",
+}
+
+
+def report(cluster: Cluster) -> Group:
+    """Tables 80 columns wide, a sentence for each network, and what is not to be trusted."""
+    tables = [_table(network) for network in cluster.networks.values()]
+    said = [_networks_verdict(network) for network in cluster.networks.values()]
+    said.append(
+        f"Beside an exchange computing takes {1 + cluster.compute_slowdown:.2f} times as long, "
+        f"beside computing an exchange {1 + cluster.exchange_slowdown:.2f} times."
+    )
+    doubts = "".join(f"\n  {doubt}" for doubt in cluster.doubts)
+    warning = [Text(DOUBTFUL + doubts, style="yellow")] if doubts else []
+    return Group(*(Padding(t, (0, 0, 1, 0)) for t in tables), *map(Text, said), *warning)
+
+
+def bus_bandwidth(name: Collective, ranks: int, num_bytes: int, seconds: float) -> float:
+    """Bits per second over the link of each rank if the collective is a ring, as it mostly is.
+
+    Example:
+        >>> bus_bandwidth("all_reduce", 4, 10**6, 0.012), bus_bandwidth("all_gather", 2, 10**6, 1)
+        (1000000000.0, 4000000.0)
+    """
+    rounds = 2 if name == "all_reduce" else 1
+    return rounds * (ranks - 1) / ranks * num_bytes * 8 / seconds
+
+
+def _table(network: Network) -> Table:
+    drawn = Table(
+        title=f"{network.kind}: {network.ranks} ranks, {PLACES[network.kind]}, {_range(network)}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for heading in ("", "bytes", "ms", "Gbit/s", "bus Gbit/s", "fit error"):
+        drawn.add_column(heading, justify="right" if heading else "left")
+    for name, curve in network.curves.items():
+        for index, (num_bytes, seconds) in enumerate(_some(curve)):
+            bus = bus_bandwidth(name, network.ranks, num_bytes, seconds)
+            drawn.add_row(
+                "" if index else name.replace("_", "-"),
+                _size(num_bytes),
+                f"{seconds * 1e3:,.3f}",
+                f"{num_bytes * 8 / seconds / 1e9:.3f}",
+                f"{bus / 1e9:.3f}",
+                f"{curve.fitted(num_bytes) / seconds - 1:+.1%}",
+            )
+        drawn.add_section()
+    return drawn
+
+
+def _some(curve: Curve) -> Sequence[tuple[int, float]]:
+    """All points if they are few, else every fourth, the last among them."""
+    points = curve.points
+    return points if len(points) <= FEW else points[(len(points) - 1) % 4 :: 4]
+
+
+def _networks_verdict(network: Network) -> str:
+    """The link's speed, from where on it is used, and what small exchanges cost."""
+    curve, ranks = network.all_reduce, network.ranks
+    speeds = {m: bus_bandwidth("all_reduce", ranks, m, t) for m, t in curve.points}
+    best = max(speeds.values())
+    half = next(m for m, speed in speeds.items() if speed >= best / 2)
+    return (
+        f"{network.kind}: up to {best / 1e9:.3g} Gbit/s over each rank's link, half of that from "
+        f"{_size(half)} on; the smallest all-reduce takes {curve.points[0][1] * 1e3:.3g} ms."
+    )
+
+
+def _range(network: Network) -> str:
+    smallest, largest = (_size(network.all_reduce.points[at][0]) for at in (0, -1))
+    return f"{smallest} to {largest}"
+
+
+def _size(num_bytes: int) -> str:
+    """A size in units of 1024.
+
+    Example:
+        >>> _size(1536), _size(64 * 2**20), _size(12)
+        ('1.5 KB', '64 MB', '12 B')
+    """
+    for unit, factor in {"MB": 2**20, "KB": 2**10}.items():
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.3g} {unit}"
+    return f"{num_bytes} B"

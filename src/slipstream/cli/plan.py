@@ -1,0 +1,220 @@
+"""``slipstream plan``: what each strategy would bring, here and on clusters that are not there yet.
+
+Never trains: a trace and a measured cluster are all it takes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.bar import Bar
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from slipstream.errors import StrategyError
+from slipstream.planner.candidates import TOLERANCE, candidates, label
+from slipstream.planner.cost import Cluster
+from slipstream.planner.plan import (
+    RATES,
+    Point,
+    Prediction,
+    prepare,
+    rank,
+    traced_strategy,
+    what_if,
+)
+from slipstream.strategy import Strategy
+from slipstream.strategy.yaml import SUFFIXES
+from slipstream.testbed import format_rate, parse_rate
+from slipstream.trace import chrome
+
+SHOWN = 12
+_MEANING = (
+    "Predicted. Efficiency: the speed of all ranks over the sum of the speeds that they would have "
+    "alone, without any exchange. Memory: gradients and their flags, on each rank. Of strategies "
+    f"within {TOLERANCE:.1%} of each other the one with the fewest segments comes first. * the "
+    "strategy of the trace."
+)
+
+
+def plan(
+    trace: Annotated[Path, typer.Option(help="A trace of the training: .json or .json.gz.")],
+    cluster: Annotated[Path, typer.Option(help="cluster.yaml of `slipstream doctor network`.")],
+    nodes: Annotated[int | None, typer.Option(min=1, help="Another number of hosts.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Other links: 300mbit, 25gbit ...")] = None,
+    exact_only: Annotated[
+        bool,
+        typer.Option(
+            "--exact-only/--allow-lossy", help="Only what leaves the mathematics as it is."
+        ),
+    ] = True,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the best strategy: .yaml.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The numbers as JSON.")] = False,
+) -> None:
+    """Predict what each strategy would bring, and rank them.
+
+    The cluster is the one that was measured, or, with --nodes, --ranks-per-node or --rate, another
+    one: the numbers are then extrapolated, and say so.
+
+    [dim]slipstream plan --trace trace.json --cluster cluster.yaml -o strategy.yaml[/dim]
+    [dim]slipstream plan --trace trace.json --cluster cluster.yaml --nodes 64 --rate 25gbit[/dim]
+    """
+    check_output(output)
+    bits = None if rate is None else float(parse_rate(rate))
+    recorded = chrome.read(trace)
+    base = traced_strategy(recorded)
+    workload, here = prepare(recorded, Cluster.load(cluster))
+    where = here
+    if any(option is not None for option in (nodes, ranks_per_node, rate)):
+        where = here.scaled(nodes or here.hosts, ranks_per_node or here.ranks_per_host, bits)
+        workload = workload.for_ranks(where.world_size)
+    found = rank(candidates(workload, where, exact_only, base), workload, where, base)
+    best = found[0].strategy
+    per_node = where.ranks_per_host
+    by_nodes = what_if(best, workload, here, ranks_per_node=per_node, rates=(bits,))
+    by_rate = what_if(
+        best, workload, here, nodes=(where.hosts,), ranks_per_node=per_node, rates=RATES
+    )
+    if output is not None:
+        write_strategy(best, output)
+    if as_json:
+        typer.echo(json.dumps(_document(found, by_nodes, by_rate, where), indent=2))
+        return
+    console = Console()
+    console.print(_ranking(found, base, where))
+    for doubt in where.doubts:
+        console.print(Text(f"warning: {doubt}", style="yellow"))
+    if where.extrapolated:
+        console.print(Text(f"Extrapolated: {where.extrapolated}", style="yellow"))
+    name = label(best)
+    console.print(
+        _curve(f"{name}: more and fewer nodes, {_ranks(per_node)} each", by_nodes, "nodes")
+    )
+    console.print(_curve(f"{name}: other links, {_ranks(where.world_size)}", by_rate, "rate"))
+    if output is not None:
+        console.print(Text(f"The best one is in {output}."), soft_wrap=True)
+
+
+def check_output(output: Path | None) -> None:
+    """Find out before the work that a strategy cannot be written there.
+
+    Raises:
+        StrategyError: another suffix, or no such folder.
+    """
+    if output is None:
+        return
+    if output.suffix.lower() not in SUFFIXES:
+        raise StrategyError(
+            f"--output {output}: a strategy file ends in {', '.join(SUFFIXES)}; rename it"
+        )
+    if not os.access(output.parent, os.W_OK) or output.is_dir():
+        raise StrategyError(f"--output {output}: cannot be written; choose another place")
+
+
+def write_strategy(strategy: Strategy, output: Path) -> None:
+    """As YAML or JSON, by the suffix."""
+    is_json = output.suffix.lower() == ".json"
+    output.write_text(strategy.to_json() if is_json else strategy.to_yaml())
+
+
+def _ranking(found: Sequence[Prediction], base: Strategy, where: Cluster) -> Table:
+    """The strategies, the fastest first; that of the trace is always among those shown."""
+    per_node = f" on {where.hosts} hosts" if where.hosts > 1 else ""
+    table = Table(
+        title=f"{len(found)} strategies, {_ranks(where.world_size)}{per_node}",
+        caption=_MEANING,
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("strategy")
+    for heading in ("segments", "iteration", "samples/s", "efficiency", "memory"):
+        table.add_column(heading, justify="right")
+    table.add_column("exactness")
+    for place, one in enumerate(found):
+        is_base = one.strategy == base
+        if place >= SHOWN and not is_base:
+            continue
+        table.add_row(
+            Text(label(one.strategy) + (" *" if is_base else "")),
+            str(one.segments),
+            _seconds(one.seconds),
+            _speed(one.samples_per_second),
+            f"{one.efficiency:.1%}",
+            f"{one.memory_bytes / 2**20:.1f} MB",
+            one.exactness,
+            style="bold" if is_base or place == 0 else None,
+        )
+    return table
+
+
+def _curve(title: str, points: Sequence[Point], over: str) -> Table:
+    """One strategy on other clusters, with a bar of its efficiency."""
+    table = Table(title=title, title_justify="left")
+    for heading in (over, "ranks", "iteration", "samples/s", "efficiency"):
+        table.add_column(heading, justify="right")
+    table.add_column("", min_width=20)
+    for point in points:
+        one = point.prediction
+        table.add_row(
+            str(point.nodes) if over == "nodes" else format_rate(point.rate or 0),
+            str(point.ranks),
+            _seconds(one.seconds),
+            _speed(one.samples_per_second),
+            f"{one.efficiency:.1%}",
+            Bar(1.0, 0.0, min(one.efficiency, 1.0), width=20),
+        )
+    return table
+
+
+def _document(
+    found: Sequence[Prediction],
+    by_nodes: Sequence[Point],
+    by_rate: Sequence[Point],
+    where: Cluster,
+) -> dict[str, Any]:
+    """Everything that the tables show, and every strategy in full."""
+    return {
+        "world_size": where.world_size,
+        "extrapolated": where.extrapolated,
+        "strategies": [_row(one) for one in found],
+        "nodes": [_point(point) for point in by_nodes],
+        "rates": [_point(point) for point in by_rate],
+    }
+
+
+def _row(one: Prediction) -> dict[str, Any]:
+    return {"name": label(one.strategy), **asdict(one), "strategy": one.strategy.document()}
+
+
+def _point(point: Point) -> dict[str, Any]:
+    one = point.prediction
+    return {
+        "nodes": point.nodes,
+        "ranks": point.ranks,
+        "rate": point.rate,
+        "seconds": one.seconds,
+        "samples_per_second": one.samples_per_second,
+        "efficiency": one.efficiency,
+    }
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def _speed(samples_per_second: float) -> str:
+    return f"{samples_per_second:.4g}" if samples_per_second else "-"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"

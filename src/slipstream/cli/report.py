@@ -1,0 +1,80 @@
+"""``slipstream report``: one page that shows traces, what they mean, and what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from slipstream.errors import TraceError
+from slipstream.trace import chrome
+from slipstream.trace.advise import advise
+from slipstream.trace.report import html, png, read_trials
+
+
+def report(
+    traces: Annotated[
+        list[Path], typer.Argument(help="Traces: .json or .json.gz.", show_default=False)
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path(
+        "report.html"
+    ),
+    picture: Annotated[
+        Path | None,
+        typer.Option("--png", help="The timelines as a picture, too.", show_default=False),
+    ] = None,
+    trials: Annotated[
+        Path | None,
+        typer.Option(help="The log of [bold]slipstream tune[/bold].", show_default=False),
+    ] = None,
+) -> None:
+    """Write a page for the browser: timeline, breakdown, findings, predictions and trials.
+
+    The page is one file and needs no network. Other traces are compared with the first; predicted
+    ones stand beside the measured runs that they are of.
+
+    [bold]slipstream report before/trace.json after/trace.json -o report.html[/bold]
+
+    [bold]slipstream report trace.json --png timeline.png --trials trials.json[/bold]
+    """
+    named = [(name, chrome.read(path)) for name, path in zip(names(traces), traces, strict=True)]
+    measured = [(name, trace) for name, trace in named if not trace.meta.get("predicted")]
+    predicted = [(name, trace) for name, trace in named if trace.meta.get("predicted")]
+    findings = {name: advise(trace) for name, trace in measured or predicted}
+    log = read_trials(trials) if trials else []
+    written = {output: html(measured, predicted, findings, log).encode()}
+    if picture:
+        written[picture] = png(measured, predicted)
+    for path, content in written.items():
+        _write(path, content)
+
+
+def names(paths: Sequence[Path]) -> list[str]:
+    """What to call traces: by file, or by folder where the file is just called ``trace``.
+
+    Example:
+        >>> names([Path("before/trace.json"), Path("runs/after.json.gz")])
+        ['before', 'after']
+    """
+    stems = [path.name.removesuffix(".gz").removesuffix(".json") for path in paths]
+    short = [
+        (path.resolve().parent.name or stem) if stem == "trace" else stem
+        for path, stem in zip(paths, stems, strict=True)
+    ]
+    return [
+        name if short.count(name) == 1 else str(path)
+        for name, path in zip(short, paths, strict=True)
+    ]
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    except OSError as error:
+        raise TraceError(
+            f"{path} cannot be written: {error.strerror}. Give another path."
+        ) from error
+    typer.echo(f"{path} ({len(content) / 1e6:.1f} MB)")

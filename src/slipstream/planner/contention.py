@@ -1,0 +1,111 @@
+"""How much computing and exchanging slow each other down on live ranks, which may share cores.
+
+Never changes how many threads torch computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from slipstream.planner.curve import Curve
+
+ROUNDS = 3
+AT_ONCE = 4
+"""Tensors that travel; as many exchanges are issued at least."""
+LARGEST = 16 * 2**20
+"""Bytes of each, at most."""
+
+
+def contention(
+    world: dist.ProcessGroup, device: torch.device, all_reduce: Curve, seconds: float
+) -> tuple[float, float]:
+    """By which share computing takes longer beside an exchange, and an exchange beside computing.
+
+    All ranks compute the same fixed work alone, exchange alone, and then do both at once, with an
+    exchange in flight all the time. Of computing the mean over ranks counts, of exchanges the last
+    rank; of both the median over rounds, and at least 0.
+
+    Args:
+        world: all ranks.
+        device: where they compute, and of what they exchange.
+        all_reduce: what their all-reduces cost.
+        seconds: about how long computing alone and exchanging alone take in each of ROUNDS rounds.
+
+    Returns:
+        ``(compute_slowdown, exchange_slowdown)``, the same on every rank.
+    """
+    fast = [
+        num_bytes
+        for num_bytes, t in all_reduce.points
+        if t * AT_ONCE <= seconds and num_bytes <= LARGEST
+    ]
+    num_bytes = max(fast, default=all_reduce.points[0][0])
+    count = min(max(round(seconds / all_reduce.seconds(num_bytes)), AT_ONCE), 16 * AT_ONCE)
+    tensors = torch.empty(AT_ONCE, num_bytes // 4, device=device).zero_()
+    bench = _Bench(world, device, [tensors[i % AT_ONCE] for i in range(count)])
+    rounds = [bench.round(seconds) for _ in range(ROUNDS)]
+    compute, exchange = (median(ratios) for ratios in zip(*rounds, strict=True))
+    return max(round(compute - 1, 4), 0.0), max(round(exchange - 1, 4), 0.0)
+
+
+class _Bench:
+    """A fixed piece of work, half bound by arithmetic and half by memory, and exchanges."""
+
+    def __init__(
+        self, world: dist.ProcessGroup, device: torch.device, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        self._world, self._device, self._tensors = world, device, tensors
+        side = 2048 if device.type == "cuda" else 256
+        self._matrix, self._product = torch.rand(2, side, side, device=device)
+        self._stream = torch.zeros(2**20, device=device)
+
+    def round(self, seconds: float) -> tuple[float, float]:
+        """Of all ranks: times both at once over times alone, of computing and of exchanging."""
+        self._meet()
+        start, units = perf_counter(), 0
+        while perf_counter() - start < seconds:
+            self._compute()
+            units += 1
+        computing = (perf_counter() - start) / units
+        exchanging, _ = self._exchange(compute=False)
+        both, beside = self._exchange(compute=True)
+        ratio = self._reduced([beside / computing], dist.ReduceOp.SUM)[0] / self._world.size()
+        slowest, alone = self._reduced([both, exchanging], dist.ReduceOp.MAX)
+        return ratio, slowest / alone
+
+    def _exchange(self, compute: bool) -> tuple[float, float]:
+        """Seconds until all exchanges have landed, and of each unit computed meanwhile."""
+        self._meet()
+        start, units = perf_counter(), 0
+        works = [dist.all_reduce(t, group=self._world, async_op=True) for t in self._tensors]
+        while compute and not (units and all(w is None or w.is_completed() for w in works)):
+            self._compute()
+            units += 1
+        for work in works:
+            if work is not None:
+                work.wait()
+        self._finish()
+        seconds = perf_counter() - start
+        return seconds, seconds / max(units, 1)
+
+    def _compute(self) -> None:
+        torch.mm(self._matrix, self._matrix, out=self._product)
+        self._stream.add_(1.0)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _meet(self) -> None:
+        self._reduced([0.0], dist.ReduceOp.SUM)
+
+    def _reduced(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        total = torch.tensor(values, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, op=op, group=self._world)
+        return [float(value) for value in total.tolist()]

@@ -1,0 +1,186 @@
+"""Seconds of one collective over its bytes: measured points, and lines fitted to them.
+
+Never measures (``calibrate`` does) and never imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from slipstream.errors import ClusterError
+from slipstream.planner._fit import Array, segmented_fit
+
+Size = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0)]
+
+WORST_ERROR = 0.15
+"""The relative error above which a fit is not trusted."""
+
+
+class Value(BaseModel):
+    """A frozen value that is checked when it is built; nothing is converted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Piece(Value):
+    """From ``start_bytes`` on, an exchange takes ``startup + per_byte * bytes``."""
+
+    start_bytes: int = Field(ge=0)
+    startup: Seconds
+    per_byte: Seconds
+
+
+class Curve(Value):
+    """Seconds of one collective over its bytes: those of the whole tensor on one rank.
+
+    The whole tensor is what an all-reduce sums, what a reduce-scatter takes and what an all-gather
+    gives. ``points`` are (bytes, seconds) as measured, ascending; ``pieces`` are lines fitted to
+    them (never falling, continuous); ``error_by_decade`` holds the largest relative error of the
+    lines in each decade of bytes. Make one with `fit`.
+
+    Example:
+        >>> curve = Curve.fit([(1000, 0.002), (2000, 0.003), (4000, 0.005)])
+        >>> round(curve.seconds(3000), 5), round(curve.seconds(8000), 5), curve.trusted
+        (0.00404, 0.009, True)
+    """
+
+    points: tuple[tuple[Size, Seconds], ...] = Field(min_length=2)
+    pieces: tuple[Piece, ...] = Field(min_length=1)
+    error_by_decade: Mapping[str, Seconds]
+    trusted: bool
+    """False where the fit is worse than 15 %: what lies beyond the points is then a guess."""
+
+    @model_validator(mode="after")
+    def _ascends(self) -> Self:
+        for name, sizes in {
+            "points": [num_bytes for num_bytes, _ in self.points],
+            "pieces": [piece.start_bytes for piece in self.pieces],
+        }.items():
+            for smaller, larger in pairwise(sizes):
+                if larger <= smaller:
+                    raise ValueError(f"{name} must ascend in bytes, but {larger} follows {smaller}")
+        return self
+
+    @classmethod
+    def fit(cls, points: Iterable[tuple[int, float]]) -> Self:
+        """The curve through measured points: at least two sizes, each once, no time of 0.
+
+        Raises:
+            ClusterError: there are fewer.
+        """
+        ordered = tuple(sorted(points))
+        if len({m for m, _ in ordered}) < max(len(ordered), 2) or min(t for _, t in ordered) <= 0:
+            raise ClusterError(
+                f"no curve fits the (bytes, seconds) {_shown(ordered)}: it takes two sizes or more,"
+                " each once, and times above 0; measure again"
+            )
+        sizes, times = np.array(ordered, dtype=float).T
+        knots, startups, slopes = segmented_fit(sizes, times)
+        starts = [0, *(round(knot) for knot in knots[1:])]
+        pieces: list[Piece] = []
+        for start, startup, slope in zip(starts, startups, slopes, strict=True):
+            line = {"startup": _rounded(startup), "per_byte": _rounded(slope)}
+            if not pieces or line != pieces[-1].model_dump(exclude={"start_bytes"}):
+                pieces.append(Piece(start_bytes=start, **line))
+        errors: dict[str, float] = {}
+        for num_bytes, seconds in ordered:
+            error = abs(_on(pieces, num_bytes) / seconds - 1.0)
+            decade = _decade(num_bytes)
+            errors[decade] = max(errors.get(decade, 0.0), round(error, 4))
+        return cls(
+            points=ordered,
+            pieces=tuple(pieces),
+            error_by_decade=errors,
+            trusted=max(errors.values()) <= WORST_ERROR,
+        )
+
+    @property
+    def worst_error(self) -> float:
+        """The largest relative error of the fit."""
+        return max(self.error_by_decade.values(), default=0.0)
+
+    @property
+    def worst_decade(self) -> str:
+        """Where that is."""
+        return max(self.error_by_decade, key=lambda d: self.error_by_decade[d], default="")
+
+    @property
+    def startup(self) -> float:
+        """Seconds of a large exchange that its size does not change."""
+        return self.pieces[-1].startup
+
+    @property
+    def per_byte(self) -> float:
+        """Seconds of a large exchange for each byte."""
+        return self.pieces[-1].per_byte
+
+    def seconds(self, num_bytes: float) -> float:
+        """Seconds for one size; as `seconds_of`."""
+        return float(self.seconds_of(np.array(float(num_bytes))))
+
+    def seconds_of(self, num_bytes: Array) -> Array:
+        """Seconds for each size: between measured points in log-log, beyond along the end lines."""
+        sizes, log_sizes, log_times = _logs(self.points)
+        inside = np.clip(num_bytes, sizes[0], sizes[-1])
+        times = np.exp(np.interp(np.log(inside), log_sizes, log_times))
+        below = np.minimum(num_bytes - sizes[0], 0.0) * self.pieces[0].per_byte
+        above = np.maximum(num_bytes - sizes[-1], 0.0) * self.per_byte
+        return np.asarray(np.maximum(times + below + above, 0.0))
+
+    def fitted(self, num_bytes: float) -> float:
+        """Seconds by the lines alone, which `seconds` follows only beyond the points."""
+        return _on(self.pieces, num_bytes)
+
+    def scaled(self, latency: float, bandwidth: float) -> Self:
+        """The curve with its latency ``latency`` times, and all the rest ``bandwidth`` times.
+
+        The latency is the startup of the smallest sizes.
+        """
+        if not latency and not bandwidth:  # among one rank nothing moves
+            points = tuple((num_bytes, 0.0) for num_bytes, _ in self.points)
+            still = (Piece(start_bytes=0, startup=0.0, per_byte=0.0),)
+            return type(self)(points=points, pieces=still, error_by_decade={}, trusted=True)
+        first = self.pieces[0].startup
+        fitted = self.fit(
+            (m, min(t, first) * latency + max(t - first, 0.0) * bandwidth) for m, t in self.points
+        )
+        return fitted.model_copy(update={"trusted": self.trusted and fitted.trusted})
+
+
+@lru_cache(maxsize=1024)
+def _logs(points: tuple[tuple[int, float], ...]) -> tuple[Array, Array, Array]:
+    """Sizes, and logarithms of sizes and of times."""
+    sizes, times = np.array(points, dtype=float).T
+    return sizes, np.log(sizes), np.log(np.maximum(times, 1e-30))
+
+
+def _on(pieces: Sequence[Piece], num_bytes: float) -> float:
+    piece = next(p for p in reversed(pieces) if p.start_bytes <= num_bytes)
+    return piece.startup + piece.per_byte * num_bytes
+
+
+def _rounded(value: float) -> float:
+    """To six digits, for people who read the file; what rounding left of a zero is zero."""
+    return float(f"{value:.6g}") if value > 1e-15 else 0.0
+
+
+def _decade(num_bytes: float) -> str:
+    """``10 KB..100 KB`` of 20,000 bytes."""
+    power = math.floor(math.log10(num_bytes) + 1e-9)
+    low, high = (
+        f"{10 ** (p % 3)} {('B', 'KB', 'MB', 'GB', 'TB')[p // 3]}" for p in (power, power + 1)
+    )
+    return f"{low}..{high}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

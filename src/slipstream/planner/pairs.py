@@ -1,0 +1,55 @@
+"""What ratios in pairs prove: two strategies run in alternation, the time of one over the other's.
+
+Never runs anything: numbers in, a decision out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+from statistics import median
+
+LEAST_PAIRS, MOST_PAIRS = 3, 9
+
+
+def is_faster(ratios: Sequence[float]) -> bool:
+    """Whether the ratios prove, beyond the noise, that the first of each pair is the faster one.
+
+    Example:
+        >>> is_faster([0.9, 0.8, 0.9]), is_faster([0.9, 0.8, 1.1]), is_faster([0.9])
+        (True, False, False)
+    """
+    return len(ratios) >= LEAST_PAIRS and highest_median(ratios) < 1
+
+
+def highest_median(values: Sequence[float]) -> float:
+    """Upper end of the 95 % confidence interval of the median; of fewer than six, the maximum.
+
+    Of n values the number below the median is binomial (n, 1/2), whatever their distribution.
+
+    Example:
+        >>> highest_median([1, 2, 3]), highest_median(range(1, 10))
+        (3, 8)
+    """
+    below, chance = 0, 1
+    while chance <= 0.025 * 2 ** len(values):
+        below += 1
+        chance += comb(len(values), below)
+    return sorted(values)[-max(below, 1)]
+
+
+def is_clear(ratios: Sequence[float]) -> bool:
+    """Whether more pairs would not change the decision."""
+    if len(ratios) < LEAST_PAIRS:
+        return False
+    return max(ratios) < (1 + median(ratios)) / 2 or min(ratios) > 1
+
+
+def in_words(ratios: Sequence[float]) -> str:
+    if not ratios:
+        return "no pair"
+    low, high = min(ratios), max(ratios)
+    return (
+        f"{len(ratios)} pairs in alternation, {low:.3f} to {high:.3f} of its time, "
+        f"median {median(ratios):.3f}"
+    )

@@ -1,0 +1,204 @@
+"""Runs a training script for a few iterations under a strategy, then ends it with all it started.
+
+Never decides what to run and never compares: a command goes in, a measurement or a failure comes
+out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Literal
+
+from slipstream.errors import TraceError
+from slipstream.strategy import Strategy
+from slipstream.trace import Trace, chrome
+from slipstream.trace.timeline import timeline
+
+GRACE_SECONDS = 5.0
+POLL_SECONDS = 0.05
+MARK = "SLIPSTREAM_TRIAL"
+"""Variable of every process of a trial, by which those that outlive their parents are found."""
+
+TRACE, OUTPUT, STRATEGY = "trace.json", "output.log", "strategy.yaml"
+_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """What one short run measured, in seconds.
+
+    ``seconds`` is an iteration, the slowest rank's, the median over iterations; ``spread`` half the
+    distance between its quartiles; ``wall`` the whole run, from the start of its processes to the
+    end of the last.
+    """
+
+    seconds: float
+    spread: float
+    wall: float
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A run without a measurement: it failed, it hung, or it ended well without a trace."""
+
+    status: Literal["failed", "hanging", "no trace"]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Starts trials one after the other, each in a folder of its own below ``folder``.
+
+    Args:
+        command: from a trial's folder to the command that runs the script under the strategy file
+            ``strategy.yaml`` there.
+        folder: gets ``01``, ``02`` ..., each with strategy, trace and what the script wrote.
+        steps: iterations that are measured.
+        skip: iterations before them, left out as warm-up.
+    """
+
+    command: Callable[[Path], Sequence[str]]
+    folder: Path
+    steps: int = 10
+    skip: int = 3
+
+    def run(self, strategy: Strategy, limit: float) -> Measurement | Failure:
+        """Measure one strategy within ``limit`` seconds; no process is left when this returns."""
+        number = 1 + sum(1 for _ in self.folder.glob("[0-9]*"))
+        folder = (self.folder / f"{number:02d}").resolve()
+        folder.mkdir(parents=True)
+        trace = {"steps": self.steps, "skip": self.skip, "folder": str(folder)}
+        traced = strategy.document() | {"trace": trace}
+        (folder / STRATEGY).write_text(Strategy.load(traced).to_yaml())
+        return measure(self.command(folder), folder, limit)
+
+
+def measure(command: Sequence[str], folder: Path, limit: float) -> Measurement | Failure:
+    """Run ``command`` until it has written ``trace.json`` in ``folder``, but no longer than limit.
+
+    The command goes on training after that, so it is ended.
+    """
+    start = time.monotonic()
+    with started(command, folder) as process:
+        trace = _wait_for_trace(process, folder, start + limit)
+    if isinstance(trace, Failure):
+        return trace
+    seconds = iterations(trace)
+    low, _, high = quantiles(seconds, n=4, method="inclusive") if seconds[1:] else seconds * 3
+    return Measurement(median(seconds), (high - low) / 2, time.monotonic() - start, trace)
+
+
+@contextmanager
+def started(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Inside, ``command`` runs; what it writes goes to ``output.log`` in ``folder``.
+
+    At the end it is asked to end (SIGTERM), then forced, and so is every process that it has
+    started, in whatever sessions.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / OUTPUT).open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, MARK: str(folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # a group of its own, to be killed as one
+        )
+    try:
+        yield process
+    finally:
+        _end(process, folder)
+
+
+def last_words(folder: Path) -> str:
+    """The last line of a command's output that names an error, else its last line; and the file."""
+    text = (folder / OUTPUT).read_text(errors="replace")
+    lines = [stripped for line in text.splitlines() if (stripped := line.strip(" \u2502"))]
+    errors = [found[0] for line in lines if (found := _ERROR.match(line))]
+    return (errors or lines or ["it said nothing"])[-1] + _where(folder)
+
+
+def iterations(trace: Trace) -> list[float]:
+    """Seconds of each iteration, the slowest rank's, in order.
+
+    Example:
+        >>> from slipstream.trace import Event
+        >>> spans = [Event("iteration", rank, 3, 0.0, 1.0 + rank) for rank in range(2)]
+        >>> iterations(Trace(tuple(spans)))
+        [2.0]
+    """
+    slowest: dict[int, float] = defaultdict(float)
+    for one in timeline(trace.events):
+        slowest[one.step] = max(slowest[one.step], one.duration)
+    return [slowest[step] for step in sorted(slowest)]
+
+
+def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (left := _started_by(folder)) and time.monotonic() < deadline:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_SECONDS / 5)
+
+
+def _wait_for_trace(
+    process: subprocess.Popen[bytes], folder: Path, deadline: float
+) -> Trace | Failure:
+    """The trace as soon as its file is complete, or why there is none."""
+    path, began = folder / TRACE, time.monotonic()
+    while True:
+        code = process.poll()  # before the look at the file: what a run wrote last counts
+        if path.exists():
+            try:
+                return chrome.read(path)
+            except TraceError as error:  # the file is being written, unless the run is over
+                if code is not None:
+                    return Failure("failed", str(error))
+        if code == 0:
+            return Failure("no trace", f"it ended without a trace{_where(folder)}")
+        if code is not None:
+            return Failure("failed", f"{_cause(code)}: {last_words(folder)}")
+        if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            return Failure("hanging", f"no trace after {waited:.0f} s: killed{_where(folder)}")
+        time.sleep(POLL_SECONDS)
+
+
+def _where(folder: Path) -> str:
+    return f" (see {folder / OUTPUT})"
+
+
+def _cause(code: int) -> str:
+    """How a process ended, by the code that ``subprocess`` gives it."""
+    return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+
+
+def _started_by(folder: Path) -> list[int]:
+    """The processes of a trial, in whatever session; none where there is no ``/proc``."""
+    mark = f"{MARK}={folder}\0".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # of another user, or gone
+            if mark in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found

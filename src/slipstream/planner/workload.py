@@ -1,0 +1,161 @@
+"""What one iteration asks for, read from a trace and freed of the strategy under which it ran.
+
+Never predicts anything: compute times, ready times and bytes in, nothing of exchanges out.
+
+[Note: Contention]
+While an exchange moves, compute goes at ``1 / (1 + kappa)`` of its speed. So there are two clocks:
+seconds, and *work*, the seconds that compute would have taken alone. Work passes at the same rate
+on all ranks, since all take part in an exchange. A workload is in work; the simulator goes back.
+
+[Note: Typical ranks]
+Which rank is late changes from iteration to iteration, and exchanges wait for the last one. The
+median of each rank alone would forget that somebody is always late. So the ready times of each
+gradient are sorted over ranks in each iteration, the median over iterations is taken of the
+earliest, the second ... the last, and these go to the ranks in the order in which they end
+backward. Predictions need no more: an exchange waits for the last rank, whichever it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import TraceError
+from slipstream.gradients.layout import Gradient
+from slipstream.planner._measured import Array, complete_steps, measure
+from slipstream.planner.cost import Cluster
+from slipstream.trace.event import BUFFERS, Trace
+from slipstream.trace.timeline import Iteration
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Workload:
+    """One iteration without accumulation: seconds of work by rank, bytes by gradient.
+
+    ``other`` (what the script does besides), ``data_wait``, ``forward``, ``backward`` and
+    ``optimizer`` have a number a rank; ``ready`` has a row a rank and a column a gradient, in ready
+    order, counted from the start of backward. ``samples`` are those of one batch of each rank, 0
+    where that is not known. ``hosts`` and ``model`` are what the trace calls them.
+    """
+
+    gradients: tuple[Gradient, ...]
+    data_wait: Array
+    forward: Array
+    backward: Array
+    ready: Array
+    optimizer: Array
+    other: Array
+    samples: Array
+    buffers_bytes: int = 0
+    model: str = ""
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that the numbers are of."""
+        return len(self.forward)
+
+    @property
+    def num_bytes(self) -> Array:
+        """Bytes of each gradient, in ready order."""
+        return np.array([gradient.num_bytes for gradient in self.gradients], dtype=np.float64)
+
+    @property
+    def borders(self) -> tuple[int, ...]:
+        """Where in ready order another dtype begins: no collective reaches across."""
+        types = [gradient.dtype for gradient in self.gradients]
+        return tuple(i for i in range(1, len(types)) if types[i] != types[i - 1])
+
+    def for_ranks(self, count: int) -> Workload:
+        """The same work on another number of ranks: the ranks' profiles, repeated in order.
+
+        Example:
+            >>> one = np.ones(2)
+            >>> pair = Workload((), one, one, one, np.ones((2, 0)), one, one, one)
+            >>> pair.for_ranks(5).num_ranks
+            5
+        """
+        if count == self.num_ranks:
+            return self
+        rows = np.arange(count) % self.num_ranks
+        names = ("data_wait", "forward", "backward", "ready", "optimizer", "other", "samples")
+        profiles: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        hosts = tuple(self.hosts[row] for row in rows) if self.hosts else ()
+        return replace(self, **profiles, hosts=hosts)
+
+    @classmethod
+    def from_trace(cls, trace: Trace, cluster: Cluster) -> Workload:
+        """What is typical of the iterations of a trace, with ``cluster``'s contention taken out.
+
+        Where a trace does not tell when gradients were ready (one process, or an older version of
+        slipstream), that is interpolated by bytes between the moments that it tells.
+
+        Raises:
+            TraceError: the trace does not list the model's gradients, no step is complete on all
+                ranks, or ranks disagree about what they exchanged.
+            ClusterError: the trace has another number of ranks than the cluster.
+        """
+        if (world_size := int(trace.meta.get("world_size", 1))) > 1:
+            cluster.check_world(world_size)
+        gradients = gradients_of(trace)
+        segments = [len(segment["gradients"]) for segment in trace.meta.get("segments") or ()]
+        steps = complete_steps(trace)
+        found = [measure(step, gradients, segments, cluster.compute_slowdown) for step in steps]
+        every = {name: np.array([one[name] for one in found]) for name in found[0]}
+        typical = {name: np.median(every[name], axis=0) for name in _PROFILE}
+        passes = np.median(every["passes"], axis=0)
+        synced = np.median(every["start"] - typical["optimizer"], axis=1)
+        since = _typical_ranks(every["marks"] - synced[:, None, None])
+        spent = since[:, -1] - typical["optimizer"] - typical["other"]
+        before = typical["data_wait"] + typical["forward"]
+        backward = np.maximum(spent / passes - before, 0.0)
+        ready = since[:, :-1] - (since[:, -1] - backward)[:, None]
+        hosts = tuple(str(host) for host in trace.meta.get("hosts") or ())
+        return cls(
+            gradients=gradients,
+            **typical,
+            backward=backward,
+            ready=np.clip(ready, 0.0, backward[:, None]),
+            buffers_bytes=_buffers_bytes(steps[0]),
+            model=str(trace.meta.get("model", "")),
+            hosts=hosts if len(hosts) == len(backward) else (),
+        )
+
+
+_PROFILE = ("data_wait", "forward", "optimizer", "other", "samples")
+
+
+def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
+    """The gradients that a trace lists, in ready order.
+
+    Raises:
+        TraceError: it lists none.
+    """
+    listed = trace.meta.get("gradients")
+    if not listed:
+        raise TraceError(
+            "the trace does not list the model's gradients (meta.gradients), so nothing can be "
+            "planned from it; it comes from an older slipstream: record it again"
+        )
+    try:
+        return tuple(Gradient(g["name"], g["layer"], int(g["bytes"]), g["dtype"]) for g in listed)
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"the trace's list of gradients is damaged ({error!r:.80}); each one has name, layer, "
+            "bytes and dtype: record the trace again"
+        ) from error
+
+
+def _typical_ranks(times: Array) -> Array:
+    """Steps x ranks x points to ranks x points; see the note at the top of the file."""
+    in_order = np.median(np.sort(times, axis=1), axis=0)
+    ends = np.median(times[:, :, -1], axis=0)
+    return np.asarray(in_order[np.argsort(np.argsort(ends, kind="stable"))])
+
+
+def _buffers_bytes(step: Sequence[Iteration]) -> int:
+    sizes = [event.args.get("bytes", 0) for event in step[0].exchanges if event.name == BUFFERS]
+    return int(sum(sizes))

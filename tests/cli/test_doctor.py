@@ -1,0 +1,143 @@
+"""``slipstream doctor network`` as its users run it, and what its report says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from slipstream.cli import doctor
+from slipstream.cli._doctor_report import report
+from slipstream.planner.cost import Cluster, Curve
+from slipstream.testbed import unavailable
+from tests.planner.clusters import SIZES, cluster
+
+_reason = unavailable()
+SLIPSTREAM = [sys.executable, "-m", "slipstream"]
+NETWORK = ["doctor", "network", "--seconds", "1", "-o", "cluster.yaml"]
+
+
+def slipstream(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command line in ``folder``."""
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "SLIPSTREAM_STRATEGY")
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    return subprocess.run(
+        [*SLIPSTREAM, *words],
+        cwd=folder,
+        env=environ | {"COLUMNS": "100"} | variables,
+        text=True,
+        capture_output=True,
+        timeout=120,
+    )
+
+
+WAYS = {
+    "alone": ([], NETWORK, (2, 1, 2), {"world"}),
+    "under a launcher": (
+        ["launch", "--nproc", "2", "-m", "slipstream"],
+        NETWORK,
+        (2, 1, 2),
+        {"world"},
+    ),
+    "on emulated hosts": (
+        [],
+        [*NETWORK, "--nodes", "2", "--ranks-per-node", "2", "--rate", "1gbit"],
+        (4, 2, 2),
+        {"world", "intra", "inter"},
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "words", "shape", "kinds"), WAYS.values(), ids=WAYS)
+def test_it_measures_draws_and_saves(tmp_path: Path, before, words, shape, kinds) -> None:
+    if "--nodes" in words and _reason is not None:
+        pytest.skip(_reason)
+    ran = slipstream(tmp_path, *before, *words)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = Cluster.load(tmp_path / "cluster.yaml")
+    assert (found.world_size, found.hosts, found.ranks_per_host) == shape
+    assert found.networks.keys() == kinds
+    for kind in kinds:
+        assert f"{kind}: {found.networks[kind].ranks} ranks" in ran.stdout
+    assert "all-gather" in ran.stdout
+    assert "written to cluster.yaml" in ran.stdout
+    assert ran.stdout.count("written") == 1
+    assert set(os.listdir(tmp_path)) - {"slipstream-logs"} == {"cluster.yaml"}
+
+
+WRONG = {
+    "no yaml": (["-o", "cluster.txt"], {}, "ends in .yaml or .yml"),
+    "no folder": (["-o", "no/cluster.yaml"], {}, "cannot be written"),
+    "no rate": (["--nodes", "2", "--rate", "fast"], {}, "'fast' is not a link rate"),
+    "one rank": (["--ranks", "1"], {}, "--ranks"),
+    "half an environment": ([], {"RANK": "0"}, "WORLD_SIZE"),
+    "hosts in a rank": (
+        ["--nodes", "2"],
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
+        "leave out one of the two",
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "variables", "said"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_said_before_anything_starts(
+    tmp_path: Path, words, variables, said: str
+) -> None:
+    ran = slipstream(tmp_path, "doctor", "network", *words, **variables)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert said in " ".join(ran.stderr.replace("│", "").split())
+    assert "Traceback" not in ran.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_rank_alone_is_told_so(tmp_path: Path) -> None:
+    job = {"file": "cluster.yaml", "seconds": 1.0, "terminal": False, "columns": 80}
+    ran = subprocess.run(
+        [sys.executable, "-m", doctor.MEASURE, json.dumps(job)],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith("ClusterError: 1 rank has no network to measure")
+    assert os.listdir(tmp_path) == []
+
+
+def drawn(found: Cluster) -> str:
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(report(found))
+    return shown.get()
+
+
+def test_the_report_says_what_was_measured() -> None:
+    text = drawn(cluster(4, 2))
+    assert max(map(len, text.splitlines())) <= 80
+    for expected in (
+        "world: 8 ranks, all ranks",
+        "intra: 2 ranks, the ranks of each host",
+        "inter: 4 ranks, across hosts, one rank of each",
+        "world: up to 0.999 Gbit/s over each rank's link",
+        "computing takes 1.25 times as long",
+        "an exchange 1.50 times",
+    ):
+        assert expected in " ".join(text.split()), text
+    assert "warning" not in text
+    rows = [line.split() for line in text.splitlines() if "all-reduce" in line and "KB" in line]
+    assert rows[0] == ["all-reduce", "1", "KB", "0.714", "0.011", "0.020", "+0.0%"]
+
+
+def test_the_report_warns_of_a_fit_that_is_off() -> None:
+    fine = cluster()
+    odd = Curve.fit([(m, 2e-3 if m == 2**20 else 1e-4 + 1e-9 * m) for m in SIZES])
+    world = fine.networks["world"].model_copy(update={"reduce_scatter": odd})
+    text = " ".join(drawn(fine.model_copy(update={"networks": {"world": world}})).split())
+    assert "worse than 15%" in text
+    assert re.search(r"world reduce_scatter: the fit is \d+% off in 1 MB\.\.10 MB", text)
+    assert text.count("the fit is") == 1

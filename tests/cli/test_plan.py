@@ -1,0 +1,90 @@
+"""``slipstream plan``: the tables arrive, the best strategy is written, mistakes end in one box."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from slipstream.cli import main
+from slipstream.planner.exchange import Plan
+from slipstream.planner.simulate import simulate
+from slipstream.strategy import Strategy
+from slipstream.trace import Trace, write
+from tests.planner.test_plan import UNEVEN
+from tests.trace.traces import by_hand
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Options that name a trace and its cluster."""
+    work, where = UNEVEN
+    trace = simulate(work, Plan.of(Strategy(), work.gradients), where, steps=2)
+    meta = trace.meta | {"strategy": Strategy().document(full=True)}
+    write(Trace(trace.events, meta), tmp_path / "trace.json")
+    where.save(tmp_path / "cluster.yaml")
+    return ["--trace", str(tmp_path / "trace.json"), "--cluster", str(tmp_path / "cluster.yaml")]
+
+
+def _run(*arguments: str) -> str:
+    result = CliRunner(env={"COLUMNS": "120"}).invoke(
+        main.app, ["plan", *arguments], catch_exceptions=False
+    )
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_the_tables_rank_strategies_and_show_other_clusters(files, tmp_path) -> None:
+    best = tmp_path / "best.yaml"
+    shown = _run(*files, "-o", str(best))
+    for text in ("4 ranks on 4 hosts", "by_bytes 8 (first 1, last 1) *", "4096", "100 Gbit/s"):
+        assert text in shown
+    assert "Extrapolated" not in shown
+    strategy = Strategy.load(best)
+    assert strategy.gradients.split.kind == "by_index"
+    assert strategy.gradients.split.last[-1] == 29
+
+
+def test_another_cluster_is_extrapolated_and_says_so(files) -> None:
+    shown = _run(*files, "--nodes", "64", "--ranks-per-node", "1", "--rate", "25gbit")
+    assert "64 ranks on 64 hosts" in shown
+    assert "Extrapolated" in shown
+
+
+def test_json_is_for_machines(files, tmp_path) -> None:
+    numbers = json.loads(_run(*files, "--json", "--allow-lossy", "-o", str(tmp_path / "b.json")))
+    rows = numbers["strategies"]
+    assert Strategy.load(rows[0]["strategy"]) == Strategy.load(tmp_path / "b.json")
+    assert {row["exactness"] for row in rows} >= {"reordered", "reordered, batch x4"}
+    assert [point["nodes"] for point in numbers["nodes"]] == [2**power for power in range(13)]
+    assert numbers["rates"][0]["rate"] == 1e8
+    assert all(0 < point["efficiency"] <= 1.001 for point in numbers["nodes"])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--trace", "no-such.json"], "cannot be read"),
+        (["--cluster", "no-such.yaml"], "slipstream doctor network"),
+        (["--rate", "fast"], "is not a link rate"),
+        (["-o", "best.txt"], "a strategy file ends in .yaml"),
+        (["-o", "no/such/folder.yaml"], "cannot be written"),
+        (["--trace", "foreign.json"], "gradients"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_end_in_a_box_and_code_2(
+    monkeypatch, capsys, files, tmp_path, options, reason
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(by_hand(ranks=4), "foreign.json")  # of a version that did not list the gradients
+    monkeypatch.setattr(sys, "argv", ["slipstream", "plan", *files, *options])
+    with pytest.raises(SystemExit) as exit:
+        main.main()
+    assert exit.value.code == 2
+    box = " ".join(capsys.readouterr().err.replace("\u2502", " ").split())
+    assert reason in box
+    assert "Traceback" not in box

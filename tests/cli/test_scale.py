@@ -1,0 +1,139 @@
+"""``slipstream scale``: real runs of a script that never ends, and what they come to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from slipstream.cli.scale import curve, parse_ranks, plot
+from slipstream.errors import LaunchError
+from tests.trace.training import Training
+
+SCALE = [
+    sys.executable,
+    "-c",
+    "import typer; from slipstream.cli import main, scale; "
+    "main.app.command('scale', context_settings={'allow_interspersed_args': False})(scale.scale); "
+    "main.main()",
+    "scale",
+]
+TRAIN = """
+import itertools, os, pathlib, sys
+import torch, slipstream
+pathlib.Path(f"pid{os.environ['WORLD_SIZE']}-{os.environ['RANK']}").write_text(str(os.getpid()))
+assert sys.argv[1:] == ["--batch", "6"]
+model = torch.nn.Linear(8, 8)
+session = slipstream.accelerate(model, torch.optim.SGD(model.parameters(), 0.1))
+for _ in itertools.count():
+    session.backward(session.model(torch.ones(6, 8)).square().mean())
+    session.step()
+"""
+FAIL = "raise RuntimeError('no data here')"
+NO_STEP = "print('done')"
+
+
+def _scale(folder: Path, script: str, *options: str, **variables: str) -> tuple[int, str, str]:
+    (folder / "train.py").write_text(script)
+    names = ("SLIPSTREAM_STRATEGY", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE")
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    environ |= {"GLOO_SOCKET_IFNAME": "lo", "COLUMNS": "100"} | variables
+    done = subprocess.run(
+        [*SCALE, "--folder", "out", *options, "--", "train.py", "--batch", "6"],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    said = " ".join(re.sub("[^ -~]", " ", done.stderr).split())
+    return done.returncode, done.stdout, said
+
+
+def test_each_number_of_ranks_is_measured_and_nothing_is_left_running(tmp_path: Path) -> None:
+    (tmp_path / "wish.yaml").write_text("gradients: {split: single}\n")
+    options = ("--ranks", "2,1", "--steps", "4", "--strategy", "wish.yaml")
+    code, out, err = _scale(tmp_path, TRAIN, *options)
+    assert code == 0, err
+    document = json.loads((tmp_path / "out" / "scale.json").read_text())
+    assert document["command"] == ["train.py", "--batch", "6"]
+    assert document["strategy"] == {"gradients": {"split": "single"}}
+    assert document["unit"] == "samples/s"
+    one, two = document["points"]
+    assert (one["ranks"], one["speed_up"], one["efficiency"]) == (1, 1.0, 1.0)
+    assert two["ranks"] == 2
+    assert two["efficiency"] == pytest.approx(two["rate"] / (2 * one["rate"]))
+    assert one["rate"] == pytest.approx(6 / one["iteration"], rel=0.5)
+    for text in ("Scaling on this machine", "samples/s", "speed-up (dots: linear)"):
+        assert text in out
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
+    assert len(pids) == 3
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert len(list(tmp_path.glob("out/ranks-*/**/trace.json"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "reason"),
+    [
+        (FAIL, (), "--ranks 1: .*no data here.* Mend the script"),
+        (
+            NO_STEP,
+            (),
+            "--ranks 1: .*ended without a trace.* It has to reach the first step",
+        ),
+        (TRAIN, ("--limit", "0.1"), "--ranks 1: .*Give it more time with --limit"),
+        (TRAIN, ("--strategy", "no-such-preset"), "no-such-preset"),
+    ],
+    ids=["fails", "never steps", "too slow", "no strategy"],
+)
+def test_a_run_without_a_trace_is_one_clear_error(tmp_path, script, options, reason):
+    code, out, err = _scale(tmp_path, script, "--ranks", "1", "--steps", "2", *options)
+    assert (code, out) == (2, "")
+    assert re.search(reason, err), err
+    assert "Traceback" not in err
+
+
+def test_a_missing_script_is_found_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    command = [*SCALE, "--folder", "out", "nowhere.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "'nowhere.py' does not exist" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,,2", "two", "-1", "1.5"])
+def test_ranks_are_numbers_above_0(text: str) -> None:
+    with pytest.raises(LaunchError, match=r"write numbers above 0"):
+        parse_ranks(text)
+
+
+def test_inside_a_launcher_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(LaunchError, match=r"RANK=1 is set"):
+        parse_ranks("1,2")
+
+
+def test_the_curve_counts_batches_where_samples_are_not_told() -> None:
+    points, what = curve({ranks: Training(ranks=ranks, samples=0).trace for ranks in (4, 2)})
+    assert what == "batches"
+    assert [(point.ranks, point.speed_up, point.efficiency) for point in points] == [
+        (2, 1.0, 1.0),
+        (4, pytest.approx(2.0), pytest.approx(1.0)),
+    ]
+    assert points[0].rate == pytest.approx(2 / 0.210)
+    assert points[0].exposed == pytest.approx(0.050)
+
+
+def test_bars_stop_at_the_border_and_dots_reach_the_linear_speed_up() -> None:
+    points, _ = curve({ranks: Training(ranks=ranks).trace for ranks in (1, 2, 4)})
+    bars = plot(points).plain.splitlines()[1:]
+    assert [bar.count("#") for bar in bars] == [10, 15, 30]  # 160 ms alone, else 210
+    assert [bar.count("#") + bar.count(".") - 1 for bar in bars] == [10, 20, 40]
+    assert {len(bar) for bar in bars} == {len(bars[0])}

@@ -1,0 +1,140 @@
+"""``slipstream tune`` on real ranks that train, and what it refuses before any starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli import main as cli
+from slipstream.cli.tune import parse_budget
+from slipstream.errors import LaunchError
+from slipstream.planner import tune
+from slipstream.strategy import Strategy
+from tests.planner.test_plan import cluster
+from tests.testbed.traces import marked
+
+TRAIN = """
+import os, sys, time
+import torch
+import slipstream
+
+torch.manual_seed(0)
+layers = [torch.nn.Linear(256, 256) for _ in range(4)]
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+session = slipstream.accelerate(model, optimizer)
+split = session.strategy.gradients.split.kind
+if "fail" in sys.argv and split != "by_bytes":
+    raise RuntimeError("not with " + split)
+while "never" not in sys.argv:
+    session.backward(session.model(torch.ones(8, 256)).square().mean())
+    session.step()
+"""
+
+
+@pytest.fixture
+def slipstream(monkeypatch, capfd, tmp_path):
+    """Run a command line in this process: its exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN)
+    cluster(2).save("cluster.yaml")
+    Path("optimal.yaml").write_text("gradients: {split: optimal}\n")
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["slipstream", "tune", *words])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capfd.readouterr()
+        return (ended.value.code or 0, out, " ".join(err.replace("\u2502", " ").split()))
+
+    return run
+
+
+def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(tune, "MOST_PAIRS", 3)
+    monkeypatch.setattr(tune, "LEAST_MEASURED", 2)
+    monkeypatch.setattr(tune, "MODEL_ERROR", 0.5)  # so that some are measured, come what may
+    given = ["--cluster", "cluster.yaml", "--steps", "3", "--budget", "150s"]
+    Path("own.yaml").write_text("gradients: {accumulate: 2}\n")
+    code, out, err = slipstream(*given, "--strategy", "own.yaml", "--", "train.py", "fail")
+    assert code == 0, err
+    log = json.loads(Path("trials.json").read_text())
+    assert log[0]["reason"] == "the baseline"
+    assert log[0]["status"] == "measured"
+    assert log[0]["measured"] > 0
+    assert set(log[0]) == {
+        "name", "strategy", "predicted", "measured", "spread", "reason", "status"
+    }  # fmt: skip
+    best = Strategy.load("strategy.yaml")
+    assert best.gradients.accumulate == 2
+    assert best.trace.steps is None
+    ran = [trial for trial in log if trial["status"] != "not measured"]
+    assert len(ran) >= 2
+    for trial in ran:
+        kind = Strategy.load(trial["strategy"]).gradients.split.kind
+        assert trial["status"] == ("measured" if kind == "by_bytes" else "failed")
+        assert trial["status"] == "measured" or f"RuntimeError: not with {kind}" in trial["reason"]
+    assert "trials" in out
+    assert "baseline" in err
+    assert marked("train.py") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["never", "--budget", "60s"], "TraceError", "the script never steps: it ended without"),
+        (["--budget", "8s"], "LaunchError", "too small for one trial: the baseline run took"),
+    ],
+    ids=["a script that never steps", "a budget for the baseline only"],
+)
+def test_what_the_first_run_shows_ends_in_a_box(slipstream, words, error, message) -> None:
+    script, options = [w for w in words if w == "never"], [w for w in words if w != "never"]
+    code, out, err = slipstream("--cluster", "cluster.yaml", *options, "--", "train.py", *script)
+    assert (code, out) == (2, "")
+    assert error in err
+    assert message in err
+    assert not Path("strategy.yaml").exists()
+    assert marked("train.py") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strategy", "optimal.yaml", "--", "nope.py"], "this starts from the default"),
+        (["--", "nope.py"], "'nope.py' does not exist"),
+        (["--budget", "soon", "train.py"], "--budget 'soon'"),
+        (["--ranks", "1", "train.py"], "a single rank exchanges nothing"),
+        (["--nodes", "0", "train.py"], "0 nodes"),
+        (["--nodes", "2", "--rate", "fast", "train.py"], "is not a link rate"),
+        (["--strategy", "nope.yaml", "train.py"], "nope.yaml"),
+        (["--cluster", "nope.yaml", "train.py"], "nope.yaml"),
+        (["-o", "strategy.txt", "train.py"], "ends in .yaml"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_mistake_is_found_before_anything_starts(slipstream, words, message) -> None:
+    code, out, err = slipstream(*words)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert not Path("slipstream-logs").exists()
+
+
+def test_under_a_launcher_it_says_how_to_run_it(slipstream, monkeypatch) -> None:
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    code, _, err = slipstream("train.py")
+    assert code == 2
+    assert "as rank 1" in err
+    assert "slipstream tune --ranks N -- train.py" in err
+    for name in environment:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("text", ["", "10", "m", "-5m", "0s", "5 days"])
+def test_a_budget_is_a_number_and_a_unit(text: str) -> None:
+    with pytest.raises(LaunchError, match="such as 90s or 10m"):
+        parse_budget(text)

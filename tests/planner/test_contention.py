@@ -1,0 +1,69 @@
+"""How measured times of computing and exchanging become two slowdowns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.planner import contention as measuring
+from slipstream.planner.contention import contention
+from slipstream.planner.cost import Curve
+from tests.harness.ranks import Ranks
+
+ALL_REDUCE = Curve.fit([(4096, 1e-3), (8192, 2e-3), (2**20, 0.25)])
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def measure(
+    alone: tuple[float, ...], both: tuple[float, ...], beside: float
+) -> tuple[float, float]:
+    """What the ranks find if exchanges take so long on each, and a unit computed beside them."""
+    rank, own = dist.get_rank(), measuring._Bench._exchange
+    times = {False: (alone[rank], 0.0), True: (both[rank], beside)}
+    measuring._Bench._exchange = lambda bench, compute: times[compute]
+    try:
+        return contention(dist.group.WORLD, torch.device("cpu"), ALL_REDUCE, 0.02)
+    finally:
+        measuring._Bench._exchange = own
+
+
+def test_the_last_rank_counts_for_exchanges_and_all_for_computing(two) -> None:
+    results = two.run(measure, (0.2, 0.4), (0.6, 0.3), 30.0)
+    assert results == [results[0]] * 2
+    compute, exchange = results[0]
+    assert exchange == 0.5  # 0.6 / 0.4
+    assert compute > 1  # 30 s a unit
+
+
+def test_nothing_is_sped_up(two) -> None:
+    assert two.run(measure, (0.2, 0.2), (0.1, 0.1), 0.0) == [(0.0, 0.0)] * 2
+
+
+def traffic() -> tuple[list[int], tuple[float, float]]:
+    """Bytes of each exchange, and what was found."""
+    sizes, own = [], dist.all_reduce
+
+    def watched(tensor, **options):
+        if options.get("async_op"):
+            sizes.append(tensor.nbytes)
+        return own(tensor, **options)
+
+    dist.all_reduce = watched
+    try:
+        found = contention(dist.group.WORLD, torch.device("cpu"), ALL_REDUCE, 0.02)
+    finally:
+        dist.all_reduce = own
+    return sizes, found
+
+
+def test_exchanges_are_of_a_size_that_fits_the_time(two) -> None:
+    for sizes, found in two.run(traffic):
+        assert set(sizes) == {8192}  # four of 2 ms are done in 20 ms, four of 250 ms are not
+        assert len(sizes) == measuring.ROUNDS * 2 * 10  # 20 ms of them, alone and beside computing
+        assert min(found) >= 0.0

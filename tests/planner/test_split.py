@@ -1,0 +1,205 @@
+"""Cuts against brute force over all cuts, their lower bound, and the search near them."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import chain, combinations, pairwise
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.planner.split import finish_time, improve, lower_bound, optimal_cuts
+
+CLOSE = 1e-9
+MB = 2**20
+
+
+@cache
+def all_cuts(count):
+    """Every way to cut ``count`` gradients."""
+    inner = range(1, count)
+    chosen = chain.from_iterable(combinations(inner, size) for size in range(count))
+    return tuple((*cuts, count) for cuts in chosen)
+
+
+def brute_force(ready, sizes, cost, *, borders=(), cap_bytes=None, overhead=0.0, tolerance=0.0):
+    """The fewest segments that end within the tolerance of the best, and that best end."""
+    count = len(ready)
+    costs, latest = {}, {}
+    for i, j in combinations(range(count + 1), 2):
+        size = sum(sizes[i:j])
+        costs[i, j] = float(cost(np.array([float(size)]))[0]) if callable(cost) else cost[i, j]
+        latest[i, j] = max(ready[i:j])
+        if any(i < border < j for border in borders):
+            costs[i, j] = inf
+        if cap_bytes is not None and size > cap_bytes and j - i > 1:
+            costs[i, j] = inf
+    ends = []
+    for cuts in all_cuts(count):
+        end = 0.0
+        for number, segment in enumerate(pairwise((0, *cuts)), 1):
+            end = max(end, latest[segment] + number * overhead) + costs[segment]
+        ends.append((len(cuts), end))
+    best = min(end for _, end in ends)
+    return min(m for m, end in ends if end <= best * (1 + tolerance) + CLOSE), best
+
+
+def affine(startup, per_byte):
+    return lambda size: startup + per_byte * size
+
+
+def piecewise(size):
+    """Falls where another algorithm takes over, as measured costs do."""
+    return np.where(size < 12, 3.0 + 0.4 * size, 2.0 + 0.3 * size)
+
+
+numbers = st.integers(0, 12).map(float)
+
+
+@st.composite
+def instances(draw):
+    """Ready times that need not ascend, sizes, any cost, borders, a cap, an overhead."""
+    count = draw(st.integers(1, 8))
+    ready = draw(st.lists(numbers, min_size=count, max_size=count))
+    if draw(st.booleans()):
+        ready.sort()
+    sizes = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
+    table = np.array(draw(st.lists(numbers, min_size=(count + 1) ** 2, max_size=(count + 1) ** 2)))
+    cost = draw(
+        st.sampled_from(
+            [
+                affine(2.0, 0.5),
+                affine(0.0, 1.0),
+                affine(5.0, 0.0),
+                np.sqrt,
+                piecewise,
+                table.reshape(count + 1, count + 1),
+            ]
+        )
+    )
+    rules = {
+        "borders": draw(st.lists(st.integers(1, count), max_size=2)),
+        "cap_bytes": draw(st.none() | st.integers(1, 20)),
+        "tolerance": draw(st.sampled_from([0.0, 0.0, 0.005, 0.2])),
+    }
+    return ready, sizes, cost, rules, draw(st.sampled_from([0.0, 0.0, 0.3, 2.0]))
+
+
+@settings(deadline=None, max_examples=2000)
+@given(instances())
+def test_no_cuts_end_earlier_and_none_that_end_so_early_are_fewer(instance) -> None:
+    ready, sizes, cost, rules, overhead = instance
+    count, best = brute_force(ready, sizes, cost, overhead=overhead, **rules)
+    cuts = optimal_cuts(ready, sizes, cost, compute_overhead=overhead, **rules)
+    end = finish_time(cuts, ready, sizes, cost, compute_overhead=overhead)
+    assert end <= best * (1 + rules["tolerance"]) + CLOSE
+    assert len(cuts) == count
+    assert set(rules["borders"]) - {len(ready)} <= set(cuts)
+    if rules["cap_bytes"] is not None:
+        for start, stop in pairwise((0, *cuts)):
+            assert stop - start == 1 or sum(sizes[start:stop]) <= rules["cap_bytes"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(numbers, st.integers(0, 9)), min_size=1, max_size=60),
+    st.floats(0, 5),
+    st.floats(0, 2),
+)
+def test_nothing_ends_before_the_lower_bound_nor_after_one_exchange(rows, startup, rate) -> None:
+    ready, sizes = zip(*rows, strict=True)
+    cost = affine(startup, rate)
+    end = finish_time(optimal_cuts(ready, sizes, cost), ready, sizes, cost)
+    assert end >= lower_bound(ready, sizes, startup, rate) - CLOSE
+    assert end <= finish_time((len(rows),), ready, sizes, cost) + CLOSE
+
+
+def test_the_lower_bound_is_reached_where_one_exchange_is_the_optimum() -> None:
+    ready, sizes = [3.0, 1.0], [10, 10]
+    assert lower_bound(ready, sizes, 4.0, 0.1) == 3.0 + 4.0 + 2.0
+    assert optimal_cuts(ready, sizes, affine(4.0, 0.1)) == (2,)
+
+
+CASES = {
+    "no gradients": ([], [], affine(1.0, 1.0), {}, ()),
+    "one gradient": ([2.0], [7], affine(1.0, 1.0), {}, (1,)),
+    "free exchanges are one": ([1.0, 2.0, 3.0], [1, 1, 1], affine(0.0, 0.0), {}, (3,)),
+    "nothing hides a startup": ([0.0, 0.0, 0.0], [1, 1, 1], affine(1.0, 1.0), {}, (3,)),
+    "a small last one": ([1.0, 50.0, 60.0], [30, 9, 1], affine(1.0, 1.0), {}, (1, 2, 3)),
+    "a border": ([0.0, 0.0, 0.0], [1, 1, 1], affine(1.0, 1.0), {"borders": (1,)}, (1, 3)),
+    "a gradient above the cap": ([0.0] * 3, [9, 1, 1], affine(1.0, 0.0), {"cap_bytes": 4}, (1, 3)),
+    "a saving within the tolerance": (
+        [1.0, 2.0],
+        [100, 1],
+        affine(0.01, 1.0),
+        {"tolerance": 0.02},
+        (2,),
+    ),
+}
+
+
+@pytest.mark.parametrize(("ready", "sizes", "cost", "rules", "cuts"), CASES.values(), ids=CASES)
+def test_cases_told_by_hand(ready, sizes, cost, rules, cuts) -> None:
+    assert optimal_cuts(ready, sizes, cost, **rules) == cuts
+
+
+@pytest.mark.parametrize("startup", [1e-3, 1e-6, 0.0])
+def test_thousands_of_gradients_against_all_fixed_sizes(startup) -> None:
+    random = np.random.default_rng(7)
+    count = 2000
+    sizes = (random.pareto(0.8, count) * 3e4).astype(int) + 256
+    ready = np.cumsum(random.exponential(1e-4, count))
+    cost = affine(startup, 1e-9)
+    cuts = optimal_cuts(ready, sizes, cost, tolerance=0.001)
+    end = finish_time(cuts, ready, sizes, cost)
+    assert end >= lower_bound(ready, sizes, startup, 1e-9) - CLOSE
+    for limit in MB * 2.0 ** np.arange(-3, 8):
+        fixed, filled = [], 0
+        for index, size in enumerate(sizes, 1):
+            filled += size
+            if filled >= limit or index == count:
+                fixed.append(index)
+                filled = 0
+        assert end <= finish_time(fixed, ready, sizes, cost) * 1.001
+
+
+@settings(deadline=None, max_examples=200)
+@given(instances(), st.integers(1, 30))
+def test_a_search_never_gets_worse_keeps_borders_and_stays_within_its_evaluations(
+    instance, evaluations
+) -> None:
+    ready, sizes, cost, rules, overhead = instance
+    count = len(ready)
+    borders = [border for border in rules["borders"] if border < count]
+    start = tuple(sorted({*borders, count}))
+    asked = []
+
+    def evaluate(cuts):
+        asked.append(cuts)
+        return finish_time(cuts, ready, sizes, cost, compute_overhead=overhead)
+
+    found = improve(start, evaluate, borders=borders, max_evaluations=evaluations)
+    assert evaluate(found) <= evaluate(start) + CLOSE
+    assert {*borders, count} <= set(found)
+    assert len(asked) <= evaluations + 2
+    assert len(set(asked)) >= len(asked) - 2
+
+
+def test_a_search_without_limit_ends_where_no_single_step_helps() -> None:
+    random = np.random.default_rng(3)
+    ready, sizes = np.cumsum(random.random(40)), random.integers(1, 50, 40)
+    cost = affine(1.0, 0.05)
+
+    def evaluate(cuts):
+        return finish_time(cuts, ready, sizes, cost)
+
+    found = improve((40,), evaluate, max_evaluations=10**6)
+    best = evaluate(optimal_cuts(ready, sizes, cost))
+    assert evaluate((40,)) > evaluate(found) >= best - CLOSE
+    assert evaluate(found) <= 1.1 * best
+    near = [tuple(c for c in found if c != cut) for cut in found[:-1]]
+    near += [tuple(sorted({*found, extra})) for extra in range(1, 40)]
+    assert all(evaluate(cuts) >= evaluate(found) - CLOSE for cuts in near)
