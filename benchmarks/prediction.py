@@ -5,8 +5,10 @@
 On every testbed (model x rate) one set of ranks measures the network, then trains under each
 strategy in turn, a block of iterations each, recorded. *Replay*: a strategy's iteration predicted
 from its own trace. *What-if*: predicted from the trace of the default alone, the strategy never
-having run. Errors are predicted / measured - 1, measured being the median iteration of the slowest
-rank. Kendall's tau compares the order of the predictions with that of the measurements.
+having run. Errors are predicted / measured - 1, measured being the median over iterations of the
+mean over ranks (each begins where its last one ended, so means add up to the time of the block; the
+slowest rank's would count the jitter of its start twice). Kendall's tau compares the order of the
+predictions with that of the measurements.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -37,8 +39,8 @@ from slipstream.planner.cost import Cluster
 from slipstream.planner.exchange import Plan
 from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
-from slipstream.planner.trials import iterations
 from slipstream.trace import Trace, chrome
+from slipstream.trace.timeline import timeline
 
 MODELS = ("resnet50", "vgg16", "bert")
 RATES = ("1gbit", "300mbit")
@@ -94,12 +96,20 @@ def compare(model: str, rate: str, folder: Path) -> tuple[list[Row], float]:
     traces = {name: chrome.read(folder / name / "trace.json") for name in STRATEGIES}
     rows = []
     for name, trace in traces.items():
-        low, measured, high = quartiles(iterations(trace))
+        low, measured, high = quartiles(seconds(trace))
         replay = predicted(trace, trace, cluster)
         what_if = None if name == BASELINE else predicted(traces[BASELINE], trace, cluster)
         rows.append(Row(model, rate, name, measured, low, high, replay, what_if))
     orders = [(r.measured, r.replay if r.what_if is None else r.what_if) for r in rows]
     return rows, kendall(orders)
+
+
+def seconds(trace: Trace) -> list[float]:
+    """Of each iteration, the mean over ranks."""
+    steps: dict[int, list[float]] = {}
+    for one in timeline(trace.events):
+        steps.setdefault(one.step, []).append(one.duration)
+    return [fmean(durations) for durations in steps.values()]
 
 
 def predicted(source: Trace, target: Trace, cluster: Cluster) -> float:

@@ -10,11 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli import main
+from slipstream.errors import ClusterError
 from slipstream.planner.exchange import Plan
 from slipstream.planner.simulate import simulate
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, write
-from tests.planner.test_plan import UNEVEN
+from tests.planner.test_plan import UNEVEN, cluster
 from tests.trace.traces import by_hand
 
 
@@ -51,6 +52,15 @@ def test_the_tables_rank_strategies_and_show_other_clusters(files, tmp_path) -> 
 def test_another_cluster_is_extrapolated_and_says_so(files) -> None:
     shown = _run(*files, "--nodes", "64", "--ranks-per-node", "1", "--rate", "25gbit")
     assert "64 ranks on 64 hosts" in shown
+    assert "Extrapolated" in shown
+
+
+def test_a_cluster_of_another_size_takes_the_wish_for_an_extrapolation(files, tmp_path) -> None:
+    cluster(2).save(tmp_path / "cluster.yaml")
+    with pytest.raises(ClusterError, match="describes 2 ranks, the run has 4"):
+        _run(*files)
+    shown = _run(*files, "--nodes", "8")
+    assert "8 ranks on 8 hosts" in shown
     assert "Extrapolated" in shown
 
 

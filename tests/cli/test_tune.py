@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
 
 from slipstream.cli import main as cli
-from slipstream.cli.tune import parse_budget
+from slipstream.cli import tune as command
 from slipstream.errors import LaunchError
-from slipstream.planner import tune
+from slipstream.planner import pairs, tune
+from slipstream.planner.cost import Cluster
 from slipstream.strategy import Strategy
 from tests.planner.test_plan import cluster
-from tests.testbed.traces import marked
+from tests.testbed.traces import marked, wait_for_marked
 
 TRAIN = """
 import os, sys, time
@@ -29,6 +33,7 @@ session = slipstream.accelerate(model, optimizer)
 split = session.strategy.gradients.split.kind
 if "fail" in sys.argv and split != "by_bytes":
     raise RuntimeError("not with " + split)
+time.sleep(3 if "slow" in sys.argv else 0)
 while "never" not in sys.argv:
     session.backward(session.model(torch.ones(8, 256)).square().mean())
     session.step()
@@ -54,10 +59,12 @@ def slipstream(monkeypatch, capfd, tmp_path):
 
 
 def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(tune, "MOST_PAIRS", 3)
+    for module, name in ((tune, "MOST_PAIRS"), (tune, "LEAST_PAIRS"), (pairs, "LEAST_PAIRS")):
+        monkeypatch.setattr(module, name, 1)
     monkeypatch.setattr(tune, "LEAST_MEASURED", 2)
     monkeypatch.setattr(tune, "MODEL_ERROR", 0.5)  # so that some are measured, come what may
-    given = ["--cluster", "cluster.yaml", "--steps", "3", "--budget", "150s"]
+    monkeypatch.setattr(command, "MOST_SECONDS", 1.0)
+    given = ["--steps", "3", "--budget", "170s"]
     Path("own.yaml").write_text("gradients: {accumulate: 2}\n")
     code, out, err = slipstream(*given, "--strategy", "own.yaml", "--", "train.py", "fail")
     assert code == 0, err
@@ -79,6 +86,8 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
         assert trial["status"] == "measured" or f"RuntimeError: not with {kind}" in trial["reason"]
     assert "trials" in out
     assert "baseline" in err
+    [network] = Path().glob("slipstream-logs/tune-*/network/cluster.yaml")
+    assert Cluster.load(network).world_size == 2
     assert marked("train.py") == []
 
 
@@ -86,13 +95,17 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     ("words", "error", "message"),
     [
         (["never", "--budget", "60s"], "TraceError", "the script never steps: it ended without"),
-        (["--budget", "8s"], "LaunchError", "too small for one trial: the baseline run took"),
+        (
+            ["slow", "--budget", "25s"],
+            "LaunchError",
+            "too small for one trial: the baseline run took",
+        ),
     ],
     ids=["a script that never steps", "a budget for the baseline only"],
 )
 def test_what_the_first_run_shows_ends_in_a_box(slipstream, words, error, message) -> None:
-    script, options = [w for w in words if w == "never"], [w for w in words if w != "never"]
-    code, out, err = slipstream("--cluster", "cluster.yaml", *options, "--", "train.py", *script)
+    argument, *options = words
+    code, out, err = slipstream("--cluster", "cluster.yaml", *options, "--", "train.py", argument)
     assert (code, out) == (2, "")
     assert error in err
     assert message in err
@@ -111,6 +124,7 @@ def test_what_the_first_run_shows_ends_in_a_box(slipstream, words, error, messag
         (["--nodes", "2", "--rate", "fast", "train.py"], "is not a link rate"),
         (["--strategy", "nope.yaml", "train.py"], "nope.yaml"),
         (["--cluster", "nope.yaml", "train.py"], "nope.yaml"),
+        (["--log", "no/such/file.json", "train.py"], "--log no/such/file.json: cannot be written"),
         (["-o", "strategy.txt", "train.py"], "ends in .yaml"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -120,6 +134,18 @@ def test_a_mistake_is_found_before_anything_starts(slipstream, words, message) -
     assert (code, out) == (2, "")
     assert message in err
     assert not Path("slipstream-logs").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_while_a_trial_runs_it_leaves_no_process(tmp_path, number) -> None:
+    (tmp_path / "train.py").write_text("import time; time.sleep(100)")
+    marker = f"tuned-{uuid.uuid4()}"
+    argv = [sys.executable, "-m", "slipstream", "tune", "--", "train.py", marker]
+    with subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.DEVNULL) as run:
+        assert len(wait_for_marked(marker, 4)) == 4  # tuner, launcher, two ranks
+        run.send_signal(number)
+        assert run.wait(30) == 128 + number
+    assert marked(marker) == []
 
 
 def test_under_a_launcher_it_says_how_to_run_it(slipstream, monkeypatch) -> None:
@@ -137,4 +163,4 @@ def test_under_a_launcher_it_says_how_to_run_it(slipstream, monkeypatch) -> None
 @pytest.mark.parametrize("text", ["", "10", "m", "-5m", "0s", "5 days"])
 def test_a_budget_is_a_number_and_a_unit(text: str) -> None:
     with pytest.raises(LaunchError, match="such as 90s or 10m"):
-        parse_budget(text)
+        command.parse_budget(text)

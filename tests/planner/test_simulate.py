@@ -203,12 +203,13 @@ def test_every_plan_takes_at_least_its_compute_and_leaves_sound_events(
     assert seconds >= (plan.accumulate * passes + work.other).max()
     trace = simulate(work, plan, where, 2)
     segments = len(plan.cuts) * (2 if transport == "sharded" else 1)
-    for one in timeline(trace.events):
+    iterations = timeline(trace.events)
+    exact = 1e-6 if codec is None else 1e-3  # ranks that decode late catch up step by step
+    assert max(one.duration for one in iterations) == pytest.approx(seconds, rel=exact)
+    for one in iterations:
         parts = breakdown(one).parts
-        assert parts.iteration == pytest.approx(seconds)
-        assert sum(
-            (parts.data_wait, parts.forward, parts.backward, parts.exposed, parts.optimizer)
-        ) + parts.other == pytest.approx(seconds)
+        spent = (parts.data_wait, parts.forward, parts.backward, parts.exposed, parts.optimizer)
+        assert sum(spent) + parts.other == pytest.approx(one.duration)
         assert sum(e.name.startswith("allreduce") for e in one.exchanges) == segments
         backward = [event for event in one.events if event.name == "backward"]
         assert len(backward) == plan.accumulate

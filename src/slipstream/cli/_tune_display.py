@@ -82,6 +82,10 @@ class Display:
         """What is being done from now on."""
         self._progress.update(self._task, description=words)
 
+    def warn(self, words: str) -> None:
+        """Something that the numbers rest on is doubtful."""
+        self._progress.print(Text(f"warning: {words}", style="yellow"), soft_wrap=True)
+
     def show(self, trial: Trial) -> None:
         """A run is over."""
         if trial.status == "not measured":

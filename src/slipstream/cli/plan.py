@@ -33,7 +33,7 @@ from slipstream.planner.plan import (
 from slipstream.strategy import Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import format_rate, parse_rate
-from slipstream.trace import chrome
+from slipstream.trace import Trace, chrome
 
 SHOWN = 12
 _MEANING = (
@@ -73,7 +73,10 @@ def plan(
     bits = None if rate is None else float(parse_rate(rate))
     recorded = chrome.read(trace)
     base = traced_strategy(recorded)
-    workload, here = prepare(recorded, Cluster.load(cluster))
+    measured = Cluster.load(cluster)
+    if nodes is not None or ranks_per_node is not None:
+        measured = _as_traced(measured, recorded)
+    workload, here = prepare(recorded, measured)
     where = here
     if any(option is not None for option in (nodes, ranks_per_node, rate)):
         where = here.scaled(nodes or here.hosts, ranks_per_node or here.ranks_per_host, bits)
@@ -103,6 +106,18 @@ def plan(
     console.print(_curve(f"{name}: other links, {_ranks(where.world_size)}", by_rate, "rate"))
     if output is not None:
         console.print(Text(f"The best one is in {output}."), soft_wrap=True)
+
+
+def _as_traced(cluster: Cluster, trace: Trace) -> Cluster:
+    """The cluster with as many ranks as the trace has: extrapolated, if it was measured on others.
+
+    Only for those who ask for an extrapolation anyway; else another number is a mistake.
+    """
+    ranks = int(trace.meta.get("world_size", 1))
+    if ranks in (1, cluster.world_size):
+        return cluster
+    hosts = len(set(trace.meta.get("hosts") or [""]))
+    return cluster.scaled(hosts, ranks // hosts)
 
 
 def check_output(output: Path | None) -> None:

@@ -89,11 +89,15 @@ def tune(
     the strategies that are predicted to be fastest, then the best of them against the first in
     turn. If none is faster beyond the noise, the strategy you came with is what is written.
 
+    The script must leave the strategy to accelerate(), and step more than three times; what it
+    writes itself, it writes in every trial.
+
     [dim]slipstream tune --ranks 4 -- train.py --batch 32[/dim]
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
     """
     _refuse_ranks()
     check_output(output)
+    _check_log(log)
     seconds = parse_budget(budget)
     base = _start(Strategy.load(strategy))
     known = Cluster.load(cluster) if cluster else None
@@ -103,6 +107,8 @@ def tune(
 
         def predict(trace: Trace) -> list[Prediction]:
             here = known or _measure_network(where, folder / "network", display)
+            for doubt in here.doubts:
+                display.warn(doubt)
             workload, here = prepare(trace, here)
             return rank(candidates(workload, here, exact_only, base), workload, here, base)
 
@@ -140,6 +146,11 @@ def parse_budget(text: str) -> float:
     if not seconds:
         raise LaunchError(f"--budget {text!r}: write a number and s, m or h, such as 90s or 10m")
     return seconds
+
+
+def _check_log(log: Path) -> None:
+    if not os.access(log.parent, os.W_OK) or log.is_dir():
+        raise LaunchError(f"--log {log}: cannot be written; choose another place")
 
 
 def _start(strategy: Strategy) -> Strategy:

@@ -41,7 +41,7 @@ def _spans(step: Step, moments: Moments, clock: Clock, rank: int) -> Iterator[_S
     facts: dict[str, Any] = {"samples": _whole(samples)} if samples else {}
     yield ITERATION, time(moments.start), time(moments.end), facts
     for index, one in enumerate(moments.passes):
-        if one.forward[rank] > one.waits[rank] and step.workload.data_wait[rank] > 0:
+        if step.workload.data_wait[rank] > 0:
             yield DATA_WAIT, time(one.waits), time(one.forward), {}
         yield FORWARD, time(one.forward), time(one.backward), {}
         begins, facts = time(one.backward), {}
@@ -49,8 +49,7 @@ def _spans(step: Step, moments: Moments, clock: Clock, rank: int) -> Iterator[_S
             ready = clock.times_of(moments.ready[rank]) - begins
             facts = {"gradients_ready": ready.tolist()}
         yield BACKWARD, begins, time(one.ends), facts
-    gathers_from = float(clock.times_of(moments.start[rank]))
-    readies = [gathers_from] * len(step.gathers)
+    readies = [time(moments.start)] * len(step.gathers)
     yield from _exchanges(step.gathers, moments.gathered, readies, "all_gather")
     sharded = step.plan.transport == "sharded"
     readies = clock.times_of(moments.handed[rank]).tolist()
@@ -80,8 +79,8 @@ def _exchanges(
                 "collectives": parcel.collectives,
                 "ready": ready,
             }
-        if kind:
-            facts["collective"] = kind
+            if kind:
+                facts["collective"] = kind
         yield parcel.name, start, landing.end, facts
 
 

@@ -24,7 +24,7 @@ from slipstream.planner.cost import Cluster
 from slipstream.planner.exchange import Plan, gathers, parcels
 from slipstream.planner.workload import Workload
 
-_SETTLING = 8
+_SETTLING = 4
 _SAME = 1e-9
 
 
@@ -40,11 +40,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """One iteration: by rank, and by parcel where a row a rank and a column a parcel is said.
+    """One iteration.
 
-    ``ready`` are the columns of gradients, ``handed`` those of parcels: when this rank was through
-    with them; ``landings`` belong to the parcels. ``decoded`` has a column a parcel that a codec
-    made smaller, ``gathered`` the landings of all-gathers.
+    ``ready`` has a column a gradient, ``handed`` one a parcel: when the rank was through with it.
+    ``decoded`` has a column a parcel that a codec made smaller. ``landings`` are those of parcels,
+    ``gathered`` those of all-gathers.
     """
 
     start: Array
@@ -55,7 +55,6 @@ class Moments:
     decoded: Array
     update: Array
     end: Array
-    gathers_from: float
     gathered: tuple[Landing, ...]
 
 
@@ -107,13 +106,13 @@ class Step:
         """One iteration whose ranks begin at ``start``; the clock goes on to its last landing."""
         work, at = self.workload, start + self.workload.other
         passes: list[Pass] = []
-        gathers_from = float(start.max())
         gathered: tuple[Landing, ...] = ()
         for number in range(self.plan.accumulate):
             loaded = at + work.data_wait
             forward_ends = loaded + work.forward
             if number == 0 and self.gathers:
-                gathered, forward_ends = self._forward_under_gathers(loaded, gathers_from, clock)
+                updated = float(start.max())
+                gathered, forward_ends = self._forward_under_gathers(loaded, updated, clock)
             ends = forward_ends + self._backward
             passes.append(Pass(at, loaded, forward_ends, ends))
             at = ends
@@ -126,7 +125,7 @@ class Step:
         if decoded.size:
             done = np.maximum(done, decoded[:, -1])
         end = done + self.optimizer
-        moments = (ready, handed, landings, decoded, done, end, gathers_from, gathered)
+        moments = (ready, handed, landings, decoded, done, end, gathered)
         return Moments(start, tuple(passes), *moments)
 
     def _codec_seconds(self) -> tuple[Array, Array]:

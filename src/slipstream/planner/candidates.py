@@ -62,8 +62,8 @@ def candidates(
 def optimal_split(workload: Workload, cluster: Cluster, seeds: Sequence[Strategy]) -> ByIndex:
     """The split with the smallest predicted iteration.
 
-    The dynamic program (``split``) solves the problem without contention, once for the ready times
-    of compute that nothing disturbs and once for those of compute that exchanges slow throughout.
+    The dynamic program (``split``) solves the problem without contention, once for compute and
+    exchanges that nothing disturbs and once for both as slow as they make each other throughout.
     The better of the two, or of ``seeds`` if one is better still, is improved on the simulator;
     segments that gain nearly nothing are then joined again: no ready time is known as well as that.
     """
@@ -78,9 +78,15 @@ def optimal_split(workload: Workload, cluster: Cluster, seeds: Sequence[Strategy
     cost = cluster.network("world").all_reduce.seconds_of
     before = workload.data_wait + workload.forward
     ready = (before[:, None] + workload.ready).max(axis=0)  # an all-reduce waits for the last rank
+    slow_compute, slow_exchange = 1.0 + cluster.compute_slowdown, 1.0 + cluster.exchange_slowdown
     starts = [
-        optimal_cuts(ready * slowed, sizes, cost)
-        for slowed in (1.0, 1.0 + cluster.compute_slowdown)
+        optimal_cuts(ready, sizes, cost, borders=workload.borders),
+        optimal_cuts(
+            ready * slow_compute,
+            sizes,
+            lambda num_bytes: cost(num_bytes) * slow_exchange,
+            borders=workload.borders,
+        ),
     ]
     for seed in seeds:
         segments = plan_segments(gradients, seed.gradients.split)
@@ -91,12 +97,14 @@ def optimal_split(workload: Workload, cluster: Cluster, seeds: Sequence[Strategy
 
 def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
     """Without the cuts that together gain less than TOLERANCE, the least useful ones first."""
+
+    def without(cut: int) -> tuple[int, ...]:
+        return tuple(other for other in cuts if other != cut)
+
     limit = seconds(cuts) * (1 + TOLERANCE)
-    while len(cuts) > 1:
-        fewer = min((cuts[:i] + cuts[i + 1 :] for i in range(len(cuts) - 1)), key=seconds)
-        if seconds(fewer) > limit:
-            break
-        cuts = fewer
+    for cut in sorted(cuts[:-1], key=lambda cut: seconds(without(cut))):
+        if seconds(without(cut)) <= limit:
+            cuts = without(cut)
     return cuts
 
 

@@ -41,17 +41,15 @@ class TrialLog:
     Attributes:
         base: the strategy that all others are compared with.
         notify: gets the trials after every new one.
-        scale: from predicted to expected seconds, once the baseline is measured.
     """
 
     base: Strategy
     notify: Callable[[Sequence[Trial]], None]
-    scale: float = 1.0
     trials: list[Trial] = field(default_factory=list, init=False)
 
-    def expected(self, prediction: Prediction) -> float:
-        """Seconds for as many batches as an iteration of the baseline takes."""
-        return prediction.per_batch * self.base.gradients.accumulate * self.scale
+    def predicted(self, prediction: Prediction) -> float:
+        """Predicted seconds for as many batches as an iteration of the baseline takes."""
+        return prediction.per_batch * self.base.gradients.accumulate
 
     def seconds(self, strategy: Strategy, measurement: Measurement) -> float:
         """Measured seconds for as many batches as an iteration of the baseline takes."""
@@ -71,7 +69,7 @@ class TrialLog:
             Trial(
                 name=label(strategy),
                 strategy=strategy.document(),
-                predicted=self.expected(prediction) if prediction else None,
+                predicted=self.predicted(prediction) if prediction else None,
                 measured=self.seconds(strategy, ran) if ran else None,
                 spread=ran.spread * self._batches(strategy) if ran else None,
                 reason=f"{reason}; {failed.reason}" if failed else reason,

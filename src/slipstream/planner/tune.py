@@ -94,10 +94,9 @@ class Tuner:
         predictions = self.predict(first.trace)
         self._check_budget()  # predicting may have meant to measure the network
         own = next(p for p in predictions if p.strategy == self.base)
-        self._log.scale = first.seconds / own.seconds
         self._log.add(self.base, own, first, "the baseline")
         others = [p for p in predictions if p is not own]
-        measured = self._measure_promising(others, first)
+        measured = self._measure_promising(others, first, first.seconds / own.seconds)
         return self._choose(measured, first)
 
     def _baseline(self) -> Measurement:
@@ -132,15 +131,19 @@ class Tuner:
             )
 
     def _measure_promising(
-        self, predictions: Sequence[Prediction], first: Measurement
+        self, predictions: Sequence[Prediction], first: Measurement, scale: float
     ) -> list[tuple[float, Prediction]]:
-        """Measure the most promising; returns those that ran, fastest first."""
+        """Measure the most promising; returns those that ran, fastest first.
+
+        ``scale`` is what the baseline took over what it was predicted to take: all others are
+        expected to be off by as much.
+        """
         noise = max(LEAST_NOISE, first.spread / first.seconds / sqrt(len(_steps(first))))
         most = max(LEAST_MEASURED, ceil(len(predictions) / 4))
         best, stop, tried = first.seconds, "", 0
         measured: list[tuple[float, Prediction]] = []
         for prediction in predictions:
-            expected = self._log.expected(prediction)
+            expected = self._log.predicted(prediction) * scale
             if not stop:
                 stop = self._reason_to_stop(expected, best, noise, tried >= most)
             if stop:
@@ -183,7 +186,8 @@ class Tuner:
             if len(ratios) < LEAST_PAIRS:
                 verdict = f"the budget ended before {name} was compared: the baseline stays"
             elif is_faster(ratios):
-                verdict = f"{name} is {_change(1 - median(ratios))} than the baseline: {text}"
+                gain = _change(1 - median(ratios))
+                verdict = f"{name} ({prediction.exactness}) is {gain} than the baseline: {text}"
                 return self._end(prediction.strategy, verdict, ratios, improved=True)
             else:
                 verdict = f"{name} is not faster beyond the noise: {text}; the baseline stays"
