@@ -14,7 +14,7 @@ from slipstream.errors import ClusterError
 from slipstream.planner.exchange import Plan
 from slipstream.planner.simulate import simulate
 from slipstream.strategy import Strategy
-from slipstream.trace import Trace, write
+from slipstream.trace import Trace, read, write
 from tests.planner.test_plan import UNEVEN, cluster
 from tests.trace.traces import by_hand
 
@@ -47,6 +47,15 @@ def test_the_tables_rank_strategies_and_show_other_clusters(files, tmp_path) -> 
     strategy = Strategy.load(best)
     assert strategy.gradients.split.kind == "by_index"
     assert strategy.gradients.split.last[-1] == 29
+
+
+def test_the_predicted_trace_is_one_that_other_commands_read(files, tmp_path) -> None:
+    _run(*files, "--predicted", str(tmp_path / "future.json"), "-o", str(tmp_path / "best.yaml"))
+    future = read(tmp_path / "future.json")
+    assert future.meta["predicted"] is True
+    last = Strategy.load(tmp_path / "best.yaml").gradients.split.last
+    assert len(future.meta["segments"]) == len(last)
+    assert {event.rank for event in future.events} == {0, 1, 2, 3}
 
 
 def test_another_cluster_is_extrapolated_and_says_so(files) -> None:

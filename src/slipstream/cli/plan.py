@@ -21,6 +21,7 @@ from rich.text import Text
 from slipstream.errors import StrategyError
 from slipstream.planner.candidates import TOLERANCE, candidates, label
 from slipstream.planner.cost import Cluster
+from slipstream.planner.exchange import Plan
 from slipstream.planner.plan import (
     RATES,
     Point,
@@ -30,12 +31,14 @@ from slipstream.planner.plan import (
     traced_strategy,
     what_if,
 )
+from slipstream.planner.simulate import simulate
 from slipstream.strategy import Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import format_rate, parse_rate
 from slipstream.trace import Trace, chrome
 
 SHOWN = 12
+PREDICTED_STEPS = 3
 _MEANING = (
     "Predicted. Efficiency: the speed of all ranks over the sum of the speeds that they would have "
     "alone, without any exchange. Memory: gradients and their flags, on each rank. Of strategies "
@@ -58,6 +61,13 @@ def plan(
     ] = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the best strategy: .yaml.")
+    ] = None,
+    predicted: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write the trace that the best strategy would leave, for `slipstream report`.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The numbers as JSON.")] = False,
 ) -> None:
@@ -90,6 +100,9 @@ def plan(
     )
     if output is not None:
         write_strategy(best, output)
+    if predicted is not None:
+        future = simulate(workload, Plan.of(best, workload.gradients), where, steps=PREDICTED_STEPS)
+        chrome.write(future, predicted)
     if as_json:
         typer.echo(json.dumps(_document(found, by_nodes, by_rate, where), indent=2))
         return
