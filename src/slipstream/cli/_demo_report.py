@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import comb
 from pathlib import Path
 from statistics import median, quantiles
 
 from rich.table import Table
 
 from slipstream.errors import TraceError
+from slipstream.planner.pairs import median_interval
 
 ALONE, DDP, SLIPSTREAM = "no exchange", "DDP", "slipstream"
 METHOD = (
@@ -188,24 +188,6 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """First quartile, median, third quartile of two values or more."""
     low, middle, high = quantiles(values, n=4, method="inclusive")
     return low, middle, high
-
-
-def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % confidence interval of the median, whatever the distribution; None if too few.
-
-    Of n values the number below the median is binomial (n, 1/2): the interval leaves out as many
-    at each end as has a chance of at most 2.5 % there.
-
-    Example:
-        >>> median_interval(range(1, 11)), median_interval(range(5))
-        ((2, 9), None)
-    """
-    below, chance = 0, comb(len(values), 0)
-    while chance <= 0.025 * 2 ** len(values):
-        below += 1
-        chance += comb(len(values), below)
-    ordered = sorted(values)
-    return (ordered[below - 1], ordered[-below]) if below else None
 
 
 def _seconds(value: float) -> str:

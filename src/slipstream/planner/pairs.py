@@ -25,17 +25,30 @@ def is_faster(ratios: Sequence[float]) -> bool:
 def highest_median(values: Sequence[float]) -> float:
     """Upper end of the 95 % confidence interval of the median; of fewer than six, the maximum.
 
-    Of n values the number below the median is binomial (n, 1/2), whatever their distribution.
-
     Example:
         >>> highest_median([1, 2, 3]), highest_median(range(1, 10))
         (3, 8)
+    """
+    interval = median_interval(values)
+    return max(values) if interval is None else interval[1]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % confidence interval of the median, whatever the distribution; None if too few.
+
+    Of n values the number below the median is binomial (n, 1/2): the interval leaves out as many
+    at each end as has a chance of at most 2.5 % there.
+
+    Example:
+        >>> median_interval(range(1, 11)), median_interval(range(5))
+        ((2, 9), None)
     """
     below, chance = 0, 1
     while chance <= 0.025 * 2 ** len(values):
         below += 1
         chance += comb(len(values), below)
-    return sorted(values)[-max(below, 1)]
+    ordered = sorted(values)
+    return (ordered[below - 1], ordered[-below]) if below else None
 
 
 def is_clear(ratios: Sequence[float]) -> bool:
@@ -46,6 +59,12 @@ def is_clear(ratios: Sequence[float]) -> bool:
 
 
 def in_words(ratios: Sequence[float]) -> str:
+    """How many pairs, their range and their median.
+
+    Example:
+        >>> in_words([0.9, 0.8, 1.1])
+        '3 pairs in alternation, 0.800 to 1.100 of its time, median 0.900'
+    """
     if not ratios:
         return "no pair"
     low, high = min(ratios), max(ratios)

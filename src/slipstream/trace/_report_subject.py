@@ -18,7 +18,7 @@ from slipstream.trace._report_bars import Drawing, lay_out
 from slipstream.trace._report_plots import PARTS, Compared, Stack
 from slipstream.trace.breakdown import Typical, typical
 from slipstream.trace.event import Trace
-from slipstream.trace.summary import _words
+from slipstream.trace.summary import strategy_words
 from slipstream.trace.throughput import samples_per_second
 from slipstream.trace.timeline import Iteration, timeline
 
@@ -62,7 +62,7 @@ class Subject:
     @property
     def strategy(self) -> str:
         """In few words, and how many segments it made."""
-        words = list(_words(self.meta.get("strategy") or {}))
+        words = list(strategy_words(self.meta.get("strategy") or {}))
         if segments := self.meta.get("segments"):
             words.append(f"{len(segments)} segment{'s' * (len(segments) != 1)}")
         return ", ".join(words) or "unknown"

@@ -145,7 +145,7 @@ def _headline(meta: Mapping[str, Any], middle: Typical) -> Text:
     if meta.get("hosts"):
         words[-1] += f" on {_count(len(set(meta['hosts'])), 'host')}"
     words.append(_count(middle.iterations, "iteration"))
-    words += _words(meta.get("strategy") or {})
+    words += strategy_words(meta.get("strategy") or {})
     if error := _clock_error(meta):
         words.append(f"clocks within {error * 1e6:.0f} us")
     return Text(" | ".join(words), style="bold")
@@ -156,13 +156,13 @@ def _clock_error(meta: Mapping[str, Any]) -> float:
     return max(map(float, meta.get("clock_error") or [0.0]))
 
 
-def _words(settings: Mapping[str, Any]) -> Iterator[str]:
+def strategy_words(settings: Mapping[str, Any]) -> Iterator[str]:
     """A strategy in few words: kinds without their fields, no trace settings, no nulls."""
     for name, value in settings.items():
         if name == "trace" or value is None:
             continue
         if isinstance(value, Mapping):
-            yield from [f"{name} {value['kind']}"] if "kind" in value else _words(value)
+            yield from [f"{name} {value['kind']}"] if "kind" in value else strategy_words(value)
         elif isinstance(value, bool):
             yield name if value else f"no {name}"
         else:
