@@ -40,6 +40,7 @@ class Recording:
     ) -> None:
         self._recorder, self._wish, self._device = recorder, wish, device
         self._control, self._live = control, live
+        self._for_user = live is None  # whether this window is the one that the user asked for
         self._iteration = 0
         self._aligned = self._under_way = self._over = False
         self._forward_start: Stamp | None = None
@@ -109,7 +110,7 @@ class Recording:
         if self._over:
             return
         self.drop()
-        if self._wish.steps is None or self._searching:
+        if not self._for_user:
             return
         trace = self._gather(facts)
         if trace is not None and trace.events:
@@ -122,17 +123,15 @@ class Recording:
         self._over = True
         self._hook.remove()
 
-    @property
-    def _searching(self) -> bool:
-        return self._live is not None and not self._live.settled
-
     def _complete(self, facts: Mapping[str, Any]) -> None:
         """All iterations of a window are recorded: for the search of the split, or for the user."""
-        if self._live is None or not self._searching:
+        live = self._live
+        if live is None or self._for_user:
             self.write(facts)
-        elif self._live.proceed(self._gather(facts)):
-            self._next_window(self._iteration + SETTLING, self._live.steps)
+        elif not live.settled and live.proceed(self._gather(facts)):
+            self._next_window(self._iteration + SETTLING, live.steps)
         elif self._wish.steps is not None:
+            self._for_user = True
             self._next_window(max(self._wish.skip, self._iteration + SETTLING), self._wish.steps)
         else:
             self.drop()
