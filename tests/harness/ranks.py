@@ -174,6 +174,7 @@ def _serve(pipe: Connection, path: list[str]) -> None:
                 dist.init_process_group(
                     "gloo", init_method=f"file://{meeting}", rank=rank, world_size=size
                 )
+                dist.barrier()  # a rank that is done must not leave while another still connects
             answer = (True, fn(*args), "")
         except BaseException as error:
             answer = (False, error, traceback.format_exc())
