@@ -85,5 +85,7 @@ def test_a_network_without_room_is_refused(count: int) -> None:
 
 def test_the_bucket_grows_with_the_rate() -> None:
     assert "burst 125000b" in shape("eth0", 10**9)
+    assert "burst 81920b" in shape("eth0", 3 * 10**8)  # a packet of 64 KB fits
+    assert "burst 81920b" in shape("eth0", 10**8)
     assert "burst 1250000b" in shape("eth0", 10**10)
     assert f"burst {SMALLEST_BURST}b" in shape("eth0", 10**6)

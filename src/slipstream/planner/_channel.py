@@ -12,8 +12,8 @@ a step of thousands of ranks costs hardly more than one of four.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -87,10 +87,10 @@ class _Flight:
     def __post_init__(self) -> None:
         self.left = self.phases[0].seconds
 
-    def pace(self, sharing: Counter[str | None]) -> int:
+    def pace(self, demands: Mapping[str | None, float]) -> float:
         """How many times as long the present phase takes for others on its network."""
         network = self.phases[0].network
-        return sharing[network] if network is not None else 1
+        return max(demands[network], 1.0) if network is not None else 1.0
 
     def go_on(self) -> bool:
         """Begin the next phase; False if that was the last one."""
@@ -127,8 +127,10 @@ def run(
         rate = 1.0 / (1.0 + compute_slowdown) if flights else 1.0
         resting = bisect_right(rests, clock.work + _INSTANT)
         slow = 1.0 + exchange_slowdown * (1.0 - resting / len(rests))
-        sharing = Counter(flight.phases[0].network for flight in flights)
-        paces = [slow * flight.pace(sharing) for flight in flights]
+        demands: dict[str | None, float] = defaultdict(float)
+        for flight in flights:
+            demands[flight.phases[0].network] += flight.phases[0].demand
+        paces = [slow * flight.pace(demands) for flight in flights]
         seconds = (jobs[following].ready - clock.work) / rate if room else inf
         if flights and resting < len(rests):
             seconds = min(seconds, (rests[resting] - clock.work) / rate)

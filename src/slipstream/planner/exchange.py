@@ -112,10 +112,16 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Part of an exchange: seconds alone on a network that exchanges share; None: on no network."""
+    """Part of an exchange: its seconds alone, and the share of a network that it fills meanwhile.
+
+    Exchanges slow one another only where together they would fill more than all of the network:
+    a small one waits for processes to wake up rather than for bytes. ``network`` None: for latency
+    alone.
+    """
 
     network: str | None
     seconds: float
+    demand: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,4 +202,6 @@ def _phases(network: str, curve: Curve, size: float) -> tuple[Phase, ...]:
     """The latency, which exchanges do not share, and the transfer, which they do."""
     total = curve.seconds(max(size, 1.0))
     latency = min(curve.startup, total)
-    return Phase(None, latency), Phase(network, total - latency)
+    transfer = total - latency
+    demand = min(curve.per_byte * size / transfer, 1.0) if transfer else 0.0
+    return Phase(None, latency), Phase(network, transfer, demand)
