@@ -3,12 +3,17 @@
     python benchmarks/prediction.py --json prediction.json
 
 On every testbed (model x rate) one set of ranks measures the network, then trains under each
-strategy in turn, a block of iterations each, recorded. *Replay*: a strategy's iteration predicted
-from its own trace. *What-if*: predicted from the trace of the default alone, the strategy never
-having run. Errors are predicted / measured - 1, measured being the median over iterations of the
-mean over ranks (each begins where its last one ended, so means add up to the time of the block; the
-slowest rank's would count the jitter of its start twice). Kendall's tau compares the order of the
-predictions with that of the measurements.
+strategy in turn, a block of iterations each, recorded; and once more in the opposite order, so that
+what drifts meanwhile is no strategy's. *Replay*: a strategy's iteration predicted from its own
+trace. *What-if*: predicted from the trace of the default alone, the strategy never having run.
+Predictions are the mean of those from the two blocks. Errors are predicted / measured - 1, measured
+being the median over iterations of the mean over ranks (each begins where its last one ended, so
+means add up to the time of the block; the slowest rank's would count the jitter of its start
+twice).
+
+Kendall's tau compares the order of the predictions with that of the measurements: over all pairs of
+strategies, and over those whose order the measurement knows, i.e. where the 95 % intervals of the
+two medians do not overlap.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.calibrate import SIZES, calibrate
 from slipstream.planner.cost import Cluster
 from slipstream.planner.exchange import Plan
+from slipstream.planner.pairs import median_interval
 from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
 from slipstream.trace import Trace, chrome
@@ -54,6 +60,7 @@ STRATEGIES: dict[str, dict[str, object]] = {
 }
 BASELINE = "default"
 SKIP = 2
+BLOCKS = 2
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,20 @@ class Row:
     replay: float
     what_if: float | None  # None: the baseline itself
 
+    @property
+    def from_baseline(self) -> float:
+        """What the baseline's trace says."""
+        return self.replay if self.what_if is None else self.what_if
+
+
+@dataclass(frozen=True)
+class Order:
+    """Kendall's tau over all pairs, and over the ``num_told_apart`` whose order is known."""
+
+    tau: float
+    tau_told_apart: float
+    num_told_apart: int
+
 
 def train(model_name: str, steps: int, folder: Path) -> None:
     """What each rank does: a trace of every strategy, and the network, into ``folder``."""
@@ -80,9 +101,10 @@ def train(model_name: str, steps: int, folder: Path) -> None:
     if dist.get_rank() == 0:
         cluster.save(folder / "cluster.yaml")
     model, loss_of, _ = make_model(model_name)
-    for name, gradients in STRATEGIES.items():
-        trace = {"steps": steps, "skip": SKIP, "folder": str(folder / name)}
-        iterate, session = accelerated(model, loss_of, {"gradients": gradients, "trace": trace})
+    for block, name in blocks():
+        trace = {"steps": steps, "skip": SKIP, "folder": str(trace_of(folder, name, block).parent)}
+        strategy = {"gradients": STRATEGIES[name], "trace": trace}
+        iterate, session = accelerated(model, loss_of, strategy)
         for _ in range(SKIP + steps):
             iterate()
         session.close()
@@ -90,18 +112,40 @@ def train(model_name: str, steps: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def compare(model: str, rate: str, folder: Path) -> tuple[list[Row], float]:
-    """Predictions against measurements of one testbed, and Kendall's tau."""
+def blocks() -> list[tuple[int, str]]:
+    """Every strategy in every block, forth and back."""
+    names = list(STRATEGIES)
+    return [
+        (block, name) for block in range(BLOCKS) for name in (names[::-1] if block % 2 else names)
+    ]
+
+
+def trace_of(folder: Path, name: str, block: int) -> Path:
+    """Where the trace of one block lies."""
+    return folder / name / str(block) / "trace.json"
+
+
+def compare(model: str, rate: str, folder: Path) -> tuple[list[Row], Order]:
+    """Predictions against measurements of one testbed."""
     cluster = Cluster.load(folder / "cluster.yaml")
-    traces = {name: chrome.read(folder / name / "trace.json") for name in STRATEGIES}
-    rows = []
-    for name, trace in traces.items():
-        low, measured, high = quartiles(seconds(trace))
-        replay = predicted(trace, trace, cluster)
-        what_if = None if name == BASELINE else predicted(traces[BASELINE], trace, cluster)
-        rows.append(Row(model, rate, name, measured, low, high, replay, what_if))
-    orders = [(r.measured, r.replay if r.what_if is None else r.what_if) for r in rows]
-    return rows, kendall(orders)
+    traces = {
+        name: [chrome.read(trace_of(folder, name, block)) for block in range(BLOCKS)]
+        for name in STRATEGIES
+    }
+    rows, known = [], []
+    for name, own in traces.items():
+        measured = [value for trace in own for value in seconds(trace)]
+        low, middle, high = quartiles(measured)
+        replay = fmean(predicted(trace, trace, cluster) for trace in own)
+        what_if = None
+        if name != BASELINE:
+            pairs = zip(traces[BASELINE], own, strict=True)
+            what_if = fmean(predicted(source, target, cluster) for source, target in pairs)
+        rows.append(Row(model, rate, name, middle, low, high, replay, what_if))
+        interval = median_interval(measured)
+        assert interval is not None, "six iterations or more of both blocks tell an interval"
+        known.append(interval)
+    return rows, order(rows, known)
 
 
 def seconds(trace: Trace) -> list[float]:
@@ -118,12 +162,15 @@ def predicted(source: Trace, target: Trace, cluster: Cluster) -> float:
     return predict(workload, Plan.of_trace(target), fitted)
 
 
-def kendall(pairs: Sequence[tuple[float, float]]) -> float:
-    """Tau a: concordant minus discordant pairs, over all pairs."""
-    signs = [
-        1 if (a[0] - b[0]) * (a[1] - b[1]) > 0 else -1 for a, b in itertools.combinations(pairs, 2)
-    ]
-    return sum(signs) / len(signs)
+def order(rows: Sequence[Row], known: Sequence[tuple[float, float]]) -> Order:
+    """Kendall's tau of the predictions; ``known`` are the 95 % intervals of what was measured."""
+    every, told_apart = [], []
+    for (a, at), (b, bt) in itertools.combinations(zip(rows, known, strict=True), 2):
+        agree = 1 if (a.measured - b.measured) * (a.from_baseline - b.from_baseline) > 0 else -1
+        every.append(agree)
+        if at[1] < bt[0] or bt[1] < at[0]:
+            told_apart.append(agree)
+    return Order(fmean(every), fmean(told_apart) if told_apart else 1.0, len(told_apart))
 
 
 def errors(rows: Sequence[Row]) -> dict[str, float]:
@@ -138,20 +185,22 @@ def errors(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def table(rows: Sequence[Row], taus: Mapping[str, float]) -> Table:
+def table(rows: Sequence[Row], orders: Mapping[str, Order]) -> Table:
     """What a person reads."""
-    found = errors(rows)
+    off = errors(rows)
     drawn = Table(
         title="Predicted iterations",
-        caption=f"Replay: median {found['replay_median']:.1%}, worst {found['replay_worst']:.1%}. "
-        f"What-if: median {found['what_if_median']:.1%}, worst {found['what_if_worst']:.1%}.",
+        caption=f"Replay: median {off['replay_median']:.1%}, worst {off['replay_worst']:.1%}. "
+        f"What-if: median {off['what_if_median']:.1%}, worst {off['what_if_worst']:.1%}.",
     )
-    for heading in ("testbed", "strategy", "measured s", "quartiles", "replay", "what-if", "tau"):
-        drawn.add_column(heading, justify="right" if heading[0] in "mrwq" else "left")
+    for heading in (
+        "testbed", "strategy", "measured s", "quartiles", "replay", "what-if", "tau", "told apart",
+    ):  # fmt: skip
+        drawn.add_column(heading, justify="left" if heading in ("testbed", "strategy") else "right")
     for testbed, group in itertools.groupby(rows, key=lambda r: f"{r.model}, {r.rate}"):
         drawn.add_section()
         for r in group:
-            baseline = r.strategy == BASELINE
+            baseline, found = r.strategy == BASELINE, orders[testbed]
             drawn.add_row(
                 testbed if baseline else "",
                 r.strategy,
@@ -159,7 +208,8 @@ def table(rows: Sequence[Row], taus: Mapping[str, float]) -> Table:
                 f"{r.low:.3f}..{r.high:.3f}",
                 f"{r.replay / r.measured - 1:+.1%}",
                 "" if r.what_if is None else f"{r.what_if / r.measured - 1:+.1%}",
-                f"{taus[testbed]:.2f}" if baseline else "",
+                f"{found.tau:.2f}" if baseline else "",
+                f"{found.tau_told_apart:.2f} of {found.num_told_apart}" if baseline else "",
             )
     return drawn
 
@@ -170,7 +220,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=7, help="recorded, of each strategy")
+    parser.add_argument("--steps", type=int, default=5, help="recorded in each block")
     parser.add_argument("--folder", help="keep traces and clusters here; what lies there is used")
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rank-of", nargs=2, metavar=("MODEL", "FOLDER"), help=argparse.SUPPRESS)
@@ -179,18 +229,19 @@ def main() -> None:
         train(args.rank_of[0], args.steps, Path(args.rank_of[1]))
         return
     rows: list[Row] = []
-    taus: dict[str, float] = {}
+    orders: dict[str, Order] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for rate, model in itertools.product(args.rates, args.models):
             folder = Path(args.folder or temporary, f"{model}-{rate}")
-            if not (folder / list(STRATEGIES)[-1] / "trace.json").is_file():
+            last_block, last = blocks()[-1]
+            if not trace_of(folder, last, last_block).is_file():
                 folder.mkdir(parents=True, exist_ok=True)
                 words = ["--steps", str(args.steps), "--rank-of", model, str(folder.resolve())]
                 if code := on_testbed(words, args.nodes, rate):
                     sys.exit(code)
-            found, taus[f"{model}, {rate}"] = compare(model, rate, folder)
+            found, orders[f"{model}, {rate}"] = compare(model, rate, folder)
             rows += found
-    Console(width=120).print(table(rows, taus))
+    Console(width=120).print(table(rows, orders))
     if args.json:
         facts = {
             "benchmark": "prediction",
@@ -198,7 +249,7 @@ def main() -> None:
             "nodes": args.nodes,
             "steps": args.steps,
             "errors": errors(rows),
-            "taus": taus,
+            "orders": {testbed: asdict(found) for testbed, found in orders.items()},
             "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
             "command": " ".join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
         }

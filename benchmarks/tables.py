@@ -80,7 +80,7 @@ def prediction(facts: Mapping[str, Any]) -> str:
         "",
         *_header(
             "model", "rate", "strategy", "measured s", "quartiles", "replay s", "error",
-            "what-if s", "error", "tau",
+            "what-if s", "error", "tau", "tau of the pairs told apart",
         ),
     ]  # fmt: skip
     for r in facts["rows"]:
@@ -92,7 +92,40 @@ def prediction(facts: Mapping[str, Any]) -> str:
                 f"{r['replay'] / r['measured'] - 1:+.1%}",
                 f"{what_if:.3f}" if what_if else "",
                 f"{what_if / r['measured'] - 1:+.1%}" if what_if else "",
-                "" if what_if else f"{facts['taus'][r['model'] + ', ' + r['rate']]:.2f}",
+                *_orders(facts, r),
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def _orders(facts: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str]:
+    """Of a testbed, in the row of its baseline."""
+    if row["what_if"]:
+        return "", ""
+    order = facts["orders"][f"{row['model']}, {row['rate']}"]
+    return f"{order['tau']:.2f}", f"{order['tau_told_apart']:.2f} of {order['num_told_apart']}"
+
+
+def tuner(facts: Mapping[str, Any]) -> str:
+    """The tuner's choices against the best of a grid."""
+    lines = [
+        f"## Tuner, {facts['date']}",
+        "",
+        f"{facts['nodes']} nodes at {facts['rate']}, {facts['steps']} recorded iterations in each "
+        f"block, the last column from {facts['pairs']} pairs of blocks in alternation. torch "
+        f"{facts['versions']['torch']}. `{facts['command']}`",
+        "",
+        *_header(
+            "example", "chosen", "strategies tried", "runs", "grid", "best of the grid",
+            "default s", "best s", "chosen / best", "quartiles",
+        ),
+    ]  # fmt: skip
+    for r in facts["rows"]:
+        lines.append(
+            _row(
+                r["example"], r["chosen"], r["tried"], r["runs"], r["grid"], r["best"],
+                f"{r['default_seconds']:.3f}", f"{r['best_seconds']:.3f}", f"{r['ratio']:.3f}",
+                f"{r['low']:.3f}..{r['high']:.3f}",
             )
         )  # fmt: skip
     return "\n".join(lines)
@@ -108,7 +141,7 @@ def _row(*cells: object) -> str:
 
 def main() -> None:
     """Render every result."""
-    render = {"exchange": exchange, "overhead": overhead, "prediction": prediction}
+    render = {"exchange": exchange, "overhead": overhead, "prediction": prediction, "tuner": tuner}
     parts = [HEAD]
     for path in sorted(RESULTS.glob("*.json")):
         facts = json.loads(path.read_text())

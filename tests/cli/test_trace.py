@@ -92,6 +92,7 @@ def _cluster(path, world_size: int, startup: float, noise: float = 0.0) -> str:
         networks={"world": network},
         compute_slowdown=0.0,
         exchange_slowdown=0.0,
+        latency_slowdown=0.0,
         backend="gloo",
         date="2026-01-31",
         versions={},

@@ -37,6 +37,7 @@ def cluster(hosts: int = 4, ranks_per_host: int = 1, **changes: Any) -> Cluster:
         "networks": networks,
         "compute_slowdown": 0.25,
         "exchange_slowdown": 0.5,
+        "latency_slowdown": 0.5,
         "backend": "gloo",
         "date": "2026-11-21 07:00",
         "versions": {"torch": "2.13.0"},

@@ -45,6 +45,7 @@ def cluster(
         networks={"world": network(ranks, gigabits, latency)},
         compute_slowdown=slowdown,
         exchange_slowdown=slowdown / 2,
+        latency_slowdown=slowdown / 2,
         backend="gloo",
         date="2026-11-21",
         versions={},

@@ -49,6 +49,7 @@ def cluster(ranks: int = 4, seconds: float = 0.1, latency: float = 0.0, **change
         "networks": {"world": Network(kind="world", ranks=ranks, **curves)},
         "compute_slowdown": 0.0,
         "exchange_slowdown": 0.0,
+        "latency_slowdown": 0.0,
         "backend": "gloo",
         "date": "2026-11-21",
         "versions": {},

@@ -35,7 +35,8 @@ def report(cluster: Cluster) -> Group:
     said = [_networks_verdict(network) for network in cluster.networks.values()]
     said.append(
         f"Beside an exchange computing takes {1 + cluster.compute_slowdown:.2f} times as long, "
-        f"beside computing an exchange {1 + cluster.exchange_slowdown:.2f} times."
+        f"beside computing the bytes of an exchange {1 + cluster.exchange_slowdown:.2f} times and "
+        f"its latency {1 + cluster.latency_slowdown:.2f} times."
     )
     doubts = "".join(f"\n  {doubt}" for doubt in cluster.doubts)
     warning = [Text(DOUBTFUL + doubts, style="yellow")] if doubts else []

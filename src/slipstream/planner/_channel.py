@@ -12,10 +12,10 @@ a step of thousands of ranks costs hardly more than one of four.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,17 @@ IN_FLIGHT = 2
 """Exchanges of a rank that move at a time: gloo's two threads."""
 
 _INSTANT = 1e-10  # below a nanosecond two moments are one
+
+
+class Contention(Protocol):
+    """What computing and exchanging cost each other; a ``cost.Cluster`` is one."""
+
+    @property
+    def compute_slowdown(self) -> float: ...
+    @property
+    def exchange_slowdown(self) -> float: ...
+    @property
+    def latency_slowdown(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +98,17 @@ class _Flight:
     def __post_init__(self) -> None:
         self.left = self.phases[0].seconds
 
-    def pace(self, demands: Mapping[str | None, float]) -> float:
+    def pace(self, flights: Sequence[_Flight]) -> float:
         """How many times as long the present phase takes for others on its network."""
         network = self.phases[0].network
-        return max(demands[network], 1.0) if network is not None else 1.0
+        sharing = [f.phases[0].demand for f in flights if f.phases[0].network == network]
+        return max(sum(sharing), 1.0) if len(sharing) > 1 else 1.0
+
+    def slowed(self, contention: Contention, computing: float) -> float:
+        """The same for the share of ranks that compute."""
+        latency = self.phases[0].network is None
+        slow = contention.latency_slowdown if latency else contention.exchange_slowdown
+        return 1.0 + slow * computing
 
     def go_on(self) -> bool:
         """Begin the next phase; False if that was the last one."""
@@ -103,8 +121,7 @@ def run(
     jobs: Sequence[Job],
     clock: Clock,
     idle: Idle,
-    compute_slowdown: float,
-    exchange_slowdown: float,
+    contention: Contention,
 ) -> list[Landing]:
     """Let the jobs through, in order, and the clock with them.
 
@@ -112,8 +129,7 @@ def run(
         jobs: ready in ascending order.
         clock: stands where the jobs before ended; stands at the end of the last job afterwards.
         idle: tells when ranks rest.
-        compute_slowdown: compute takes 1 + this times as long while an exchange moves.
-        exchange_slowdown: so does an exchange while all ranks compute; less while some do.
+        contention: what computing and exchanging cost each other.
     """
     landings: list[Landing | None] = [None] * len(jobs)
     flights: list[_Flight] = []
@@ -124,13 +140,10 @@ def run(
             flights.append(_Flight(following, clock.time, list(jobs[following].phases)))
             following += 1
             continue
-        rate = 1.0 / (1.0 + compute_slowdown) if flights else 1.0
+        rate = 1.0 / (1.0 + contention.compute_slowdown) if flights else 1.0
         resting = bisect_right(rests, clock.work + _INSTANT)
-        slow = 1.0 + exchange_slowdown * (1.0 - resting / len(rests))
-        demands: dict[str | None, float] = defaultdict(float)
-        for flight in flights:
-            demands[flight.phases[0].network] += flight.phases[0].demand
-        paces = [slow * flight.pace(demands) for flight in flights]
+        computing = 1.0 - resting / len(rests)
+        paces = [flight.pace(flights) * flight.slowed(contention, computing) for flight in flights]
         seconds = (jobs[following].ready - clock.work) / rate if room else inf
         if flights and resting < len(rests):
             seconds = min(seconds, (rests[resting] - clock.work) / rate)

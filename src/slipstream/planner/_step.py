@@ -167,8 +167,7 @@ class Step:
         return tuple(self._run(jobs, clock, lambda landings: rests))
 
     def _run(self, jobs: Sequence[Job], clock: Clock, idle: Idle) -> list[Landing]:
-        cluster = self._cluster
-        return run(jobs, clock, idle, cluster.compute_slowdown, cluster.exchange_slowdown)
+        return run(jobs, clock, idle, self._cluster)
 
     def _decoded(self, busy: Array, landings: Sequence[Landing]) -> Array:
         """When each parcel is decoded, in order, once backward is over and it has landed."""

@@ -97,7 +97,7 @@ def calibrate(
         report = progress or (lambda share, what: None)
         networks = _Bench(ranks, sizes, seconds, rounds).networks(groups, report)
         report(1.0, "compute beside an exchange")
-        compute, exchange = contention(
+        slowdowns = contention(
             ranks.world, ranks.device, networks["world"].all_reduce, min(seconds / 40, 0.3)
         )
         by_host = ranks_by_host(ranks.hosts)
@@ -107,8 +107,9 @@ def calibrate(
                 hosts=len(by_host),
                 ranks_per_host=max(map(len, by_host.values())),
                 networks=networks,
-                compute_slowdown=compute,
-                exchange_slowdown=exchange,
+                compute_slowdown=slowdowns.compute,
+                exchange_slowdown=slowdowns.exchange,
+                latency_slowdown=slowdowns.latency,
                 backend=str(dist.get_backend(ranks.world)),
                 date=datetime.now().isoformat(" ", "minutes"),
                 versions={"slipstream": __version__, "torch": torch.__version__},

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.cost import Cluster
 from slipstream.planner.exchange import Plan
@@ -75,18 +78,21 @@ def optimal_split(workload: Workload, cluster: Cluster, seeds: Sequence[Strategy
         return predict(workload, Plan.of(strategy, gradients), cluster)
 
     sizes = [g.num_bytes for g in gradients]
-    cost = cluster.network("world").all_reduce.seconds_of
+    curve = cluster.network("world").all_reduce
+
+    def contended(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+        alone = curve.seconds_of(num_bytes)
+        latency = np.minimum(alone, curve.latency)
+        bytes_alone = alone - latency
+        slowed = latency * cluster.latency_slowdown + bytes_alone * cluster.exchange_slowdown
+        return np.asarray(alone + slowed)
+
     before = workload.data_wait + workload.forward
     ready = (before[:, None] + workload.ready).max(axis=0)  # an all-reduce waits for the last rank
-    slow_compute, slow_exchange = 1.0 + cluster.compute_slowdown, 1.0 + cluster.exchange_slowdown
+    slow_compute = 1.0 + cluster.compute_slowdown
     starts = [
-        optimal_cuts(ready, sizes, cost, borders=workload.borders),
-        optimal_cuts(
-            ready * slow_compute,
-            sizes,
-            lambda num_bytes: cost(num_bytes) * slow_exchange,
-            borders=workload.borders,
-        ),
+        optimal_cuts(ready, sizes, curve.seconds_of, borders=workload.borders),
+        optimal_cuts(ready * slow_compute, sizes, contended, borders=workload.borders),
     ]
     for seed in seeds:
         segments = plan_segments(gradients, seed.gradients.split)

@@ -6,6 +6,7 @@ Never changes how many threads torch computes with.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 
@@ -21,36 +22,55 @@ LARGEST = 16 * 2**20
 """Bytes of each, at most."""
 
 
+@dataclass(frozen=True, slots=True)
+class Slowdowns:
+    """By which share things take longer; the same on every rank.
+
+    ``compute``: computing beside an exchange. ``latency`` and ``exchange``: the latency of an
+    exchange, and what follows it, beside computing.
+    """
+
+    compute: float
+    exchange: float
+    latency: float
+
+
 def contention(
     world: dist.ProcessGroup, device: torch.device, all_reduce: Curve, seconds: float
-) -> tuple[float, float]:
-    """By which share computing takes longer beside an exchange, and an exchange beside computing.
+) -> Slowdowns:
+    """How much computing and exchanging slow each other down.
 
     All ranks compute the same fixed work alone, exchange alone, and then do both at once, with an
-    exchange in flight all the time. Of computing the mean over ranks counts, of exchanges the last
-    rank; of both the median over rounds, and at least 0.
+    exchange in flight all the time: once large ones and once the smallest, which are nothing but
+    latency. Of computing the mean over ranks counts, of exchanges the last rank; of both the median
+    over rounds, and at least 0.
 
     Args:
         world: all ranks.
         device: where they compute, and of what they exchange.
         all_reduce: what their all-reduces cost.
         seconds: about how long computing alone and exchanging alone take in each of ROUNDS rounds.
-
-    Returns:
-        ``(compute_slowdown, exchange_slowdown)``, the same on every rank.
     """
     fast = [
         num_bytes
         for num_bytes, t in all_reduce.points
         if t * AT_ONCE <= seconds and num_bytes <= LARGEST
     ]
-    num_bytes = max(fast, default=all_reduce.points[0][0])
-    count = min(max(round(seconds / all_reduce.seconds(num_bytes)), AT_ONCE), 16 * AT_ONCE)
-    tensors = torch.empty(AT_ONCE, num_bytes // 4, device=device).zero_()
-    bench = _Bench(world, device, [tensors[i % AT_ONCE] for i in range(count)])
-    rounds = [bench.round(seconds) for _ in range(ROUNDS)]
-    compute, exchange = (median(ratios) for ratios in zip(*rounds, strict=True))
-    return max(round(compute - 1, 4), 0.0), max(round(exchange - 1, 4), 0.0)
+    smallest = all_reduce.points[0][0]
+    large = max(fast, default=smallest)
+    ratios = {}
+    for num_bytes in (large, smallest):
+        count = min(max(round(seconds / all_reduce.seconds(num_bytes)), AT_ONCE), 16 * AT_ONCE)
+        tensors = torch.empty(AT_ONCE, num_bytes // 4, device=device).zero_()
+        bench = _Bench(world, device, [tensors[i % AT_ONCE] for i in range(count)])
+        rounds = [bench.round(seconds) for _ in range(ROUNDS)]
+        ratios[num_bytes] = [median(column) for column in zip(*rounds, strict=True)]
+    compute, whole = ratios[large]
+    latency = max(ratios[smallest][1], 1.0)
+    total = all_reduce.seconds(large)
+    waiting = min(all_reduce.latency, total)
+    rest = (whole * total - latency * waiting) / (total - waiting) if total > waiting else 1.0
+    return Slowdowns(*(max(round(factor - 1, 4), 0.0) for factor in (compute, rest, latency)))
 
 
 class _Bench:

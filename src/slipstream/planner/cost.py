@@ -66,9 +66,11 @@ class Network(Value):
 class Cluster(Value):
     """What exchanges cost on a cluster, and what they and computing cost each other.
 
-    Computing takes ``1 + compute_slowdown`` times as long while an exchange runs, an exchange
-    ``1 + exchange_slowdown`` times as long beside computing. With hosts of different size,
-    ``ranks_per_host`` is the most that a host has. ``extrapolated`` says what was not measured.
+    Computing takes ``1 + compute_slowdown`` times as long while an exchange runs. Beside computing
+    the latency of an exchange is ``1 + latency_slowdown`` times as long (processes wait for a core
+    at every hop), and what follows it ``1 + exchange_slowdown`` times. With hosts of different
+    size, ``ranks_per_host`` is the most that a host has. ``extrapolated`` says what was not
+    measured.
 
     Example:
         >>> line = Curve.fit([(1024, 0.001), (2**20, 0.021)])
@@ -77,7 +79,8 @@ class Cluster(Value):
         ... )
         >>> cluster = Cluster(
         ...     world_size=2, hosts=2, ranks_per_host=1, networks={"world": pair},
-        ...     compute_slowdown=0.2, exchange_slowdown=0.5, backend="gloo", date="", versions={},
+        ...     compute_slowdown=0.2, exchange_slowdown=0.5, latency_slowdown=1.0, backend="gloo",
+        ...     date="", versions={},
         ... )
         >>> four = cluster.scaled(nodes=4, ranks_per_node=1)
         >>> four.world_size, round(four.network("world").all_reduce.seconds(2**20), 3)
@@ -92,6 +95,7 @@ class Cluster(Value):
     networks: Mapping[Kind, Network]
     compute_slowdown: float = Field(ge=0)
     exchange_slowdown: float = Field(ge=0)
+    latency_slowdown: float = Field(ge=0)
     backend: str
     date: str
     versions: Mapping[str, str]

@@ -113,9 +113,9 @@ class Curve(Value):
         return max(self.error_by_decade, key=lambda d: self.error_by_decade[d], default="")
 
     @property
-    def startup(self) -> float:
-        """Seconds of a large exchange that its size does not change."""
-        return self.pieces[-1].startup
+    def latency(self) -> float:
+        """Seconds that a small exchange takes whatever its size; never more than one measured."""
+        return max(piece.startup for piece in self.pieces)
 
     @property
     def per_byte(self) -> float:

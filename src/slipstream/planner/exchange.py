@@ -115,8 +115,7 @@ class Phase:
     """Part of an exchange: its seconds alone, and the share of a network that it fills meanwhile.
 
     Exchanges slow one another only where together they would fill more than all of the network:
-    a small one waits for processes to wake up rather than for bytes. ``network`` None: for latency
-    alone.
+    a small one waits for processes to wake up rather than for bytes. ``network`` None: latency.
     """
 
     network: str | None
@@ -201,7 +200,7 @@ def _way(transport: TransportKind, cluster: Cluster, size: float) -> tuple[Phase
 def _phases(network: str, curve: Curve, size: float) -> tuple[Phase, ...]:
     """The latency, which exchanges do not share, and the transfer, which they do."""
     total = curve.seconds(max(size, 1.0))
-    latency = min(curve.startup, total)
+    latency = min(curve.latency, total)
     transfer = total - latency
-    demand = min(curve.per_byte * size / transfer, 1.0) if transfer else 0.0
-    return Phase(None, latency), Phase(network, transfer, demand)
+    demand = curve.per_byte * size / transfer if transfer else 0.0
+    return Phase(None, latency, 0.0), Phase(network, transfer, demand)

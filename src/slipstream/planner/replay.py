@@ -48,7 +48,8 @@ class Fit:
     def __str__(self) -> str:
         return (
             f"compute slowed by {self.cluster.compute_slowdown:.0%}, exchanges by "
-            f"{self.cluster.exchange_slowdown:.0%}, exchanges x {self.wire:.2f}; replay within "
+            f"{self.cluster.exchange_slowdown:.0%}, their latency by "
+            f"{self.cluster.latency_slowdown:.0%}, exchanges x {self.wire:.2f}; replay within "
             f"{self.error:.1%} of an iteration ({self.error_before:.1%} as measured alone)"
         )
 
@@ -134,7 +135,10 @@ def _observed(trace: Trace) -> tuple[float, dict[str, float]]:
 
 def _fit(replays: Sequence[_Replay], cluster: Cluster, *, wire: bool, compute: bool) -> Fit:
     """Search one number after the other, on ever finer grids around the best so far."""
-    grids = {"exchange_slowdown": np.linspace(0.0, 3.0, 13)}
+    grids = {
+        "exchange_slowdown": np.linspace(0.0, 3.0, 13),
+        "latency_slowdown": np.linspace(0.0, 12.0, 13),
+    }
     if compute:
         grids["compute_slowdown"] = np.linspace(0.0, 1.5, 7)
     if wire:

@@ -4,10 +4,11 @@ Never measures anything and never chooses a plan.
 
 [Note: The model]
 - A segment is ready when the last of its gradients is; a rank hands its segments over in order.
-- An exchange moves once the last rank has handed it over, two at a time at most; these share the
-  network equally, but for the part that is latency.
+- An exchange moves once the last rank has handed it over, two at a time at most. First comes its
+  latency, then its bytes; where two of them ask for more than the network has, both are slower.
 - While one moves, compute goes at ``1 / (1 + compute_slowdown)`` of its speed; while ranks compute,
-  an exchange takes ``1 + exchange_slowdown`` times as long, less if only some of them do.
+  latency takes ``1 + latency_slowdown`` times as long and bytes ``1 + exchange_slowdown`` times,
+  less if only some of them do.
 - A rank updates its parameters when everything has landed.
 """
 

@@ -1,0 +1,274 @@
+"""How good the tuner's choice is against the best of an exhaustive grid, on the same ranks.
+
+    python benchmarks/tuner.py --json tuner.json
+
+The models and batches of the examples train on an emulated cluster. First the tuner works as
+``slipstream tune`` does, with the same limits, but for its trials not being processes of their own.
+Then every strategy of the grid is measured, in two blocks of iterations in opposite orders. At last
+the tuner's choice and the grid's best train in alternation, a block each: the ratio is that of
+their medians in pairs. The grid is every kind of fixed split, each with and without overlap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+from exchange import on_testbed
+from iteration import Loss, accelerated, quartiles
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import slipstream
+from slipstream.cluster.connect import connect, from_environ
+from slipstream.gradients.layout import Gradient, plan_segments
+from slipstream.planner.calibrate import SIZES, calibrate
+from slipstream.planner.candidates import LAYERS, MEGABYTES, candidates, label
+from slipstream.planner.cost import Cluster
+from slipstream.planner.plan import Prediction, prepare, rank
+from slipstream.planner.trials import Measurement, iterations
+from slipstream.planner.tune import Tuned, Tuner
+from slipstream.planner.workload import gradients_of
+from slipstream.strategy import Strategy
+from slipstream.trace import Trace, chrome
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import data
+import models
+
+EXAMPLES = ("images", "masked_lm", "causal_lm")
+SKIP = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example: what the tuner chose and what it took, against the best of the grid."""
+
+    example: str
+    chosen: str
+    verdict: str
+    tried: int
+    runs: int
+    grid: int
+    best: str
+    best_seconds: float
+    default_seconds: float
+    ratio: float
+    low: float
+    high: float
+
+
+def make_example(name: str) -> tuple[nn.Module, Loss]:
+    """The model of an example as it is by default, and its loss on this rank's first batch."""
+    torch.manual_seed(0)
+    first = dist.get_rank()
+    if name == "images":
+        train, _ = data.digits(32)
+        pixels, targets = train[first * 32 : (first + 1) * 32]
+        loss = nn.functional.cross_entropy
+        return models.resnet_small(), lambda m: loss(m(pixel_values=pixels).logits, targets)
+    words = data.stdlib_tokens(8192)[first * 8 * 64 : (first + 1) * 8 * 64].view(8, 64)
+    if name == "masked_lm":
+        inputs, labels = data.mask_words(words, 8192, torch.Generator().manual_seed(first))
+        return models.bert("tiny", 8192), lambda m: m(input_ids=inputs, labels=labels).loss
+    return models.gpt2("tiny", 8192), lambda m: m(input_ids=words, labels=words).loss
+
+
+def grid(gradients: Sequence[Gradient]) -> list[Strategy]:
+    """Every kind of fixed split, with and without overlap, no two of which are alike."""
+    splits: list[dict[str, object]] = [{"kind": "by_bytes", "megabytes": m} for m in MEGABYTES]
+    splits += [
+        {"kind": "by_bytes", "megabytes": m, "first_megabytes": 0, "last_megabytes": 0}
+        for m in MEGABYTES
+    ]
+    splits += [{"kind": "by_layers", "layers": n} for n in LAYERS]
+    splits += [{"kind": k} for k in ("by_percent", "per_layer", "per_gradient", "single")]
+    found: dict[tuple[tuple[int, ...], bool], Strategy] = {}
+    for split, overlap in itertools.product(splits, (True, False)):
+        strategy = Strategy.load({"gradients": {"split": split, "overlap": overlap}})
+        cuts = tuple(s.stop for s in plan_segments(gradients, strategy.gradients.split))
+        found.setdefault((cuts, overlap), strategy)
+    return list(found.values())
+
+
+class Ranks:
+    """Ranks that train under whatever strategy rank 0 tells them."""
+
+    def __init__(self, example: str, steps: int, folder: Path) -> None:
+        self._model, self._loss_of = make_example(example)
+        self._steps, self._folder, self._blocks = steps, folder, itertools.count()
+
+    def follow(self) -> None:
+        """On all ranks but 0: train until there is no strategy any more."""
+        while (document := self._agreed(None)) is not None:
+            self._train(document)
+
+    def dismiss(self) -> None:
+        """On rank 0: the others are free."""
+        self._agreed(None)
+
+    def measure(self, strategy: Strategy, limit: float = 0.0) -> Measurement:
+        """On rank 0: a block of iterations of all ranks."""
+        start = time.monotonic()
+        trace = chrome.read(self._train(self._agreed(strategy.document())))
+        seconds = iterations(trace)
+        low, _, high = quantiles(seconds, n=4, method="inclusive")
+        return Measurement(median(seconds), (high - low) / 2, time.monotonic() - start, trace)
+
+    def _agreed(self, document: dict[str, object] | None) -> dict[str, object] | None:
+        box = [document]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+    def _train(self, document: dict[str, object] | None) -> Path:
+        assert document is not None
+        folder = self._folder / str(next(self._blocks))
+        trace = {"steps": self._steps, "skip": SKIP, "folder": str(folder)}
+        iterate, session = accelerated(self._model, self._loss_of, {**document, "trace": trace})
+        for _ in range(SKIP + self._steps):
+            iterate()
+        session.close()
+        return folder / "trace.json"
+
+
+def train(example: str, steps: int, pairs: int, folder: Path) -> None:
+    """What each rank does; rank 0 writes the row."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    here = connect(from_environ(), torch.device("cpu"))
+    cluster = calibrate(here, sizes=SIZES[::2], seconds=20.0, rounds=5)
+    with tempfile.TemporaryDirectory() as traces:
+        ranks = Ranks(example, steps, Path(traces))
+        if dist.get_rank():
+            ranks.follow()
+        else:
+            found = judge(example, ranks, cluster, pairs)
+            (folder / f"{example}.json").write_text(json.dumps(asdict(found)))
+            ranks.dismiss()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def judge(example: str, ranks: Ranks, cluster: Cluster, pairs: int) -> Row:
+    """Tune, measure the grid, compare."""
+    gradients: list[Gradient] = []
+
+    def predict(trace: Trace) -> list[Prediction]:
+        gradients.extend(gradients_of(trace))
+        workload, here = prepare(trace, cluster)
+        return rank(candidates(workload, here), workload, here)
+
+    tuned = Tuner(run=ranks.measure, predict=predict, base=Strategy(), budget=3600.0).tune()
+    say(f"{example}: {tuned.verdict}")
+    strategies = grid(gradients)
+    seconds: dict[str, list[float]] = {label(strategy): [] for strategy in strategies}
+    for strategy in (*strategies, *reversed(strategies)):
+        seconds[label(strategy)] += iterations(ranks.measure(strategy).trace)
+    best = min(strategies, key=lambda strategy: median(seconds[label(strategy)]))
+    ratios = list(in_pairs(ranks.measure, tuned.strategy, best, pairs))
+    low, middle, high = quartiles(ratios)
+    return Row(
+        example=example,
+        chosen=label(tuned.strategy),
+        verdict=tuned.verdict,
+        tried=tried(tuned),
+        runs=sum(trial.status == "measured" for trial in tuned.trials),
+        grid=len(strategies),
+        best=label(best),
+        best_seconds=median(seconds[label(best)]),
+        default_seconds=median(seconds[label(Strategy())]),
+        ratio=middle,
+        low=low,
+        high=high,
+    )
+
+
+def tried(tuned: Tuned) -> int:
+    """Strategies that the tuner measured, the baseline among them."""
+    return len({str(trial.strategy) for trial in tuned.trials if trial.status == "measured"})
+
+
+def in_pairs(
+    measure: Callable[[Strategy], Measurement], ours: Strategy, theirs: Strategy, pairs: int
+) -> Iterator[float]:
+    """Our time over theirs, in blocks by turns, each first in every other pair."""
+    for pair in range(pairs):
+        order = (ours, theirs) if pair % 2 else (theirs, ours)
+        first, second = (measure(strategy).seconds for strategy in order)
+        yield first / second if pair % 2 else second / first
+
+
+def say(text: str) -> None:
+    Console(stderr=True).print(text, highlight=False)
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """What a person reads."""
+    drawn = Table(title="The tuner against an exhaustive grid")
+    drawn.add_column("example")
+    for heading in ("chosen", "tried", "runs", "grid", "best of the grid", "default s", "best s"):
+        drawn.add_column(heading)
+    drawn.add_column("chosen / best", justify="right")
+    for r in rows:
+        drawn.add_row(
+            r.example, r.chosen, str(r.tried), str(r.runs), str(r.grid), r.best,
+            f"{r.default_seconds:.3f}", f"{r.best_seconds:.3f}",
+            f"{r.ratio:.3f} ({r.low:.3f}..{r.high:.3f})",
+        )  # fmt: skip
+    return drawn
+
+
+def main() -> None:
+    """Start the ranks of every example, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--examples", nargs="+", choices=EXAMPLES, default=EXAMPLES)
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--steps", type=int, default=10, help="recorded in each block")
+    parser.add_argument("--pairs", type=int, default=9, help="of the last comparison")
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--rank-of", nargs=2, metavar=("EXAMPLE", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank_of:
+        train(args.rank_of[0], args.steps, args.pairs, Path(args.rank_of[1]))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for example in args.examples:
+            numbers = ["--steps", str(args.steps), "--pairs", str(args.pairs)]
+            if code := on_testbed([*numbers, "--rank-of", example, folder], args.nodes, args.rate):
+                sys.exit(code)
+            rows.append(Row(**json.loads(Path(folder, f"{example}.json").read_text())))
+    Console(width=160).print(table(rows))
+    if args.json:
+        facts = {
+            "benchmark": "tuner",
+            "date": date.today().isoformat(),
+            "nodes": args.nodes,
+            "rate": args.rate,
+            "steps": args.steps,
+            "pairs": args.pairs,
+            "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
+            "command": " ".join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
+        }
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(
+            json.dumps({**facts, "rows": [asdict(r) for r in rows]}, indent=1) + os.linesep
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""How two exchanges in flight, and computing beside them, stretch one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from slipstream.planner._channel import Clock, Job, run
+from slipstream.planner.exchange import Phase
+
+
+@dataclass(frozen=True)
+class Contention:
+    compute_slowdown: float = 0.0
+    exchange_slowdown: float = 0.0
+    latency_slowdown: float = 0.0
+
+
+def latency(seconds: float) -> Phase:
+    return Phase(None, seconds, 0.0)
+
+
+def transfer(seconds: float, demand: float = 1.0, network: str = "world") -> Phase:
+    return Phase(network, seconds, demand)
+
+
+# Phases of exchanges that are ready at once, and when each of them ends.
+SHARING = {
+    "alone": ([[transfer(1.0)]], [1.0]),
+    "full ones share": ([[transfer(1.0)], [transfer(1.0)]], [2.0, 2.0]),
+    "small ones do not": ([[transfer(1.0, 0.5)], [transfer(1.0, 0.5)]], [1.0, 1.0]),
+    "only what is too much": ([[transfer(1.0, 0.8)], [transfer(1.0, 0.7)]], [1.5, 1.5]),
+    "two networks": ([[transfer(1.0)], [transfer(1.0, network="intra")]], [1.0, 1.0]),
+    "latency asks for nothing": ([[latency(1.0)], [transfer(1.0)]], [1.0, 1.0]),
+    "alone at more than its share": ([[transfer(1.0, 1.4)]], [1.0]),
+    "the third waits": ([[transfer(1.0, 0.1)]] * 3, [1.0, 1.0, 2.0]),
+    "latency under a transfer": (
+        [[latency(0.5), transfer(1.0)], [latency(1.0), transfer(1.0)]],
+        [2.0, 2.5],  # 0.5 alone, then 1 s together: the first is half, half of it is left
+    ),
+}
+
+
+@pytest.mark.parametrize(("phases", "ends"), SHARING.values(), ids=SHARING)
+def test_exchanges_share_the_network_as_far_as_they_fill_it(phases, ends) -> None:
+    jobs = [Job(0.0, tuple(one)) for one in phases]
+    landings = run(jobs, Clock(), lambda landed: [0.0], Contention())
+    assert [landing.end for landing in landings] == pytest.approx(ends)
+
+
+# A latency of 1 s and a transfer of 1 s, beside computing that takes so many seconds alone.
+BESIDE = {
+    "nothing computes": (0.0, Contention(9.0, 9.0, 9.0), 2.0),
+    "latency slowed": (100.0, Contention(0.0, 0.0, 4.0), 6.0),
+    "bytes slowed": (100.0, Contention(0.0, 0.5, 0.0), 2.5),
+    "both": (100.0, Contention(0.0, 0.5, 4.0), 6.5),
+    "computing ends under the latency": (2.0, Contention(0.0, 0.0, 3.0), 3.5),
+    "computing is slowed, too": (1.0, Contention(1.0, 0.0, 3.0), 3.5),
+}
+
+
+@pytest.mark.parametrize(("computing", "contention", "end"), BESIDE.values(), ids=BESIDE)
+def test_computing_slows_latency_and_bytes_each_by_its_own_factor(
+    computing, contention, end
+) -> None:
+    job = Job(0.0, (latency(1.0), transfer(1.0)))
+    (landing,) = run([job], Clock(), lambda landed: [computing], contention)
+    assert landing.end == pytest.approx(end)
