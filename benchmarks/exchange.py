@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,18 +32,20 @@ from iteration import Iterate, Loss, accelerated, plain, quartiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from tables import optimal_in_words
 from torch import nn
 
 import slipstream
 from slipstream.live_split import SETTLING
 from slipstream.session import Session
+from slipstream.strategy import Optimal
 from slipstream.testbed import Testbed, parse_rate
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import data
 import models
 
-OPTIMAL_STEPS = 5
+OPTIMAL, HCCL = "slipstream, optimal", "slipstream, by_percent 96.54/3.46"
 DDP_MEGABYTES = (1, 2, 4, 8, 16, 50)
 SPLITS: dict[str, dict[str, object]] = {
     "default": {},
@@ -54,7 +57,7 @@ SPLITS: dict[str, dict[str, object]] = {
     "per_layer": {"kind": "per_layer"},
     "per_gradient": {"kind": "per_gradient"},
     "single": {"kind": "single"},
-    "optimal": {"kind": "optimal", "steps": OPTIMAL_STEPS},
+    "optimal": {"kind": "optimal"},
 }
 
 
@@ -123,7 +126,7 @@ def measure(args: argparse.Namespace) -> None:
         strategy = {"gradients": {"split": split}} if split else {}
         variants[label], sessions[label] = accelerated(model, loss_of, strategy)
         if split.get("kind") == "optimal":  # it has found its split before anything is timed
-            for _ in range(2 * (SETTLING + OPTIMAL_STEPS)):
+            for _ in range(2 * (SETTLING + Optimal().steps)):
                 variants[label]()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     cpu: dict[str, list[float]] = {name: [] for name in variants}
@@ -191,7 +194,7 @@ def write(
                 to_best_ddp_high=ratios[2],
             )
         )
-    facts = {
+    facts: dict[str, Any] = {
         "benchmark": "exchange",
         "date": date.today().isoformat(),
         "model": args.model,
@@ -206,11 +209,26 @@ def write(
         "command": " ".join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
     }
     Console(width=150).print(table(facts, rows))
+    if OPTIMAL in seconds:
+        facts["optimal"] = optimal_against(seconds, best)
+        Console(width=150).print(optimal_in_words(facts["optimal"]))
     if args.json:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(
             json.dumps({**facts, "rows": [asdict(r) for r in rows], "seconds": seconds}, indent=1)
         )
+
+
+def optimal_against(seconds: dict[str, list[float]], best_ddp: str) -> dict[str, list[float]]:
+    """Quartiles of the time of the optimal split over that of each rival, in pairs of a round."""
+    fixed = [name for name in seconds if name == "slipstream, default" or "by_bytes" in name]
+    rivals = [min(fixed, key=lambda name: statistics.median(seconds[name]), default=""), HCCL]
+    ours = seconds[OPTIMAL]
+    return {
+        rival: list(quartiles([a / b for a, b in zip(ours, seconds[rival], strict=True)]))
+        for rival in (*rivals, best_ddp)
+        if rival in seconds
+    }
 
 
 def table(facts: dict[str, object], rows: Sequence[Row]) -> Table:

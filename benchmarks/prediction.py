@@ -6,7 +6,8 @@ On every testbed (model x rate) one set of ranks measures the network, then trai
 strategy in turn, a block of iterations each, recorded; and once more in the opposite order, so that
 what drifts meanwhile is no strategy's. *Replay*: a strategy's iteration predicted from its own
 trace. *What-if*: predicted from the trace of the default alone, the strategy never having run.
-Predictions are the mean of those from the two blocks. Errors are predicted / measured - 1, measured
+Predictions are the mean of those from the two blocks; all are seconds for one batch of each rank,
+a fourth of an update where four batches are accumulated. Errors are predicted / measured - 1, measured
 being the median over iterations of the mean over ranks (each begins where its last one ended, so
 means add up to the time of the block; the slowest rank's would count the jitter of its start
 twice).
@@ -57,6 +58,7 @@ STRATEGIES: dict[str, dict[str, object]] = {
     "per_gradient": {"split": "per_gradient"},
     "single": {"split": "single"},
     "default, no overlap": {"overlap": False},
+    "default, accumulate 4": {"accumulate": 4},
 }
 BASELINE = "default"
 SKIP = 2
@@ -65,7 +67,7 @@ BLOCKS = 2
 
 @dataclass(frozen=True)
 class Row:
-    """One strategy on one testbed; seconds an iteration."""
+    """One strategy on one testbed; seconds for a batch."""
 
     model: str
     rate: str
@@ -105,7 +107,7 @@ def train(model_name: str, steps: int, folder: Path) -> None:
         trace = {"steps": steps, "skip": SKIP, "folder": str(trace_of(folder, name, block).parent)}
         strategy = {"gradients": STRATEGIES[name], "trace": trace}
         iterate, session = accelerated(model, loss_of, strategy)
-        for _ in range(SKIP + steps):
+        for _ in range((SKIP + steps) * session.strategy.gradients.accumulate):
             iterate()
         session.close()
     dist.barrier()
@@ -149,17 +151,19 @@ def compare(model: str, rate: str, folder: Path) -> tuple[list[Row], Order]:
 
 
 def seconds(trace: Trace) -> list[float]:
-    """Of each iteration, the mean over ranks."""
+    """Of each iteration, the mean over ranks, for a batch."""
     steps: dict[int, list[float]] = {}
     for one in timeline(trace.events):
         steps.setdefault(one.step, []).append(one.duration)
-    return [fmean(durations) for durations in steps.values()]
+    batches = Plan.of_trace(trace).accumulate
+    return [fmean(durations) / batches for durations in steps.values()]
 
 
 def predicted(source: Trace, target: Trace, cluster: Cluster) -> float:
-    """Seconds an iteration under the plan of ``target``, from the trace ``source``."""
+    """Seconds for a batch under the plan of ``target``, from the trace ``source``."""
     workload, fitted = prepare(source, cluster)
-    return predict(workload, Plan.of_trace(target), fitted)
+    plan = Plan.of_trace(target)
+    return predict(workload, plan, fitted) / plan.accumulate
 
 
 def order(rows: Sequence[Row], known: Sequence[tuple[float, float]]) -> Order:

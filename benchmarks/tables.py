@@ -6,7 +6,7 @@ python benchmarks/tables.py
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ Ratios are medians of the ratios of one round, with their quartiles: below 1 is 
 def exchange(facts: Mapping[str, Any]) -> str:
     """The table of one model: every variant against the best DDP and the bound."""
     lines = [
-        f"## Exchange, {facts['model']}, {facts['date']}",
+        f"## Exchange, {facts['model']} at {facts['rate']}, {facts['date']}",
         "",
         f"{facts['megabytes']:.0f} MB of gradients, {facts['nodes']} nodes at {facts['rate']}, "
         f"{facts['rounds']} rounds. Compute {facts['compute_s']:.3f} s, wire "
@@ -30,6 +30,7 @@ def exchange(facts: Mapping[str, Any]) -> str:
         f"{facts['versions']['torch']}. `{facts['command']}`",
         "",
         *([facts["note"], ""] if "note" in facts else []),
+        *([optimal_in_words(facts["optimal"]), ""] if "optimal" in facts else []),
         *_header(
             "variant", "median s", "quartiles", "exposed s", "CPU s", "all-reduces", "x bound",
             "x best DDP", "quartiles",
@@ -45,6 +46,14 @@ def exchange(facts: Mapping[str, Any]) -> str:
             )
         )  # fmt: skip
     return "\n".join(lines)
+
+
+def optimal_in_words(found: Mapping[str, Sequence[float]]) -> str:
+    """The time of the optimal split over that of its rivals, in a line."""
+    return "Optimal split against " + "; ".join(
+        f"{rival}: {median:.3f} ({low:.3f}..{high:.3f})"
+        for rival, (low, median, high) in found.items()
+    )
 
 
 def overhead(facts: Mapping[str, Any]) -> str:

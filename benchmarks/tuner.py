@@ -88,10 +88,11 @@ def make_example(name: str) -> tuple[nn.Module, Loss]:
 
 
 def grid(gradients: Sequence[Gradient]) -> list[Strategy]:
-    """Every kind of fixed split, with and without overlap, no two of which are alike."""
-    splits: list[dict[str, object]] = [{"kind": "by_bytes", "megabytes": m} for m in MEGABYTES]
+    """The default, then every kind of fixed split, with and without overlap, no two alike."""
+    splits: list[dict[str, object]] = [{"kind": "by_bytes"}]
+    splits += [{"kind": "by_bytes", "megabytes": m} for m in MEGABYTES]
     splits += [
-        {"kind": "by_bytes", "megabytes": m, "first_megabytes": 0, "last_megabytes": 0}
+        {"kind": "by_bytes", "megabytes": m, "first_megabytes": None, "last_megabytes": None}
         for m in MEGABYTES
     ]
     splits += [{"kind": "by_layers", "layers": n} for n in LAYERS]
@@ -150,14 +151,13 @@ def train(example: str, steps: int, pairs: int, folder: Path) -> None:
     dist.init_process_group("gloo")
     here = connect(from_environ(), torch.device("cpu"))
     cluster = calibrate(here, sizes=SIZES[::2], seconds=20.0, rounds=5)
-    with tempfile.TemporaryDirectory() as traces:
-        ranks = Ranks(example, steps, Path(traces))
-        if dist.get_rank():
-            ranks.follow()
-        else:
-            found = judge(example, ranks, cluster, pairs)
-            (folder / f"{example}.json").write_text(json.dumps(asdict(found)))
-            ranks.dismiss()
+    ranks = Ranks(example, steps, folder / example)
+    if dist.get_rank():
+        ranks.follow()
+    else:
+        found = judge(example, ranks, cluster, pairs)
+        (folder / f"{example}.json").write_text(json.dumps(asdict(found)))
+        ranks.dismiss()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -189,7 +189,7 @@ def judge(example: str, ranks: Ranks, cluster: Cluster, pairs: int) -> Row:
         grid=len(strategies),
         best=label(best),
         best_seconds=median(seconds[label(best)]),
-        default_seconds=median(seconds[label(Strategy())]),
+        default_seconds=median(seconds[label(strategies[0])]),
         ratio=middle,
         low=low,
         high=high,

@@ -6,7 +6,7 @@ Never composes techniques (``api`` does) and never averages a gradient itself (t
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -15,18 +15,17 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import nn
 
+from slipstream import checkpoint, outcome
 from slipstream.cluster.connect import Cluster
 from slipstream.comm.agreement import agree
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.engine import Engine
-from slipstream.gradients.layout import Gradient
-from slipstream.gradients.order import ReadyOrder
-from slipstream.gradients.shipment import Exchanged, gradients_of, parameters_of
+from slipstream.gradients.shipment import Exchanged
 from slipstream.live_split import LiveSplit
 from slipstream.recording import Recording
-from slipstream.strategy import Row, Strategy, overview
+from slipstream.strategy import Split, Strategy, overview
 from slipstream.strategy.overview import plain_text
 
 M = TypeVar("M", bound=nn.Module)
@@ -207,18 +206,7 @@ class Session(Generic[M, O]):
                 "far; call it after a step() that returned True"
             )
         order = self._engine.order if self._engine else None
-        return {
-            "version": 1,
-            "steps": self._steps,
-            "split": self._chosen_split(),
-            "ready_order": None
-            if order is None
-            else {
-                "names": [self._names[i] for i in order.order],
-                "firings": [order.firings[i] for i in order.order],
-                "sparse_dims": [order.sparse_dims[i] for i in order.order],
-            },
-        }
+        return checkpoint.state_of(self._steps, self._chosen_split(), order, self._names)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict()``; every rank loads the same state, on any number of ranks.
@@ -228,33 +216,25 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
-        error = self._refusal(state)
+        error = checkpoint.refusal(state, self._names)
         if self._control is not None:
             agree({"state": repr(state)}, self._control, error)
         elif error is not None:
             raise error
         self._steps = state["steps"]
-        saved = state["ready_order"]
+        order = checkpoint.order_of(state, self._names)
         if self._engine is not None:
             self._engine.updated(self._steps)
-        if self._engine is not None and saved is not None:
-            index = {name: i for i, name in enumerate(self._names)}
-            order = tuple(index[name] for name in saved["names"])
-            at = sorted(range(len(order)), key=order.__getitem__)
-            self._engine.install(
-                ReadyOrder(
-                    order,
-                    tuple(saved["firings"][i] for i in at),
-                    tuple(saved["sparse_dims"][i] for i in at),
-                )
-            )
+            if order is not None:
+                self._engine.install(order)
         if self._live_split is not None and state["split"] is not None:
             chosen = Strategy.load({"gradients": {"split": state["split"]}}).gradients.split
             self._live_split.settle(chosen, "chosen before the checkpoint")
 
     def report(self) -> str:
         """The strategy and what became of it, as a table in plain text."""
-        return plain_text(overview(self.strategy, self._resolved()))
+        rows = outcome.rows(self._engine, self.segments, self._live_split)
+        return plain_text(overview(self.strategy, rows))
 
     def close(self) -> None:
         """Take everything off the model again; a trace still open is written. Twice is once."""
@@ -305,63 +285,15 @@ class Session(Generic[M, O]):
         if self._recording is not None:
             self._recording.update_ends(self._traced)
 
-    def _chosen_split(self) -> dict[str, Any] | None:
+    def _chosen_split(self) -> Split | None:
         """What the search for the best split has settled on, if it has."""
         if self._live_split is None or self._engine is None or not self._live_split.settled:
             return None
-        return self._engine.split.document(full=True)
+        return self._engine.split
 
     def _traced(self) -> dict[str, Any]:
         """What a trace says of the session."""
-        trainables = parameters_of(self.model, trainable=True)[::-1]
-        gradients: Sequence[Gradient] = gradients_of(trainables, [0] * len(trainables))
-        strategy = self.strategy.document(full=True)
-        if self._engine is not None and self._engine.order is not None:
-            gradients = self._engine.gradients
-            strategy["gradients"]["split"] = self._engine.split.document(full=True)
-        return {
-            "model": type(self.model).__name__,
-            "strategy": strategy,
-            "segments": [
-                {"bytes": s.num_bytes, "gradients": list(s.gradients)} for s in self.segments
-            ],
-            "gradients": [
-                {"name": g.name, "layer": g.layer, "bytes": g.num_bytes, "dtype": g.dtype}
-                for g in gradients
-            ],
-        }
-
-    def _resolved(self) -> list[Row]:
-        if self._engine is None:
-            return [Row("exchange", "none", "one process: there is nobody to exchange with")]
-        segments = self.segments
-        if not segments:
-            return [Row("segments", "not yet", "laid out after the first backward")]
-        gradients = sum(len(s.gradients) for s in segments)
-        collectives = sum(s.num_collectives for s in segments)
-        megabytes = sum(s.num_bytes for s in segments) / 2**20
-        sizes = ", ".join(f"{s.num_bytes / 2**20:.1f}" for s in segments[:12])
-        more = " ..." if len(segments) > 12 else ""
-        live = self._live_split
-        return [
-            *([Row("optimal", live.outcome, "split computed and measured")] if live else []),
-            Row("fused", f"{gradients} gradients -> {collectives} all-reduces", "in ready order"),
-            Row("segments", f"{megabytes:.1f} MB in {len(segments)}", f"MB: {sizes}{more}"),
-        ]
-
-    def _refusal(self, state: dict[str, Any]) -> UsageError | None:
-        if state.get("version") != 1:
-            return UsageError(f"this state has version {state.get('version')!r}; allowed: 1")
-        missing = {"steps", "split", "ready_order"} - state.keys()
-        if missing:
-            return UsageError(
-                f"this state lacks {sorted(missing)}; pass what session.state_dict() returned"
-            )
-        saved = state["ready_order"]
-        if saved is not None and set(saved["names"]) != set(self._names):
-            odd = sorted(set(saved["names"]) ^ set(self._names))
-            return UsageError(f"this state is another model's: only one of both has {odd[:5]}")
-        return None
+        return outcome.trace_meta(self.model, self.strategy, self._engine, self.segments)
 
     def _take_off(self) -> None:
         """Undo what ``accelerate()`` did, in reverse order."""

@@ -1,0 +1,62 @@
+"""What a strategy has come to in a session: for people as rows of a table, for traces as values.
+
+Never changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from slipstream.gradients.engine import Engine
+from slipstream.gradients.layout import Gradient
+from slipstream.gradients.shipment import Exchanged, gradients_of, parameters_of
+from slipstream.live_split import LiveSplit
+from slipstream.strategy import Row, Strategy
+
+_SHOWN = 12  # sizes of segments
+
+
+def rows(
+    engine: Engine | None, segments: Sequence[Exchanged], live_split: LiveSplit | None
+) -> list[Row]:
+    """What became of the gradients; without an engine there is one process."""
+    if engine is None:
+        return [Row("exchange", "none", "one process: there is nobody to exchange with")]
+    if not segments:
+        return [Row("segments", "not yet", "laid out after the first backward")]
+    gradients = sum(len(s.gradients) for s in segments)
+    collectives = sum(s.num_collectives for s in segments)
+    megabytes = sum(s.num_bytes for s in segments) / 2**20
+    sizes = ", ".join(f"{s.num_bytes / 2**20:.1f}" for s in segments[:_SHOWN])
+    more = " ..." if len(segments) > _SHOWN else ""
+    found = [
+        Row("fused", f"{gradients} gradients -> {collectives} all-reduces", "in ready order"),
+        Row("segments", f"{megabytes:.1f} MB in {len(segments)}", f"MB: {sizes}{more}"),
+    ]
+    if live_split is not None:
+        found.insert(0, Row("optimal", live_split.outcome, "split computed and measured"))
+    return found
+
+
+def trace_meta(
+    model: nn.Module, strategy: Strategy, engine: Engine | None, segments: Sequence[Exchanged]
+) -> dict[str, Any]:
+    """What a trace says of the session: model, strategy, segments and gradients."""
+    trainables = parameters_of(model, trainable=True)[::-1]
+    gradients: Sequence[Gradient] = gradients_of(trainables, [0] * len(trainables))
+    document = strategy.document(full=True)
+    if engine is not None and engine.order is not None:
+        gradients = engine.gradients
+        document["gradients"]["split"] = engine.split.document(full=True)
+    return {
+        "model": type(model).__name__,
+        "strategy": document,
+        "segments": [{"bytes": s.num_bytes, "gradients": list(s.gradients)} for s in segments],
+        "gradients": [
+            {"name": g.name, "layer": g.layer, "bytes": g.num_bytes, "dtype": g.dtype}
+            for g in gradients
+        ],
+    }
