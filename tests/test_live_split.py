@@ -140,6 +140,18 @@ def test_the_trace_that_the_user_asked_for_comes_after_the_choice(
     assert trace.meta["strategy"]["gradients"]["split"] == {"kind": "by_index", "last": [3, 11]}
 
 
+def test_the_trace_that_the_user_asked_for_comes_after_a_resume_too(
+    two: Ranks, tmp_path: Path
+) -> None:
+    state = two.run(train, SECOND, OPTIMAL, (3, 11), timeout=60)[0][3]
+    wish = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
+    begin = FIRST + live_split.SETTLING  # behind what would have been the window of the search
+    two.run(train, begin + 3, OPTIMAL | wish, (5, 11), (1.0, 1.0), state, timeout=60)
+    trace = read(tmp_path / "trace.json")
+    assert {event.step for event in trace.events} == {begin, begin + 1}
+    assert [len(segment["gradients"]) for segment in trace.meta["segments"]] == [4, 8]
+
+
 def test_one_process_has_nothing_to_search() -> None:
     seen, _, report, state = train(2, OPTIMAL)
     assert seen == [[], []]
