@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 RESULTS := benchmarks/results
+AGAINST_OPTIMAL := default 'by_bytes 4/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46' optimal
 
 .PHONY: demo test test-gpu check format bench clean help
 
@@ -34,11 +35,15 @@ format: $(READY)  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## all benchmarks (about an hour), tables under benchmarks/results
+bench: $(READY)  ## all benchmarks (about three hours), tables under benchmarks/results
 	$(BIN)/python benchmarks/exchange.py --model resnet50 --json $(RESULTS)/exchange-resnet50.json
 	$(BIN)/python benchmarks/exchange.py --model vgg16 --json $(RESULTS)/exchange-vgg16.json
 	$(BIN)/python benchmarks/exchange.py --model bert --json $(RESULTS)/exchange-bert.json
+	for rate in 1gbit 300mbit; do for model in resnet50 vgg16 bert; do $(BIN)/python benchmarks/exchange.py \
+	    --model $$model --rate $$rate --splits $(AGAINST_OPTIMAL) --json $(RESULTS)/optimal-$$model-$$rate.json \
+	    || exit 1; done; done
 	$(BIN)/python benchmarks/prediction.py --json $(RESULTS)/prediction.json
+	$(BIN)/python benchmarks/tuner.py --json $(RESULTS)/tuner.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
 	$(BIN)/python benchmarks/tables.py
 

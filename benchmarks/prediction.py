@@ -7,10 +7,10 @@ strategy in turn, a block of iterations each, recorded; and once more in the opp
 what drifts meanwhile is no strategy's. *Replay*: a strategy's iteration predicted from its own
 trace. *What-if*: predicted from the trace of the default alone, the strategy never having run.
 Predictions are the mean of those from the two blocks; all are seconds for one batch of each rank,
-a fourth of an update where four batches are accumulated. Errors are predicted / measured - 1, measured
-being the median over iterations of the mean over ranks (each begins where its last one ended, so
-means add up to the time of the block; the slowest rank's would count the jitter of its start
-twice).
+a fourth of an update where four batches are accumulated. Errors are predicted / measured - 1,
+measured being the median over iterations of the mean over ranks (each begins where its last one
+ended, so means add up to the time of the block; the slowest rank's would count the jitter of its
+start twice).
 
 Kendall's tau compares the order of the predictions with that of the measurements: over all pairs of
 strategies, and over those whose order the measurement knows, i.e. where the 95 % intervals of the
@@ -46,8 +46,8 @@ from slipstream.planner.exchange import Plan
 from slipstream.planner.pairs import median_interval
 from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
+from slipstream.planner.trials import iterations
 from slipstream.trace import Trace, chrome
-from slipstream.trace.timeline import timeline
 
 MODELS = ("resnet50", "vgg16", "bert")
 RATES = ("1gbit", "300mbit")
@@ -151,12 +151,9 @@ def compare(model: str, rate: str, folder: Path) -> tuple[list[Row], Order]:
 
 
 def seconds(trace: Trace) -> list[float]:
-    """Of each iteration, the mean over ranks, for a batch."""
-    steps: dict[int, list[float]] = {}
-    for one in timeline(trace.events):
-        steps.setdefault(one.step, []).append(one.duration)
+    """Of each iteration, for a batch."""
     batches = Plan.of_trace(trace).accumulate
-    return [fmean(durations) / batches for durations in steps.values()]
+    return [duration / batches for duration in iterations(trace)]
 
 
 def predicted(source: Trace, target: Trace, cluster: Cluster) -> float:

@@ -32,13 +32,13 @@ def train(
     updates: int,
     settings: dict[str, Any],
     proposed: tuple[int, ...] | Exception | None = None,
-    seconds: tuple[float, float] = (2.0, 1.0),
+    seconds: tuple[float, ...] = (2.0, 1.0, 2.0, 1.0),
     state: dict[str, Any] | None = None,
 ) -> tuple[list[Cuts], list[float], str, dict[str, Any]]:
     """Segments after every update, parameters, report and state.
 
-    ``proposed`` and ``seconds`` (measured before and after) stand in for the planner's answer and
-    the clock: on a model this small both would be chance.
+    ``proposed`` and ``seconds`` (measured in each window) stand in for the planner's answer and the
+    clock: on a model this small both would be chance.
     """
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
@@ -75,20 +75,23 @@ def _answer(proposed: tuple[int, ...] | Exception) -> Any:
 
 OPTIMAL = {"gradients": {"split": {"kind": "optimal", "steps": STEPS}}}
 FIRST = live_split.SETTLING + STEPS  # updates before the first decision
-SECOND = FIRST + live_split.SETTLING + STEPS
+SECOND, THIRD, LAST = (FIRST + FIRST * n for n in range(1, live_split.WINDOWS))
 
 
 @pytest.mark.parametrize(("faster", "word"), [(True, "kept"), (False, "taken back")])
 def test_all_ranks_switch_at_one_step_and_keep_the_faster(
     two: Ranks, faster: bool, word: str
 ) -> None:
-    seconds = (2.0, 1.0) if faster else (1.0, 2.0)
-    answers = two.run(train, SECOND + 2, OPTIMAL, (3, 11), seconds, timeout=60)
+    # A machine that slows down meanwhile speaks for neither.
+    seconds = (2.0, 1.0, 4.0, 3.0) if faster else (1.0, 2.0, 3.0, 4.0)
+    answers = two.run(train, LAST + 2, OPTIMAL, (3, 11), seconds, timeout=60)
     for seen, _, report, state in answers:
         sizes = [[len(names) for names in cuts] for cuts in seen]
         assert sizes[: FIRST - 1] == [[12]] * (FIRST - 1)
-        assert sizes[FIRST - 1 : SECOND - 1] == [[4, 8]] * (SECOND - FIRST)
-        assert sizes[SECOND - 1 :] == [[4, 8] if faster else [12]] * 3
+        assert sizes[FIRST - 1 : SECOND - 1] == [[4, 8]] * FIRST
+        assert sizes[SECOND - 1 : THIRD - 1] == [[12]] * FIRST
+        assert sizes[THIRD - 1 : LAST - 1] == [[4, 8]] * FIRST
+        assert sizes[LAST - 1 :] == [[4, 8] if faster else [12]] * 3
         assert word in report
         kind = "by_index" if faster else "by_bytes"
         assert state["split"]["kind"] == kind
@@ -97,13 +100,13 @@ def test_all_ranks_switch_at_one_step_and_keep_the_faster(
 
 
 def test_a_change_of_the_split_changes_no_bit_on_two_ranks(two: Ranks) -> None:
-    plain = two.run(train, SECOND + 2, {}, timeout=60)
-    searched = two.run(train, SECOND + 2, OPTIMAL, (0, 5, 11), timeout=60)
+    plain = two.run(train, LAST + 2, {}, timeout=60)
+    searched = two.run(train, LAST + 2, OPTIMAL, (0, 5, 11), timeout=60)
     assert [a[1] for a in plain] == [a[1] for a in searched]
 
 
 def test_the_real_planner_answers_on_real_ranks(two: Ranks) -> None:
-    answers = two.run(train, SECOND + 1, OPTIMAL, timeout=60)
+    answers = two.run(train, LAST + 1, OPTIMAL, timeout=60)
     (seen, _, report, state), other = answers
     assert seen == other[0]
     assert state["split"] is not None
@@ -113,14 +116,14 @@ def test_the_real_planner_answers_on_real_ranks(two: Ranks) -> None:
 
 def test_a_trace_that_explains_nothing_leaves_the_default(two: Ranks) -> None:
     error = TraceError("a step is missing")
-    for seen, _, report, state in two.run(train, SECOND, OPTIMAL, error, timeout=60):
+    for seen, _, report, state in two.run(train, FIRST, OPTIMAL, error, timeout=60):
         assert all(len(cuts) == 1 for cuts in seen)
         assert "the default split stays" in report
         assert state["split"]["kind"] == "by_bytes"
 
 
 def test_a_resumed_run_begins_with_the_chosen_split(two: Ranks) -> None:
-    before = two.run(train, SECOND, OPTIMAL, (3, 11), timeout=60)[0]
+    before = two.run(train, LAST, OPTIMAL, (3, 11), timeout=60)[0]
     state = before[3]
     answers = two.run(train, 2, OPTIMAL, (5, 11), (1.0, 1.0), state, timeout=60)
     for seen, _, report, again in answers:
@@ -133,9 +136,9 @@ def test_the_trace_that_the_user_asked_for_comes_after_the_choice(
     two: Ranks, tmp_path: Path
 ) -> None:
     wish = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
-    two.run(train, SECOND + 6, OPTIMAL | wish, (3, 11), timeout=60)
+    two.run(train, LAST + 6, OPTIMAL | wish, (3, 11), timeout=60)
     trace = read(tmp_path / "trace.json")
-    assert {e.step for e in trace.events} == {SECOND + live_split.SETTLING + i for i in range(2)}
+    assert {e.step for e in trace.events} == {LAST + live_split.SETTLING + i for i in range(2)}
     assert [len(segment["gradients"]) for segment in trace.meta["segments"]] == [4, 8]
     assert trace.meta["strategy"]["gradients"]["split"] == {"kind": "by_index", "last": [3, 11]}
 
@@ -143,7 +146,7 @@ def test_the_trace_that_the_user_asked_for_comes_after_the_choice(
 def test_the_trace_that_the_user_asked_for_comes_after_a_resume_too(
     two: Ranks, tmp_path: Path
 ) -> None:
-    state = two.run(train, SECOND, OPTIMAL, (3, 11), timeout=60)[0][3]
+    state = two.run(train, LAST, OPTIMAL, (3, 11), timeout=60)[0][3]
     wish = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
     begin = FIRST + live_split.SETTLING  # behind what would have been the window of the search
     two.run(train, begin + 3, OPTIMAL | wish, (5, 11), (1.0, 1.0), state, timeout=60)

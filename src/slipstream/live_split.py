@@ -1,4 +1,4 @@
-"""``split: optimal`` in a session: trace the default split, solve, switch, keep the faster.
+"""``split: optimal`` in a session: trace the default split, solve, take turns, keep the faster.
 
 Never measures an iteration itself (the recording does) and never computes a split (the planner).
 """
@@ -30,6 +30,10 @@ SETTLING = 2
 """Iterations after a change of the split that are not measured: new buckets, cold connections."""
 
 
+WINDOWS = 4
+"""Two of each split, by turns: what drifts while they run is no split's."""
+
+
 @dataclass(frozen=True)
 class _Proposal:
     """What rank 0 found: the last gradient of each segment (None: the default split), and why."""
@@ -39,11 +43,11 @@ class _Proposal:
 
 
 class LiveSplit:
-    """Two windows of iterations, one under the default split and one under the computed one.
+    """Windows of iterations, by turns under the default split and under the computed one.
 
     Args:
         engine: installs the splits.
-        ranks: whose network is measured between the windows.
+        ranks: whose network is measured after the first window.
         control: a group of CPU tensors.
         strategy: what the user asked for, with ``split: optimal``.
         steps: iterations a window.
@@ -64,7 +68,9 @@ class LiveSplit:
         self._engine, self._ranks, self._control, self.steps = engine, ranks, control, steps
         gradients = strategy.gradients.model_copy(update={"split": ByBytes()})
         self._base = strategy.model_copy(update={"gradients": gradients})
-        self._before: float | None = None
+        self._seconds: tuple[list[float], list[float]] = [], []  # of the default, of the new split
+        self._windows = 0
+        self._proposal: _Proposal | None = None
         self.outcome = f"not yet: {steps} iterations of the default split are measured first"
         self.settled = False
 
@@ -77,9 +83,15 @@ class LiveSplit:
             ExchangeError: another rank is gone.
         """
         with together("the choice of the split"):
-            if self._before is None:
-                return self._switch(trace)
-            self._keep_the_faster(trace)
+            if trace is not None:
+                self._seconds[self._windows % 2].extend(iterations(trace))
+            self._windows += 1
+            if self._proposal is None:
+                return self._propose(trace)
+            if self._windows < WINDOWS:
+                self._install(self._proposal.last if self._windows % 2 else None)
+                return True
+            self._keep_the_faster()
             return False
 
     def settle(self, split: Split, outcome: str) -> None:
@@ -88,18 +100,21 @@ class LiveSplit:
         if self._engine.order is not None:
             self._engine.install(self._engine.order, split)
 
-    def _switch(self, trace: Trace | None) -> bool:
-        """Measure the network, solve on rank 0, install the solution on all ranks."""
+    def _propose(self, trace: Trace | None) -> bool:
+        """Measure the network, solve on rank 0, install the solution on all ranks, if there is."""
         measured = calibrate(self._ranks, sizes=SIZES[::2], seconds=CALIBRATION_SECONDS, rounds=3)
-        proposal = self._agreed(None if trace is None else self._solve(trace, measured))
-        self._before = 0.0 if trace is None else median(iterations(trace))
-        self.outcome = proposal.outcome
-        if proposal.last is None:
+        self._proposal = self._agreed(None if trace is None else self._solve(trace, measured))
+        self.outcome = self._proposal.outcome
+        if self._proposal.last is None:
             self.settled = True
             return False
-        assert self._engine.order is not None
-        self._engine.install(self._engine.order, ByIndex(last=proposal.last))
+        self._install(self._proposal.last)
         return True
+
+    def _install(self, last: tuple[int, ...] | None) -> None:
+        """On all ranks: the segments that end with these gradients, or the default's."""
+        assert self._engine.order is not None
+        self._engine.install(self._engine.order, ByBytes() if last is None else ByIndex(last=last))
 
     def _solve(self, trace: Trace, measured: Measured) -> _Proposal:
         """On rank 0, whose trace holds all ranks."""
@@ -116,16 +131,16 @@ class LiveSplit:
             return _Proposal(None, "the default split is the optimum")
         return _Proposal(split.last, f"{len(split.last)} segments, predicted {seconds:.4f} s")
 
-    def _keep_the_faster(self, trace: Trace | None) -> None:
-        """Rank 0 compares both windows; all ranks do as it says."""
+    def _keep_the_faster(self) -> None:
+        """Rank 0 compares what was measured; all ranks do as it says."""
         verdict = None
-        if trace is not None:
-            assert self._before is not None
-            after = median(iterations(trace))
+        if self._seconds[0]:
+            assert self._proposal is not None
+            before, after = map(median, self._seconds)
             verdict = _Proposal(
-                self._last() if after <= self._before else None,
-                f"{self.outcome}, measured {after:.4f} s against {self._before:.4f} s: "
-                f"{'kept' if after <= self._before else 'taken back'}",
+                self._proposal.last if after <= before else None,
+                f"{self.outcome}, measured {after:.4f} s against {before:.4f} s in turn: "
+                f"{'kept' if after <= before else 'taken back'}",
             )
         agreed = self._agreed(verdict)
         split = ByBytes() if agreed.last is None else ByIndex(last=agreed.last)

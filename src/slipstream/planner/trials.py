@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import fmean, median, quantiles
 from typing import Literal
 
 from slipstream.errors import TraceError
@@ -37,9 +37,9 @@ _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
 class Measurement:
     """What one short run measured, in seconds.
 
-    ``seconds`` is an iteration, the slowest rank's, the median over iterations; ``spread`` half the
-    distance between its quartiles; ``wall`` the whole run, from the start of its processes to the
-    end of the last.
+    ``seconds`` is the median over iterations of the mean over ranks; ``spread`` half the distance
+    between its quartiles; ``wall`` the whole run, from the start of its processes to the end of the
+    last.
     """
 
     seconds: float
@@ -131,18 +131,21 @@ def last_words(folder: Path) -> str:
 
 
 def iterations(trace: Trace) -> list[float]:
-    """Seconds of each iteration, the slowest rank's, in order.
+    """Seconds of each iteration, the mean over ranks, in order.
+
+    On each rank an iteration begins where the last one ended, so means add up to the time that all
+    took; the slowest rank's seconds would count the jitter of its start twice.
 
     Example:
         >>> from slipstream.trace import Event
         >>> spans = [Event("iteration", rank, 3, 0.0, 1.0 + rank) for rank in range(2)]
         >>> iterations(Trace(tuple(spans)))
-        [2.0]
+        [1.5]
     """
-    slowest: dict[int, float] = defaultdict(float)
+    steps: dict[int, list[float]] = defaultdict(list)
     for one in timeline(trace.events):
-        slowest[one.step] = max(slowest[one.step], one.duration)
-    return [slowest[step] for step in sorted(slowest)]
+        steps[one.step].append(one.duration)
+    return [fmean(steps[step]) for step in sorted(steps)]
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
