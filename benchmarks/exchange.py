@@ -16,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import statistics
 import subprocess
 import sys
@@ -206,7 +207,7 @@ def write(
         "wire_s": wire,
         "bound_s": bound,
         "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
-        "command": " ".join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
+        "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
     }
     Console(width=150).print(table(facts, rows))
     if OPTIMAL in seconds:

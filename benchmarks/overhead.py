@@ -17,6 +17,7 @@ import io
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -225,7 +226,7 @@ def main() -> None:
             "date": date.today().isoformat(),
             "rounds": args.rounds,
             "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
-            "command": " ".join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
+            "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
         }
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(

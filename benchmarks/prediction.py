@@ -23,6 +23,7 @@ import argparse
 import itertools
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -226,6 +227,8 @@ def main() -> None:
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rank-of", nargs=2, metavar=("MODEL", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.steps < 3:
+        parser.error(f"--steps {args.steps}: 3 or more tell an interval")
     if args.rank_of:
         train(args.rank_of[0], args.steps, Path(args.rank_of[1]))
         return
@@ -252,7 +255,7 @@ def main() -> None:
             "errors": errors(rows),
             "orders": {testbed: asdict(found) for testbed, found in orders.items()},
             "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
-            "command": " ".join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
+            "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
         }
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(

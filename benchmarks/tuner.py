@@ -15,6 +15,7 @@ import argparse
 import itertools
 import json
 import os
+import shlex
 import sys
 import tempfile
 import time
@@ -262,7 +263,7 @@ def main() -> None:
             "steps": args.steps,
             "pairs": args.pairs,
             "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
-            "command": " ".join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
+            "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
         }
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(

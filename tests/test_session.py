@@ -126,6 +126,7 @@ MISUSES: dict[str, tuple[Callable[[], Session], Callable[[Session], object], lis
         ["version 2", "allowed: 1"],
     ),
     "no state": (opened, lambda s: s.load_state_dict({}), ["version None", "allowed: 1"]),
+    "none at all": (opened, lambda s: s.load_state_dict(None), ["is a NoneType", "state_dict()"]),
     "a state cut short": (
         opened,
         lambda s: s.load_state_dict({"version": 1}),
@@ -245,6 +246,20 @@ def test_the_report_says_what_one_process_exchanges() -> None:
         assert "one process" in session.report()
         assert session.segments == ()
     assert "gradients.split" in session.report()
+
+
+def reports() -> tuple[str, str]:
+    """While it trains, and afterwards."""
+    with opened() as session:
+        update(session)
+        before = session.report()
+    return before, session.report()
+
+
+def test_the_report_stays_true_when_the_session_is_closed(two: Ranks) -> None:
+    for before, after in two.run(reports):
+        assert "all-reduces" in before
+        assert after == before
 
 
 def resumed(num_steps: int) -> bool:

@@ -56,8 +56,12 @@ def order_of(state: Mapping[str, Any], names: Sequence[str]) -> ReadyOrder | Non
     )
 
 
-def refusal(state: Mapping[str, Any], names: Sequence[str]) -> UsageError | None:
+def refusal(state: object, names: Sequence[str]) -> UsageError | None:
     """Why a state cannot be loaded by a session of these trainable parameters."""
+    if not isinstance(state, Mapping):
+        return UsageError(
+            f"this state is a {type(state).__name__}; pass what session.state_dict() returned"
+        )
     if state.get("version") != VERSION:
         return UsageError(f"this state has version {state.get('version')!r}; allowed: {VERSION}")
     if missing := KEYS - state.keys():

@@ -22,8 +22,8 @@ _SHOWN = 12  # sizes of segments
 def rows(
     engine: Engine | None, segments: Sequence[Exchanged], live_split: LiveSplit | None
 ) -> list[Row]:
-    """What became of the gradients; without an engine there is one process."""
-    if engine is None:
+    """What became of the gradients; no engine and no segments: there was one process."""
+    if engine is None and not segments:
         return [Row("exchange", "none", "one process: there is nobody to exchange with")]
     if not segments:
         return [Row("segments", "not yet", "laid out after the first backward")]

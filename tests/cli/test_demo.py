@@ -135,7 +135,7 @@ def test_one_missing_package_is_one_line_and_code_2(monkeypatch, capsys, tmp_pat
         cli.main()
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
     assert ended.value.code == 2
-    assert "the demo needs scikit-learn: pip install 'slipstream[examples]'" in said
+    assert "the demo needs scikit-learn: in the checkout, pip install '.[examples]'" in said
     assert not (tmp_path / "out").exists()
 
 

@@ -76,6 +76,7 @@ WRONG = {
     "no folder": (["-o", "no/cluster.yaml"], {}, "cannot be written"),
     "no rate": (["--nodes", "2", "--rate", "fast"], {}, "'fast' is not a link rate"),
     "one rank": (["--ranks", "1"], {}, "--ranks"),
+    "ranks here and there": (["--ranks", "2", "--nodes", "2"], {}, "leave out one of the two"),
     "half an environment": ([], {"RANK": "0"}, "WORLD_SIZE"),
     "hosts in a rank": (
         ["--nodes", "2"],

@@ -18,6 +18,8 @@ from slipstream.trace import Trace, read, write
 from tests.planner.test_plan import UNEVEN, cluster
 from tests.trace.traces import by_hand
 
+ONE_HOST = {"hosts": 1, "ranks_per_host": 4}
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
@@ -73,6 +75,18 @@ def test_a_cluster_of_another_size_takes_the_wish_for_an_extrapolation(files, tm
     assert "Extrapolated" in shown
 
 
+def test_hosts_of_different_size_and_a_single_host_say_nothing_of_others(files, tmp_path) -> None:
+    uneven = cluster(4).model_copy(update={"hosts": 3, "ranks_per_host": 2})
+    for there, by_nodes in ((uneven, False), (cluster(4).model_copy(update=ONE_HOST), True)):
+        there.save(tmp_path / "cluster.yaml")
+        shown = _run(*files)
+        assert "4 ranks" in shown
+        assert "other links" not in shown
+        assert ("fewer nodes" in shown) == by_nodes
+        with pytest.raises(ClusterError, match=r"different size|ranks are on one host"):
+            _run(*files, "--rate", "25gbit")
+
+
 def test_json_is_for_machines(files, tmp_path) -> None:
     numbers = json.loads(_run(*files, "--json", "--allow-lossy", "-o", str(tmp_path / "b.json")))
     rows = numbers["strategies"]
@@ -91,6 +105,10 @@ def test_json_is_for_machines(files, tmp_path) -> None:
         (["--rate", "fast"], "is not a link rate"),
         (["-o", "best.txt"], "a strategy file ends in .yaml"),
         (["-o", "no/such/folder.yaml"], "cannot be written"),
+        (
+            ["--predicted", "no/such/trace.json"],
+            "--predicted no/such/trace.json: cannot be written",
+        ),
         (["--trace", "foreign.json"], "gradients"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

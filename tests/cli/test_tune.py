@@ -126,6 +126,9 @@ def test_what_the_first_run_shows_ends_in_a_box(slipstream, words, error, messag
         (["--cluster", "nope.yaml", "train.py"], "nope.yaml"),
         (["--log", "no/such/file.json", "train.py"], "--log no/such/file.json: cannot be written"),
         (["-o", "strategy.txt", "train.py"], "ends in .yaml"),
+        (["-o", "optimal.yaml", "train.py"], "optimal.yaml exists, and would be lost"),
+        (["--strategy", "hccl", "-o", "optimal.yaml", "train.py"], "would be lost"),
+        (["--strategy", "optimal.yaml", "-o", "optimal.yaml", "nope.py"], "'nope.py' does not"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

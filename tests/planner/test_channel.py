@@ -34,6 +34,10 @@ SHARING = {
     "two networks": ([[transfer(1.0)], [transfer(1.0, network="intra")]], [1.0, 1.0]),
     "latency asks for nothing": ([[latency(1.0)], [transfer(1.0)]], [1.0, 1.0]),
     "alone at more than its share": ([[transfer(1.0, 1.4)]], [1.0]),
+    "more than its share beside little": (
+        [[transfer(1.0, 1.4)], [transfer(0.2, 0.14)]],
+        [1.028, 0.308],
+    ),
     "the third waits": ([[transfer(1.0, 0.1)]] * 3, [1.0, 1.0, 2.0]),
     "latency under a transfer": (
         [[latency(0.5), transfer(1.0)], [latency(1.0), transfer(1.0)]],

@@ -290,7 +290,7 @@ def test_every_trace_has_a_picture(trace):
 )
 def test_a_missing_package_is_named_with_its_cure(monkeypatch, draw, package):
     monkeypatch.setattr(report_module, "find_spec", lambda name: None)
-    with pytest.raises(TraceError, match=rf"needs {package}.*pip install 'slipstream\[report\]'"):
+    with pytest.raises(TraceError, match=rf"needs {package}.*pip install '\.\[report\]'"):
         draw([("one", by_hand())])
 
 

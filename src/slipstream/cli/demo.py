@@ -171,7 +171,7 @@ def _find_examples() -> Path:
 def _check_packages() -> None:
     if missing := [package for module, package in NEEDED.items() if find_spec(module) is None]:
         raise LaunchError(
-            f"the demo needs {' and '.join(missing)}: pip install 'slipstream[examples]'"
+            f"the demo needs {' and '.join(missing)}: in the checkout, pip install '.[examples]'"
         )
 
 

@@ -48,8 +48,11 @@ def network(
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where the numbers go, as YAML.")
     ] = Path("cluster.yaml"),
     ranks: Annotated[
-        int, typer.Option(min=2, help="Ranks to start on this host, if no launcher has.")
-    ] = 2,
+        int | None,
+        typer.Option(
+            min=2, help="Ranks to start on this host, if no launcher has.", show_default="2"
+        ),
+    ] = None,
     nodes: Annotated[
         int | None,
         typer.Option(help="Start them on so many emulated hosts instead.", show_default=False),
@@ -74,6 +77,11 @@ def network(
     [dim]srun slipstream doctor network -o cluster.yaml[/dim]
     """
     _check_output(output)
+    if ranks is not None and nodes is not None:
+        raise ClusterError(
+            f"--ranks {ranks} are for this host, --nodes {nodes} for emulated ones: leave out one "
+            "of the two; --ranks-per-node says how many each emulated host has"
+        )
     screen = Console()
     job = json.dumps(asdict(Job(str(output), seconds, screen.is_terminal, screen.width)))
     if Environment.read(os.environ, socket.gethostname()).source != "none":
@@ -85,7 +93,7 @@ def network(
         os.execv(sys.executable, [sys.executable, "-m", MEASURE, job])  # this becomes the rank
     if nodes is not None:
         raise typer.Exit(_on_hosts(Testbed(nodes, rate), ranks_per_node, job))
-    raise typer.Exit(_on_this_host(ranks, job))
+    raise typer.Exit(_on_this_host(ranks or 2, job))
 
 
 def _on_this_host(ranks: int, job: str) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from slipstream import __version__
 from slipstream.cli import (
     demo,
     doctor,
@@ -25,7 +27,6 @@ from slipstream.errors import SlipstreamError
 
 app = typer.Typer(
     name="slipstream",
-    help="Faster data-parallel training for PyTorch: see where an iteration goes, and mend it.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -42,6 +43,26 @@ app.command("scale", context_settings=SCRIPT_LAST)(scale.scale)
 app.command("report")(report.report)
 app.add_typer(strategy.app, name="strategy", help="Show, list, describe and check strategies.")
 app.add_typer(testbed.app, name="testbed", help="Emulate hosts and slow links on this machine.")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"slipstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback(
+    help="Data-parallel training in PyTorch: see where an iteration goes, and mend what costs."
+)
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """What goes before a command; whoever asks for the version gets nothing else."""
 
 
 def main() -> None:

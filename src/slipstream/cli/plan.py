@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.errors import StrategyError
+from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.candidates import TOLERANCE, candidates, label
 from slipstream.planner.cost import Cluster
 from slipstream.planner.exchange import Plan
@@ -32,6 +32,7 @@ from slipstream.planner.plan import (
     what_if,
 )
 from slipstream.planner.simulate import simulate
+from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import format_rate, parse_rate
@@ -56,7 +57,8 @@ def plan(
     exact_only: Annotated[
         bool,
         typer.Option(
-            "--exact-only/--allow-lossy", help="Only what leaves the mathematics as it is."
+            "--exact-only/--allow-lossy",
+            help="Only what leaves the mathematics as it is, or larger batches (accumulate), too.",
         ),
     ] = True,
     output: Annotated[
@@ -80,6 +82,8 @@ def plan(
     [dim]slipstream plan --trace trace.json --cluster cluster.yaml --nodes 64 --rate 25gbit[/dim]
     """
     check_output(output)
+    if predicted is not None:
+        check_place("--predicted", predicted)
     bits = None if rate is None else float(parse_rate(rate))
     recorded = chrome.read(trace)
     base = traced_strategy(recorded)
@@ -88,16 +92,16 @@ def plan(
         measured = _as_traced(measured, recorded)
     workload, here = prepare(recorded, measured)
     where = here
+    if bits is not None and (nodes or here.hosts) == 1:
+        raise ClusterError(
+            f"--rate {rate}: all ranks are on one host, and use no link; give --nodes, too"
+        )
     if any(option is not None for option in (nodes, ranks_per_node, rate)):
         where = here.scaled(nodes or here.hosts, ranks_per_node or here.ranks_per_host, bits)
         workload = workload.for_ranks(where.world_size)
     found = rank(candidates(workload, where, exact_only, base), workload, where, base)
     best = found[0].strategy
-    per_node = where.ranks_per_host
-    by_nodes = what_if(best, workload, here, ranks_per_node=per_node, rates=(bits,))
-    by_rate = what_if(
-        best, workload, here, nodes=(where.hosts,), ranks_per_node=per_node, rates=RATES
-    )
+    by_nodes, by_rate = _elsewhere(best, workload, here, where, bits)
     if output is not None:
         write_strategy(best, output)
     if predicted is not None:
@@ -113,12 +117,30 @@ def plan(
     if where.extrapolated:
         console.print(Text(f"Extrapolated: {where.extrapolated}", style="yellow"))
     name = label(best)
-    console.print(
-        _curve(f"{name}: more and fewer nodes, {_ranks(per_node)} each", by_nodes, "nodes")
-    )
-    console.print(_curve(f"{name}: other links, {_ranks(where.world_size)}", by_rate, "rate"))
+    if by_nodes:
+        title = f"{name}: more and fewer nodes, {_ranks(where.ranks_per_host)} each"
+        console.print(_curve(title, by_nodes, "nodes"))
+    if by_rate:
+        title = f"{name}: other links, {_ranks(where.world_size)}"
+        console.print(_curve(title, by_rate, "rate"))
     if output is not None:
         console.print(Text(f"The best one is in {output}."), soft_wrap=True)
+
+
+def _elsewhere(
+    best: Strategy, workload: Workload, here: Cluster, where: Cluster, bits: float | None
+) -> tuple[list[Point], list[Point]]:
+    """Predictions over nodes, and over rates; none where they would say nothing."""
+    per_node = where.ranks_per_host
+    if here.hosts * here.ranks_per_host != here.world_size:  # hosts of different size
+        return [], []
+    by_nodes = what_if(best, workload, here, ranks_per_node=per_node, rates=(bits,))
+    if where.hosts == 1:  # there is no link
+        return by_nodes, []
+    nodes = (where.hosts,)
+    return by_nodes, what_if(
+        best, workload, here, nodes=nodes, ranks_per_node=per_node, rates=RATES
+    )
 
 
 def _as_traced(cluster: Cluster, trace: Trace) -> Cluster:
@@ -145,8 +167,18 @@ def check_output(output: Path | None) -> None:
         raise StrategyError(
             f"--output {output}: a strategy file ends in {', '.join(SUFFIXES)}; rename it"
         )
-    if not os.access(output.parent, os.W_OK) or output.is_dir():
-        raise StrategyError(f"--output {output}: cannot be written; choose another place")
+    check_place("--output", output)
+
+
+def check_place(option: str, file: Path) -> None:
+    """Find out before the work that a file cannot be written.
+
+    Raises:
+        StrategyError: no such folder, or the file is a folder or may not be written.
+    """
+    place = file if file.exists() else file.parent
+    if file.is_dir() or not os.access(place, os.W_OK):
+        raise StrategyError(f"{option} {file}: cannot be written; choose another place")
 
 
 def write_strategy(strategy: Strategy, output: Path) -> None:

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.cli._tune_display import Display, table
-from slipstream.cli.plan import check_output, write_strategy
+from slipstream.cli.plan import check_output, check_place, write_strategy
 from slipstream.cluster.environment import Environment
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, TestbedError
@@ -56,7 +56,8 @@ def tune(
     exact_only: Annotated[
         bool,
         typer.Option(
-            "--exact-only/--allow-lossy", help="Only what leaves the mathematics as it is."
+            "--exact-only/--allow-lossy",
+            help="Only what leaves the mathematics as it is, or larger batches (accumulate), too.",
         ),
     ] = True,
     ranks: Annotated[
@@ -97,7 +98,8 @@ def tune(
     """
     _refuse_ranks()
     check_output(output)
-    _check_log(log)
+    _check_not_lost(output, strategy)
+    check_place("--log", log)
     seconds = parse_budget(budget)
     base = _start(Strategy.load(strategy))
     known = Cluster.load(cluster) if cluster else None
@@ -148,9 +150,18 @@ def parse_budget(text: str) -> float:
     return seconds
 
 
-def _check_log(log: Path) -> None:
-    if not os.access(log.parent, os.W_OK) or log.is_dir():
-        raise LaunchError(f"--log {log}: cannot be written; choose another place")
+def _check_not_lost(output: Path, strategy: str | None) -> None:
+    """A strategy file is only replaced by what was found starting from it.
+
+    Raises:
+        LaunchError: it would be lost.
+    """
+    started_from = strategy is not None and Path(strategy).exists()
+    if output.exists() and not (started_from and output.samefile(str(strategy))):
+        raise LaunchError(
+            f"--output {output} exists, and would be lost: start from it (--strategy {output}), or "
+            "choose another file"
+        )
 
 
 def _start(strategy: Strategy) -> Strategy:

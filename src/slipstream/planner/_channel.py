@@ -101,8 +101,10 @@ class _Flight:
     def pace(self, flights: Sequence[_Flight]) -> float:
         """How many times as long the present phase takes for others on its network."""
         network = self.phases[0].network
-        sharing = [f.phases[0].demand for f in flights if f.phases[0].network == network]
-        return max(sum(sharing), 1.0) if len(sharing) > 1 else 1.0
+        if network is None:
+            return 1.0
+        together = sum(f.phases[0].demand for f in flights if f.phases[0].network == network)
+        return max(together / max(self.phases[0].demand, 1.0), 1.0)
 
     def slowed(self, contention: Contention, computing: float) -> float:
         """The same for the share of ranks that compute."""

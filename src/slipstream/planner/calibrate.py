@@ -78,7 +78,7 @@ def calibrate(
         ranks: as `connect` gives them, 2 or more.
         sizes: bytes of the tensors, rounded up to whole elements on every rank.
         seconds: about the longest that the exchanges may take together; large sizes are left out
-            where the time does not suffice for them. Contention takes some 3 more.
+            where the time does not suffice for them. Contention takes some 5 more.
         rounds: the most times that a size is measured.
         progress: called with the share that is done, from 0 to 1, and what is being done.
 

@@ -20,6 +20,8 @@ AT_ONCE = 4
 """Tensors that travel; as many exchanges are issued at least."""
 LARGEST = 16 * 2**20
 """Bytes of each, at most."""
+MOST = 256
+"""Exchanges of one round, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ def contention(
 
     All ranks compute the same fixed work alone, exchange alone, and then do both at once, with an
     exchange in flight all the time: once large ones and once the smallest, which are nothing but
-    latency. Of computing the mean over ranks counts, of exchanges the last rank; of both the median
+    latency. Of computing the mean over ranks counts, of exchanges the last rank; of each the median
     over rounds, and at least 0.
 
     Args:
@@ -59,17 +61,20 @@ def contention(
     smallest = all_reduce.points[0][0]
     large = max(fast, default=smallest)
     ratios = {}
-    for num_bytes in (large, smallest):
-        count = min(max(round(seconds / all_reduce.seconds(num_bytes)), AT_ONCE), 16 * AT_ONCE)
+    # Beside computing a small one takes many times as long: a quarter of the time is enough.
+    for num_bytes, share in {smallest: 0.25, large: 1.0}.items():
+        count = round(seconds * share / all_reduce.seconds(num_bytes))
         tensors = torch.empty(AT_ONCE, num_bytes // 4, device=device).zero_()
-        bench = _Bench(world, device, [tensors[i % AT_ONCE] for i in range(count)])
+        bench = _Bench(
+            world, device, [tensors[i % AT_ONCE] for i in range(min(max(count, AT_ONCE), MOST))]
+        )
         rounds = [bench.round(seconds) for _ in range(ROUNDS)]
         ratios[num_bytes] = [median(column) for column in zip(*rounds, strict=True)]
-    compute, whole = ratios[large]
+    compute, rest = ratios[large]
     latency = max(ratios[smallest][1], 1.0)
-    total = all_reduce.seconds(large)
-    waiting = min(all_reduce.latency, total)
-    rest = (whole * total - latency * waiting) / (total - waiting) if total > waiting else 1.0
+    total, waiting = all_reduce.seconds(large), all_reduce.latency
+    if total > 2 * waiting:  # else the difference would be nothing but noise
+        rest = (rest * total - latency * waiting) / (total - waiting)
     return Slowdowns(*(max(round(factor - 1, 4), 0.0) for factor in (compute, rest, latency)))
 
 

@@ -172,17 +172,23 @@ class Cluster(Value):
         was measured. A kind of groups that was not measured is derived from the world.
 
         Raises:
-            ClusterError: no such number of nodes, ranks or bits; or one rank alone was measured.
+            ClusterError: no such number of nodes, ranks or bits; one rank alone was measured, or
+                hosts of different size.
         """
         shape = {"nodes": nodes, "ranks per node": ranks_per_node, "rate": rate or 1}
         if wrong := [f"{name} is {value}" for name, value in shape.items() if value <= 0]:
             raise ClusterError(f"{', '.join(wrong)}: must be above 0")
         if self.world_size == 1:
             raise ClusterError("one rank alone says nothing of others: measure with 2 or more")
+        if self.hosts * self.ranks_per_host != self.world_size:
+            raise ClusterError(
+                f"{self.world_size} ranks on {self.hosts} hosts: hosts of different size say "
+                "nothing of others; measure where every host has the same number of ranks"
+            )
         if (nodes, ranks_per_node, rate) == (self.hosts, self.ranks_per_host, None):
             return self
         said = [f"from {self.hosts} x {self.ranks_per_host} to {nodes} x {ranks_per_node} ranks"]
-        said += [] if rate is None else [f"links of {rate / 1e9:g} Gbit/s"]
+        said += [] if rate is None or nodes == 1 else [f"links of {rate / 1e9:g} Gbit/s"]
         if nodes > 1 and self.hosts == 1 and rate is None:
             said.append("links between hosts taken to be as fast as inside the measured one")
         ranks_of: dict[Kind, int] = {"world": nodes * ranks_per_node}

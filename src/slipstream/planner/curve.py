@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Annotated, Self
 
@@ -19,6 +19,9 @@ from slipstream.planner._fit import Array, segmented_fit
 
 Size = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
+
+SMALL = 64 * 1024
+"""Bytes up to which an exchange is small."""
 
 WORST_ERROR = 0.15
 """The relative error above which a fit is not trusted."""
@@ -88,6 +91,7 @@ class Curve(Value):
         pieces: list[Piece] = []
         for start, startup, slope in zip(starts, startups, slopes, strict=True):
             line = {"startup": _rounded(startup), "per_byte": _rounded(slope)}
+            start = _meeting(pieces, start, **line)
             if not pieces or line != pieces[-1].model_dump(exclude={"start_bytes"}):
                 pieces.append(Piece(start_bytes=start, **line))
         errors: dict[str, float] = {}
@@ -112,10 +116,11 @@ class Curve(Value):
         """Where that is."""
         return max(self.error_by_decade, key=lambda d: self.error_by_decade[d], default="")
 
-    @property
+    @cached_property
     def latency(self) -> float:
-        """Seconds that a small exchange takes whatever its size; never more than one measured."""
-        return max(piece.startup for piece in self.pieces)
+        """Seconds that an exchange up to SMALL takes, by the lines, for more than its bytes."""
+        sizes = [m for m, _ in self.points if m <= SMALL] or [self.points[0][0]]
+        return max(max(_on(self.pieces, m) - self.per_byte * m, 0.0) for m in sizes)
 
     @property
     def per_byte(self) -> float:
@@ -142,13 +147,13 @@ class Curve(Value):
     def scaled(self, latency: float, bandwidth: float) -> Self:
         """The curve with its latency ``latency`` times, and all the rest ``bandwidth`` times.
 
-        The latency is the startup of the smallest sizes.
+        The latency is that of the smallest sizes.
         """
         if not latency and not bandwidth:  # among one rank nothing moves
             points = tuple((num_bytes, 0.0) for num_bytes, _ in self.points)
             still = (Piece(start_bytes=0, startup=0.0, per_byte=0.0),)
             return type(self)(points=points, pieces=still, error_by_decade={}, trusted=True)
-        first = self.pieces[0].startup
+        first = self.latency
         fitted = self.fit(
             (m, min(t, first) * latency + max(t - first, 0.0) * bandwidth) for m, t in self.points
         )
@@ -160,6 +165,14 @@ def _logs(points: tuple[tuple[int, float], ...]) -> tuple[Array, Array, Array]:
     """Sizes, and logarithms of sizes and of times."""
     sizes, times = np.array(points, dtype=float).T
     return sizes, np.log(sizes), np.log(np.maximum(times, 1e-30))
+
+
+def _meeting(pieces: Sequence[Piece], start: int, startup: float, per_byte: float) -> int:
+    """Where a line meets the last piece; near ``start``, but for what became of their numbers."""
+    if not pieces or per_byte == pieces[-1].per_byte:
+        return start
+    meeting = round((pieces[-1].startup - startup) / (per_byte - pieces[-1].per_byte))
+    return meeting if meeting > pieces[-1].start_bytes else start
 
 
 def _on(pieces: Sequence[Piece], num_bytes: float) -> float:

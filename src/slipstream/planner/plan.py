@@ -65,7 +65,8 @@ class Point:
 def traced_strategy(trace: Trace) -> Strategy:
     """The strategy that a trace was recorded under, without its trace settings.
 
-    A split that was found while the training ran is the one that the trace shows.
+    A split that was found while the training ran is the one that the trace shows; on one process it
+    shows a single segment.
 
     Raises:
         StrategyError: it has settings that this version does not know.

@@ -114,7 +114,8 @@ class Tuner:
 
         It hangs if it takes several times as long as the longest one that did not.
         """
-        outcome = self.run(strategy, min(self._left() - keep, HANG_FACTOR * self._wall))
+        batches = max(strategy.gradients.accumulate / self.base.gradients.accumulate, 1.0)
+        outcome = self.run(strategy, min(self._left() - keep, HANG_FACTOR * batches * self._wall))
         if isinstance(outcome, Measurement):
             self._wall = max(self._wall, outcome.wall)
         return outcome

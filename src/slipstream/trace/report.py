@@ -132,7 +132,7 @@ def _require(package: str, purpose: str) -> None:
     if find_spec(package) is None:
         raise TraceError(
             f"{purpose} of the report needs {package}, which is not installed: "
-            "pip install 'slipstream[report]'"
+            "in the checkout, pip install '.[report]'"
         )
 
 
