@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--nodes", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5, help="recorded in each block")
+    parser.add_argument("--steps", type=int, default=4, help="recorded in each block")
     parser.add_argument("--folder", help="keep traces and clusters here; what lies there is used")
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rank-of", nargs=2, metavar=("MODEL", "FOLDER"), help=argparse.SUPPRESS)
