@@ -13,17 +13,14 @@ namespaces (no root) use --loopback.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import shlex
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +30,9 @@ from iteration import Iterate, Loss, accelerated, plain, quartiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tables import optimal_in_words
+from tables import optimal_in_words, save
 from torch import nn
 
-import slipstream
 from slipstream.live_split import SETTLING, WINDOWS
 from slipstream.session import Session
 from slipstream.strategy import Optimal
@@ -196,8 +192,6 @@ def write(
             )
         )
     facts: dict[str, Any] = {
-        "benchmark": "exchange",
-        "date": date.today().isoformat(),
         "model": args.model,
         "megabytes": num_bytes / 2**20,
         "nodes": args.nodes,
@@ -206,17 +200,14 @@ def write(
         "compute_s": compute,
         "wire_s": wire,
         "bound_s": bound,
-        "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
-        "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
     }
     Console(width=150).print(table(facts, rows))
     if OPTIMAL in seconds:
         facts["optimal"] = optimal_against(seconds, best)
         Console(width=150).print(optimal_in_words(facts["optimal"]))
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(
-            json.dumps({**facts, "rows": [asdict(r) for r in rows], "seconds": seconds}, indent=1)
+        save(
+            args.json, "exchange", {**facts, "rows": [asdict(r) for r in rows], "seconds": seconds}
         )
 
 

@@ -17,7 +17,6 @@ import io
 import json
 import os
 import random
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -34,9 +32,8 @@ from iteration import Iterate, Loss, accelerated, plain, quartiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from tables import save
 from torch import nn
-
-import slipstream
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import data
@@ -222,16 +219,9 @@ def main() -> None:
     Console(width=110).print(table(found))
     if args.json:
         facts = {
-            "benchmark": "overhead",
-            "date": date.today().isoformat(),
             "rounds": args.rounds,
-            "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
-            "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
         }
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(
-            json.dumps({**facts, "rows": [asdict(r) for r in found]}, indent=1)
-        )
+        save(args.json, "overhead", {**facts, "rows": [asdict(r) for r in found]})
 
 
 if __name__ == "__main__":

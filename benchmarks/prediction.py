@@ -21,14 +21,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from statistics import fmean, median
 
@@ -38,8 +34,8 @@ from exchange import make_model, on_testbed
 from iteration import accelerated, quartiles
 from rich.console import Console
 from rich.table import Table
+from tables import save
 
-import slipstream
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.calibrate import SIZES, calibrate
 from slipstream.planner.cost import Cluster
@@ -248,19 +244,12 @@ def main() -> None:
     Console(width=120).print(table(rows, orders))
     if args.json:
         facts = {
-            "benchmark": "prediction",
-            "date": date.today().isoformat(),
             "nodes": args.nodes,
             "steps": args.steps,
             "errors": errors(rows),
             "orders": {testbed: asdict(found) for testbed, found in orders.items()},
-            "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
-            "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
         }
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(
-            json.dumps({**facts, "rows": [asdict(r) for r in rows]}, indent=1) + os.linesep
-        )
+        save(args.json, "prediction", {**facts, "rows": [asdict(r) for r in rows]})
 
 
 if __name__ == "__main__":

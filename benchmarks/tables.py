@@ -6,7 +6,11 @@ python benchmarks/tables.py
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,18 @@ rate. Kendall's tau compares the order of predictions with that of measurements:
 order, -1 the opposite one; pairs are told apart where the 95 % intervals of the two measured
 medians do not overlap.
 """
+
+
+def save(path: str, benchmark: str, facts: Mapping[str, Any]) -> None:
+    """Write what a benchmark found, with the day, the versions and the command that found it."""
+    head = {
+        "benchmark": benchmark,
+        "date": date.today().isoformat(),
+        "versions": {name: version(name) for name in ("torch", "slipstream")},
+        "command": shlex.join(["python", f"benchmarks/{benchmark}.py", *sys.argv[1:]]),
+    }
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps({**head, **facts}, indent=1) + "\n")
 
 
 def exchange(facts: Mapping[str, Any]) -> str:

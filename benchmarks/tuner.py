@@ -14,14 +14,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import shlex
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -31,9 +28,9 @@ from exchange import on_testbed
 from iteration import Loss, accelerated, quartiles
 from rich.console import Console
 from rich.table import Table
+from tables import save
 from torch import nn
 
-import slipstream
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.calibrate import SIZES, calibrate
@@ -256,19 +253,12 @@ def main() -> None:
     Console(width=160).print(table(rows))
     if args.json:
         facts = {
-            "benchmark": "tuner",
-            "date": date.today().isoformat(),
             "nodes": args.nodes,
             "rate": args.rate,
             "steps": args.steps,
             "pairs": args.pairs,
-            "versions": {"torch": torch.__version__, "slipstream": slipstream.__version__},
-            "command": shlex.join(["python", f"benchmarks/{Path(__file__).name}", *sys.argv[1:]]),
         }
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(
-            json.dumps({**facts, "rows": [asdict(r) for r in rows]}, indent=1) + os.linesep
-        )
+        save(args.json, "tuner", {**facts, "rows": [asdict(r) for r in rows]})
 
 
 if __name__ == "__main__":

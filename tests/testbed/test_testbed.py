@@ -150,7 +150,8 @@ def test_leaving_kills_all_that_runs(marker) -> None:
 
 
 OWNER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it would be ignored, as it should be
 from slipstream.testbed import Testbed
 with Testbed(nodes=2) as bed:
     for node in bed.nodes:

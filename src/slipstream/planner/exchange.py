@@ -120,7 +120,7 @@ class Phase:
 
     network: str | None
     seconds: float
-    demand: float = 1.0
+    demand: float
 
 
 @dataclass(frozen=True, slots=True)
