@@ -4,7 +4,8 @@
 
 On every testbed (model x rate) one set of ranks measures the network, then trains under each
 strategy in turn, a block of iterations each, recorded; and once more in the opposite order, so that
-what drifts meanwhile is no strategy's. *Replay*: a strategy's iteration predicted from its own
+what drifts meanwhile is no strategy's. A block that does not count comes first, for a cold start
+would be the baseline's. *Replay*: a strategy's iteration predicted from its own
 trace. *What-if*: predicted from the trace of the default alone, the strategy never having run.
 Predictions are the mean of those from the two blocks; all are seconds for one batch of each rank,
 a fourth of an update where four batches are accumulated. Errors are predicted / measured - 1,
@@ -55,6 +56,7 @@ STRATEGIES: dict[str, dict[str, object]] = {
     "per_gradient": {"split": "per_gradient"},
     "single": {"split": "single"},
     "default, no overlap": {"overlap": False},
+    "default, accumulate 2": {"accumulate": 2},
     "default, accumulate 4": {"accumulate": 4},
 }
 BASELINE = "default"
@@ -100,6 +102,10 @@ def train(model_name: str, steps: int, folder: Path) -> None:
     if dist.get_rank() == 0:
         cluster.save(folder / "cluster.yaml")
     model, loss_of, _ = make_model(model_name)
+    iterate, session = accelerated(model, loss_of, {"gradients": STRATEGIES[BASELINE]})
+    for _ in range(SKIP + steps):
+        iterate()
+    session.close()
     for block, name in blocks():
         trace = {"steps": steps, "skip": SKIP, "folder": str(trace_of(folder, name, block).parent)}
         strategy = {"gradients": STRATEGIES[name], "trace": trace}

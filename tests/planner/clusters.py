@@ -38,6 +38,8 @@ def cluster(hosts: int = 4, ranks_per_host: int = 1, **changes: Any) -> Cluster:
         "compute_slowdown": 0.25,
         "exchange_slowdown": 0.5,
         "latency_slowdown": 0.5,
+        "queue_share": 0.5,
+        "queue_seconds": 0.1,
         "backend": "gloo",
         "date": "2026-11-21 07:00",
         "versions": {"torch": "2.13.0"},

@@ -15,6 +15,8 @@ class Contention:
     compute_slowdown: float = 0.0
     exchange_slowdown: float = 0.0
     latency_slowdown: float = 0.0
+    queue_share: float = 0.0
+    queue_seconds: float = 0.0
 
 
 def latency(seconds: float) -> Phase:
@@ -71,3 +73,29 @@ def test_computing_slows_latency_and_bytes_each_by_its_own_factor(
     job = Job(0.0, (latency(1.0), transfer(1.0)))
     (landing,) = run([job], Clock(), lambda landed: [computing], contention)
     assert landing.end == pytest.approx(end)
+
+
+# Share, most seconds, and when a latency of 0.1 s ends beside a transfer of 1 s.
+QUEUES = {
+    "nothing queues": (0.0, 0.0, 0.1),
+    "a share of the other": (0.5, 9.0, 0.5),
+    "as much as there is": (1.0, 9.0, 1.0),
+    "at most so long": (0.9, 0.3, 0.3),
+    "never sooner than alone": (0.05, 9.0, 0.1),
+}
+
+
+@pytest.mark.parametrize(("share", "most", "end"), QUEUES.values(), ids=QUEUES)
+def test_latency_waits_behind_what_another_exchange_sends(share, most, end) -> None:
+    jobs = [Job(0.0, (transfer(1.0),)), Job(0.0, (latency(0.1),))]
+    contention = Contention(queue_share=share, queue_seconds=most)
+    large, small = run(jobs, Clock(), lambda landed: [0.0], contention)
+    assert small.end == pytest.approx(end)
+    assert large.end == pytest.approx(1.0)
+
+
+def test_nothing_waits_behind_a_transfer_that_is_over() -> None:
+    jobs = [Job(0.0, (transfer(0.4),)), Job(0.0, (latency(0.1),))]
+    contention = Contention(queue_share=2.0, queue_seconds=9.0)  # half of it when that is over
+    _, small = run(jobs, Clock(), lambda landed: [0.0], contention)
+    assert small.end == pytest.approx(0.4 + 0.05)

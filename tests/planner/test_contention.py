@@ -1,4 +1,4 @@
-"""How measured times of computing and exchanging become three slowdowns."""
+"""How measured times of computing and exchanging become slowdowns, and what queues cost."""
 
 from __future__ import annotations
 
@@ -64,7 +64,48 @@ def test_what_slows_latency_is_taken_out_of_what_slows_large_exchanges(two) -> N
 
 
 def test_nothing_is_sped_up(two) -> None:
-    assert two.run(measure, (0.2, 0.2), (0.1, 0.1), 0.0) == [Slowdowns(0.0, 0.0, 0.0)] * 2
+    for found in two.run(measure, (0.2, 0.2), (0.1, 0.1), 0.0):
+        assert (found.compute, found.exchange, found.latency) == (0.0, 0.0, 0.0)
+
+
+def queue_of(curve: Curve, times: dict[int, list[float]]) -> tuple[float, float]:
+    """What is found if beside so many bytes a small exchange takes so long on each rank."""
+    own = measuring._beside
+    measuring._beside = lambda world, large, small: (
+        curve.seconds(large),
+        times[large][dist.get_rank()],
+    )
+    try:
+        return measuring._queue(dist.group.WORLD, torch.device("cpu"), curve, 0.1)
+    finally:
+        measuring._beside = own
+
+
+# 1 ms, 2 ms ... 512 ms: those of 4 to 256 ms are tried with 0.1 s.
+STEADY = Curve.fit([(4096 * 2**k, 1e-3 * 2**k) for k in range(10)])
+
+
+def test_a_queue_is_a_share_of_small_exchanges_and_the_most_of_all(two) -> None:
+    times = {
+        4096 * 2**k: [min(0.5 * 1e-3 * 2**k, 0.05), min(0.8 * 1e-3 * 2**k, 0.06)] for k in range(10)
+    }
+    for share, seconds in two.run(queue_of, STEADY, times):
+        assert share == pytest.approx(0.8)  # of the rank where it took longer
+        assert seconds == pytest.approx(0.06)
+
+
+def test_where_all_exchanges_are_small_one_waits_for_all_of_the_other(two) -> None:
+    flat = Curve.fit([(4096, 1e-3), (8192, 1.1e-3)])
+    assert two.run(queue_of, flat, {}) == [(1.0, 1.1e-3)] * 2
+
+
+def beside(large: int) -> tuple[float, float]:
+    return measuring._beside(dist.group.WORLD, large, 4096)
+
+
+def test_a_small_exchange_lands_before_the_large_one_or_with_it(two) -> None:
+    for large, small in two.run(beside, 2**22):
+        assert 0.0 < small <= large
 
 
 def traffic() -> tuple[list[int], Slowdowns]:

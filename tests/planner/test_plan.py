@@ -46,6 +46,8 @@ def cluster(
         compute_slowdown=slowdown,
         exchange_slowdown=slowdown / 2,
         latency_slowdown=slowdown / 2,
+        queue_share=0.5,
+        queue_seconds=0.1,
         backend="gloo",
         date="2026-11-21",
         versions={},

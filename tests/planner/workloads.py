@@ -50,6 +50,8 @@ def cluster(ranks: int = 4, seconds: float = 0.1, latency: float = 0.0, **change
         "compute_slowdown": 0.0,
         "exchange_slowdown": 0.0,
         "latency_slowdown": 0.0,
+        "queue_share": 0.0,
+        "queue_seconds": 0.0,
         "backend": "gloo",
         "date": "2026-11-21",
         "versions": {},

@@ -36,7 +36,8 @@ def report(cluster: Cluster) -> Group:
     said.append(
         f"Beside an exchange computing takes {1 + cluster.compute_slowdown:.2f} times as long, "
         f"beside computing the bytes of an exchange {1 + cluster.exchange_slowdown:.2f} times and "
-        f"its latency {1 + cluster.latency_slowdown:.2f} times."
+        f"its latency {1 + cluster.latency_slowdown:.2f} times. A small exchange beside a large "
+        f"one takes {cluster.queue_share:.0%} of its time, {cluster.queue_seconds:.3f} s at most."
     )
     doubts = "".join(f"\n  {doubt}" for doubt in cluster.doubts)
     warning = [Text(DOUBTFUL + doubts, style="yellow")] if doubts else []

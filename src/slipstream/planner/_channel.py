@@ -39,6 +39,10 @@ class Contention(Protocol):
     def exchange_slowdown(self) -> float: ...
     @property
     def latency_slowdown(self) -> float: ...
+    @property
+    def queue_share(self) -> float: ...
+    @property
+    def queue_seconds(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +110,17 @@ class _Flight:
         together = sum(f.phases[0].demand for f in flights if f.phases[0].network == network)
         return max(together / max(self.phases[0].demand, 1.0), 1.0)
 
-    def slowed(self, contention: Contention, computing: float) -> float:
-        """The same for the share of ranks that compute."""
-        latency = self.phases[0].network is None
-        slow = contention.latency_slowdown if latency else contention.exchange_slowdown
-        return 1.0 + slow * computing
+    def slowed(self, contention: Contention, computing: float, flights: Sequence[_Flight]) -> float:
+        """The same for the share of ranks that compute, and for messages that wait in a queue."""
+        phase = self.phases[0]
+        if phase.network is not None:
+            return 1.0 + contention.exchange_slowdown * computing
+        moving = (f.phases[0] for f in flights)
+        longest = max((other.seconds for other in moving if other.network is not None), default=0.0)
+        queued = min(contention.queue_share * longest, contention.queue_seconds)
+        return max(
+            queued / max(phase.seconds, 1e-30), 1.0 + contention.latency_slowdown * computing
+        )
 
     def go_on(self) -> bool:
         """Begin the next phase; False if that was the last one."""
@@ -145,7 +155,10 @@ def run(
         rate = 1.0 / (1.0 + contention.compute_slowdown) if flights else 1.0
         resting = bisect_right(rests, clock.work + _INSTANT)
         computing = 1.0 - resting / len(rests)
-        paces = [flight.pace(flights) * flight.slowed(contention, computing) for flight in flights]
+        paces = [
+            flight.pace(flights) * flight.slowed(contention, computing, flights)
+            for flight in flights
+        ]
         seconds = (jobs[following].ready - clock.work) / rate if room else inf
         if flights and resting < len(rests):
             seconds = min(seconds, (rests[resting] - clock.work) / rate)

@@ -110,6 +110,8 @@ def calibrate(
                 compute_slowdown=slowdowns.compute,
                 exchange_slowdown=slowdowns.exchange,
                 latency_slowdown=slowdowns.latency,
+                queue_share=slowdowns.queue_share,
+                queue_seconds=slowdowns.queue_seconds,
                 backend=str(dist.get_backend(ranks.world)),
                 date=datetime.now().isoformat(" ", "minutes"),
                 versions={"slipstream": __version__, "torch": torch.__version__},

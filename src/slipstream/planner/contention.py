@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -29,12 +30,16 @@ class Slowdowns:
     """By which share things take longer; the same on every rank.
 
     ``compute``: computing beside an exchange. ``latency`` and ``exchange``: the latency of an
-    exchange, and what follows it, beside computing.
+    exchange, and what follows it, beside computing. A small exchange beside a large one takes
+    ``queue_share`` of its time, but ``queue_seconds`` at most: its messages wait behind those of
+    the other, of which the network takes in only so much at once.
     """
 
     compute: float
     exchange: float
     latency: float
+    queue_share: float
+    queue_seconds: float
 
 
 def contention(
@@ -75,7 +80,48 @@ def contention(
     total, waiting = all_reduce.seconds(large), all_reduce.latency
     if total > 2 * waiting:  # else the difference would be nothing but noise
         rest = (rest * total - latency * waiting) / (total - waiting)
-    return Slowdowns(*(max(round(factor - 1, 4), 0.0) for factor in (compute, rest, latency)))
+    slower = [max(round(factor - 1, 4), 0.0) for factor in (compute, rest, latency)]
+    return Slowdowns(*slower, *_queue(world, device, all_reduce, seconds))
+
+
+def _queue(
+    world: dist.ProcessGroup, device: torch.device, all_reduce: Curve, seconds: float
+) -> tuple[float, float]:
+    """The share of a large exchange that the smallest one beside it takes, and the most it takes.
+
+    NCCL runs the collectives of a group one after the other: there it is all of it.
+    """
+    smallest, alone = all_reduce.points[0]
+    sizes = [n for n, t in all_reduce.points if 4 * alone <= t <= 4 * seconds and n <= LARGEST]
+    if device.type == "cuda" or not sizes:
+        return 1.0, all_reduce.points[-1][1]
+    shares, longest = [], []
+    for num_bytes in sizes:
+        rounds = [_beside(world, num_bytes, smallest) for _ in range(ROUNDS)]
+        large, small = (median(column) for column in zip(*rounds, strict=True))
+        shares.append(small / large)
+        longest.append(small)
+    found = torch.tensor([median(shares[: len(shares) // 2 + 1]), max(longest)])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=world)
+    share, most = found.tolist()
+    return min(round(share, 4), 1.0), round(most, 6)
+
+
+def _beside(world: dist.ProcessGroup, large: int, small: int) -> tuple[float, float]:
+    """Seconds of an exchange of ``large`` bytes, and of a ``small`` one issued behind it."""
+    dist.barrier(world)
+    ends: dict[int, float] = {}
+    start, works = perf_counter(), []
+    for num_bytes in (large, small):
+        work = dist.all_reduce(torch.zeros(num_bytes // 4), group=world, async_op=True)
+        assert work is not None
+        done = partial(lambda size, _: ends.__setitem__(size, perf_counter() - start), num_bytes)
+        work.get_future().add_done_callback(done)
+        works.append(work)
+    for work in works:
+        work.wait()
+    dist.barrier(world)
+    return ends[large], min(ends[small], ends[large])
 
 
 class _Bench:

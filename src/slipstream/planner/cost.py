@@ -68,8 +68,10 @@ class Cluster(Value):
 
     Computing takes ``1 + compute_slowdown`` times as long while an exchange runs. Beside computing
     the latency of an exchange is ``1 + latency_slowdown`` times as long (processes wait for a core
-    at every hop), and what follows it ``1 + exchange_slowdown`` times. With hosts of different
-    size, ``ranks_per_host`` is the most that a host has. ``extrapolated`` says what was not
+    at every hop), and what follows it ``1 + exchange_slowdown`` times. Beside an exchange whose
+    bytes move the latency of another is at least ``queue_share`` of what that one takes, but not
+    for more than ``queue_seconds`` (messages wait behind each other). With hosts of different size,
+    ``ranks_per_host`` is the most that a host has. ``extrapolated`` says what was not
     measured.
 
     Example:
@@ -79,8 +81,8 @@ class Cluster(Value):
         ... )
         >>> cluster = Cluster(
         ...     world_size=2, hosts=2, ranks_per_host=1, networks={"world": pair},
-        ...     compute_slowdown=0.2, exchange_slowdown=0.5, latency_slowdown=1.0, backend="gloo",
-        ...     date="", versions={},
+        ...     compute_slowdown=0.2, exchange_slowdown=0.5, latency_slowdown=1.0,
+        ...     queue_share=0.0, queue_seconds=0.0, backend="gloo", date="", versions={},
         ... )
         >>> four = cluster.scaled(nodes=4, ranks_per_node=1)
         >>> four.world_size, round(four.network("world").all_reduce.seconds(2**20), 3)
@@ -96,6 +98,8 @@ class Cluster(Value):
     compute_slowdown: float = Field(ge=0)
     exchange_slowdown: float = Field(ge=0)
     latency_slowdown: float = Field(ge=0)
+    queue_share: float = Field(ge=0, le=1)
+    queue_seconds: float = Field(ge=0)
     backend: str
     date: str
     versions: Mapping[str, str]
@@ -204,8 +208,11 @@ class Cluster(Value):
             crosses = nodes > 1 and kind != "intra"
             per_byte = self._wire(ranks, rate / sharing) if rate and crosses else None
             networks[kind] = source.scaled(kind, ranks, sharing / shared, per_byte)
+        before, after = self.networks["world"].all_reduce, networks["world"].all_reduce
+        slower = after.seconds(after.points[-1][0]) / before.seconds(after.points[-1][0])
         return self.model_copy(
             update={
+                "queue_seconds": self.queue_seconds * slower,
                 "world_size": nodes * ranks_per_node,
                 "hosts": nodes,
                 "ranks_per_host": ranks_per_node,

@@ -8,7 +8,9 @@ Never measures anything and never chooses a plan.
   latency, then its bytes; where two of them ask for more than the network has, both are slower.
 - While one moves, compute goes at ``1 / (1 + compute_slowdown)`` of its speed; while ranks compute,
   latency takes ``1 + latency_slowdown`` times as long and bytes ``1 + exchange_slowdown`` times,
-  less if only some of them do.
+  less if only some of them do. Beside one whose bytes move, the latency of another is at least
+  ``queue_share`` of what that one takes, ``queue_seconds`` at most: its messages wait behind the
+  other's.
 - A rank updates its parameters when everything has landed.
 """
 
