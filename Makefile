@@ -35,13 +35,18 @@ format: $(READY)  ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## all benchmarks (about three hours), tables under benchmarks/results
+bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/results
 	$(BIN)/python benchmarks/exchange.py --model resnet50 --json $(RESULTS)/exchange-resnet50.json
 	$(BIN)/python benchmarks/exchange.py --model vgg16 --json $(RESULTS)/exchange-vgg16.json
 	$(BIN)/python benchmarks/exchange.py --model bert --json $(RESULTS)/exchange-bert.json
 	for rate in 1gbit 300mbit; do for model in resnet50 vgg16 bert; do $(BIN)/python benchmarks/exchange.py \
 	    --model $$model --rate $$rate --splits $(AGAINST_OPTIMAL) --json $(RESULTS)/optimal-$$model-$$rate.json \
 	    || exit 1; done; done
+	for rate in 1gbit 300mbit; do for model in resnet50 vgg16 bert; do $(BIN)/python benchmarks/exchange.py \
+	    --model $$model --rate $$rate --splits default --codecs --json $(RESULTS)/codecs-$$model-$$rate.json \
+	    || exit 1; done; done
+	for task in digits text; do $(BIN)/python benchmarks/convergence.py --task $$task \
+	    --json $(RESULTS)/convergence-$$task.json || exit 1; done
 	$(BIN)/python benchmarks/prediction.py --json $(RESULTS)/prediction.json
 	$(BIN)/python benchmarks/tuner.py --json $(RESULTS)/tuner.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json

@@ -8,6 +8,11 @@ DDP is measured with its default and with several bucket sizes, all with gradien
 (its faster setting); the one with the smallest median is "DDP, best". The bound is max(compute,
 wire): compute is the iteration without any exchange, wire = 2 (p - 1) / p * bytes / rate. Without
 namespaces (no root) use --loopback.
+
+With --codecs, slipstream's codecs take turns with DDP and with torch's own hooks (DDP's default
+buckets; PowerSGD in one bucket, as it crashes on gloo with several):
+
+    python benchmarks/exchange.py --model resnet50 --rate 300mbit --codecs --splits default
 """
 
 from __future__ import annotations
@@ -32,8 +37,9 @@ from rich.progress import track
 from rich.table import Table
 from tables import optimal_in_words, save
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from slipstream.live_split import SETTLING, WINDOWS
+from slipstream.live_split import MOST_WINDOWS, SETTLING
 from slipstream.session import Session
 from slipstream.strategy import Optimal
 from slipstream.testbed import Testbed, parse_rate
@@ -55,6 +61,16 @@ SPLITS: dict[str, dict[str, object]] = {
     "per_gradient": {"kind": "per_gradient"},
     "single": {"kind": "single"},
     "optimal": {"kind": "optimal"},
+}
+
+
+CODECS: dict[str, object] = {
+    "bf16": {"kind": "half", "dtype": "bf16"},
+    "fp16": {"kind": "half", "dtype": "fp16"},
+    "int8": {"kind": "int8"},
+    "onebit": {"kind": "onebit"},
+    "dgc": {"kind": "dgc", "warmup_steps": 0},
+    "powersgd": {"kind": "powersgd", "rank": 4, "start_step": 0},
 }
 
 
@@ -105,6 +121,18 @@ def ddp(model: nn.Module, megabytes: float | None) -> nn.Module:
     )
 
 
+def with_hook(model: nn.Module, hook: str) -> nn.Module:
+    """DDP with one of torch's own communication hooks."""
+    if hook == "fp16 hook":
+        wrapped = ddp(model, None)
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)  # type: ignore[operator]
+        return wrapped
+    wrapped = ddp(model, 1000)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)  # type: ignore[operator]
+    return wrapped
+
+
 def measure(args: argparse.Namespace) -> None:
     """What one rank does; rank 0 writes the rows."""
     torch.set_num_threads(1)
@@ -123,8 +151,16 @@ def measure(args: argparse.Namespace) -> None:
         strategy = {"gradients": {"split": split}} if split else {}
         variants[label], sessions[label] = accelerated(model, loss_of, strategy)
         if split.get("kind") == "optimal":  # it has found its split before anything is timed
-            for _ in range(WINDOWS * (SETTLING + Optimal().steps)):
+            for _ in range(MOST_WINDOWS * (SETTLING + Optimal().steps)):
                 variants[label]()
+    for name in CODECS if args.codecs else ():
+        label = f"slipstream, {name}"
+        model, loss_of, _ = make_model(args.model)
+        strategy = {"gradients": {"codec": CODECS[name]}}
+        variants[label], sessions[label] = accelerated(model, loss_of, strategy)
+    for hook in ("fp16 hook", "PowerSGD hook") if args.codecs else ():
+        model, loss_of, _ = make_model(args.model)
+        variants[f"torch, {hook}"] = plain(with_hook(model, hook), loss_of)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     cpu: dict[str, list[float]] = {name: [] for name in variants}
     shuffle = random.Random(0)
@@ -282,6 +318,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--splits", nargs="*", choices=list(SPLITS), help="default: all")
+    parser.add_argument("--codecs", action="store_true", help="codecs and torch's hooks, too")
     parser.add_argument("--loopback", action="store_true", help="without emulated links")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()

@@ -20,14 +20,20 @@ LEVELS = {
     "trace.event": 1,
     "trace.recorder": 1,
     "trace": 2,
+    "codecs": 2,
     "comm": 2,
     "gradients": 3,
+    "optim": 3,
     "data": 3,
     "planner": 4,
     "planner.contention": 4,
+    "planner.codec_cost": 4,
     "planner.calibrate": 4,
+    "adaptive": 5,
     "checkpoint": 5,
     "checks": 5,
+    "ddp": 5,
+    "lent": 5,
     "live_split": 5,
     "outcome": 5,
     "recording": 5,
@@ -46,8 +52,12 @@ IN_ORDER = (
     "trace.recorder",
     "planner",
     "planner.contention",
+    "planner.codec_cost",
     "planner.calibrate",
+    "adaptive",
     "checkpoint",
+    "lent",
+    "ddp",
     "checks",
     "live_split",
     "outcome",
@@ -61,7 +71,12 @@ ALONE = {"testbed": {"errors", "cluster"}}
 """Rooms that may import less than their level says."""
 
 TORCH_FREE = ("errors", "findings", "strategy", "trace", "planner")
-SEES_TORCH = ("trace.recorder", "planner.contention", "planner.calibrate")
+SEES_TORCH = (
+    "trace.recorder",
+    "planner.contention",
+    "planner.calibrate",
+    "planner.codec_cost",
+)
 NO_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
 Modules = Mapping[str, ast.Module]

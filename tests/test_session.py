@@ -82,7 +82,7 @@ def without(state: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 def load_other_model(session: Session) -> None:
     order = {"names": ["a.weight"], "firings": [1], "sparse_dims": [0]}
-    session.load_state_dict({"version": 1, "steps": 3, "split": None, "ready_order": order})
+    session.load_state_dict({"version": 2, "steps": 3, "split": None, "ready_order": order, "codecs": []})
 
 
 MISUSES: dict[str, tuple[Callable[[], Session], Callable[[Session], object], list[str]]] = {
@@ -122,14 +122,14 @@ MISUSES: dict[str, tuple[Callable[[], Session], Callable[[Session], object], lis
     "state before step": (opened, between, ["state_dict() inside"]),
     "another version": (
         opened,
-        lambda s: s.load_state_dict(without(s.state_dict(), version=2)),
-        ["version 2", "allowed: 1"],
+        lambda s: s.load_state_dict(without(s.state_dict(), version=3)),
+        ["version 3", "allowed: 2"],
     ),
-    "no state": (opened, lambda s: s.load_state_dict({}), ["version None", "allowed: 1"]),
+    "no state": (opened, lambda s: s.load_state_dict({}), ["version None", "allowed: 2"]),
     "none at all": (opened, lambda s: s.load_state_dict(None), ["is a NoneType", "state_dict()"]),
     "a state cut short": (
         opened,
-        lambda s: s.load_state_dict({"version": 1}),
+        lambda s: s.load_state_dict({"version": 2}),
         ["lacks", "ready_order", "steps", "state_dict()"],
     ),
     "another model's state": (opened, load_other_model, ["another model's", "a.weight"]),

@@ -16,19 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slipstream.adaptive import measure
 from slipstream.checks import check, device_of, facts
 from slipstream.cluster.connect import Cluster, connect, from_environ
+from slipstream.codecs import Ranks
 from slipstream.comm import flat, fused
 from slipstream.comm.agreement import agree
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
+from slipstream.gradients.coded import Coding
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import parameters_of
+from slipstream.lent import Lent
 from slipstream.live_split import SETTLING, LiveSplit
 from slipstream.recording import Recording
 from slipstream.session import Installed, Session
-from slipstream.strategy import ByBytes, Optimal, Strategy
+from slipstream.strategy import Adaptive, ByBytes, Optimal, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 
 M = TypeVar("M", bound=nn.Module)
@@ -135,14 +139,24 @@ def _compose(
     elif strategy.trace.steps is not None:
         recorder = Recorder(cluster.rank, strategy.trace.skip, strategy.trace.steps)
 
-    channel = engine = live_split = None
+    channel = engine = live_split = verdict = None
     trainables = parameters_of(model, trainable=True)
+    codec = strategy.gradients.codec if control is not None else None
+    lent = Lent(optimizer, trainables, codec, cluster.world_size)
     if control is not None:
         direct, staged = cluster.new_group(), cluster.new_group()
         assert direct is not None
         assert staged is not None
         fused.broadcast([*model.parameters(), *model.buffers()], direct)  # one start for all
         channel = Channel(direct, staged, cluster.device, recorder)
+        if isinstance(codec, Adaptive):
+            verdict = measure(codec, cluster)
+        coding = Coding(
+            partial(codec_of, codec),
+            Ranks(cluster.rank, cluster.world_size),
+            lent.momenta,
+            verdict.pays if verdict else lambda num_bytes: True,
+        )
         engine = Engine(  # its hooks are the last on the parameters
             trainables,
             parameters_of(model, trainable=False),
@@ -150,10 +164,12 @@ def _compose(
             split=ByBytes() if isinstance(search, Optimal) else strategy.gradients.split,
             overlap=strategy.gradients.overlap,
             transport=flat.start_all_reduce,
+            coding=coding,
             channel=channel,
             control=control,
             recorder=recorder,
         )
+        engine.load_codec_state(lent.buffers)
 
         if isinstance(search, Optimal):
             live_split = LiveSplit(engine, cluster, control, strategy, search.steps)
@@ -176,6 +192,8 @@ def _compose(
             control=control,
             loader=even,
             live_split=live_split,
+            lent=lent,
+            verdict=verdict,
             recording=recording,
             on_close=partial(_accelerated.difference_update, list(model.modules())),
         ),

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from slipstream.errors import ModelError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.shipment import parameters_of
+from slipstream.lent import check_lendable
 from slipstream.strategy import Strategy
 
 _DTYPES = (
@@ -48,10 +49,10 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     _check_model(model)
     _check_buffers(model)
     _check_optimizer(model, optimizer)
-    gradients = [
-        Gradient(t.name, t.layer, t.parameter.nbytes) for t in parameters_of(model, trainable=True)
-    ]
+    trainables = parameters_of(model, trainable=True)
+    gradients = [Gradient(t.name, t.layer, t.parameter.nbytes) for t in trainables]
     plan_segments(gradients, strategy.gradients.split)
+    check_lendable(optimizer, trainables, strategy.gradients.codec)
 
 
 def facts(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> dict[str, str]:

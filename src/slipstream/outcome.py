@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from slipstream.adaptive import Verdict
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.shipment import Exchanged, gradients_of, parameters_of
@@ -20,7 +21,11 @@ _SHOWN = 12  # sizes of segments
 
 
 def rows(
-    engine: Engine | None, segments: Sequence[Exchanged], live_split: LiveSplit | None
+    engine: Engine | None,
+    segments: Sequence[Exchanged],
+    live_split: LiveSplit | None,
+    verdict: Verdict | None = None,
+    skipped: int = 0,
 ) -> list[Row]:
     """What became of the gradients; no engine and no segments: there was one process."""
     if engine is None and not segments:
@@ -38,7 +43,37 @@ def rows(
     ]
     if live_split is not None:
         found.insert(0, Row("optimal", live_split.outcome, "split computed and measured"))
+    wire = sum(s.wire_bytes for s in segments)
+    if wire * 2**-20 != megabytes or verdict is not None:
+        found.append(_codec_row(segments, engine))
+    if verdict is not None:
+        found.append(_adaptive_row(segments, verdict))
+    if skipped:
+        found.append(Row("skipped", f"{skipped} updates", "gradients were infinite or NaN"))
     return found
+
+
+def _codec_row(segments: Sequence[Exchanged], engine: Engine | None) -> Row:
+    """Bytes before and after, and what is kept for it."""
+    before, after = sum(s.num_bytes for s in segments), sum(s.wire_bytes for s in segments)
+    kept = engine.codec_state() if engine else {}
+    memory = sum(t.nbytes for state in kept.values() for t in state.values())
+    return Row(
+        "codec",
+        f"{before / 2**20:.1f} MB -> {after / 2**20:.2f} MB on the wire",
+        f"{before / max(after, 1):.1f} times fewer; keeps {memory / 2**20:.1f} MB a rank",
+        "lossy",
+    )
+
+
+def _adaptive_row(segments: Sequence[Exchanged], verdict: Verdict) -> Row:
+    """How many segments are coded, and what that is expected to save."""
+    saved = [verdict.saved(s.num_bytes) for s in segments]
+    coded = [seconds for seconds in saved if seconds > 0]
+    if not coded:
+        return Row("adaptive", f"0 of {len(segments)} segments", "coding costs more than it saves")
+    note = f"saves {sum(coded):.3f} s of network and computing an update, as measured"
+    return Row("adaptive", f"{len(coded)} of {len(segments)} segments", note)
 
 
 def trace_meta(

@@ -6,6 +6,8 @@ Never composes techniques (``api`` does) and never averages a gradient itself (t
 from __future__ import annotations
 
 import atexit
+import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,16 +18,19 @@ import torch
 from torch import nn
 
 from slipstream import checkpoint, outcome
+from slipstream.adaptive import Verdict
 from slipstream.cluster.connect import Cluster
 from slipstream.comm.agreement import agree
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
+from slipstream.gradients.bucket import is_finite
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import Exchanged
+from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
 from slipstream.recording import Recording
-from slipstream.strategy import Split, Strategy, overview
+from slipstream.strategy import Split, Strategy, keeps_state, overview
 from slipstream.strategy.overview import plain_text
 
 M = TypeVar("M", bound=nn.Module)
@@ -44,6 +49,8 @@ class Installed:
     control: torch.distributed.ProcessGroup | None
     loader: EvenLoader | None
     live_split: LiveSplit | None
+    lent: Lent
+    verdict: Verdict | None
     recording: Recording | None
     on_close: Callable[[], None]
 
@@ -57,6 +64,7 @@ class Session(Generic[M, O]):
         strategy: what was asked for.
         rank: this process among all, counted from 0.
         world_size: how many processes train together.
+        skipped: updates that did not happen, as gradients were not finite.
 
     Also a context manager: leaving it closes the session.
     """
@@ -73,6 +81,8 @@ class Session(Generic[M, O]):
         self._control = installed.control
         self._loader = installed.loader
         self._live_split = installed.live_split
+        self._lent = installed.lent
+        self._verdict = installed.verdict
         self._recording = installed.recording
         self._on_close = installed.on_close
         self._names = installed.trainable_names
@@ -81,6 +91,9 @@ class Session(Generic[M, O]):
         self._micro_step = 0
         self._contributions = 0  # micro-batches of all ranks in this accumulation window
         self._counted = False  # whether this micro-step's are among them
+        self._loss_scale = 1.0
+        self._unscaled = False  # on one process, as the engine does it by the way
+        self.skipped = 0
         self._backward_done = False
         self._local = False
         self._closed = False
@@ -107,29 +120,41 @@ class Session(Generic[M, O]):
         """What is exchanged together; empty on one process and before the first exchange."""
         return self._engine.segments if self._engine else self._last_segments
 
-    def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
+    def backward(
+        self, loss: torch.Tensor, *, retain_graph: bool = False, loss_scale: float = 1.0
+    ) -> None:
         """Compute gradients of ``loss / accumulate`` and, where an update follows, average them.
 
         On return ``parameter.grad`` holds the average over ranks (read it, clip it); inside an
         accumulation window or ``no_sync`` it holds the sum of this rank so far. Called twice before
         ``step()``, the gradients add up.
 
+        Args:
+            loss: a tensor of one element.
+            retain_graph: as torch's.
+            loss_scale: by what ``loss`` was multiplied, so that small gradients survive in fp16;
+                averages come out divided by it. ``step()`` skips the update if one overflowed.
+
         Raises:
-            UsageError: the session is closed, or ``loss`` is not a scalar. ExchangeError: another
-            rank is gone, or the graph changed in a way that overlap cannot follow.
+            UsageError: the session is closed, ``loss`` is not a scalar, or the scale changed inside
+            an accumulation window. ExchangeError: another rank is gone, or the graph changed in a
+            way that overlap cannot follow.
         """
         self._must_be_open("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
             raise UsageError(f"backward() takes a loss of one element, not {seen}; use loss.mean()")
+        self._check_scale(loss_scale)
         filler = self._count_contribution()
         if self._recording is not None:
             self._recording.backward_begins(filler=filler)
         accumulate = self.strategy.gradients.accumulate
         exchange = self._micro_step == accumulate - 1 and not self._local
         if self._engine is not None:
-            scale = accumulate / self._contributions
+            scale = accumulate / self._contributions / loss_scale
             self._engine.begin(exchange=exchange, scale=scale)
+        elif self._unscaled and self._gradients():  # averages to which this backward adds
+            torch._foreach_mul_(self._gradients(), loss_scale)
         try:
             if not filler:
                 share = loss / accumulate if accumulate > 1 else loss
@@ -142,6 +167,9 @@ class Session(Generic[M, O]):
             self._recording.backward_ends()
         if self._engine is not None:
             self._engine.end()
+        elif exchange and loss_scale != 1.0 and self._gradients():
+            torch._foreach_mul_(self._gradients(), 1.0 / loss_scale)
+            self._unscaled = True
         if self._recording is not None:
             self._recording.exchanged(self._engine.ready if self._engine else None)
         self._backward_done = True
@@ -150,7 +178,9 @@ class Session(Generic[M, O]):
         """Update the parameters and zero the gradients; call it after every ``backward``.
 
         Returns:
-            True when parameters were updated; False inside an accumulation window or ``no_sync``.
+            True when parameters were updated; False inside an accumulation window or ``no_sync``,
+            and where gradients were infinite or NaN on some rank although a loss scale or a codec
+            depends on them: all ranks then skip the update and keep what codecs had learned before.
 
         Raises:
             UsageError: there was no backward since the last step, or the session is closed.
@@ -168,8 +198,9 @@ class Session(Generic[M, O]):
         self._micro_step = (self._micro_step + 1) % self.strategy.gradients.accumulate
         if self._micro_step:
             return False
-        self._update()
-        return True
+        overflowed = self._overflowed()
+        self._update(skip=overflowed)
+        return not overflowed
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -192,12 +223,15 @@ class Session(Generic[M, O]):
     # State, report, end.
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on bit for bit: count of updates, ready order and split.
+        """What a resumed run needs to go on bit for bit: count of updates, ready order, split, and
+        what the codecs of every rank keep.
 
-        The same on every rank; the model's and the optimizer's state are theirs to save.
+        The same on every rank; the model's and the optimizer's state are theirs to save. Where a
+        codec keeps something, every rank must call it, as it is gathered from all.
 
         Raises:
             UsageError: inside an accumulation window, whose gradients no checkpoint holds.
+            ExchangeError: another rank is gone.
         """
         self._must_be_open("state_dict")
         if self._contributions:
@@ -206,10 +240,15 @@ class Session(Generic[M, O]):
                 "far; call it after a step() that returned True"
             )
         order = self._engine.order if self._engine else None
-        return checkpoint.state_of(self._steps, self._chosen_split(), order, self._names)
+        kept = self._engine.codec_state() if self._engine else {}
+        codecs = checkpoint.gathered(kept, self._control) if self._codecs_keep() else []
+        return checkpoint.state_of(self._steps, self._chosen_split(), order, self._names, codecs)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict()``; every rank loads the same state, on any number of ranks.
+
+        On another number of ranks, what codecs have not sent yet is dealt out among them: its sum
+        stays what it was, and a warning says so.
 
         Raises:
             UsageError: the state is another version's or another model's.
@@ -218,22 +257,33 @@ class Session(Generic[M, O]):
         self._must_be_open("load_state_dict")
         error = checkpoint.refusal(state, self._names)
         if self._control is not None:
-            agree({"state": repr(state)}, self._control, error)
+            agree({"state": checkpoint.digest(state)}, self._control, error)
         elif error is not None:
             raise error
+        if state["codecs"] and not self._codecs_keep():
+            warnings.warn(
+                "the state holds what codecs have not sent yet, but this run has no such codec: "
+                "that part of the gradients is lost",
+                stacklevel=2,
+            )
         self._steps = state["steps"]
         order = checkpoint.order_of(state, self._names)
         if self._engine is not None:
             self._engine.updated(self._steps)
             if order is not None:
                 self._engine.install(order)
+            if self._codecs_keep() and state["codecs"]:
+                kept = checkpoint.dealt_out(state["codecs"], self.rank, self.world_size)
+                self._engine.load_codec_state(kept)
         if self._live_split is not None and state["split"] is not None:
             chosen = Strategy.load({"gradients": {"split": state["split"]}}).gradients.split
             self._live_split.settle(chosen, "chosen before the checkpoint")
 
     def report(self) -> str:
         """The strategy and what became of it, as a table in plain text."""
-        rows = outcome.rows(self._engine, self.segments, self._live_split)
+        rows = outcome.rows(
+            self._engine, self.segments, self._live_split, self._verdict, self.skipped
+        )
         return plain_text(overview(self.strategy, rows))
 
     def close(self) -> None:
@@ -271,19 +321,51 @@ class Session(Generic[M, O]):
             self._counted = True
         return loader is not None and loader.filler
 
-    def _update(self) -> None:
+    def _check_scale(self, loss_scale: float) -> None:
+        if not 0 < loss_scale < math.inf:
+            raise UsageError(f"loss_scale is {loss_scale}; allowed: a finite number above 0")
+        if self._counted or self._contributions:
+            if loss_scale != self._loss_scale:
+                raise UsageError(
+                    f"loss_scale went from {self._loss_scale} to {loss_scale} although no update "
+                    "came between; gradients of both would be added up: change it after a step() "
+                    "that ended the accumulation window"
+                )
+        self._loss_scale = loss_scale
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters if p.grad is not None]
+
+    def _overflowed(self) -> bool:
+        """Whether this update must not happen; the same on every rank."""
+        if self._engine is not None and self._engine.overflowed:
+            return True
+        if self._loss_scale == 1.0:
+            return False
+        values = [g._values() if g.is_sparse else g for g in self._gradients()]
+        return not all(map(is_finite, values))
+
+    def _update(self, skip: bool) -> None:
         if self._recording is not None:
             self._recording.update_begins()
-        self.optimizer.step()
+        self.skipped += skip
+        if not skip:
+            self._lent.check()
+            self.optimizer.step()
+            self._steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:  # those that the optimizer does not hold, too
             parameter.grad = None
         self._contributions = 0
-        self._steps += 1
+        self._unscaled = False
         if self._engine is not None:
             self._engine.updated(self._steps)
         if self._recording is not None:
             self._recording.update_ends(self._traced)
+
+    def _codecs_keep(self) -> bool:
+        """Whether codecs keep something; the same on every rank, whatever they keep so far."""
+        return self._control is not None and keeps_state(self.strategy.gradients.codec)
 
     def _chosen_split(self) -> Split | None:
         """What the search for the best split has settled on, if it has."""
@@ -309,6 +391,7 @@ class Session(Generic[M, O]):
             self._channel.close()
         if self._loader is not None:
             self._loader.detach()
+        self._lent.give_back()
         # No reference may outlive this: a gloo group ends its threads when it is freed, and one
         # still there when the interpreter ends aborts the process after a run that went well.
         cluster, self._cluster = self._cluster, None

@@ -18,6 +18,7 @@ from slipstream.cli.doctor import Job
 from slipstream.cluster import connect
 from slipstream.errors import SlipstreamError
 from slipstream.planner.calibrate import calibrate
+from slipstream.strategy import Dgc, Half, Int8, OneBit, PowerSgd
 
 
 def main(argument: str) -> None:
@@ -50,6 +51,7 @@ def measure(job: Job) -> None:
             found = calibrate(
                 ranks,
                 seconds=job.seconds,
+                codecs=(Half(), Int8(), OneBit(), Dgc(), PowerSgd()),
                 progress=lambda share, what: bar.update(task, completed=share, description=what),
             )
     finally:

@@ -16,6 +16,9 @@ from slipstream.planner.curve import WORST_ERROR
 FEW = 9
 """Points of which all are shown; the file has the others, too."""
 
+CODED = 8 * 2**20
+"""Bytes of gradients for which the table of codecs speaks."""
+
 DOUBTFUL = (
     f"warning: lines fit the points worse than {WORST_ERROR:.0%}. Between these sizes the points "
     "count, but what is predicted beyond them, on other links and for other numbers of ranks is "
@@ -32,6 +35,7 @@ PLACES = {
 def report(cluster: Cluster) -> Group:
     """Tables 80 columns wide, a sentence for each network, and what is not to be trusted."""
     tables = [_table(network) for network in cluster.networks.values()]
+    tables += [_codecs_table(cluster)] if cluster.codecs else []
     said = [_networks_verdict(network) for network in cluster.networks.values()]
     said.append(
         f"Beside an exchange computing takes {1 + cluster.compute_slowdown:.2f} times as long, "
@@ -53,6 +57,24 @@ def bus_bandwidth(name: Collective, ranks: int, num_bytes: int, seconds: float) 
     """
     rounds = 2 if name == "all_reduce" else 1
     return rounds * (ranks - 1) / ranks * num_bytes * 8 / seconds
+
+
+def _codecs_table(cluster: Cluster) -> Table:
+    drawn = Table(
+        title="codecs: of 8 MB of gradients, on each rank", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    for heading in ("codec", "sent MB", "encode ms", "decode ms", "all-reduces save ms"):
+        drawn.add_column(heading, justify="left" if heading == "codec" else "right")
+    curve = cluster.network("world").all_reduce
+    for kind, cost in cluster.codecs.items():
+        encode, decode = (cost.startup + rate * CODED for rate in (cost.encode, cost.decode))
+        saved = curve.seconds(CODED) - curve.seconds(max(CODED * cost.ratio, 1.0))
+        drawn.add_row(
+            kind,
+            f"{CODED * cost.ratio / 2**20:.3f}",
+            *(f"{1e3 * seconds:.1f}" for seconds in (encode, decode, saved)),
+        )
+    return drawn
 
 
 def _table(network: Network) -> Table:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slipstream.codecs.coder import is_dense
 from slipstream.comm import sparse
 
 SMALL_GRADIENT = 64 * 1024
@@ -41,6 +42,11 @@ class Bucket(ABC):
     def complete(self, scale: torch.Tensor) -> None:
         """Fill what is missing: gradients of earlier backward passes, else zeros."""
 
+    @property
+    @abstractmethod
+    def sound(self) -> bool:
+        """Whether the sum is finite, on all ranks alike."""
+
     @abstractmethod
     def finish(self) -> None:
         """Leave the sum in ``parameter.grad``, or None where no rank had a gradient."""
@@ -49,30 +55,51 @@ class Bucket(ABC):
 class DenseBucket(Bucket):
     """One flat tensor: the gradients of parameters of one dtype, then one flag a gradient.
 
-    ``parameter.grad`` becomes a view of it, in the parameter's own memory format. Large gradients
+    ``parameter.grad`` becomes a view of it, in the parameter's own memory format; of a flat tensor
+    of another dtype, the one that travels, the averages are copied back instead. Large gradients
     are copied one by one, as they come out of the cache; small ones all at once, in a quarter of
     the calls.
+
+    Args:
+        parameters: of one dtype.
+        dtype: of the flat tensor, real; None: the parameters' own.
+        padded: its length in front of the flags; None: as many values as the gradients have.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        dtype: torch.dtype | None = None,
+        padded: int | None = None,
+    ) -> None:
         self.parameters = list(parameters)
-        sizes = [p.numel() for p in parameters]
         first = parameters[0]
+        pairs = first.is_complex() and dtype is not None
+        sizes = [p.numel() * (2 if pairs else 1) for p in parameters]
+        rest = 0 if padded is None else padded - sum(sizes)
         self.flat = torch.zeros(
-            sum(sizes) + len(sizes), dtype=first.dtype, device=first.device, requires_grad=False
+            sum(sizes) + rest + len(sizes),
+            dtype=dtype or first.dtype,
+            device=first.device,
+            requires_grad=False,
         )
-        *parts, self._flags = self.flat.split([*sizes, len(sizes)])
-        self._views = [_shaped_like(part, p) for part, p in zip(parts, parameters, strict=True)]
+        *parts, _, self._flags = self.flat.split([*sizes, rest, len(sizes)])
+        self._copies_back = dtype not in (None, first.dtype, first.dtype.to_real())
+        self._views = [
+            _pairs(part, p, self._copies_back) if pairs else _shaped_like(part, p)
+            for part, p in zip(parts, parameters, strict=True)
+        ]
         self._filled: set[int] = set()
         self._unused: list[int] = []
-        self.num_bytes = sum(sizes) * first.element_size()
+        self.num_bytes = sum(p.nbytes for p in parameters)
         self._small = self.num_bytes < SMALL_GRADIENT * len(sizes)
 
     def fill(self, slot: int, scale: torch.Tensor) -> None:
         if not self._small:
-            parameter, view = self.parameters[slot], self._views[slot]
-            torch.mul(_dense(parameter), scale, out=view)
-            parameter.grad = view
+            view = self._views[slot]
+            torch.mul(self._gradient(slot), scale, out=view)
+            if not self._copies_back:
+                self.parameters[slot].grad = view
         self._filled.add(slot)
 
     def complete(self, scale: torch.Tensor) -> None:
@@ -93,24 +120,58 @@ class DenseBucket(Bucket):
 
     def _fill_together(self, scale: torch.Tensor) -> None:
         """What ``fill`` does one by one, bit for bit."""
-        pairs = zip(self.parameters, self._views, strict=True)
-        used = [(parameter, view) for parameter, view in pairs if parameter.grad is not None]
+        unused = set(self._unused)
+        used = [slot for slot in range(len(self.parameters)) if slot not in unused]
         if not used:
             return
-        torch._foreach_copy_([view for _, view in used], [_dense(p) for p, _ in used])
+        views, gradients = [self._views[i] for i in used], [self._gradient(i) for i in used]
+        if self._copies_back:  # scaled before they are cast
+            torch._foreach_copy_(views, torch._foreach_mul(gradients, scale))
+            return
+        torch._foreach_copy_(views, gradients)
         self.flat.mul_(scale)
-        for parameter, view in used:
-            parameter.grad = view
+        for slot, view in zip(used, views, strict=True):
+            self.parameters[slot].grad = view
+
+    def _gradient(self, slot: int) -> torch.Tensor:
+        """The gradient, dense, of as many axes as its place in the flat tensor."""
+        gradient = _dense(self.parameters[slot])
+        if gradient.is_complex() and not self._views[slot].is_complex():
+            return torch.view_as_real(gradient.resolve_conj())
+        return gradient
 
     def start(self, transport: Transport, group: dist.ProcessGroup) -> Sequence[dist.Work]:
         """Begin the sum over ranks."""
         return transport(self.flat, group)
 
+    @property
+    def sound(self) -> bool:
+        return is_finite(self.flat)
+
     def finish(self) -> None:
+        absent: set[int] = set()
         if self._unused:
             used = self._flags.real.tolist() if self._flags.is_complex() else self._flags.tolist()
-            for slot in self._unused:
-                self.parameters[slot].grad = self._views[slot] if used[slot] else None
+            absent = {slot for slot in self._unused if not used[slot]}
+        if self._copies_back:
+            self._copy_back([i for i in range(len(self.parameters)) if i not in absent])
+            return
+        for slot in self._unused:
+            self.parameters[slot].grad = None if slot in absent else self._views[slot]
+
+    def _copy_back(self, slots: Sequence[int]) -> None:
+        for parameter in (self.parameters[slot] for slot in slots):
+            grad = parameter.grad
+            if grad is None or grad.is_sparse or grad.is_conj():
+                parameter.grad = torch.empty_like(parameter)
+        if slots:
+            torch._foreach_copy_([self._gradient(i) for i in slots], [self._views[i] for i in slots])
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is infinite or NaN, in one pass without a copy."""
+    real = torch.view_as_real(values) if values.is_complex() else values
+    return not real.numel() or bool(torch.linalg.vector_norm(real, float("inf")).isfinite())
 
 
 def _dense(parameter: nn.Parameter) -> torch.Tensor:
@@ -147,6 +208,10 @@ class SparseBucket(Bucket):
         own = self._gradient if self._gradient is not None else self._no_rows()
         self._gradient = sparse.all_reduce_sum(own, group, used=used)
 
+    @property
+    def sound(self) -> bool:
+        return self._gradient is None or is_finite(self._gradient._values())
+
     def finish(self) -> None:
         self.parameter.grad, self._gradient = self._gradient, None
 
@@ -161,37 +226,35 @@ class SparseBucket(Bucket):
 
 
 def make_buckets(
-    parameters: Sequence[nn.Parameter], sparse_dims: Sequence[int]
+    parameters: Sequence[nn.Parameter],
+    sparse_dims: Sequence[int],
+    dense: Callable[[Sequence[int]], DenseBucket],
+    kinds: Sequence[object],
 ) -> list[tuple[Bucket, list[int]]]:
     """Buckets for the parameters of one segment, each with the positions it holds, by slot.
 
-    One flat tensor a dtype, one bucket for each sparse gradient (``sparse_dims`` above 0).
+    One flat tensor a dtype and kind, made by ``dense`` of positions; one bucket for each sparse
+    gradient (``sparse_dims`` above 0).
     """
-    dense: dict[torch.dtype, list[int]] = {}
+    positions_of: dict[tuple[torch.dtype, object], list[int]] = {}
     buckets: list[tuple[Bucket, list[int]]] = []
     for position, (parameter, sparse_dim) in enumerate(zip(parameters, sparse_dims, strict=True)):
         if sparse_dim:
             buckets.append((SparseBucket(parameter, sparse_dim), [position]))
         else:
-            dense.setdefault(parameter.dtype, []).append(position)
-    for positions in dense.values():
-        buckets.append((DenseBucket([parameters[i] for i in positions]), positions))
+            positions_of.setdefault((parameter.dtype, kinds[position]), []).append(position)
+    buckets += [(dense(positions), positions) for positions in positions_of.values()]
     return buckets
 
 
 def _shaped_like(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """A view of ``part`` with the parameter's shape and, where these leave no holes, strides."""
-    if parameter.is_contiguous() or not _is_dense(parameter):
+    if parameter.is_contiguous() or not is_dense(parameter):
         return part.view(parameter.shape)
     return part.as_strided(parameter.shape, parameter.stride())
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory without holes or overlaps, in some order of the axes."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+def _pairs(part: torch.Tensor, parameter: nn.Parameter, stay: bool) -> torch.Tensor:
+    """A view of real values with the shape of complex ones, if they do not ``stay`` pairs."""
+    pairs = part.view(*parameter.shape, 2)
+    return pairs if stay else torch.view_as_complex(pairs)

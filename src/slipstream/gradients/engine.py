@@ -28,14 +28,16 @@ from slipstream.comm.channel import Channel, Label
 from slipstream.errors import ExchangeError
 from slipstream.gradients.bucket import Bucket, DenseBucket, SparseBucket, Transport
 from slipstream.gradients.buffers import Buffers
+from slipstream.gradients.coded import CodedBucket, Coding, NamedState
 from slipstream.gradients.failure import (
+    averaged_already,
     came_again,
     came_outside,
     failed,
     frozen_no_more,
     out_of_step,
 )
-from slipstream.gradients.layout import Gradient
+from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.order import Observer, ReadyOrder
 from slipstream.gradients.shipment import (
     Exchanged,
@@ -72,6 +74,7 @@ class Engine:
         split: which gradients share an exchange.
         overlap: exchange while backward still runs, else strictly after it.
         transport: begins to leave the sum over a group in a tensor.
+        coding: what makes gradients smaller for the wire.
         channel: runs exchanges in order beside backward.
         control: a group of CPU tensors for agreements, apart from the channel's.
         recorder: None when nothing is recorded.
@@ -89,6 +92,7 @@ class Engine:
         split: Split,
         overlap: bool,
         transport: Transport,
+        coding: Coding,
         channel: Channel,
         control: dist.ProcessGroup,
         recorder: Recorder | None = None,
@@ -96,6 +100,7 @@ class Engine:
         self._trainables, self._frozen = list(trainables), list(frozen)
         self._buffers = Buffers(buffers)
         self.split, self._overlap, self._transport = split, overlap, transport
+        self._coding = coding
         self._channel, self._control, self._recorder = channel, control, recorder
         self._rank = dist.get_rank(control)
         self._device = trainables[0].parameter.device
@@ -108,6 +113,8 @@ class Engine:
         self._lost: str | None = None
         self._averaged = False
         self._ready: list[Stamp | None] | None = None
+        self._kept: NamedState = {}  # of codecs, as long as there are no buckets
+        self.overflowed = False
         self.step = 0
         self._hooks = [
             t.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
@@ -119,10 +126,13 @@ class Engine:
     def begin(self, *, exchange: bool, scale: float) -> None:
         """Open a backward pass; with ``exchange`` it ends in sums over ranks times ``scale``.
 
-        A second one before ``updated`` adds to the averages of the first.
+        A second one before ``updated`` adds to the averages of the first, but not where codecs
+        would take those for gradients of this rank.
         """
         if self._lost:
             raise out_of_step(self._lost)
+        if exchange and self._averaged and self._coded:
+            raise averaged_already()
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
         if thawed:
             raise frozen_no_more(thawed)
@@ -161,12 +171,21 @@ class Engine:
         except Exception as error:
             self._lost = str(error)
             raise
+        self._settle()
         for shipment in self._shipments:
             for bucket in shipment.buckets:
                 bucket.finish()
         if self._buffers:
             self._buffers.restore()
         self._averaged = True
+
+    def _settle(self) -> None:
+        """Let codecs keep what they have learned, if the gradients of all ranks were finite."""
+        coded = self._coded
+        every = (bucket for shipment in self._shipments for bucket in shipment.buckets)
+        self.overflowed = bool(coded) and not all(bucket.sound for bucket in every)
+        for bucket in coded:
+            bucket.settle(not self.overflowed)
 
     def updated(self, step: int) -> None:
         """The gradients were used and are gone; ``step`` updates are done."""
@@ -217,6 +236,14 @@ class Engine:
         sparse_dims = [self._order.sparse_dims[i] for i in self._order.order]
         return tuple(gradients_of([self._trainables[i] for i in self._order.order], sparse_dims))
 
+    def cuts(self, split: Split) -> tuple[int, ...]:
+        """Behind the last gradient of each segment that a split would make."""
+        assert self._order is not None
+        ready = [self._trainables[i] for i in self._order.order]
+        sparse_dims = [self._order.sparse_dims[i] for i in self._order.order]
+        gradients = gradients_of(ready, sparse_dims, self._coding)
+        return tuple(segment.stop for segment in plan_segments(gradients, split))
+
     @property
     def ready(self) -> list[Stamp | None] | None:
         """When each gradient of the last recorded backward was there, in ready order."""
@@ -227,8 +254,33 @@ class Engine:
     def install(self, order: ReadyOrder, split: Split | None = None) -> None:
         """Lay out segments and buckets for a ready order, and from now on a split, of all ranks."""
         self.split = split or self.split
-        self._shipments, self._places = lay_out(self._trainables, order, self.split)
+        kept = self.codec_state()
+        self._shipments, self._places = lay_out(
+            self._trainables, order, self.split, self._coding
+        )
         self._order = order
+        self.load_codec_state(kept)
+
+    # What codecs keep between exchanges, by parameter.
+
+    @property
+    def _coded(self) -> list[CodedBucket]:
+        every = (bucket for shipment in self._shipments for bucket in shipment.buckets)
+        return [bucket for bucket in every if isinstance(bucket, CodedBucket)]
+
+    def codec_state(self) -> NamedState:
+        """What codecs keep on this rank."""
+        if not self._shipments:
+            return self._kept
+        return {name: state for b in self._coded for name, state in b.state().items()}
+
+    def load_codec_state(self, kept: NamedState) -> None:
+        """Go on from ``codec_state()``, of another split maybe."""
+        self._kept = kept
+        if self._shipments:
+            self._kept = {}
+            for bucket in self._coded:
+                bucket.load(kept)
 
     # One backward.
 
@@ -295,14 +347,15 @@ class Engine:
         shipment = self._shipments[index]
         what = f"the exchange of segment {index + 1} of {len(self._shipments)}"
         text = partial(failed, self._at, what, shipment.names)
-        dense = [b for b in shipment.buckets if isinstance(b, DenseBucket)]
-        sparse = [b for b in shipment.buckets if isinstance(b, SparseBucket)]
-        for bucket in dense:
+        for bucket in sorted(shipment.buckets, key=lambda b: isinstance(b, SparseBucket)):
             label = Label(allreduce(index + 1), text, self._facts(index, bucket))
-            self._channel.start(label, partial(bucket.start, self._transport))
-        for gradient in sparse:
-            label = Label(allreduce(index + 1), text, self._facts(index, gradient))
-            self._channel.stage(label, gradient.exchange)
+            match bucket:
+                case CodedBucket():
+                    self._channel.stage(label, partial(bucket.exchange, self.step))
+                case DenseBucket():
+                    self._channel.start(label, partial(bucket.start, self._transport))
+                case SparseBucket():
+                    self._channel.stage(label, bucket.exchange)
 
     def _facts(self, index: int, bucket: Bucket) -> dict[str, object]:
         """What the trace says of an exchange."""
@@ -312,6 +365,7 @@ class Engine:
         return {
             "segment": index,
             "bytes": bucket.num_bytes,
+            "wire_bytes": self._shipments[index].wire_bytes,
             "gradients": len(self._shipments[index].names),
             "collectives": len(self._shipments[index].buckets),
             "ready": self._shipments[index].ready,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.errors import ExchangeError, UsageError
+from slipstream.errors import ExchangeError, ModelError, UsageError
 
 
 def failed(at: str, what: str, names: Sequence[str] = ()) -> str:
@@ -37,6 +37,25 @@ def came_outside(name: str) -> UsageError:
         f"parameter {name} got a gradient outside session.backward(), which would never be "
         "averaged over ranks; call session.backward(loss) instead of loss.backward(), or use "
         "`with session.no_sync():` for gradients that stay local"
+    )
+
+
+def averaged_already() -> UsageError:
+    """A second exchange of one update, which a codec cannot tell from gradients of this rank."""
+    return UsageError(
+        "backward() was called twice before step(), and gradients.codec has sent the first "
+        "gradients already; call step() after every backward() and let gradients.accumulate add "
+        "them up, or use `with session.no_sync():` around the first one"
+    )
+
+
+def sparse_without_momentum(name: str) -> ModelError:
+    """DGC holds the momentum of a parameter whose gradients it cannot code."""
+    return ModelError(
+        f"parameter {name} has sparse gradients, which the codec dgc does not take, but it holds "
+        "the momentum of the optimizer's whole group; give the parameter a group of its own and "
+        f"no codec: gradients.codec: {{kind: by_name, rules: [{{match: {name!r}}}, "
+        "{match: '*', codec: dgc}]}"
     )
 
 

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from slipstream.gradients.bucket import Bucket, make_buckets
+from slipstream.codecs import wire_bytes
+from slipstream.gradients.bucket import Bucket, DenseBucket, make_buckets
+from slipstream.gradients.coded import Coding
+from slipstream.gradients.failure import sparse_without_momentum
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.order import ReadyOrder
-from slipstream.strategy import Split
+from slipstream.strategy import Dgc, Split
 from slipstream.trace.recorder import Stamp
 
 
@@ -36,13 +39,20 @@ def parameters_of(model: nn.Module, *, trainable: bool) -> list[Trainable]:
     return [Trainable(name, p) for name, p in every if p.requires_grad is trainable]
 
 
-def gradients_of(trainables: Sequence[Trainable], sparse_dims: Sequence[int]) -> list[Gradient]:
-    """What the layout knows of their gradients."""
+def gradients_of(
+    trainables: Sequence[Trainable], sparse_dims: Sequence[int], coding: Coding | None = None
+) -> list[Gradient]:
+    """What the layout knows of their gradients; with ``coding``, their bytes are those it leaves."""
+
+    def num_bytes(trainable: Trainable) -> int:
+        codec = coding.of(trainable.name, trainable.parameter) if coding else None
+        return wire_bytes(codec, trainable.parameter)
+
     return [
         Gradient(
             t.name,
             t.layer,
-            0 if sparse_dim else t.parameter.nbytes,
+            0 if sparse_dim else num_bytes(t),
             str(t.parameter.dtype).removeprefix("torch."),
         )
         for t, sparse_dim in zip(trainables, sparse_dims, strict=True)
@@ -51,11 +61,15 @@ def gradients_of(trainables: Sequence[Trainable], sparse_dims: Sequence[int]) ->
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """What one segment carries: names in ready order, bytes, and how many collectives."""
+    """What one segment carries: names in ready order, bytes, and how many collectives.
+
+    ``wire_bytes`` are those that stand for ``num_bytes`` of gradients once codecs are at work.
+    """
 
     gradients: tuple[str, ...]
     num_bytes: int
     num_collectives: int
+    wire_bytes: int
 
 
 @dataclass(slots=True)
@@ -64,6 +78,7 @@ class Shipment:
 
     names: tuple[str, ...]
     buckets: list[Bucket]
+    wire_bytes: int
     missing: int = 0
     ready: Stamp = 0.0
 
@@ -71,7 +86,7 @@ class Shipment:
     def summary(self) -> Exchanged:
         """What it carries."""
         num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
-        return Exchanged(self.names, num_bytes, len(self.buckets))
+        return Exchanged(self.names, num_bytes, len(self.buckets), self.wire_bytes)
 
 
 @dataclass(slots=True)
@@ -84,20 +99,44 @@ class Place:
 
 
 def lay_out(
-    trainables: Sequence[Trainable], order: ReadyOrder, split: Split
+    trainables: Sequence[Trainable], order: ReadyOrder, split: Split, coding: Coding
 ) -> tuple[list[Shipment], list[Place]]:
-    """Segments in the order of their exchange, and for each trainable the place of its gradient."""
+    """Segments in the order of their exchange, and for each trainable the place of its gradient.
+
+    Sizes that a split asks for are those on the wire.
+    """
     ready = [trainables[i] for i in order.order]
     sparse_dims = [order.sparse_dims[i] for i in order.order]
-    gradients = gradients_of(ready, sparse_dims)
+    for trainable, sparse_dim in zip(ready, sparse_dims, strict=True):
+        if sparse_dim and isinstance(coding.of(trainable.name, trainable.parameter), Dgc):
+            raise sparse_without_momentum(trainable.name)
+    gradients = gradients_of(ready, sparse_dims, coding)
     shipments: list[Shipment] = []
     places: dict[int, Place] = {}
-    for segment in plan_segments(gradients, split):
+    for number, segment in enumerate(plan_segments(gradients, split)):
         part = slice(segment.start, segment.stop)
-        buckets = make_buckets([t.parameter for t in ready[part]], sparse_dims[part])
-        shipment = Shipment(tuple(t.name for t in ready[part]), [b for b, _ in buckets])
+        inside = ready[part]
+        own = coding.for_segment(sum(t.parameter.nbytes for t in inside))
+        buckets = _buckets(inside, sparse_dims[part], own, number)
+        wire = sum(g.num_bytes for g in gradients_of(inside, sparse_dims[part], own))
+        names = tuple(t.name for t in inside)
+        shipment = Shipment(names, [b for b, _ in buckets], wire)
         shipments.append(shipment)
         for bucket, positions in buckets:
             for slot, position in enumerate(positions):
                 places[order.order[segment.start + position]] = Place(shipment, bucket, slot)
     return shipments, [places[index] for index in range(len(trainables))]
+
+
+def _buckets(
+    trainables: Sequence[Trainable], sparse_dims: Sequence[int], coding: Coding, seed: int
+) -> list[tuple[Bucket, list[int]]]:
+    """The buckets of one segment, each with the positions it holds."""
+
+    def dense(positions: Sequence[int]) -> DenseBucket:
+        chosen = [trainables[i] for i in positions]
+        return coding.bucket([t.name for t in chosen], [t.parameter for t in chosen], seed)
+
+    parameters = [t.parameter for t in trainables]
+    kinds = [coding.of(t.name, t.parameter) for t in trainables]
+    return make_buckets(parameters, sparse_dims, dense, kinds)

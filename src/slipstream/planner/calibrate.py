@@ -23,8 +23,10 @@ from slipstream.cluster import connect
 from slipstream.cluster.topology import ranks_by_host
 from slipstream.comm.agreement import together
 from slipstream.errors import ClusterError
+from slipstream.planner.codec_cost import slowest_cost
 from slipstream.planner.contention import contention
 from slipstream.planner.cost import Cluster, Collective, Curve, Kind, Network
+from slipstream.strategy import PlainCodec
 
 Progress = Callable[[float, str], None]
 
@@ -66,6 +68,7 @@ def calibrate(
     sizes: Sequence[int] = SIZES,
     seconds: float = SECONDS,
     rounds: int = 9,
+    codecs: Sequence[PlainCodec] = (),
     progress: Progress | None = None,
 ) -> Cluster:
     """Measure the ranks' networks; every rank calls this and gets the same.
@@ -80,6 +83,7 @@ def calibrate(
         seconds: about the longest that the exchanges may take together; large sizes are left out
             where the time does not suffice for them. Contention takes some 5 more.
         rounds: the most times that a size is measured.
+        codecs: whose cost is measured, too, on all ranks at once: some seconds more.
         progress: called with the share that is done, from 0 to 1, and what is being done.
 
     Raises:
@@ -100,6 +104,8 @@ def calibrate(
         slowdowns = contention(
             ranks.world, ranks.device, networks["world"].all_reduce, min(seconds / 40, 0.3)
         )
+        report(1.0, "codecs")
+        costs = {c.kind: slowest_cost(c, ranks.world, ranks.device) for c in codecs}
         by_host = ranks_by_host(ranks.hosts)
         found = [
             Cluster(
@@ -112,6 +118,7 @@ def calibrate(
                 latency_slowdown=slowdowns.latency,
                 queue_share=slowdowns.queue_share,
                 queue_seconds=slowdowns.queue_seconds,
+                codecs=costs,
                 backend=str(dist.get_backend(ranks.world)),
                 date=datetime.now().isoformat(" ", "minutes"),
                 versions={"slipstream": __version__, "torch": torch.__version__},

@@ -49,7 +49,7 @@ def candidates(
         workload: gradients, and when they are ready.
         cluster: what an exchange costs.
         exact_only: leave out what changes the mathematics of the training (a larger batch by
-            accumulation).
+            accumulation; codecs, of which the cluster's file knows the cost).
         base: the strategy to start from.
     """
     others = [_exchanging(base, split) for split in _fixed_splits()]
@@ -59,6 +59,7 @@ def candidates(
     found = [*fixed, best]
     if not exact_only:
         found += [_accumulating(s, times) for times in ACCUMULATE for s in (base, best)]
+        found += [_coded(base, kind) for kind in cluster.codecs]
     return _distinct(found, workload.gradients)
 
 
@@ -75,7 +76,7 @@ def optimal_split(workload: Workload, cluster: Cluster, seeds: Sequence[Strategy
 
     def seconds(cuts: Sequence[int]) -> float:
         strategy = _exchanging(base, _by_index(cuts))
-        return predict(workload, Plan.of(strategy, gradients), cluster)
+        return predict(workload, Plan.of(strategy, gradients, cluster.codecs), cluster)
 
     sizes = [g.num_bytes for g in gradients]
     curve = cluster.network("world").all_reduce
@@ -124,6 +125,7 @@ def label(strategy: Strategy) -> str:
     gradients = strategy.gradients
     words = [_split_label(gradients.split)]
     words += [] if gradients.overlap else ["no overlap"]
+    words += [gradients.codec.kind] if gradients.codec else []
     words += [f"accumulate {gradients.accumulate}"] if gradients.accumulate > 1 else []
     return ", ".join(words)
 
@@ -166,6 +168,13 @@ def _accumulating(strategy: Strategy, times: int) -> Strategy:
     more = strategy.gradients.accumulate * times
     gradients = strategy.gradients.model_copy(update={"accumulate": more})
     return strategy.model_copy(update={"gradients": gradients})
+
+
+def _coded(strategy: Strategy, kind: str) -> Strategy:
+    """``strategy`` with a codec at its default settings."""
+    document = strategy.document()
+    document.setdefault("gradients", {})["codec"] = kind
+    return Strategy.load(document)
 
 
 def _by_index(cuts: Sequence[int]) -> ByIndex:

@@ -13,10 +13,10 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, model_validator
 
 from slipstream.errors import ClusterError, StrategyError
-from slipstream.planner.curve import Curve, Piece, Value
+from slipstream.planner.curve import Curve, Piece, Seconds, Value
 from slipstream.strategy.yaml import format_yaml, parse_yaml
 
-__all__ = ["Cluster", "Collective", "Curve", "Kind", "Network", "Piece"]
+__all__ = ["Cluster", "CodecCost", "Collective", "Curve", "Kind", "Network", "Piece"]
 
 Kind = Literal["world", "intra", "inter"]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -63,6 +63,19 @@ class Network(Value):
         return Network(kind=kind, ranks=ranks, **curves)
 
 
+class CodecCost(Value):
+    """What it costs to make gradients smaller: measured on the thread that computes.
+
+    ``ratio`` is what is left of the bytes; ``encode`` and ``decode`` are seconds for each byte of
+    the gradients, ``startup`` seconds for each segment, once each way.
+    """
+
+    ratio: float = Field(gt=0)
+    encode: Seconds = 0.0
+    decode: Seconds = 0.0
+    startup: Seconds = 0.0
+
+
 class Cluster(Value):
     """What exchanges cost on a cluster, and what they and computing cost each other.
 
@@ -71,7 +84,8 @@ class Cluster(Value):
     at every hop), and what follows it ``1 + exchange_slowdown`` times. Beside an exchange whose
     bytes move the latency of another is at least ``queue_share`` of what that one takes, but not
     for more than ``queue_seconds`` (messages wait behind each other). With hosts of different size,
-    ``ranks_per_host`` is the most that a host has. ``extrapolated`` says what was not
+    ``ranks_per_host`` is the most that a host has. ``codecs`` holds what making gradients smaller
+    costs a rank, by kind of codec. ``extrapolated`` says what was not
     measured.
 
     Example:
@@ -100,6 +114,7 @@ class Cluster(Value):
     latency_slowdown: float = Field(ge=0)
     queue_share: float = Field(ge=0, le=1)
     queue_seconds: float = Field(ge=0)
+    codecs: Mapping[str, CodecCost] = {}
     backend: str
     date: str
     versions: Mapping[str, str]

@@ -5,33 +5,19 @@ Never knows when anything happens (``simulate`` does), and never chooses a plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.cost import Cluster, Curve
+from slipstream.planner.cost import Cluster, CodecCost, Curve
 from slipstream.planner.workload import Workload, gradients_of
 from slipstream.strategy import Strategy
 from slipstream.trace.event import BUFFERS, Trace, allreduce
 
 TransportKind = Literal["flat", "hierarchical", "sharded"]
-
-
-@dataclass(frozen=True, slots=True)
-class CodecCost:
-    """What it costs to make gradients smaller: measured on the thread that computes.
-
-    ``ratio`` is what is left of the bytes; ``encode`` and ``decode`` are seconds for each byte of
-    the gradients, ``startup`` seconds for each segment, once each way.
-    """
-
-    ratio: float
-    encode: float = 0.0
-    decode: float = 0.0
-    startup: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +55,50 @@ class Plan:
             )
 
     @classmethod
-    def of(cls, strategy: Strategy, gradients: Sequence[Gradient]) -> Plan:
+    def of(
+        cls,
+        strategy: Strategy,
+        gradients: Sequence[Gradient],
+        codecs: Mapping[str, CodecCost] | None = None,
+    ) -> Plan:
         """What a strategy means for these gradients.
 
+        Args:
+            strategy: of which the gradients' part counts.
+            gradients: in ready order.
+            codecs: what each kind of codec costs, where that was measured.
+
         Raises:
-            StrategyError: its split does not fit them.
+            StrategyError: its split does not fit them, or its codec was not measured.
 
         Example:
             >>> Plan.of(Strategy(), [Gradient("weight", "", 4096)]).cuts
             (1,)
         """
-        wish = strategy.gradients
+        wish, cost = strategy.gradients, None
+        if wish.codec is not None:
+            cost = _cost(wish.codec.kind, codecs or {})
+            sent = [round(g.num_bytes * cost.ratio) for g in gradients]
+            pairs = zip(gradients, sent, strict=True)
+            gradients = [replace(g, num_bytes=num_bytes) for g, num_bytes in pairs]
         cuts = tuple(segment.stop for segment in plan_segments(gradients, wish.split))
-        return cls(cuts, wish.overlap, wish.transport.kind, accumulate=wish.accumulate)
+        return cls(cuts, wish.overlap, wish.transport.kind, cost, wish.accumulate)
 
     @classmethod
-    def of_trace(cls, trace: Trace) -> Plan:
-        """The plan that a trace was recorded under, its segments as they were."""
-        cuts, stop = [], 0
-        for segment in trace.meta.get("segments") or ():
-            stop += len(segment["gradients"])
-            cuts.append(stop)
+    def of_trace(cls, trace: Trace, codecs: Mapping[str, CodecCost] | None = None) -> Plan:
+        """The plan that a trace was recorded under, its segments as they were.
+
+        Raises:
+            StrategyError: gradients were coded, and what that costs was not measured.
+        """
         wish: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
+        codec = wish.get("codec")
         return cls(
-            tuple(cuts) or (len(gradients_of(trace)),),
+            cuts_of(trace),
             wish.get("overlap", True),
             (wish.get("transport") or {}).get("kind", "flat"),
-            accumulate=wish.get("accumulate", 1),
+            None if codec is None else _cost(codec["kind"], codecs or {}),
+            wish.get("accumulate", 1),
         )
 
     def document(self) -> dict[str, Any]:
@@ -108,6 +111,25 @@ class Plan:
                 "accumulate": self.accumulate,
             }
         }
+
+
+def cuts_of(trace: Trace) -> tuple[int, ...]:
+    """The index after the last gradient of each segment of a trace; one segment if it has none."""
+    cuts, stop = [], 0
+    for segment in trace.meta.get("segments") or ():
+        stop += len(segment["gradients"])
+        cuts.append(stop)
+    return tuple(cuts) or (len(gradients_of(trace)),)
+
+
+def _cost(kind: str, codecs: Mapping[str, CodecCost]) -> CodecCost:
+    if kind not in codecs:
+        raise StrategyError(
+            f"gradients.codec {kind}: what it costs was not measured; known: "
+            f"{', '.join(codecs) or 'none'}; slipstream doctor network measures the codecs that "
+            "code all gradients alike, at their default settings"
+        )
+    return codecs[kind]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from statistics import harmonic_mean
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import TOLERANCE
 from slipstream.planner.cost import Cluster
-from slipstream.planner.exchange import Plan
+from slipstream.planner.exchange import Plan, cuts_of
 from slipstream.planner.replay import calibrated
 from slipstream.planner.simulate import predict
 from slipstream.planner.workload import Workload
@@ -74,7 +74,7 @@ def traced_strategy(trace: Trace) -> Strategy:
     strategy = Strategy.load(trace.meta.get("strategy") or {})
     gradients = strategy.gradients
     if isinstance(gradients.split, Optimal):
-        split = ByIndex(last=tuple(cut - 1 for cut in Plan.of_trace(trace).cuts))
+        split = ByIndex(last=tuple(cut - 1 for cut in cuts_of(trace)))
         gradients = gradients.model_copy(update={"split": split})
     return strategy.model_copy(update={"gradients": gradients, "trace": TraceSettings()})
 
@@ -148,7 +148,9 @@ def exactness(strategy: Strategy, base: Strategy) -> str:
 def _prediction(
     strategy: Strategy, workload: Workload, cluster: Cluster, base: Strategy
 ) -> Prediction:
-    seconds = predict(workload, Plan.of(strategy, workload.gradients), cluster)
+    seconds = predict(
+        workload, Plan.of(strategy, workload.gradients, cluster.codecs), cluster
+    )
     accumulate = strategy.gradients.accumulate
     batch = workload.data_wait + workload.forward + workload.backward
     alone = accumulate * batch + workload.optimizer + workload.other

@@ -45,7 +45,7 @@ def calibrated(workload: Workload, trace: Trace, cluster: Cluster) -> Cluster:
         trace: measured; its own plan is replayed.
         cluster: to start from.
     """
-    plan = Plan.of_trace(trace)
+    plan = Plan.of_trace(trace, cluster.codecs)
     seconds, ends = _observed(trace)
     found = {name: float(getattr(cluster, name)) for name in GRIDS}
     measured = dict(found)

@@ -21,8 +21,8 @@ from typing import Any
 from slipstream.planner._channel import Array, Clock
 from slipstream.planner._emit import events
 from slipstream.planner._step import Step
-from slipstream.planner.cost import Cluster
-from slipstream.planner.exchange import CodecCost, Plan
+from slipstream.planner.cost import Cluster, CodecCost
+from slipstream.planner.exchange import Plan
 from slipstream.planner.workload import Workload
 from slipstream.trace.event import Trace
 

@@ -3,6 +3,20 @@
 Never acts: other rooms read these values. Nothing here needs torch.
 """
 
+from slipstream.strategy.codec import (
+    Adaptive,
+    ByName,
+    Codec,
+    Dgc,
+    Half,
+    Int8,
+    OneBit,
+    PlainCodec,
+    PowerSgd,
+    Rule,
+    codec_of,
+    keeps_state,
+)
 from slipstream.strategy.overview import Row, overview
 from slipstream.strategy.presets import Preset, presets
 from slipstream.strategy.setting import Exactness, Setting, Variant
@@ -20,18 +34,28 @@ from slipstream.strategy.split import (
 )
 
 __all__ = [
+    "Adaptive",
     "ByBytes",
     "ByIndex",
     "ByLayers",
+    "ByName",
     "ByPercent",
+    "Codec",
+    "Dgc",
     "Exactness",
     "Flat",
     "Gradients",
+    "Half",
+    "Int8",
+    "OneBit",
     "Optimal",
     "PerGradient",
     "PerLayer",
+    "PlainCodec",
+    "PowerSgd",
     "Preset",
     "Row",
+    "Rule",
     "Setting",
     "Single",
     "Split",
@@ -39,6 +63,8 @@ __all__ = [
     "Trace",
     "Transport",
     "Variant",
+    "codec_of",
+    "keeps_state",
     "overview",
     "presets",
 ]

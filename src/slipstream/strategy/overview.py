@@ -82,19 +82,28 @@ def _rows(setting: Setting, prefix: str = "") -> Iterator[Row]:
         elif isinstance(value, Setting):
             yield Row(path, "off", first_line(value.__doc__), changed=changed)
         else:
-            yield Row(path, _scalar(value), first_line(info.description), changed=changed)
+            yield Row(path, _shown(value), first_line(info.description), changed=changed)
 
 
 def _variant(variant: Variant) -> str:
     """``by_bytes (megabytes 25, first_megabytes 1)``"""
-    settings = [f"{name} {_scalar(value)}" for name, value in variant if name != "kind"]
+    settings = [f"{name} {_shown(value)}" for name, value in variant if name != "kind"]
     return f"{variant.kind} ({', '.join(settings)})" if settings else variant.kind
+
+
+def _shown(value: object) -> str:
+    """A value on one line: variants in variants, rules and lists, too."""
+    if isinstance(value, Variant):
+        return _variant(value)
+    if isinstance(value, Setting):
+        return ": ".join(_shown(inner) for _, inner in value)
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return _scalar(value)
 
 
 def _scalar(value: object) -> str:
     """A value as it is written in YAML, but for null, which means off."""
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_scalar, value))}]"
     if isinstance(value, float) and value.is_integer():
         return f"{value:.0f}"
     if value is None:

@@ -114,4 +114,6 @@ def _plain(value: object, *, full: bool) -> object:
     if isinstance(value, Setting):
         document = value.document(full=full)
         return document["kind"] if document.keys() == {"kind"} and not full else document
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return [_plain(inner, full=full) for inner in value]
+    return value

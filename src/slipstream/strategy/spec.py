@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 from pydantic import BeforeValidator, Field, NonNegativeInt
 
 from slipstream.errors import StrategyError
+from slipstream.strategy.codec import Codec
 from slipstream.strategy.overview import overview, plain_text
 from slipstream.strategy.presets import preset
 from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
@@ -57,6 +58,9 @@ class Gradients(Setting):
 
     transport: Transport = Flat()
     """The way a segment takes from rank to rank."""
+
+    codec: Codec | None = None
+    """What makes them smaller for the wire."""
 
     accumulate: int = Field(default=1, ge=1)
     """Backward passes of one update.
@@ -116,7 +120,8 @@ class Strategy(Setting):
     @property
     def exactness(self) -> Exactness:
         """The weakest exactness of the chosen variants."""
-        chosen = (self.gradients.split.exactness, self.gradients.transport.exactness)
+        wish = self.gradients
+        chosen = [v.exactness for v in (wish.split, wish.transport, wish.codec) if v is not None]
         return max(chosen, key=get_args(Exactness).index)
 
     @classmethod

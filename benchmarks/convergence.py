@@ -1,0 +1,286 @@
+"""What codecs do to the result of a training: accuracy and loss against dense gradients.
+
+    python benchmarks/convergence.py --task digits --json results/convergence-digits.json
+    python benchmarks/convergence.py --task text --json results/convergence-text.json
+
+Every codec trains the same model from the same seeds on four ranks, at its default settings, with
+the optimizer and the schedule of dense training; DGC, which takes over momentum, is compared with
+dense SGD, the others on text with dense AdamW. What counts is the mean over seeds on data that was
+held out: accuracy within 0.5 points, or a loss within 2 %, of dense.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tables import save
+from torch import nn
+from torch.nn import functional
+from transformers import BertConfig, BertForMaskedLM
+
+import slipstream
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import data
+
+CODECS: dict[str, object] = {
+    "dense": None,
+    "bf16": {"kind": "half"},
+    "fp16": {"kind": "half", "dtype": "fp16"},
+    "int8": {"kind": "int8"},
+    "int8, stochastic": {"kind": "int8", "rounding": "stochastic"},
+    "onebit": {"kind": "onebit"},
+    "powersgd": {"kind": "powersgd"},
+    "dense, SGD": None,
+    "dgc": {"kind": "dgc"},
+}
+BASELINE = {name: "dense" for name in CODECS} | {"dgc": "dense, SGD"}
+WIDTH, LENGTH, VOCABULARY = 128, 64, 2048
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model, its batches by step and rank, and what is measured on held-out data."""
+
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int, int], Any]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    score: Callable[[nn.Module], float]
+    optimizer: Callable[[nn.Module, bool], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training: score on held-out data, losses on the way (mean of the ranks), seconds."""
+
+    codec: str
+    seed: int
+    score: float
+    losses: list[float]
+    seconds: float
+    megabytes: float
+
+
+def digits_task(batch: int = 16) -> Task:
+    """Handwritten digits: a small convolutional network; the score is the accuracy."""
+    train, held_out = data.digits(16)
+    pixels, targets = (torch.stack(list(part)) for part in zip(*held_out, strict=True))
+
+    def build() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10),
+        )  # fmt: skip
+
+    def sample(seed: int, step: int, rank: int) -> Any:
+        random = torch.Generator().manual_seed((seed * 10**6 + step) * 64 + rank)
+        chosen = torch.randint(len(train), (batch,), generator=random)
+        rows = [train[int(i)] for i in chosen]
+        return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+
+    def loss(model: nn.Module, rows: Any) -> torch.Tensor:
+        return functional.cross_entropy(model(rows[0]), rows[1])
+
+    def accuracy(model: nn.Module) -> float:
+        return float((model(pixels).argmax(1) == targets).float().mean())
+
+    def sgd(model: nn.Module, _: bool) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+
+    return Task(build, sample, loss, accuracy, sgd)
+
+
+def text_task(batch: int = 8) -> Task:
+    """Masked words of Python's standard library: a small BERT; the score is the loss."""
+    tokens = data.stdlib_tokens(VOCABULARY)
+    rows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    held_out, train = rows[order[:512]], rows[order[512:]]
+    masked = data.mask_words(held_out, VOCABULARY, torch.Generator().manual_seed(1))
+
+    def build() -> nn.Module:
+        config = BertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=4 * WIDTH,
+            pad_token_id=None,
+        )
+        return BertForMaskedLM(config)
+
+    def sample(seed: int, step: int, rank: int) -> Any:
+        random = torch.Generator().manual_seed((seed * 10**6 + step) * 64 + rank)
+        chosen = torch.randint(len(train), (batch,), generator=random)
+        return data.mask_words(train[chosen], VOCABULARY, random)
+
+    def loss(model: nn.Module, rows: Any) -> torch.Tensor:
+        return model(input_ids=rows[0], labels=rows[1]).loss
+
+    def held_out_loss(model: nn.Module) -> float:
+        return float(loss(model, masked))
+
+    def optimizer(model: nn.Module, sgd: bool) -> torch.optim.Optimizer:
+        if sgd:
+            return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    return Task(build, sample, loss, held_out_loss, optimizer)
+
+
+TASKS = {"digits": digits_task, "text": text_task}
+
+
+def train(task: Task, codec: str, seed: int, steps: int) -> Run:
+    """One training on all ranks."""
+    rank = dist.get_rank()
+    torch.manual_seed(seed)
+    model = task.model()
+    optimizer = task.optimizer(model, BASELINE[codec] == "dense, SGD" or codec == "dense, SGD")
+    warmup = steps // 20
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda s: min(s / warmup, 1.0) * 0.5 * (1 + math.cos(math.pi * min(s / steps, 1.0))),
+    )
+    strategy = {"gradients": {"codec": CODECS[codec]}}
+    losses: list[float] = []
+    start, window = time.perf_counter(), []
+    with slipstream.accelerate(model, optimizer, None, strategy) as session:
+        for step in range(steps):
+            model.train()
+            loss = task.loss(model, task.batch(seed, step, rank))
+            session.backward(loss)
+            session.step()
+            schedule.step()
+            window.append(float(loss.detach()))
+            if len(window) == max(steps // 50, 1):
+                mean = torch.tensor(fmean(window))
+                dist.all_reduce(mean)
+                losses.append(float(mean) / dist.get_world_size())
+                window = []
+        megabytes = sum(segment.wire_bytes for segment in session.segments) / 2**20
+    model.eval()
+    with torch.no_grad():
+        score = task.score(model)
+    return Run(codec, seed, score, losses, time.perf_counter() - start, megabytes)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """What one rank does; rank 0 writes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    task, runs = TASKS[args.task](), []
+    names = args.codecs or list(CODECS)
+    plans = [(name, seed) for seed in range(args.seeds) for name in names]
+    if args.task == "digits":  # trains with SGD anyway
+        plans = [(name, seed) for name, seed in plans if name != "dense, SGD"]
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    for name, seed in track(plans, args.task, console=console):
+        runs.append(train(task, name, seed, args.steps))
+    if dist.get_rank() == 0:
+        write(args, runs)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def write(args: argparse.Namespace, runs: Sequence[Run]) -> None:
+    """Table, JSON, picture."""
+    rows = [row for name in CODECS if (row := summary(args.task, name, runs))]
+    Console(width=130).print(table(args, rows))
+    if args.json:
+        facts = {"task": args.task, "steps": args.steps, "ranks": dist.get_world_size()}
+        save(
+            args.json, "convergence", {**facts, "rows": rows, "runs": [asdict(r) for r in runs]}
+        )
+        picture(args.task, runs).savefig(Path(args.json).with_suffix(".png"))
+
+
+def summary(task: str, name: str, runs: Sequence[Run]) -> dict[str, Any] | None:
+    """A codec over all seeds, and against its baseline."""
+    own = [r for r in runs if r.codec == name]
+    baseline = "dense" if task == "digits" else BASELINE[name]
+    dense = [r.score for r in runs if r.codec == baseline]
+    if not own or not dense:
+        return None
+    scores, reference = [r.score for r in own], fmean(dense)
+    gap = fmean(scores) - reference if task == "digits" else fmean(scores) / reference - 1
+    return {
+        "codec": name,
+        "score": fmean(scores),
+        "deviation": stdev(scores) if len(scores) > 1 else 0.0,
+        "gap": gap,
+        "within": gap >= -0.005 if task == "digits" else gap <= 0.02,
+        "megabytes": own[0].megabytes,
+        "seconds": fmean(r.seconds for r in own),
+    }
+
+
+def table(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What a person reads."""
+    what = "accuracy" if args.task == "digits" else "loss"
+    drawn = Table(title=f"{args.task}: held-out {what} after {args.steps} steps, {args.seeds} seeds")
+    for heading in ("codec", what, "deviation", "against dense", "within", "MB a step", "s"):
+        drawn.add_column(heading, justify="left" if heading == "codec" else "right")
+    for r in rows:
+        points = f"{100 * r['gap']:+.2f} points" if args.task == "digits" else f"{r['gap']:+.2%}"
+        score = f"{r['score']:.2%}" if args.task == "digits" else f"{r['score']:.4f}"
+        deviation = f"{r['deviation']:.2%}" if args.task == "digits" else f"{r['deviation']:.4f}"
+        drawn.add_row(
+            r["codec"], score, deviation, points, "yes" if r["within"] else "NO",
+            f"{r['megabytes']:.3f}", f"{r['seconds']:.0f}",
+        )  # fmt: skip
+    return drawn
+
+
+def picture(task: str, runs: Sequence[Run]) -> Figure:
+    """Losses on the way, a line a codec: the mean over seeds."""
+    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for name in CODECS:
+        own = [r.losses for r in runs if r.codec == name]
+        if own:
+            means = [fmean(values) for values in zip(*own, strict=True)]
+            width = 2.5 if name.startswith("dense") else 1.2
+            axes.plot(range(1, len(means) + 1), means, label=name, linewidth=width)
+    axes.set(xlabel="fiftieths of the training", ylabel="training loss", title=task, yscale="log")
+    axes.legend(frameon=False)
+    return figure
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--task", choices=TASKS, default="digits")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--codecs", nargs="*", choices=list(CODECS), help="default: all")
+    parser.add_argument("--json", help="also write the figures to this file, and a picture beside")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(args)
+        return 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.call([*torchrun, __file__, *sys.argv[1:]], env=environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What every codec is to a bucket of gradients: an exchange, and the state between exchanges.
+
+Never communicates (``exchange`` says why) and never knows parameters: gradients are slots here.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.codecs.exchange import Exchange
+
+SlotState = Mapping[str, torch.Tensor]
+"""What is kept of one gradient, by name; empty where nothing is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many exchange with each other, and which of them this one is."""
+
+    rank: int
+    count: int
+
+
+class Coder(ABC):
+    """One rank's side of the exchange of one bucket, whose slots are gradients of known sizes.
+
+    Attributes:
+        num_values: elements of the flat tensor, padding included.
+        works_in: dtype of the flat tensor.
+
+    After an exchange comes ``commit`` or ``rollback``.
+    """
+
+    num_values: int
+    works_in: torch.dtype
+
+    @abstractmethod
+    def exchange(self, values: torch.Tensor, riders: torch.Tensor, step: int) -> Exchange:
+        """Leave in ``values`` the sum over ranks of what each sent for its own.
+
+        Args:
+            values: 1-D, ``num_values`` elements: this rank's gradients, slot by slot, zeros behind.
+            riders: 1-D, uint8, flags of 0 or 1: each becomes 1 where any rank has one.
+            step: updates so far; the same on all ranks.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """The step of the last exchange counts."""
+
+    @abstractmethod
+    def rollback(self) -> None:
+        """The step of the last exchange does not count: the state is as before it."""
+
+    @abstractmethod
+    def state(self) -> list[dict[str, torch.Tensor]]:
+        """What is kept between exchanges, by slot; copies."""
+
+    @abstractmethod
+    def load(self, states: Sequence[SlotState]) -> None:
+        """Go on from ``state()``, of which slots may have moved between buckets."""
+
+
+def real_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype gradients of a dtype are coded: fp32, and fp64 where they are."""
+    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def mixed(*numbers: int) -> int:
+    """One seed of several numbers.
+
+    Example:
+        >>> mixed(0, 1) == mixed(1, 0)
+        False
+    """
+    seed = 0
+    for number in numbers:
+        seed = (seed * 6364136223846793005 + number + 1442695040888963407) % 2**63
+    return seed
+
+
+def memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a parameter in the order in which its gradient lies in a bucket: 1-D, real.
+
+    That of its memory, e.g. channels last; a view, where there are no holes.
+    """
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj()).reshape(-1)
+    if is_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return tensor.reshape(-1)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory without holes or overlaps, in some order of the axes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

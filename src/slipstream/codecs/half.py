@@ -1,0 +1,50 @@
+"""Half the bytes: gradients travel as bf16 or fp16, and are added up in it.
+
+Gradients are divided by the number of contributions *before* they are cast, so that a sum of fp16
+values overflows only where the mean itself would. bf16 keeps the range of fp32 and 8 bits of the
+mantissa, fp16 11 bits and a range of 6e-8 to 65504. As torch's ``fp16_compress_hook`` does.
+
+Exactness: lossy: one rounding a rank when it casts, one an addition. No state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class HalfCodec:
+    """Values of 32 or more bits as 16.
+
+    Example:
+        >>> codec = HalfCodec("bf16")
+        >>> codec.decode(codec.encode(torch.tensor([1.0, 1 / 3])), torch.float32)
+        tensor([1.0000, 0.3340])
+        >>> codec.wire_bytes(1000, torch.float32)
+        2000
+    """
+
+    dtype: Literal["bf16", "fp16"] = "bf16"
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """What travels."""
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float16
+
+    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes of the payload of ``numel`` values; 2 a value, 4 where they are complex."""
+        return numel * (4 if dtype.is_complex else 2)
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """The payload, of the same shape; complex values get an axis of two."""
+        real = torch.view_as_real(values) if values.is_complex() else values
+        return real.to(self.wire_dtype)
+
+    def decode(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The values, in ``dtype``."""
+        if dtype.is_complex:
+            return torch.view_as_complex(payload.to(dtype.to_real()))
+        return payload.to(dtype)

@@ -1,0 +1,225 @@
+"""Low rank: a gradient of n x m travels as P of n x r and Q of m x r.
+
+    P = M Q,    P = orthonormal(sum of P over ranks),    Q = M^T P,    M' = P (sum of Q)^T
+
+One step of a power iteration on the sum of all ranks' matrices, never formed; warm started with the
+last Q, it follows the leading r directions from step to step. As both P and Q are added up, the
+bytes do not grow with the number of ranks: ``(n + m) r`` values instead of ``n m``. Error feedback
+on each rank: ``e = M - M'``. Vogels et al., "PowerSGD" (2019); settings as torch's hook has them.
+
+Vectors and matrices that would hardly shrink travel as they are, in one piece with P. Until
+``start_step`` all do: early gradients change too fast for a warm start.
+
+Exactness: lossy; of full rank it is the plain sum but for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+
+import torch
+
+from slipstream.codecs.coder import Coder, Ranks, SlotState, mixed, real_dtype
+from slipstream.codecs.exchange import Exchange, Sum
+from slipstream.codecs.residual import Residual
+
+
+@dataclass(frozen=True, slots=True)
+class PowerSgdCodec:
+    """Matrices as products of two thin ones.
+
+    Example:
+        >>> codec = PowerSgdCodec(rank=1)
+        >>> outer = torch.outer(torch.arange(1.0, 4), torch.arange(1.0, 6))
+        >>> p, q = codec.encode(outer)
+        >>> torch.allclose(codec.decode(p, q), outer)
+        True
+        >>> codec.pays((512, 512, 3, 3)), codec.pays((512,))
+        (True, False)
+    """
+
+    rank: int = 4
+    min_compression_rate: float = 2.0
+
+    def matrix(self, shape: Sequence[int]) -> tuple[int, int] | None:
+        """The matrix that a gradient is read as, or None where that has no two axes."""
+        if len(shape) < 2 or 0 in shape:
+            return None
+        return shape[0], prod(shape[1:])
+
+    def pays(self, shape: Sequence[int]) -> bool:
+        """Whether a gradient is worth it: ``(n + m) r * min_compression_rate < n m``."""
+        found = self.matrix(shape)
+        if found is None:
+            return False
+        n, m = found
+        return (n + m) * self.rank * self.min_compression_rate < n * m
+
+    def wire_values(self, shape: Sequence[int]) -> int:
+        """Values that travel of a gradient."""
+        found = self.matrix(shape)
+        if found is None or not self.pays(shape):
+            return prod(shape)
+        return sum(found) * min(self.rank, *found)
+
+    def encode(
+        self, values: torch.Tensor, q: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """P and Q of one matrix alone."""
+        if q is None:
+            q = direction(values.shape[1], min(self.rank, *values.shape), 0).to(values)
+        p = orthonormal(values @ orthonormal(q))
+        return p, values.T @ p
+
+    def decode(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """The matrix that they stand for."""
+        return p @ q.T
+
+
+def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+    """Columns of norm 1 at right angles that span at least what those of ``matrix`` do.
+
+    Householder's QR: stable, and of a matrix of zeros it still gives such columns, where
+    Gram-Schmidt would divide by nothing.
+    """
+    return torch.linalg.qr(matrix).Q
+
+
+def direction(m: int, rank: int, seed: int) -> torch.Tensor:
+    """A first Q: m x rank normal numbers, the same wherever the seed is."""
+    random = torch.Generator().manual_seed(seed)
+    return torch.randn(m, rank, generator=random)
+
+
+class PowerSgdCoder(Coder):
+    """The exchange of a bucket: P beside all that stays dense, then Q.
+
+    Args:
+        codec: rank and when it pays.
+        shapes: of the gradients, slot by slot.
+        dtype: of the gradients.
+        ranks: who takes part.
+        device: where the gradients are.
+        start_step: updates before which gradients travel as they are.
+        warm_start: whether Q is kept from step to step.
+        feedback: whether errors are fed back.
+        num_riders: flags that travel along.
+        seed: of the first Q; the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        codec: PowerSgdCodec,
+        shapes: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        ranks: Ranks,
+        device: torch.device,
+        *,
+        start_step: int,
+        warm_start: bool,
+        feedback: bool,
+        num_riders: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.works_in = real_dtype(dtype)
+        self._codec, self._start_step, self._warm_start = codec, start_step, warm_start
+        self._seed = seed
+        stops = accumulate(map(prod, shapes), initial=0)
+        self._slots = [slice(*pair) for pair in pairwise(stops)]
+        self.num_values = self._slots[-1].stop if self._slots else 0
+        matrices = [codec.matrix(shape) if codec.pays(shape) else None for shape in shapes]
+        self._matrices = {i: shape for i, shape in enumerate(matrices) if shape is not None}
+        self._dense = [slot for i, slot in enumerate(self._slots) if i not in self._matrices]
+        sizes = [shape[0] * self._width(shape) for shape in self._matrices.values()]
+        sizes += [slot.stop - slot.start for slot in self._dense]
+        self._first = torch.zeros(sum(sizes) + num_riders, dtype=self.works_in, device=device)
+        *parts, self._riders = self._first.split([*sizes, num_riders])
+        shapes_p = [(n, self._width((n, m))) for n, m in self._matrices.values()]
+        self._p = [part.view(s) for part, s in zip(parts, shapes_p, strict=False)]
+        self._dense_parts = parts[len(self._p) :]
+        shapes_q = [(m, self._width((n, m))) for n, m in self._matrices.values()]
+        self._second = torch.zeros(sum(map(prod, shapes_q)), dtype=self.works_in, device=device)
+        parts = self._second.split([prod(s) for s in shapes_q])
+        self._q = [part.view(s) for part, s in zip(parts, shapes_q, strict=True)]
+        self._warm: list[torch.Tensor | None] = [None] * len(self._q)
+        self._residuals = [
+            Residual(torch.zeros(n, m, dtype=self.works_in, device=device))
+            for n, m in self._matrices.values()
+            if feedback
+        ]
+        self._low_rank = False
+
+    def _width(self, shape: tuple[int, int]) -> int:
+        return min(self._codec.rank, *shape)
+
+    def exchange(self, values: torch.Tensor, riders: torch.Tensor, step: int) -> Exchange:
+        self._low_rank = step >= self._start_step
+        if not self._low_rank:
+            plain = torch.cat([values, riders.to(values.dtype)])
+            yield Sum(plain)
+            values.copy_(plain[: values.numel()])
+            riders.copy_(plain[values.numel() :] > 0)
+            return
+        matrices = [values[self._slots[i]].view(shape) for i, shape in self._matrices.items()]
+        for matrix, residual in zip(matrices, self._residuals, strict=False):
+            residual.add_to(matrix)
+        for number, (matrix, p) in enumerate(zip(matrices, self._p, strict=True)):
+            torch.mm(matrix, orthonormal(self._direction(number, step)), out=p)
+        for part, slot in zip(self._dense_parts, self._dense, strict=True):
+            part.copy_(values[slot])
+        self._riders.copy_(riders)
+        yield Sum(self._first)
+        riders.copy_(self._riders > 0)
+        for part, slot in zip(self._dense_parts, self._dense, strict=True):
+            values[slot] = part
+        if not matrices:
+            return
+        bases = [orthonormal(p) for p in self._p]
+        for matrix, base, q in zip(matrices, bases, self._q, strict=True):
+            torch.mm(matrix.T, base, out=q)
+        for residual, *of in zip(self._residuals, matrices, bases, self._q, strict=False):
+            matrix, base, q = of
+            torch.addmm(matrix, base, q.T, alpha=-1, out=residual.left())
+        yield Sum(self._second)
+        for matrix, base, q in zip(matrices, bases, self._q, strict=True):
+            torch.mm(base, q.T, out=matrix)
+
+    def _direction(self, number: int, step: int) -> torch.Tensor:
+        """Where a matrix is looked at from: the last Q, else random, alike on all ranks."""
+        warm = self._warm[number]
+        if warm is not None:
+            return warm
+        m, width = self._q[number].shape
+        return direction(m, width, mixed(self._seed, step, number)).to(self._second)
+
+    def commit(self) -> None:
+        for residual in self._residuals:
+            residual.commit()
+        if self._low_rank and self._warm_start:
+            self._warm = [q.clone() for q in self._q]
+
+    def rollback(self) -> None:
+        for residual in self._residuals:
+            residual.rollback()
+
+    def state(self) -> list[dict[str, torch.Tensor]]:
+        """``error`` and ``q`` of the matrices; q is the same on all ranks."""
+        states: list[dict[str, torch.Tensor]] = [{} for _ in self._slots]
+        for i, residual in zip(self._matrices, self._residuals, strict=False):
+            states[i]["error"] = residual.error.flatten().clone()
+        for i, warm in zip(self._matrices, self._warm, strict=True):
+            if warm is not None:
+                states[i]["q"] = warm.clone()
+        return states
+
+    def load(self, states: Sequence[SlotState]) -> None:
+        for number, i in enumerate(self._matrices):
+            state = states[i]
+            if "error" in state and self._residuals:
+                error = self._residuals[number].error
+                error.copy_(state["error"].view(error.shape))
+            if "q" in state and state["q"].shape == self._q[number].shape:
+                self._warm[number] = state["q"].to(self._second)

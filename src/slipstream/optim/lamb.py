@@ -1,0 +1,272 @@
+"""LAMB: Adam whose steps are as long, in every layer, as its weights allow.
+
+``step_one_by_one`` does the same in a plain loop: the oracle of the tests, and the place to read
+the algorithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from slipstream.errors import UsageError
+from slipstream.optim.layerwise import Bunch, Group, Layerwise, bunches_of
+from slipstream.optim.settings import check_bounds, check_flag, check_number
+from slipstream.optim.trust_ratio import descend_, norms, one_where_zero, scale_
+
+
+class Lamb(Layerwise):
+    """Layer-wise adaptive moments: Adam for batches of thousands.
+
+    For the weights w of one layer, their gradient g, weight decay b and step number t::
+
+        m     = beta1 m + (1 - beta1) g,    v = beta2 v + (1 - beta2) g^2
+        d     = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + b w
+        ratio = |w| / |d|                                           1 where |w| or |d| is 0
+        w     = w - lr ratio d
+
+    A step is ``lr`` of the length of the layer's weights. Where the batch grows k times, an lr
+    ``sqrt(k)`` times as large is tried first, reached by a linear warm-up.
+
+    Variants, each a setting of its own in every group:
+
+    - ``bias_correction``: False leaves out the divisions by ``1 - beta^t``, as version 3 of the
+      paper does. The ratio takes the length out of d: what changes in the first steps is the weight
+      of b w and eps in it, and parameters of ratio 1.
+    - ``max_grad_norm``: before all else, every gradient is divided by
+      ``max(1, |all gradients| / max_grad_norm)`` (pre-normalisation). NVIDIA Apex and timm have 1.0
+      by default, the paper none.
+    - ``grad_averaging``: False takes ``m = beta1 m + g``.
+    - ``clip_ratio``: bounds of the ratio: (0, 1) is timm's ``trust_clip``, (0.01, 10) DeepSpeed's.
+    - ``clip_weight_norm``: bounds of |w| in the ratio, the paper's phi; (0, 10) in early code.
+    - ``adapt_vectors``, ``decay_vectors``: parameters of at most one axis (biases, norms) have
+      ratio 1 and no decay unless asked for: norms of so few values make wild ratios.
+    - ``adapt_undecayed``: False leaves parameters without weight decay at ratio 1, as Apex (without
+      ``use_nvlamb``) and timm (without ``always_adapt``) do.
+    - ``exclude``: the same by name: ratio 1 and no decay.
+
+    Args:
+        params: named parameters, parameters, or groups of them with settings of their own.
+        lr: learning rate, a number or a tensor of one; schedulers may change it.
+        betas: decay of both moments, each from 0 and below 1.
+        eps: above 0.
+        weight_decay: b above, from 0 on; part of the direction, hence of its norm.
+        bias_correction: see above.
+        max_grad_norm: above 0, or None; the norm is that of all gradients of all groups.
+        grad_averaging, clip_ratio, clip_weight_norm: see above.
+        adapt_vectors, decay_vectors, adapt_undecayed: see above.
+        exclude: patterns (``*``, ``?``, ``[...]``) for names of parameters.
+
+    Exactness: bitwise what ``step_one_by_one`` does, on a CPU. The state has ``exp_avg`` and
+    ``exp_avg_sq`` in the dtype of their parameter, and ``step``, an int, for each; norms and ratios
+    are float32 at least. Parameters without a gradient are skipped. ``state_dict`` is as in
+    torch.optim; resuming continues bit for bit.
+
+    Norms are those of whole parameters: where they are sharded (FSDP), each shard would have a
+    ratio of its own.
+
+    Raises:
+        UsageError: a setting out of range, a pattern that matches nothing, a complex parameter; in
+            ``step``, a sparse gradient.
+
+    Source: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes"
+    (2020), arXiv 1904.00962; NVIDIA Apex ``FusedLAMB``; PyTorch Image Models ``Lamb``; DeepSpeed
+    ``FusedLamb``.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = Lamb(model.named_parameters(), lr=0.1, weight_decay=0.0)
+        >>> model(torch.tensor([30.0, 40.0])).sum().backward()
+        >>> optimizer.step()  # the first direction is (1, 1), its ratio 1
+        >>> model.weight.detach()
+        tensor([[0.9000, 0.9000]])
+
+        A warm-up over 5 steps, then a cosine down to 0:
+
+        >>> from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+        >>> optimizer = Lamb(model.named_parameters(), lr=0.01, max_grad_norm=1.0)
+        >>> warm_up = LinearLR(optimizer, start_factor=0.2, total_iters=4)
+        >>> cosine = CosineAnnealingLR(optimizer, T_max=16)
+        >>> schedule = SequentialLR(optimizer, [warm_up, cosine], milestones=[4])
+        >>> rates = []
+        >>> for _ in range(20):
+        ...     rates.append(round(optimizer.param_groups[0]["lr"], 4))
+        ...     optimizer.step()
+        ...     schedule.step()
+        >>> rates[:6], rates[-1]
+        ([0.002, 0.004, 0.006, 0.008, 0.01, 0.0099], 0.0001)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        bias_correction: bool = True,
+        max_grad_norm: float | None = None,
+        grad_averaging: bool = True,
+        clip_ratio: tuple[float, float] | None = None,
+        clip_weight_norm: tuple[float, float] | None = None,
+        adapt_vectors: bool = False,
+        decay_vectors: bool = False,
+        adapt_undecayed: bool = True,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "max_grad_norm": max_grad_norm,
+            "grad_averaging": grad_averaging,
+            "clip_ratio": clip_ratio,
+            "clip_weight_norm": clip_weight_norm,
+            "adapt_vectors": adapt_vectors,
+            "decay_vectors": decay_vectors,
+            "adapt_undecayed": adapt_undecayed,
+            "exclude": exclude,
+        }
+        super().__init__(params, defaults)
+
+    def _check(self, group: Group) -> None:
+        betas = group["betas"]
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise UsageError(
+                f"betas is {betas!r}; allowed: a pair of numbers; usual is (0.9, 0.999)"
+            )
+        check_number("betas[0]", betas[0], "0.9", below=1)
+        check_number("betas[1]", betas[1], "0.999", below=1)
+        check_number("eps", group["eps"], "1e-6", above=True)
+        if group["max_grad_norm"] is not None:
+            check_number("max_grad_norm", group["max_grad_norm"], "1.0, or None", above=True)
+        for name in ("bias_correction", "grad_averaging"):
+            check_flag(name, group[name])
+        check_bounds("clip_ratio", group["clip_ratio"], "(0, 1) or (0.01, 10)")
+        check_bounds("clip_weight_norm", group["clip_weight_norm"], "(0, 10)")
+
+    def _update(self, bunches: Sequence[Bunch]) -> None:
+        total = _total_norm(bunches)
+        for bunch in bunches:
+            directions = self._directions(bunch, total)
+            if bunch.treatment.adapted:
+                weights, steps = norms(bunch.parameters), norms(directions)
+                scale_(directions, _ratios(weights, steps, bunch.group))
+            descend_(bunch.parameters, directions, bunch.group["lr"])
+
+    def _directions(self, bunch: Bunch, total: Tensor | None) -> list[Tensor]:
+        """``d`` above of each parameter; their moments move on."""
+        group, states = bunch.group, [self._state(p) for p in bunch.parameters]
+        firsts = [state["exp_avg"] for state in states]
+        seconds = [state["exp_avg_sq"] for state in states]
+        gradients: Sequence[Tensor] = bunch.gradients
+        if total is not None and group["max_grad_norm"] is not None:
+            excess = total.to(gradients[0].device) / group["max_grad_norm"]
+            gradients = torch._foreach_div(bunch.gradients, excess.clamp(min=1.0))
+        beta1, beta2 = group["betas"]
+        torch._foreach_mul_(firsts, beta1)
+        torch._foreach_add_(firsts, gradients, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+        torch._foreach_mul_(seconds, beta2)
+        torch._foreach_addcmul_(seconds, gradients, gradients, value=1 - beta2)
+        denominators = torch._foreach_sqrt(seconds)
+        if group["bias_correction"]:
+            steps = [state["step"] for state in states]
+            torch._foreach_div_(denominators, [sqrt(1 - beta2**t) for t in steps])
+            torch._foreach_add_(denominators, group["eps"])
+            directions = torch._foreach_div(firsts, [1 - beta1**t for t in steps])
+            torch._foreach_div_(directions, denominators)
+        else:
+            torch._foreach_add_(denominators, group["eps"])
+            directions = torch._foreach_div(firsts, denominators)
+        if decay := bunch.treatment.weight_decay:
+            torch._foreach_add_(directions, bunch.parameters, alpha=decay)
+        return list(directions)
+
+    def _state(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = 0  # no tensor: to count is no work for a device
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter)
+        state["step"] += 1
+        return state
+
+
+def _total_norm(bunches: Sequence[Bunch]) -> Tensor | None:
+    """The norm of all gradients, where a group asks for it."""
+    if all(bunch.group["max_grad_norm"] is None for bunch in bunches):
+        return None
+    each = [norms(bunch.gradients) for bunch in bunches]
+    return torch.linalg.vector_norm(torch.cat([norm.to(each[0].device) for norm in each]))
+
+
+
+
+def _ratios(weights: Tensor, steps: Tensor, group: Group) -> Tensor:
+    """The trust ratios of layers whose weights and directions have these norms."""
+    if group["clip_weight_norm"] is not None:
+        weights = weights.clamp(*group["clip_weight_norm"])
+    ratios = weights / steps
+    if group["clip_ratio"] is not None:
+        ratios = ratios.clamp(*group["clip_ratio"])
+    return one_where_zero(ratios, weights, steps)
+
+
+@torch.no_grad()
+def step_one_by_one(optimizer: Lamb) -> None:
+    """What ``optimizer.step()`` does, one parameter after another, in plain torch.
+
+    Exactness: bitwise the same on a CPU, the state included.
+    """
+    found = [bunch for group in optimizer.param_groups for bunch in bunches_of(group)]
+    each = [_norm(gradient) for bunch in found for gradient in bunch.gradients]
+    total = torch.linalg.vector_norm(torch.stack(each)) if each else torch.zeros(())
+    for bunch in found:
+        for parameter, gradient in zip(bunch.parameters, bunch.gradients, strict=True):
+            _step_one(parameter, gradient, optimizer.state[parameter], bunch, total)
+
+
+def _step_one(
+    parameter: Tensor, gradient: Tensor, state: dict[str, Any], bunch: Bunch, total: Tensor
+) -> None:
+    group, (beta1, beta2) = bunch.group, bunch.group["betas"]
+    if group["max_grad_norm"] is not None:
+        gradient = gradient / (total / group["max_grad_norm"]).clamp(min=1.0)
+    step = state["step"] = state.get("step", 0) + 1
+    first = state.setdefault("exp_avg", torch.zeros_like(parameter))
+    second = state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
+    first.mul_(beta1).add_(gradient, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    if group["bias_correction"]:
+        spread = second.sqrt() / sqrt(1 - beta2**step)
+        direction = first / (1 - beta1**step) / (spread + group["eps"])
+    else:
+        direction = first / (second.sqrt() + group["eps"])
+    direction.add_(parameter, alpha=bunch.treatment.weight_decay)
+    if bunch.treatment.adapted:
+        weight, length = _norm(parameter), _norm(direction)
+        if group["clip_weight_norm"] is not None:
+            weight = weight.clamp(*group["clip_weight_norm"])
+        if weight > 0 and length > 0:
+            ratio = weight / length
+            if group["clip_ratio"] is not None:
+                ratio = ratio.clamp(*group["clip_ratio"])
+            direction *= ratio
+    if isinstance(group["lr"], Tensor):
+        parameter.sub_(direction * group["lr"])
+    else:
+        parameter.add_(direction, alpha=-group["lr"])
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    return torch.linalg.vector_norm(tensor, dtype=wide)

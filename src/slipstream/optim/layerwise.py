@@ -1,0 +1,204 @@
+"""What Lars and Lamb share: which parameters are adapted, which decay, and the walk through them.
+
+[Note: No tensor operation a parameter]
+A network has hundreds of parameters, most of them small: an operation on each costs more in calls
+than in arithmetic. So parameters that are treated alike go through every operation together, as one
+list; the norms of a list become one tensor, whose ratios are computed at once and never leave the
+device. What loops over parameters in Python only sorts them into lists.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from slipstream.errors import UsageError
+from slipstream.optim.settings import check_flag, check_learning_rate, check_number, patterns
+
+Group = dict[str, Any]
+"""Parameters and their settings, as in ``torch.optim.Optimizer.param_groups``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Treatment:
+    """Whether the trust ratio scales a parameter's step, and how fast the parameter decays."""
+
+    adapted: bool
+    weight_decay: float
+
+
+@dataclass(frozen=True, slots=True)
+class Bunch:
+    """Parameters of one group, device and dtype that are treated alike; each has a gradient."""
+
+    group: Group
+    treatment: Treatment
+    parameters: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class Layerwise(Optimizer, ABC):
+    """An optimizer whose steps are scaled by a trust ratio, layer by layer.
+
+    Settings of every group, beside those of the subclass: ``lr``, ``weight_decay``,
+    ``adapt_vectors``, ``decay_vectors``, ``adapt_undecayed``, ``exclude``.
+    """
+
+    def __init__(self, params: ParamsT, defaults: Group) -> None:
+        super().__init__(params, defaults)
+        _refuse_idle(
+            [pattern for group in self.param_groups for pattern in group["exclude"]],
+            self.param_groups,
+        )
+
+    @abstractmethod
+    def _check(self, group: Group) -> None:
+        """Refuse settings of the subclass that are out of range."""
+
+    @abstractmethod
+    def _update(self, bunches: Sequence[Bunch]) -> None:
+        """Move the parameters of all bunches by one step."""
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add parameters, as torch's optimizers do; settings that are not given are the defaults.
+
+        Raises:
+            UsageError: a setting is out of range, a pattern of the group matches nothing in it, or
+                a parameter is complex.
+        """
+        has_patterns = "exclude" in param_group
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_shared(group)
+            self._check(group)
+            if has_patterns:
+                _refuse_idle(group["exclude"], [group])
+        except UsageError:
+            self.param_groups.pop()
+            raise
+
+    def _check_shared(self, group: Group) -> None:
+        check_learning_rate(group["lr"])
+        check_number("weight_decay", group["weight_decay"], "1e-4 for Lars, 0.01 for Lamb")
+        for name in ("adapt_vectors", "decay_vectors", "adapt_undecayed"):
+            check_flag(name, group[name])
+        group["exclude"] = patterns(group["exclude"])
+        if group["exclude"] and "param_names" not in group:
+            raise UsageError(
+                f"exclude is {group['exclude']}, but the parameters have no names; allowed: "
+                "patterns for named parameters; pass model.named_parameters()"
+            )
+        for index, parameter in enumerate(group["params"]):
+            if parameter.is_complex():
+                raise UsageError(
+                    f"{name_of(group, index)} is of {parameter.dtype}; allowed: real parameters; "
+                    "hold real and imaginary parts in one with an axis more (torch.view_as_real)"
+                )
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move every parameter that has a gradient; the gradients are left as they are.
+
+        Args:
+            closure: computes the loss and the gradients anew; called once, first.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UsageError: a gradient is sparse; then no parameter has moved.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # All are sorted before the first one moves: an error leaves the model as it was.
+        self._update([bunch for group in self.param_groups for bunch in bunches_of(group)])
+        return loss
+
+
+def bunches_of(group: Group) -> Iterator[Bunch]:
+    """The parameters of a group that have a gradient, those treated alike together.
+
+    Raises:
+        UsageError: a gradient is sparse.
+    """
+    excluded = _excluded(tuple(group["exclude"]), tuple(group.get("param_names", ())))
+    found: dict[tuple[torch.device, torch.dtype, Treatment], Bunch] = {}
+    for index, parameter in enumerate(group["params"]):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if gradient.layout != torch.strided:
+            raise UsageError(
+                f"the gradient of {name_of(group, index)} is sparse; allowed: dense gradients; "
+                "build its module with sparse=False, or give it to torch.optim.SparseAdam"
+            )
+        treatment = treatment_of(group, parameter, excluded=index in excluded)
+        key = (parameter.device, parameter.dtype, treatment)
+        bunch = found.setdefault(key, Bunch(group, treatment))
+        bunch.parameters.append(parameter)
+        bunch.gradients.append(gradient)
+    yield from found.values()
+
+
+def treatment_of(group: Group, parameter: Tensor, *, excluded: bool) -> Treatment:
+    """How a parameter of a group is treated; ``excluded``: a pattern of ``exclude`` matches it.
+
+    Example:
+        >>> group = {"weight_decay": 0.1, "adapt_vectors": False, "decay_vectors": False,
+        ...          "adapt_undecayed": True}
+        >>> treatment_of(group, torch.zeros(3, 3), excluded=False)
+        Treatment(adapted=True, weight_decay=0.1)
+        >>> treatment_of(group, torch.zeros(3), excluded=False)
+        Treatment(adapted=False, weight_decay=0.0)
+    """
+    if excluded:
+        return Treatment(False, 0.0)
+    vector = parameter.ndim < 2
+    decay = float(group["weight_decay"]) if group["decay_vectors"] or not vector else 0.0
+    adapted = group["adapt_vectors"] or not vector
+    return Treatment(adapted and (group["adapt_undecayed"] or decay != 0), decay)
+
+
+def name_of(group: Group, index: int) -> str:
+    """A parameter in the words of an error: its name, else its place and shape."""
+    if "param_names" in group:
+        return f"parameter {group['param_names'][index]!r}"
+    return f"parameter {index} of its group, of shape {tuple(group['params'][index].shape)},"
+
+
+@lru_cache(maxsize=256)
+def _excluded(patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[int]:
+    """Positions of the names that match a pattern; asked for in every step."""
+    return frozenset(
+        index
+        for index, name in enumerate(names)
+        if any(fnmatchcase(name, pattern) for pattern in patterns)
+    )
+
+
+def _refuse_idle(patterns: Sequence[str], groups: Sequence[Group]) -> None:
+    names = [name for group in groups for name in group.get("param_names", ())]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UsageError(
+                f"exclude has {pattern!r}, which matches no parameter; allowed: patterns such as "
+                f"'*.bias' for names such as {names[0]!r}; mend the pattern or leave it out"
+            )

@@ -1,0 +1,61 @@
+"""The trust ratio of every layer at once: how far a step may go, measured by the weights.
+
+A step of fixed relative length: a layer of weights ``w`` that wants to go in direction ``d`` moves
+by ``lr |w| / |d|`` times ``d``, so that no layer is thrown over while another hardly moves.
+
+Norms are 2-norms over all elements of a parameter. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def norms(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of each tensor, in one tensor of shape (n,); all of one device and dtype.
+
+    In float32 for half precision (squares overflow float16 from 256 on), else in the dtype.
+
+    Example:
+        >>> norms([torch.tensor([3.0, 4.0]), torch.zeros(2, 2)])
+        tensor([5., 0.])
+        >>> norms([torch.full((4,), 300.0, dtype=torch.float16)])
+        tensor([600.])
+    """
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=wide))
+
+
+def one_where_zero(ratios: Tensor, weights: Tensor, steps: Tensor) -> Tensor:
+    """``ratios``, but 1 where a norm is 0: a layer of zeros could never leave them otherwise.
+
+    Example:
+        >>> weights, steps = torch.tensor([2.0, 0.0, 3.0]), torch.tensor([4.0, 1.0, 0.0])
+        >>> one_where_zero(weights / steps, weights, steps)
+        tensor([0.5000, 1.0000, 1.0000])
+    """
+    return torch.where((weights > 0) & (steps > 0), ratios, 1.0)
+
+
+def scale_(tensors: Sequence[Tensor], factors: Tensor) -> None:
+    """Multiply each tensor, in place, by its own element of ``factors``, of shape (n,)."""
+    torch._foreach_mul_(list(tensors), factors.unbind())
+
+
+def descend_(
+    parameters: Sequence[Tensor], directions: Sequence[Tensor], lr: float | Tensor
+) -> None:
+    """``parameters -= lr * directions``, in place."""
+    if isinstance(lr, Tensor):
+        rate = rate_on(lr, parameters[0].device)
+        torch._foreach_sub_(list(parameters), torch._foreach_mul(list(directions), rate))
+    else:
+        torch._foreach_add_(list(parameters), list(directions), alpha=-lr)
+
+
+def rate_on(lr: Tensor, device: torch.device) -> Tensor:
+    """A learning rate that is a tensor of one element, without axes, on a device."""
+    return lr.to(device).reshape(())

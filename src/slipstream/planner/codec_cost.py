@@ -1,0 +1,105 @@
+"""What a codec costs the thread that runs it: measured on this machine, without a network.
+
+Never exchanges gradients: the requests of an exchange are counted and left undone.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from slipstream.codecs import Gather, Momentum, Ranks, make_coder, sent_bytes
+from slipstream.planner.cost import CodecCost
+from slipstream.strategy import Half, PlainCodec
+
+SIZES = (2**14, 2**21)
+"""Values of the two buckets that a line is drawn through."""
+ROUNDS = 3
+
+
+def codec_cost(codec: PlainCodec, ranks: int, device: torch.device) -> CodecCost:
+    """Seconds to encode and to decode, as a line over bytes; ratio of what is sent to dense.
+
+    Both are what one rank of ``ranks`` does for one bucket of fp32 matrices; what comes from others
+    is taken to be zeros. Encoding ends with the last request of an exchange.
+
+    Raises:
+        ValueError: one rank sends nothing.
+    """
+    if ranks < 2:
+        raise ValueError("a codec's share of the bytes needs two ranks or more to be defined")
+    found = [_measured(codec, numel, ranks, device) for numel in SIZES]
+    (small, *_), (large, encode, decode, ratio) = found
+    per_byte = max(large - small, 0.0) / (4 * (SIZES[1] - SIZES[0]))
+    startup = max(small - per_byte * 4 * SIZES[0], 0.0)
+    share = encode / max(encode + decode, 1e-12)
+    return CodecCost(
+        ratio=ratio, encode=per_byte * share, decode=per_byte * (1 - share), startup=startup / 2
+    )
+
+
+def slowest_cost(
+    codec: PlainCodec, world: dist.ProcessGroup, device: torch.device
+) -> CodecCost:
+    """The cost on the slowest rank, measured on all at once: ranks of one host share its cores."""
+    dist.barrier(world)
+    own = codec_cost(codec, dist.get_world_size(world), device)
+    names = list(CodecCost.model_fields)
+    values = torch.tensor([getattr(own, name) for name in names], dtype=torch.float64)
+    values = values.to(device)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=world)
+    return CodecCost(**dict(zip(names, values.tolist(), strict=True)))
+
+
+def _measured(
+    codec: PlainCodec, numel: int, ranks: int, device: torch.device
+) -> tuple[float, float, float, float]:
+    """Seconds in all, to encode and to decode, and the ratio, of one bucket."""
+    side = int(numel**0.5)
+    weight = torch.randn(side, side, device=device)
+    if isinstance(codec, Half):
+        return _measured_half(codec, weight)
+    momenta = [Momentum(0.9)]
+    coder = make_coder(codec, [weight], Ranks(0, ranks), momenta=momenta, num_riders=2)
+    later = 10**9  # behind every warm-up
+    dense = 2 * (ranks - 1) / ranks * weight.nbytes
+    times, sent = [], 0.0
+    for _ in range(ROUNDS + 1):
+        values = torch.zeros(coder.num_values, dtype=coder.works_in, device=device)
+        values[: weight.numel()] = weight.flatten()
+        riders = torch.zeros(2, dtype=torch.uint8, device=device)
+        start = asked = perf_counter()
+        sent = 0.0
+        for request in coder.exchange(values, riders, later):
+            sent += sent_bytes(request, ranks)
+            if isinstance(request, Gather):
+                request.receive.zero_()  # what is left undone must still be indices
+            _finish(device)
+            asked = perf_counter()
+        _finish(device)
+        end = perf_counter()
+        coder.commit()
+        times.append((end - start, asked - start, end - asked))
+    total, encode, decode = (median(column) for column in zip(*times[1:], strict=True))
+    return total, encode, decode, sent / dense
+
+
+def _measured_half(codec: Half, weight: torch.Tensor) -> tuple[float, float, float, float]:
+    """The cast is part of filling the bucket: what counts is the way back."""
+    narrow = weight.to(torch.bfloat16 if codec.dtype == "bf16" else torch.float16)
+    times = []
+    for _ in range(ROUNDS + 1):
+        start = perf_counter()
+        weight.copy_(narrow)
+        _finish(weight.device)
+        times.append(perf_counter() - start)
+    seconds = median(times[1:])
+    return seconds, 0.0, seconds, 0.5
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,268 @@
+"""Codecs: how gradients are made smaller for the wire.
+
+Never encodes anything: the room ``codecs`` does what these values ask for.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, field_validator
+
+from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
+
+
+class Half(Variant):
+    """Gradients travel as 16-bit floats, and are added up as such.
+
+    Example:
+        >>> Half(dtype="fp16").dtype
+        'fp16'
+    """
+
+    kind: Literal["half"] = "half"
+    exactness: ClassVar[Exactness] = "lossy"
+
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    """bf16 has the range of fp32; fp16 is finer, but holds nothing above 65504."""
+
+
+class Int8(Variant):
+    """Gradients travel as 8-bit integers with a scale a block, and are added up in fp32.
+
+    Example:
+        >>> Int8(rounding="stochastic").block
+        256
+    """
+
+    kind: Literal["int8"] = "int8"
+    exactness: ClassVar[Exactness] = "lossy"
+
+    block: int = Field(default=256, ge=8, le=65536, multiple_of=8)
+    """Values that share a scale."""
+
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """Stochastic rounding is right on average, nearest is closer each time."""
+
+    error_feedback: bool = False
+    """Send what rounding left out with the next gradients; takes the memory of the gradients."""
+
+
+class OneBit(Variant):
+    """Gradients travel as signs with a scale a block; what is left out is sent later.
+
+    Example:
+        >>> OneBit().block
+        1024
+    """
+
+    kind: Literal["onebit"] = "onebit"
+    exactness: ClassVar[Exactness] = "lossy"
+
+    block: int = Field(default=1024, ge=64, le=65536, multiple_of=64)
+    """Values that share a scale."""
+
+
+class Dgc(Variant):
+    """Only the largest gradients travel, the others gather until they are large (DGC).
+
+    Takes over the momentum and the weight decay of ``torch.optim.SGD``, as DGC must apply them
+    before gradients gather; refuses other optimizers.
+
+    Example:
+        >>> Dgc(density=0.01, warmup_steps=0).density
+        0.01
+    """
+
+    kind: Literal["dgc"] = "dgc"
+    exactness: ClassVar[Exactness] = "lossy"
+
+    density: float = Field(default=0.001, gt=0, le=1)
+    """Share of the values that travels."""
+
+    dense_steps: NonNegativeInt = 0
+    """Updates before which everything travels."""
+
+    warmup_steps: NonNegativeInt = 1000
+    """Updates after those over which less and less travels."""
+
+    warmup: tuple[float, ...] = Field(default=(0.25, 0.0625, 0.015625, 0.004), strict=False)
+    """Densities of the warm-up, each for an equal part of it."""
+
+    sample: float = Field(default=0.01, gt=0, le=1)
+    """Share of the values by which the threshold is guessed."""
+
+    clip: PositiveFloat | None = None
+    """Norm to which each gradient is clipped before it gathers; divided by the root of the ranks.
+    """
+
+    @property
+    def stages(self) -> tuple[tuple[int, float], ...]:
+        """Updates from which on another density holds, and that density.
+
+        Example:
+            >>> Dgc(density=0.01, dense_steps=100, warmup_steps=40, warmup=(0.2, 0.05)).stages
+            ((0, 1.0), (100, 0.2), (120, 0.05), (140, 0.01))
+        """
+        each = self.warmup_steps / max(len(self.warmup), 1)
+        begin = self.dense_steps
+        stages = [(0, 1.0)] if begin else []
+        if self.warmup_steps:
+            stages += [(begin + round(i * each), share) for i, share in enumerate(self.warmup)]
+        end = begin + (self.warmup_steps if self.warmup else 0)
+        return (*stages, (end, self.density))
+
+    @field_validator("warmup")
+    @classmethod
+    def _shares(cls, warmup: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 < density <= 1 for density in warmup):
+            raise ValueError("each density is above 0 and at most 1")
+        return warmup
+
+
+class PowerSgd(Variant):
+    """Gradients travel as products of two thin matrices; what is left out is sent later.
+
+    Example:
+        >>> PowerSgd(rank=2).start_step
+        1000
+    """
+
+    kind: Literal["powersgd"] = "powersgd"
+    exactness: ClassVar[Exactness] = "lossy"
+
+    rank: int = Field(default=4, ge=1)
+    """Columns of the thin matrices."""
+
+    start_step: NonNegativeInt = 1000
+    """Updates before which gradients travel as they are."""
+
+    min_compression_rate: float = Field(default=2.0, ge=1)
+    """A gradient travels as it is unless it shrinks by more than this."""
+
+    warm_start: bool = True
+    """Begin with the directions of the last update."""
+
+    error_feedback: bool = True
+    """Send what was left out with the next gradients; takes the memory of the gradients."""
+
+
+PlainCodec = Half | Int8 | OneBit | Dgc | PowerSgd
+_Kind = Literal["half", "int8", "onebit", "dgc", "powersgd"]
+
+_OneCodec = Annotated[
+    PlainCodec,
+    Field(discriminator="kind"),
+    BeforeValidator(from_kind, json_schema_input_type=PlainCodec | _Kind),
+]
+
+
+class Rule(Setting):
+    """The codec of the parameters whose path matches a pattern.
+
+    Example:
+        >>> Rule(match="*.bias", codec=None).match
+        '*.bias'
+    """
+
+    match: str = Field(min_length=1, examples=["*.bias"])
+    """Pattern of parameter paths: ``*`` and ``?`` stand for anything."""
+
+    codec: _OneCodec | None = None
+    """Their codec; null: none."""
+
+
+class ByName(Variant):
+    """Each parameter has the codec of the first rule that its path matches, else none.
+
+    Example:
+        >>> by_name = ByName(rules=(Rule(match="*.bias"), Rule(match="*", codec=Half())))
+        >>> by_name.of("head.bias"), by_name.of("head.weight").dtype
+        (None, 'bf16')
+    """
+
+    kind: Literal["by_name"] = "by_name"
+    exactness: ClassVar[Exactness] = "lossy"
+
+    rules: tuple[Rule, ...] = Field(min_length=1, strict=False)
+    """First match wins."""
+
+    def of(self, name: str) -> PlainCodec | None:
+        """The codec of a parameter, by its path."""
+        return next((r.codec for r in self.rules if fnmatchcase(name, r.match)), None)
+
+
+class Adaptive(Variant):
+    """A codec, but only for segments where it saves more time on the wire than it costs.
+
+    Both are measured on the live ranks before the first update.
+
+    Example:
+        >>> Adaptive(codec="int8").codec.kind
+        'int8'
+    """
+
+    kind: Literal["adaptive"] = "adaptive"
+    exactness: ClassVar[Exactness] = "lossy"
+
+    codec: _OneCodec = Half()
+    """What is used where it pays."""
+
+    @field_validator("codec")
+    @classmethod
+    def _not_dgc(cls, codec: PlainCodec) -> PlainCodec:
+        if isinstance(codec, Dgc):
+            raise ValueError(
+                "dgc takes over the momentum of all parameters, also where it does not pay; "
+                "allowed: half, int8, onebit, powersgd, or dgc without adaptive"
+            )
+        return codec
+
+
+_AnyCodec = PlainCodec | ByName | Adaptive
+
+Codec = Annotated[
+    _AnyCodec,
+    Field(discriminator="kind"),
+    BeforeValidator(
+        from_kind, json_schema_input_type=_AnyCodec | _Kind | Literal["adaptive"]
+    ),
+]
+"""A codec, or the kind alone of one that needs no more: ``half`` for ``{kind: half}``."""
+
+
+def codec_of(codec: PlainCodec | ByName | Adaptive | None, name: str) -> PlainCodec | None:
+    """What the gradient of a parameter is to be coded with, wherever it pays.
+
+    Example:
+        >>> codec_of(Adaptive(codec="int8"), "head.weight").kind
+        'int8'
+    """
+    match codec:
+        case ByName():
+            return codec.of(name)
+        case Adaptive():
+            return codec.codec
+        case _:
+            return codec
+
+
+def keeps_state(codec: PlainCodec | ByName | Adaptive | None) -> bool:
+    """Whether something is kept from update to update, which differs from rank to rank.
+
+    Example:
+        >>> keeps_state(Half()), keeps_state(Int8()), keeps_state(OneBit())
+        (False, False, True)
+    """
+    match codec:
+        case None | Half():
+            return False
+        case Int8():
+            return codec.error_feedback
+        case ByName():
+            return any(keeps_state(rule.codec) for rule in codec.rules)
+        case Adaptive():
+            return keeps_state(codec.codec)
+        case _:
+            return True

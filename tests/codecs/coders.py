@@ -1,0 +1,103 @@
+"""Every codec by name, and what a bucket of theirs does on a number of ranks in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from slipstream.codecs import Coder, Ranks, make_coder, run_together
+from slipstream.strategy import Dgc, Int8, OneBit, PowerSgd
+
+WISHES = {
+    "int8": Int8(),
+    "int8, small blocks": Int8(block=8),
+    "int8, stochastic": Int8(rounding="stochastic"),
+    "int8, feedback": Int8(error_feedback=True),
+    "int8, stochastic, feedback": Int8(rounding="stochastic", error_feedback=True, block=64),
+    "onebit": OneBit(),
+    "onebit, small blocks": OneBit(block=64),
+    "dgc": Dgc(density=0.05, warmup_steps=0),
+    "dgc, warm-up": Dgc(density=0.05, dense_steps=1, warmup_steps=2, warmup=(0.5, 0.1)),
+    "powersgd": PowerSgd(rank=2, start_step=0),
+    "powersgd, cold": PowerSgd(rank=1, start_step=0, warm_start=False),
+    "powersgd, later": PowerSgd(rank=2, start_step=2),
+    "powersgd, no feedback": PowerSgd(rank=2, start_step=0, error_feedback=False),
+}
+
+FED_BACK = [
+    name
+    for name, wish in WISHES.items()
+    if isinstance(wish, OneBit | Dgc) or getattr(wish, "error_feedback", False)
+]
+
+SHAPES = [(17, 23), (5,), (3, 4, 3, 3), (1,), (0,), (40, 40)]
+
+
+@dataclass
+class Team:
+    """The coders of all ranks for one bucket."""
+
+    wish: Int8 | OneBit | Dgc | PowerSgd
+    ranks: int
+    shapes: Sequence[Sequence[int]] = field(default_factory=lambda: SHAPES)
+    dtype: torch.dtype = torch.float32
+    riders: int = 2
+
+    def __post_init__(self) -> None:
+        parameters = [torch.zeros(*shape, dtype=self.dtype) for shape in self.shapes]
+        self.coders: list[Coder] = [
+            make_coder(self.wish, parameters, Ranks(r, self.ranks), num_riders=self.riders)
+            for r in range(self.ranks)
+        ]
+        self.sent = 0.0
+
+    @property
+    def size(self) -> int:
+        pairs = 2 if self.dtype.is_complex else 1
+        return pairs * sum(torch.Size(shape).numel() for shape in self.shapes)
+
+    def gradients(self, seed: int) -> list[torch.Tensor]:
+        """Of each rank, its share of the mean: alike, but for noise."""
+        random = torch.Generator().manual_seed(seed)
+        common = torch.randn(self.size, generator=random, dtype=self.coders[0].works_in)
+        noise = [torch.randn(self.size, generator=random) for _ in range(self.ranks)]
+        return [(common + 0.5 * one) / self.ranks for one in noise]
+
+    def exchange(
+        self, gradients: Sequence[torch.Tensor], step: int = 0, counts: bool = True
+    ) -> list[torch.Tensor]:
+        """What each rank gets; ``flags`` holds what became of riders (rank r raised rider r)."""
+        values = []
+        for coder, gradient in zip(self.coders, gradients, strict=True):
+            padded = torch.zeros(coder.num_values, dtype=coder.works_in)
+            padded[: self.size] = gradient
+            values.append(padded)
+        self.flags = [torch.zeros(self.riders, dtype=torch.uint8) for _ in self.coders]
+        for rank, flags in enumerate(self.flags[: self.riders]):
+            flags[rank] = 1
+        every = zip(self.coders, values, self.flags, strict=True)
+        self.sent = run_together([coder.exchange(v, f, step) for coder, v, f in every])
+        for coder in self.coders:
+            if counts:
+                coder.commit()
+            else:
+                coder.rollback()
+        return [one[: self.size] for one in values]
+
+    def kept(self) -> torch.Tensor:
+        """What all ranks together have not sent yet."""
+        total = torch.zeros(self.size, dtype=torch.float64)
+        for coder in self.coders:
+            start = 0
+            for shape, state in zip(self.shapes, coder.state(), strict=True):
+                stop = start + torch.Size(shape).numel()
+                for key in ("error", "velocity"):
+                    if key in state:
+                        total[start:stop] += state[key]
+                if "served" in state:
+                    first = start + int(state["served_from"])
+                    total[first : first + len(state["served"])] += state["served"]
+                start = stop
+        return total

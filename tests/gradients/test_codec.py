@@ -1,0 +1,467 @@
+"""Codecs in the engine: every model, what travels, overflow, resuming, moving, and refusals."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slipstream
+from slipstream.errors import ModelError, UsageError
+from tests.harness import reference
+from tests.harness.counters import collectives, count
+from tests.harness.models import MODELS
+from tests.harness.ranks import Ranks
+
+CODECS: dict[str, dict[str, Any]] = {
+    "bf16": {"kind": "half"},
+    "fp16": {"kind": "half", "dtype": "fp16"},
+    "int8": {"kind": "int8", "block": 8},
+    "int8, stochastic": {"kind": "int8", "rounding": "stochastic", "error_feedback": True},
+    "onebit": {"kind": "onebit", "block": 64},
+    "dgc": {"kind": "dgc", "density": 0.3, "warmup_steps": 0},
+    "powersgd": {"kind": "powersgd", "rank": 1, "start_step": 1, "min_compression_rate": 1},
+    "by name": {
+        "kind": "by_name",
+        "rules": [{"match": "*bias"}, {"match": "body.0.*", "codec": "half"}, {"match": "*"}],
+    },
+    "mixed": {
+        "kind": "by_name",
+        "rules": [{"match": "*bias", "codec": "half"}, {"match": "*", "codec": "int8"}],
+    },
+}
+KEPT = ["int8, stochastic", "onebit", "dgc", "powersgd"]
+NEAR = {"bf16": 0.03, "fp16": 0.01, "int8": 0.05, "by name": 0.03, "mixed": 0.05}
+
+
+def train(name: str, codec: str) -> list[tuple[str, str, float]]:
+    """Under several splits: digest, and how far from training without a codec, relatively."""
+    case, found = MODELS[name], []
+    dense = reference.accelerated(case, "sgd", 3, 1, {})
+    for split, accumulate in (("single", 1), ("per_layer", 2), ("per_gradient", 1)):
+        settings = {"split": split, "codec": CODECS[codec]}
+        model = reference.accelerated(case, "sgd", 3, accumulate, settings)
+        off = apart(model, dense) if accumulate == 1 else 0.0
+        found.append((split, reference.digest(model), off))
+    return found
+
+
+def apart(a: nn.Module, b: nn.Module) -> float:
+    """The distance of two models' parameters over what training has changed."""
+    pairs = list(zip(a.parameters(), b.parameters(), strict=True))
+    far = sum(float((x - y).abs().square().sum()) for x, y in pairs)
+    size = sum(float(y.abs().square().sum()) for _, y in pairs)
+    return (far / max(size, 1e-30)) ** 0.5
+
+
+def train_every_model(codec: str) -> dict[str, list[tuple[str, str, float]]]:
+    return {name: train(name, codec) for name in MODELS}
+
+
+@pytest.mark.parametrize("world", ["two", "four"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_every_model_trains_alike_on_all_ranks(request, world, codec) -> None:
+    by_rank = request.getfixturevalue(world).run(train_every_model, codec)
+    for name in MODELS:
+        for same in zip(*(found[name] for found in by_rank), strict=True):
+            assert len({digest for _, digest, _ in same}) == 1, f"{name}, {same[0][0]}: differ"
+            if codec in NEAR:
+                assert same[0][2] < NEAR[codec], f"{name}, {same[0][0]}: {same[0][2]:.3g} off"
+
+
+class Wide(nn.Module):
+    """Two matrices and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64, bias=False), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh()).square().mean()
+
+
+def wide(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return Wide()
+
+
+def rows(step: int, poison: float = 1.0) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(8, 32, generator=seed) * poison
+
+
+def sgd(model: nn.Module, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+
+
+def session_of(model: nn.Module, codec: object, **settings: Any) -> Any:
+    gradients = {"codec": codec, **settings}
+    return slipstream.accelerate(model, sgd(model), None, {"gradients": gradients})
+
+
+def step_of(session: Any, step: int, poison: float = 1.0, **scale: float) -> bool:
+    session.backward(session.model(rows(step, poison)) * scale.get("loss_scale", 1.0), **scale)
+    return session.step()
+
+
+def requests(codec: object) -> list[tuple[str, int]]:
+    """What one step after the first issues."""
+    model = wide()
+    with session_of(model, codec, split="single") as session:
+        step_of(session, 0)
+        step_of(session, 1)
+        with collectives() as log:
+            step_of(session, 2)
+    return [(c.kind, c.num_bytes) for c in log]
+
+
+VALUES = 32 * 64 * 2 + 32
+WIRE = {
+    "half": [("all_reduce", 2 * (VALUES + 3))],
+    "powersgd": [("all_reduce", 4 * (2 * (64 + 32) + 32 + 4)), ("all_reduce", 4 * 2 * (32 + 64))],
+    "dgc": [("all_reduce", 4 * (32 + 4)), ("all_gather", 2 * 8 * 2 * 20)],
+}
+
+
+@pytest.mark.parametrize("name", ["half", "powersgd", "dgc"])
+def test_what_travels_is_counted(two, name) -> None:
+    codec = {
+        "half": "half",
+        "powersgd": {"kind": "powersgd", "rank": 2, "start_step": 0},
+        "dgc": {"kind": "dgc", "density": 0.01, "warmup_steps": 0},
+    }[name]
+    assert two.run(requests, codec) == [WIRE[name]] * 2
+
+
+def test_two_phases_are_two_collectives_of_a_quarter(two) -> None:
+    for log in two.run(requests, {"kind": "int8", "block": 256}):
+        assert [kind for kind, _ in log] == ["all_to_all_single", "all_gather"]
+        for _, num_bytes in log:
+            assert VALUES < num_bytes < VALUES * 1.1 + 512
+
+
+def train_poisoned(codec: object, settings: dict[str, float]) -> tuple[Any, ...]:
+    """With and without a step in which rank 1 overflows; what step() said, and collectives."""
+    model, twin = wide(), wide()
+    said, counts = [], []
+    with session_of(model, codec, split="per_layer") as session:
+        for step in range(3):
+            step_of(session, step, **settings)
+        before = [p.detach().clone() for p in model.parameters()]
+        for poison in (float("inf") if dist.get_rank() else 1.0, 1.0):
+            with collectives() as log:
+                said.append(step_of(session, 3, poison, **settings))
+            counts.append(len(log))
+            if not said[-1]:
+                pairs = zip(before, model.parameters(), strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs)
+        step_of(session, 4, **settings)
+        skipped = session.skipped
+    with session_of(twin, codec, split="per_layer") as session:
+        for step in range(5):
+            step_of(session, step, **settings)
+    return said, counts, skipped, reference.digest(model), reference.digest(twin)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+@pytest.mark.parametrize("codec", KEPT)
+def test_an_overflow_on_one_rank_never_happened(two, codec, scale) -> None:
+    settings = {"loss_scale": scale} if scale != 1.0 else {}
+    results = two.run(train_poisoned, CODECS[codec], settings)
+    for said, counts, skipped, digest, twin in results:
+        assert said == [False, True]
+        assert counts[0] == counts[1]
+        assert skipped == 1
+        assert digest == twin
+
+
+def train_scaled(scales: list[float]) -> list[str]:
+    digests = []
+    for scale in scales:
+        model = wide()
+        with session_of(model, None, accumulate=2) as session:
+            for step in range(4):
+                step_of(session, step, loss_scale=scale)
+        digests.append(reference.digest(model))
+    return digests
+
+
+def test_a_loss_scale_that_is_a_power_of_two_changes_nothing(two) -> None:
+    for digests in two.run(train_scaled, [1.0, 1024.0]):
+        assert digests[0] == digests[1]
+
+
+def resume(codec: object) -> tuple[str, str, str]:
+    """Five steps at once; three, a checkpoint, two in a new session; the split changed halfway."""
+    whole, cut, moved = wide(), wide(), wide()
+    with session_of(whole, codec) as session:
+        for step in range(5):
+            step_of(session, step)
+    with session_of(cut, codec) as session:
+        for step in range(3):
+            step_of(session, step)
+        kept = io.BytesIO()
+        torch.save((cut.state_dict(), session.optimizer.state_dict(), session.state_dict()), kept)
+    kept.seek(0)
+    weights, momentum, state = torch.load(kept, weights_only=True)
+    again = wide(seed=7)
+    again.load_state_dict(weights)
+    with session_of(again, codec) as session:
+        session.optimizer.load_state_dict(momentum)
+        session.load_state_dict(state)
+        for step in range(3, 5):
+            step_of(session, step)
+    with session_of(moved, codec, split="per_gradient") as session:
+        for step in range(3):
+            step_of(session, step)
+        state = session.state_dict()
+    with session_of(moved, codec, split="single") as session:
+        session.load_state_dict(state)
+        for step in range(3, 5):
+            step_of(session, step)
+    return reference.digest(whole), reference.digest(again), reference.digest(moved)
+
+
+@pytest.mark.parametrize("codec", KEPT)
+def test_a_checkpoint_goes_on_bit_for_bit(two, codec) -> None:
+    results = two.run(resume, CODECS[codec])
+    for whole, again, _ in results:
+        assert whole == again
+    assert len({moved for *_, moved in results}) == 1  # another split: alike on all ranks
+
+
+def save(codec: object) -> dict[str, Any]:
+    model = wide()
+    with session_of(model, codec) as session:
+        for step in range(3):
+            step_of(session, step)
+        return session.state_dict()
+
+
+def load(codec: object, state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    model = wide()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with session_of(model, codec) as session:
+            session.load_state_dict(state)
+            kept = session.state_dict()
+            step_of(session, 3)
+    return kept, [str(one.message) for one in said]
+
+
+def left_over(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What all ranks together have not sent, by parameter."""
+    total: dict[str, torch.Tensor] = {}
+    for kept in state["codecs"]:
+        for name, values in kept.items():
+            for key in ("error", "velocity", "momentum"):
+                if key in values:
+                    place = f"{name} {'error' if key != 'momentum' else key}"
+                    total[place] = total.get(place, 0) + values[key].double()
+            if "served" in values:
+                first, served = int(values["served_from"]), values["served"].double()
+                total[f"{name} error"][first : first + len(served)] += served
+    return total
+
+
+@pytest.mark.parametrize("codec", KEPT)
+def test_on_other_numbers_of_ranks_nothing_unsent_is_lost(two, four, codec) -> None:
+    state = two.run(save, CODECS[codec])[0]
+    before = left_over(state)
+    assert before
+    for kept, said in four.run(load, CODECS[codec], state):
+        assert len(kept["codecs"]) == 4
+        after = left_over(kept)
+        for name, values in before.items():
+            torch.testing.assert_close(after[name], values, atol=1e-6, rtol=1e-6)
+    with Ranks(3) as three:
+        results = three.run(load, CODECS[codec], kept)
+    for now, _ in results:
+        for name, values in left_over(now).items():
+            torch.testing.assert_close(values, before[name], atol=1e-6, rtol=1e-6)
+    assert any("4 ranks, this run has 3" in text for text in results[0][1])
+    assert not results[1][1]
+
+
+# Mistakes.
+
+
+class Picture(nn.Module):
+    """A convolution in another memory format, a frozen layer, and one that nobody optimizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.conv(x.view(-1, 3, 4, 4)[:, :, :3, :3]).flatten(1)
+        return self.extra(self.frozen(hidden.tanh())).square().mean()
+
+
+def dgc_of_a_picture() -> float:
+    """DGC at density 1, with decay, against SGD itself."""
+    models = []
+    for codec in (None, {"kind": "dgc", "density": 1.0, "warmup_steps": 0}):
+        torch.manual_seed(0)
+        model = Picture()
+        optimized = [*model.conv.parameters(), *model.frozen.parameters()]
+        optimizer = torch.optim.SGD(optimized, lr=0.1, momentum=0.9, weight_decay=0.1)
+        with slipstream.accelerate(model, optimizer, None, {"gradients": {"codec": codec}}) as s:
+            for step in range(4):
+                seed = torch.Generator().manual_seed(10 * step + dist.get_rank())
+                s.backward(model(torch.randn(2, 48, generator=seed)))
+                s.step()
+        models.append(model)
+    return reference.distance(*models)
+
+
+def test_decay_finds_its_weights_whatever_their_memory_format(two) -> None:
+    for far in two.run(dgc_of_a_picture):
+        assert far <= 1
+
+
+def refused(codec: object, optimizer: str) -> str:
+    model = wide()
+    half = [model.first.weight], [model.second.weight, model.second.bias]
+    optimizers = {
+        "adam": lambda: torch.optim.AdamW(model.parameters()),
+        "dampening": lambda: torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, dampening=0.1
+        ),
+        "mixed group": lambda: sgd(model),
+        "groups": lambda: torch.optim.SGD([{"params": p} for p in half], lr=0.1, momentum=0.9),
+    }
+    try:
+        slipstream.accelerate(
+            model, optimizers[optimizer](), None, {"gradients": {"codec": codec}}
+        ).close()
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+FIRST_ONLY = {"kind": "by_name", "rules": [{"match": "first.*", "codec": "dgc"}]}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "codec", "said"),
+    [
+        ("adam", "dgc", "dgc with AdamW"),
+        ("dampening", "dgc", "dampening 0.1"),
+        ("mixed group", FIRST_ONLY, "group 0 holds parameters with and without"),
+        ("groups", FIRST_ONLY, ""),
+        ("adam", "powersgd", ""),
+    ],
+)
+def test_dgc_takes_momentum_over_or_refuses(two, optimizer, codec, said) -> None:
+    for text in two.run(refused, codec, optimizer):
+        assert said in text
+        assert bool(said) == bool(text)
+
+
+def lend() -> None:
+    model = wide()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True
+    )
+    (group,) = optimizer.param_groups
+    session = slipstream.accelerate(model, optimizer, None, {"gradients": {"codec": "dgc"}})
+    assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.0, 0.0, False)
+    step_of(session, 0)
+    group["momentum"] = 0.5
+    with pytest.raises(UsageError, match=r"momentum became 0\.5.*OneCycleLR"):
+        step_of(session, 1)
+    session.close()
+    assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.9, 0.01, True)
+
+
+def test_momentum_is_lent_and_given_back(two) -> None:
+    two.run(lend)
+
+
+def dense_dgc() -> tuple[float, float]:
+    """DGC at density 1 against SGD with momentum, from a run that has momentum already."""
+    models = wide(), wide()
+    for model, codec in zip(
+        models, (None, {"kind": "dgc", "density": 1.0, "warmup_steps": 0}), strict=True
+    ):
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True
+        )
+        with slipstream.accelerate(model, optimizer) as session:
+            for step in range(2):
+                step_of(session, step)
+        strategy = {"gradients": {"codec": codec}}
+        with slipstream.accelerate(model, optimizer, None, strategy) as session:
+            for step in range(2, 6):
+                step_of(session, step)
+    return reference.distance(*models), apart(*models)
+
+
+def test_dgc_at_density_one_is_the_optimizers_own_momentum(two) -> None:
+    for far, _ in two.run(dense_dgc):
+        assert far <= 1
+
+
+def backward_twice() -> None:
+    model = wide()
+    with session_of(model, "onebit") as session:
+        step_of(session, 0)
+        session.backward(model(rows(1)))
+        with pytest.raises(UsageError, match="backward\\(\\) was called twice"):
+            session.backward(model(rows(2)))
+    model = wide()
+    with session_of(model, "onebit") as session:
+        step_of(session, 0)
+        with session.no_sync():
+            session.backward(model(rows(1)))
+        with collectives() as log:
+            step_of(session, 2)
+        assert count(log, "all_to_all_single") == len(session.segments)
+
+
+def test_gradients_are_coded_once_an_update(two) -> None:
+    two.run(backward_twice)
+
+
+def scale_changes() -> None:
+    model = wide()
+    with session_of(model, None, accumulate=2) as session:
+        session.backward(model(rows(0)) * 8, loss_scale=8.0)
+        session.step()
+        with pytest.raises(UsageError, match=r"loss_scale went from 8\.0 to 4\.0"):
+            session.backward(model(rows(1)) * 4, loss_scale=4.0)
+        with pytest.raises(UsageError, match="allowed: a finite number above 0"):
+            session.backward(model(rows(1)), loss_scale=0.0)
+
+
+def test_a_loss_scale_stays_inside_a_window(two) -> None:
+    two.run(scale_changes)
+
+
+def soak(steps: int) -> tuple[list[str], int]:
+    """Codecs in turn over one model, overflows thrown in."""
+    model, digests, skipped = wide(), [], 0
+    for turn, codec in enumerate(CODECS):
+        with session_of(model, CODECS[codec]) as session:
+            for step in range(steps):
+                poison = float("inf") if step % 7 == 3 and dist.get_rank() == turn % 4 else 1.0
+                scale = {"loss_scale": 1024.0} if turn % 2 else {}
+                step_of(session, step, poison if codec in KEPT or scale else 1.0, **scale)
+            skipped += session.skipped
+        digests.append(reference.digest(model))
+    return digests, skipped
+
+
+def test_ranks_stay_equal_through_codecs_and_overflows(four) -> None:
+    results = four.run(soak, 25)
+    assert all(result == results[0] for result in results)
+    assert results[0][1] > 10
+    assert all(value.isfinite().all() for value in wide().parameters())

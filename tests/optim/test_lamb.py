@@ -1,0 +1,170 @@
+"""LAMB against its equations, and against Adam where the ratio is 1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from slipstream.optim import Lamb, lamb
+from tests.optim.variants import give_gradients, parameters, same, values
+
+TINY = 1e-12
+"""An eps that does not count."""
+
+
+def matrix(seed: int = 0, scale: float = 1.0) -> nn.Parameter:
+    random = torch.Generator().manual_seed(seed)
+    parameter = nn.Parameter(scale * torch.randn(4, 6, generator=random))
+    parameter.grad = torch.randn(4, 6, generator=random)
+    return parameter
+
+
+def step_of(parameter: nn.Parameter, **settings: Any) -> torch.Tensor:
+    """How far one step moves it."""
+    before = parameter.detach().clone()
+    Lamb([parameter], **settings).step()
+    return before - parameter.detach()
+
+
+def test_what_is_excluded_moves_as_under_adam() -> None:
+    ours, theirs = parameters(dtype=torch.float64), parameters(dtype=torch.float64)
+    settings = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3}
+    adapted = Lamb(ours, weight_decay=0.1, exclude=["*"], **settings)
+    adam = torch.optim.Adam(theirs, **settings)
+    for number in range(6):
+        give_gradients(ours, number)
+        give_gradients(theirs, number)
+        adapted.step()
+        adam.step()
+    # Adam orders its operations otherwise.
+    torch.testing.assert_close(values(ours), values(theirs), rtol=1e-12, atol=1e-12)
+
+
+@given(st.integers(0, 99), st.floats(1e-2, 1e2), st.floats(1e-2, 1e2), st.floats(1e-3, 0.5))
+def test_a_step_is_as_long_as_the_weights_allow(
+    seed: int, weights: float, gradients: float, lr: float
+) -> None:
+    parameter = matrix(seed, weights)
+    parameter.grad *= gradients
+    length = parameter.detach().norm()
+    step = step_of(parameter, lr=lr)
+    assert step.norm().item() == pytest.approx(lr * length.item(), rel=1e-3)
+
+
+def test_the_equation_of_two_steps_in_float64() -> None:
+    w = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    parameter = nn.Parameter(w.clone())
+    optimizer = Lamb([parameter], lr=0.1, betas=(0.5, 0.75), eps=0.25, weight_decay=0.5)
+    m = v = torch.zeros_like(w)
+    for step, g in enumerate([torch.tensor([[1.0, -2.0]]), torch.tensor([[0.5, 0.0]])], start=1):
+        parameter.grad = g.double()
+        optimizer.step()
+        m, v = 0.5 * m + 0.5 * g, 0.75 * v + 0.25 * g * g
+        d = m / (1 - 0.5**step) / ((v / (1 - 0.75**step)).sqrt() + 0.25) + 0.5 * w
+        w = w - 0.1 * w.norm() / d.norm() * d
+    torch.testing.assert_close(parameter.detach(), w)
+    assert optimizer.state[parameter]["step"] == 2
+
+
+def test_gradients_are_normalised_by_the_norm_of_all_of_them() -> None:
+    dtypes = (torch.float32, torch.float64, torch.float16)
+    ours, theirs = ([p for d in dtypes for p in parameters(dtype=d)] for _ in range(2))
+    give_gradients(ours, 0)
+    give_gradients(theirs, 0)
+    norm = sum(p.grad.double().square().sum() for _, p in ours if p.grad is not None).sqrt()
+    for _, p in theirs:
+        if p.grad is not None:
+            p.grad /= norm / 0.5
+    halves = [{"params": ours[:9]}, {"params": ours[9:]}]
+    settings = {"lr": 0.1, "betas": (0.5, 0.5), "eps": 1e-3}
+    Lamb(halves, max_grad_norm=0.5, **settings).step()
+    Lamb(theirs, **settings).step()
+    for (_, p), (_, q) in zip(ours, theirs, strict=True):
+        tolerance = 2e-3 if p.dtype == torch.float16 else 1e-5
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+def test_short_gradients_are_not_made_longer() -> None:
+    settings = {"lr": 0.1, "eps": 1e-3}
+    one, other = matrix(), matrix()
+    assert torch.equal(step_of(one, max_grad_norm=1e3, **settings), step_of(other, **settings))
+
+
+def test_each_group_has_its_own_limit_on_the_norm_of_all() -> None:
+    limited, free, alone = matrix(1), matrix(2), matrix(2)
+    before = free.detach().clone()
+    groups = [{"params": [limited], "max_grad_norm": 0.1}, {"params": [free]}]
+    Lamb(groups, lr=0.1, eps=1e-3).step()
+    assert torch.equal(before - free.detach(), step_of(alone, lr=0.1, eps=1e-3))
+
+
+def test_without_averaging_the_first_moment_is_the_gradient() -> None:
+    parameter = matrix()
+    optimizer = Lamb([parameter], lr=0.1, grad_averaging=False)
+    optimizer.step()
+    assert torch.equal(optimizer.state[parameter]["exp_avg"], parameter.grad)
+
+
+def test_bias_correction_only_mixes_the_first_steps_differently() -> None:
+    settings = {"lr": 0.1, "eps": TINY}
+    with_it = step_of(matrix(), weight_decay=0.0, **settings)
+    without = step_of(matrix(), weight_decay=0.0, bias_correction=False, **settings)
+    torch.testing.assert_close(with_it, without, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(
+        step_of(matrix(), weight_decay=1.0, **settings),
+        step_of(matrix(), weight_decay=1.0, bias_correction=False, **settings),
+        rtol=1e-3,
+    )
+
+
+@pytest.mark.parametrize(("low", "high", "ratio"), [(0, 1, 1.0), (0, 99, 5.0), (7, 9, 7.0)])
+def test_the_ratio_is_kept_between_its_bounds(low: float, high: float, ratio: float) -> None:
+    parameter = nn.Parameter(torch.full((2, 2), 5.0))
+    parameter.grad = torch.ones(2, 2)  # the first direction is 1 everywhere: a ratio of 5
+    step = step_of(parameter, lr=0.1, weight_decay=0.0, clip_ratio=(low, high))
+    torch.testing.assert_close(step, torch.full((2, 2), 0.1 * ratio))
+
+
+def test_a_ratio_of_1_for_zeros_is_not_clipped() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 2))
+    parameter.grad = torch.ones(2, 2)
+    step = step_of(parameter, lr=0.1, clip_ratio=(7, 9))
+    torch.testing.assert_close(step, torch.full((2, 2), 0.1))
+
+
+@pytest.mark.parametrize(("low", "high", "phi"), [(0, 4, 4.0), (0, 99, 10.0), (20, 30, 20.0)])
+def test_the_weight_norm_is_kept_between_its_bounds(low: float, high: float, phi: float) -> None:
+    parameter = nn.Parameter(torch.full((2, 2), 5.0))
+    parameter.grad = torch.ones(2, 2)
+    step = step_of(parameter, lr=0.1, weight_decay=0.0, clip_weight_norm=(low, high))
+    torch.testing.assert_close(step, torch.full((2, 2), 0.1 * phi / 2))
+
+
+def test_each_parameter_counts_its_own_steps() -> None:
+    def run(step: Any) -> tuple[list[torch.Tensor], list[int]]:
+        named = parameters()
+        optimizer = Lamb(named, lr=0.1)
+        for number in range(6):
+            give_gradients(named, number)
+            for index, (_, p) in enumerate(named):
+                if number % (index + 1):  # the first always has a gradient, others now and then
+                    p.grad = None
+            step(optimizer)
+        return values(named), [optimizer.state[p].get("step", 0) for _, p in named]
+
+    fast, slow = run(lambda optimizer: optimizer.step()), run(lamb.step_one_by_one)
+    assert same(fast[0], slow[0])
+    assert fast[1] == slow[1] == [6, 3, 2, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.full((300, 300), 100.0, dtype=dtype))
+    parameter.grad = torch.full((300, 300), 2.0, dtype=dtype)
+    step = step_of(parameter, lr=0.1, weight_decay=0.0, max_grad_norm=1e6)
+    torch.testing.assert_close(step, torch.full_like(step, 10.0), rtol=2e-2, atol=0)

@@ -1,0 +1,139 @@
+"""LARS against its equations, and against SGD where the ratio is 1."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from slipstream.optim import Lars
+from tests.optim.variants import give_gradients, parameters, same, values
+
+
+def matrix(seed: int = 0, scale: float = 1.0) -> nn.Parameter:
+    random = torch.Generator().manual_seed(seed)
+    parameter = nn.Parameter(scale * torch.randn(4, 6, generator=random))
+    parameter.grad = torch.randn(4, 6, generator=random)
+    return parameter
+
+
+def step_of(parameter: nn.Parameter, **settings: object) -> torch.Tensor:
+    """How far one step moves it."""
+    before = parameter.detach().clone()
+    Lars([parameter], **settings).step()
+    return before - parameter.detach()
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_what_is_excluded_moves_as_under_sgd_bit_for_bit(momentum: float, nesterov: bool) -> None:
+    if nesterov and not momentum:
+        pytest.skip("Nesterov's momentum needs some")
+    ours, theirs = parameters(), parameters()
+    lars = Lars(ours, lr=0.1, momentum=momentum, nesterov=nesterov, weight_decay=0.1, exclude=["*"])
+    sgd = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, nesterov=nesterov, foreach=False)
+    for number in range(4):
+        give_gradients(ours, number)
+        give_gradients(theirs, number)
+        lars.step()
+        sgd.step()
+    assert same(values(ours), values(theirs))
+
+
+@given(st.integers(0, 99), st.floats(1e-3, 1e3), st.floats(1e-3, 1e3), st.floats(0.01, 10))
+def test_a_step_is_as_long_as_the_weights_allow(
+    seed: int, weights: float, gradients: float, lr: float
+) -> None:
+    parameter = matrix(seed, weights)
+    parameter.grad *= gradients
+    length = parameter.detach().norm()
+    step = step_of(parameter, lr=lr, momentum=0.0, trust_coefficient=0.001, eps=0.0)
+    # the step is a small difference of rounded weights
+    assert step.norm().item() == pytest.approx(0.001 * lr * length.item(), rel=2e-2)
+
+
+@given(st.integers(0, 99), st.integers(-20, 20))
+def test_the_length_of_a_gradient_does_not_matter(seed: int, exponent: int) -> None:
+    one, other = matrix(seed), matrix(seed)
+    other.grad *= 2.0**exponent
+    settings = {"lr": 1.0, "trust_coefficient": 0.1, "eps": 0.0}
+    assert torch.equal(step_of(one, **settings), step_of(other, **settings))
+
+
+def test_the_equation_with_decay_in_float64() -> None:
+    parameter = nn.Parameter(torch.tensor([[3.0, 4.0]], dtype=torch.float64))
+    parameter.grad = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    step = step_of(parameter, lr=2.0, weight_decay=0.1, trust_coefficient=0.01, eps=0.5)
+    ratio = 0.01 * 5 / (1 + 0.1 * 5 + 0.5)
+    expected = 2.0 * ratio * torch.tensor([[1.3, 0.4]], dtype=torch.float64)
+    torch.testing.assert_close(step, expected)
+
+
+def test_the_rate_in_the_velocity_matters_only_where_it_changes() -> None:
+    outside, inside = [matrix()], [matrix()]
+    settings = {"trust_coefficient": 0.1, "momentum": 0.5, "eps": 0.0}
+    plain = Lars(outside, lr=1.0, **settings)
+    paper = Lars(inside, lr=1.0, lr_in_velocity=True, **settings)
+    for _ in range(3):
+        plain.step()
+        paper.step()
+    torch.testing.assert_close(outside[0], inside[0], rtol=1e-6, atol=1e-6)
+    gathered = plain.state[outside[0]]["momentum_buffer"].clone()
+    before = values([("", outside[0]), ("", inside[0])])
+    for optimizer in (plain, paper):
+        optimizer.param_groups[0]["lr"] = 0.25
+        optimizer.step()
+    # The paper's velocity was gathered at a rate of 1, torch's is taken at 0.25.
+    difference = (before[1] - inside[0]) - (before[0] - outside[0])
+    torch.testing.assert_close(difference, 0.75 * 0.5 * gathered, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("lr", "rate"), [(10.0, 0.02), (0.02, 0.02), (0.005, 0.005), (0.0, 0.0)])
+@pytest.mark.parametrize("lr_in_velocity", [False, True])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_larc_takes_the_smaller_rate(
+    lr: float, rate: float, lr_in_velocity: bool, as_tensor: bool
+) -> None:
+    parameter = nn.Parameter(torch.tensor([[3.0, 4.0]]))
+    parameter.grad = torch.tensor([[4.0, 3.0]])
+    step = step_of(
+        parameter, lr=torch.tensor(lr) if as_tensor else lr, trust_coefficient=0.02, clip=True,
+        lr_in_velocity=lr_in_velocity, eps=0.0,
+    )  # fmt: skip
+    torch.testing.assert_close(step, rate * torch.tensor([[4.0, 3.0]]), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_layer_of_zeros_gets_off_the_ground(clip: bool) -> None:
+    parameter = matrix(scale=0.0)
+    gradient = parameter.grad.clone()
+    assert torch.equal(step_of(parameter, lr=0.5, clip=clip), 0.5 * gradient)
+
+
+def test_a_gradient_of_zeros_leaves_decay_alone() -> None:
+    parameter = matrix()
+    parameter.grad.zero_()
+    before = parameter.detach().clone()
+    step = step_of(parameter, lr=0.5, weight_decay=0.125, eps=0.0)
+    torch.testing.assert_close(step, 0.0625 * before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
+    parameter = nn.Parameter(torch.full((300, 300), 100.0, dtype=dtype))
+    parameter.grad = torch.full((300, 300), 200.0, dtype=dtype)  # norm 60000, square 3.6e9
+    step = step_of(parameter, lr=10.0, trust_coefficient=0.01)
+    torch.testing.assert_close(step, torch.full_like(step, 10.0), rtol=1e-2, atol=0)
+
+
+def test_vectors_stand_aside_unless_asked() -> None:
+    vector = nn.Parameter(torch.tensor([3.0, 4.0]))
+    vector.grad = torch.tensor([1.0, 0.0])
+    plain = step_of(vector, lr=0.5, weight_decay=0.5)
+    assert torch.equal(plain, torch.tensor([0.5, 0.0]))
+    vector = nn.Parameter(torch.tensor([3.0, 4.0]))
+    vector.grad = torch.tensor([1.0, 0.0])
+    adapted = step_of(vector, lr=0.5, trust_coefficient=0.1, eps=0.0, adapt_vectors=True)
+    torch.testing.assert_close(adapted, torch.tensor([0.25, 0.0]))

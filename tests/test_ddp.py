@@ -1,0 +1,153 @@
+"""Codecs as a communication hook of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.ddp import DdpCodec, codec_hook
+from slipstream.errors import ModelError, UsageError
+from tests.gradients.test_codec import CODECS, KEPT
+from tests.harness.ranks import Ranks
+from tests.harness.reference import digest, same_bits
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+class Deep(nn.Module):
+    """Enough bytes for several buckets of DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().mean()
+
+
+def deep() -> DistributedDataParallel:
+    torch.manual_seed(0)
+    return DistributedDataParallel(Deep(), bucket_cap_mb=0.03)
+
+
+def rows(step: int) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(8, 64, generator=seed)
+
+
+def train(ddp: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        ddp(rows(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_hook(codec: object, reload_before: int | None = None) -> nn.Module:
+    """Five steps; before one of them the state is written, read and loaded again."""
+    ddp = deep()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    hook = DdpCodec(ddp, codec, optimizer=optimizer if "dgc" in str(codec) else None)
+    ddp.register_comm_hook(hook, codec_hook)
+    for step in range(5):
+        if step == reload_before:
+            file = io.BytesIO()
+            torch.save(hook.state_dict(), file)
+            file.seek(0)
+            hook.load_state_dict(torch.load(file, weights_only=True))
+        train(ddp, optimizer, step, step + 1)
+    hook.close()
+    return ddp
+
+
+def every_codec() -> dict[str, tuple[str, str, float]]:
+    """By codec: digest, that with a reload on the way, distance from plain DDP."""
+    plain = deep()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), 0, 5)
+    found = {}
+    for name, codec in CODECS.items():
+        whole, again = with_hook(codec), with_hook(codec, reload_before=3)
+        pairs = zip(whole.parameters(), plain.parameters(), strict=True)
+        far = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        found[name] = (digest(whole), digest(again), far)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_every_codec_trains_several_buckets_alike_on_all_ranks(four, world) -> None:
+    if world == 4:
+        results = four.run(every_codec)
+    else:
+        with Ranks(2) as two:
+            results = two.run(every_codec)
+    for name in CODECS:
+        digests = {found[name][0] for found in results}
+        assert len(digests) == 1, name
+        assert results[0][name][2] < 0.5, name
+        if name not in KEPT:
+            assert results[0][name][2] < 0.05, name
+
+
+def test_a_state_goes_on_bit_for_bit(four) -> None:
+    for found in four.run(every_codec):
+        for name, (whole, again, _) in found.items():
+            assert whole == again, name
+
+
+def overflow(codec: object) -> tuple[bool, int]:
+    """A step with infinite gradients on one rank, forgotten, against none."""
+    models = []
+    for poisoned in (True, False):
+        ddp = deep()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        hook = DdpCodec(ddp, codec, loss_scale=lambda: 1024.0)
+        ddp.register_comm_hook(hook, codec_hook)
+        for step in range(4):
+            if poisoned and step == 2:
+                (ddp(rows(9)) * (1e38 if dist.get_rank() == 1 else 1.0) * 1e20).backward()
+                assert all(not p.grad.isfinite().any() for p in ddp.parameters())
+                optimizer.zero_grad()
+            (ddp(rows(step)) * 1024).backward()
+            for parameter in ddp.parameters():
+                parameter.grad.div_(1024)
+            optimizer.step()
+            optimizer.zero_grad()
+        hook.close()
+        models.append(ddp)
+        skipped = hook.skipped if poisoned else skipped
+    return same_bits(*models), skipped
+
+
+@pytest.mark.parametrize("codec", ["onebit", "int8, stochastic"])
+def test_a_step_with_an_overflow_is_forgotten(four, codec) -> None:
+    assert four.run(overflow, CODECS[codec]) == [(True, 1)] * 4
+
+
+def refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ModelError, match="not a Deep"):
+        DdpCodec(Deep(), "int8")
+    ddp = deep()
+    with pytest.raises(ModelError, match="optimizer=\\.\\.\\."):
+        DdpCodec(ddp, "dgc")
+    with pytest.raises(ModelError, match="name the codec itself"):
+        DdpCodec(ddp, "adaptive")
+    with pytest.raises(ModelError, match="dgc with AdamW"):
+        DdpCodec(ddp, "dgc", optimizer=torch.optim.AdamW(ddp.parameters()))
+    hook = DdpCodec(ddp, "int8")
+    with pytest.raises(UsageError, match="state is of rank 9"):
+        hook.load_state_dict({"rank": 9})
+    hook.close()
+
+
+def test_mistakes_are_named(four) -> None:
+    four.run(refused)
