@@ -50,7 +50,7 @@ CODECS: dict[str, object] = {
     "dense, SGD": None,
     "dgc": {"kind": "dgc"},
 }
-BASELINE = {name: "dense" for name in CODECS} | {"dgc": "dense, SGD"}
+BASELINE = dict.fromkeys(CODECS, "dense") | {"dgc": "dense, SGD"}
 WIDTH, LENGTH, VOCABULARY = 128, 64, 2048
 
 
@@ -206,9 +206,7 @@ def write(args: argparse.Namespace, runs: Sequence[Run]) -> None:
     Console(width=130).print(table(args, rows))
     if args.json:
         facts = {"task": args.task, "steps": args.steps, "ranks": dist.get_world_size()}
-        save(
-            args.json, "convergence", {**facts, "rows": rows, "runs": [asdict(r) for r in runs]}
-        )
+        save(args.json, "convergence", {**facts, "rows": rows, "runs": [asdict(r) for r in runs]})
         picture(args.task, runs).savefig(Path(args.json).with_suffix(".png"))
 
 
@@ -235,7 +233,9 @@ def summary(task: str, name: str, runs: Sequence[Run]) -> dict[str, Any] | None:
 def table(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> Table:
     """What a person reads."""
     what = "accuracy" if args.task == "digits" else "loss"
-    drawn = Table(title=f"{args.task}: held-out {what} after {args.steps} steps, {args.seeds} seeds")
+    drawn = Table(
+        title=f"{args.task}: held-out {what} after {args.steps} steps, {args.seeds} seeds"
+    )
     for heading in ("codec", what, "deviation", "against dense", "within", "MB a step", "s"):
         drawn.add_column(heading, justify="left" if heading == "codec" else "right")
     for r in rows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import pytest
 import torch
@@ -105,7 +104,7 @@ def test_a_state_goes_on_bit_for_bit(four) -> None:
 
 def overflow(codec: object) -> tuple[bool, int]:
     """A step with infinite gradients on one rank, forgotten, against none."""
-    models = []
+    models, skipped = [], 0
     for poisoned in (True, False):
         ddp = deep()
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -123,7 +122,7 @@ def overflow(codec: object) -> tuple[bool, int]:
             optimizer.zero_grad()
         hook.close()
         models.append(ddp)
-        skipped = hook.skipped if poisoned else skipped
+        skipped = max(skipped, hook.skipped)
     return same_bits(*models), skipped
 
 

@@ -82,7 +82,8 @@ def without(state: dict[str, Any], **changed: Any) -> dict[str, Any]:
 
 def load_other_model(session: Session) -> None:
     order = {"names": ["a.weight"], "firings": [1], "sparse_dims": [0]}
-    session.load_state_dict({"version": 2, "steps": 3, "split": None, "ready_order": order, "codecs": []})
+    state = {"version": 2, "steps": 3, "split": None, "ready_order": order, "codecs": []}
+    session.load_state_dict(state)
 
 
 MISUSES: dict[str, tuple[Callable[[], Session], Callable[[Session], object], list[str]]] = {

@@ -255,9 +255,7 @@ class DdpCodec:
             self._lent.give_back()
 
 
-def codec_hook(
-    state: DdpCodec, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def codec_hook(state: DdpCodec, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook: ``ddp.register_comm_hook(DdpCodec(ddp, "int8"), codec_hook)``."""
     return state.start(bucket)
 

@@ -125,6 +125,4 @@ def _give_back(group: dict[str, Any]) -> None:
 
 def _coded(trainables: Sequence[Trainable], codec: Codec | None) -> dict[int, str]:
     """Names of the parameters that DGC codes, by identity."""
-    return {
-        id(t.parameter): t.name for t in trainables if isinstance(codec_of(codec, t.name), Dgc)
-    }
+    return {id(t.parameter): t.name for t in trainables if isinstance(codec_of(codec, t.name), Dgc)}

@@ -324,13 +324,12 @@ class Session(Generic[M, O]):
     def _check_scale(self, loss_scale: float) -> None:
         if not 0 < loss_scale < math.inf:
             raise UsageError(f"loss_scale is {loss_scale}; allowed: a finite number above 0")
-        if self._counted or self._contributions:
-            if loss_scale != self._loss_scale:
-                raise UsageError(
-                    f"loss_scale went from {self._loss_scale} to {loss_scale} although no update "
-                    "came between; gradients of both would be added up: change it after a step() "
-                    "that ended the accumulation window"
-                )
+        if (self._counted or self._contributions) and loss_scale != self._loss_scale:
+            raise UsageError(
+                f"loss_scale went from {self._loss_scale} to {loss_scale} although no update came "
+                "between; gradients of both would be added up: change it after a step() that ended "
+                "the accumulation window"
+            )
         self._loss_scale = loss_scale
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -146,7 +146,7 @@ def test_every_dtype_has_an_exchange(name, dtype) -> None:
 # What p ranks send of 40 x 40 values, in bytes; riders and alignment left out.
 
 
-@pytest.mark.parametrize("ranks", (2, 3, 4))
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("wish", "payload"),
     [

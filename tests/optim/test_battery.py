@@ -30,9 +30,7 @@ def moved(optimizer: Lars | Lamb, named: Named, steps: range, step: Callable[[],
 @pytest.mark.parametrize("tensor_lr", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_variant
-def test_it_is_a_plain_loop_bit_for_bit(
-    variant: str, dtype: torch.dtype, tensor_lr: bool
-) -> None:
+def test_it_is_a_plain_loop_bit_for_bit(variant: str, dtype: torch.dtype, tensor_lr: bool) -> None:
     make = VARIANTS[variant]
     lr = torch.tensor(make.settings["lr"]) if tensor_lr else make.settings["lr"]
     named, plain = parameters(dtype=dtype), parameters(dtype=dtype)
@@ -118,8 +116,12 @@ def test_it_runs_where_tensors_have_no_values(variant: str) -> None:
     named = parameters(device="meta")
     optimizer = VARIANTS[variant](named)
     moved(optimizer, named, range(2), optimizer.step)
-    assert {kept.device.type for state in optimizer.state.values() for kept in state.values()
-            if isinstance(kept, torch.Tensor)} <= {"meta"}
+    assert {
+        kept.device.type
+        for state in optimizer.state.values()
+        for kept in state.values()
+        if isinstance(kept, torch.Tensor)
+    } <= {"meta"}
 
 
 @every_variant
@@ -177,7 +179,9 @@ def test_a_copy_goes_its_own_way(variant: str) -> None:
     moved(optimizer, named, range(2), optimizer.step)
     copied = copy.deepcopy(optimizer)
     before = values(named)
-    twins = [(name, p) for (name, _), p in zip(named, copied.param_groups[0]["params"], strict=True)]
+    twins = [
+        (name, p) for (name, _), p in zip(named, copied.param_groups[0]["params"], strict=True)
+    ]
     moved(copied, twins, range(2, 4), copied.step)
     assert same(values(named), before)
     moved(optimizer, named, range(2, 4), optimizer.step)

@@ -121,7 +121,11 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
         ),
     ]
 ] + [
-    (Lars, {"momentum": 1.0}, "momentum is 1.0; allowed: a number from 0 on and below 1; usual is 0.9"),
+    (
+        Lars,
+        {"momentum": 1.0},
+        "momentum is 1.0; allowed: a number from 0 on and below 1; usual is 0.9",
+    ),
     (Lars, {"momentum": -0.1}, "momentum is -0.1; allowed: a number from 0 on and below 1"),
     (Lars, {"trust_coefficient": 0}, "trust_coefficient is 0; allowed: a number above 0; usual"),
     (Lars, {"nesterov": 1}, "nesterov is 1; allowed: True or False"),
@@ -180,7 +184,9 @@ def test_a_sparse_gradient_is_refused_by_name_before_anything_moves(make: Any) -
     optimizer = make(model.named_parameters(), lr=0.1)
     model["dense"](table(torch.tensor([1, 2]))).sum().backward()
     before = values(list(model.named_parameters()))
-    with pytest.raises(UsageError, match=r"gradient of parameter 'table.weight' is sparse; allowed"):
+    with pytest.raises(
+        UsageError, match=r"gradient of parameter 'table.weight' is sparse; allowed"
+    ):
         optimizer.step()
     assert same(values(list(model.named_parameters())), before)
     assert not optimizer.state

@@ -73,7 +73,9 @@ SHAPES = {
 Named = list[tuple[str, nn.Parameter]]
 
 
-def parameters(*, copies: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Named:
+def parameters(
+    *, copies: int = 1, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Named:
     """Parameters of many shapes: one of zeros, one empty, one that never gets a gradient."""
     random = torch.Generator().manual_seed(0)
     found: Named = []

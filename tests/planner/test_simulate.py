@@ -14,8 +14,7 @@ from rich.console import Console
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.exchange import Plan
-from slipstream.planner.simulate import CodecCost
-from slipstream.planner.simulate import SHOWN_RANKS, predict, simulate
+from slipstream.planner.simulate import SHOWN_RANKS, CodecCost, predict, simulate
 from slipstream.planner.split import finish_time
 from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy

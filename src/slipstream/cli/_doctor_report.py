@@ -61,7 +61,9 @@ def bus_bandwidth(name: Collective, ranks: int, num_bytes: int, seconds: float) 
 
 def _codecs_table(cluster: Cluster) -> Table:
     drawn = Table(
-        title="codecs: of 8 MB of gradients, on each rank", title_justify="left", box=box.SIMPLE_HEAD
+        title="codecs: of 8 MB of gradients, on each rank",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
     )
     for heading in ("codec", "sent MB", "encode ms", "decode ms", "all-reduces save ms"):
         drawn.add_column(heading, justify="left" if heading == "codec" else "right")

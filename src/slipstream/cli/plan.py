@@ -105,7 +105,9 @@ def plan(
     if output is not None:
         write_strategy(best, output)
     if predicted is not None:
-        future = simulate(workload, Plan.of(best, workload.gradients, where.codecs), where, steps=PREDICTED_STEPS)
+        future = simulate(
+            workload, Plan.of(best, workload.gradients, where.codecs), where, steps=PREDICTED_STEPS
+        )
         chrome.write(future, predicted)
     if as_json:
         typer.echo(json.dumps(_document(found, by_nodes, by_rate, where), indent=2))

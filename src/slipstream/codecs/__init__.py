@@ -5,7 +5,15 @@ Never communicates: an exchange says what is to be moved (``exchange``), and oth
 
 from slipstream.codecs.coder import Coder, Ranks
 from slipstream.codecs.dgc import DgcCodec, DgcCoder, Momentum
-from slipstream.codecs.exchange import Exchange, Gather, Request, Sum, Swap, run_together, sent_bytes
+from slipstream.codecs.exchange import (
+    Exchange,
+    Gather,
+    Request,
+    Sum,
+    Swap,
+    run_together,
+    sent_bytes,
+)
 from slipstream.codecs.half import HalfCodec
 from slipstream.codecs.int8 import Int8Codec
 from slipstream.codecs.make import make_coder, wire_bytes
@@ -33,7 +41,7 @@ __all__ = [
     "Swap",
     "TwoPhaseCoder",
     "make_coder",
-    "sent_bytes",
     "run_together",
+    "sent_bytes",
     "wire_bytes",
 ]

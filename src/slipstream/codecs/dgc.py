@@ -79,7 +79,9 @@ def largest(values: torch.Tensor, count: int, sample: float, seed: int) -> torch
     total = values.numel()
     if total < EXACT_BELOW or count * 4 > total:
         return torch.topk(magnitudes, count, sorted=False).indices
-    stride = min(max(round(1 / sample), 1) | 1, total // 2)  # odd, so that it meets no pattern of the layout
+    stride = min(
+        max(round(1 / sample), 1) | 1, total // 2
+    )  # odd, so that it meets no pattern of the layout
     few = magnitudes[seed % stride :: stride]
     wanted = min(max(round(count * few.numel() / total), 1), few.numel())
     threshold = torch.topk(few, wanted, sorted=True).values[-1]

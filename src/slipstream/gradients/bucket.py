@@ -165,7 +165,9 @@ class DenseBucket(Bucket):
             if grad is None or grad.is_sparse or grad.is_conj():
                 parameter.grad = torch.empty_like(parameter)
         if slots:
-            torch._foreach_copy_([self._gradient(i) for i in slots], [self._views[i] for i in slots])
+            torch._foreach_copy_(
+                [self._gradient(i) for i in slots], [self._views[i] for i in slots]
+            )
 
 
 def is_finite(values: torch.Tensor) -> bool:

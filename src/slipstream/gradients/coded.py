@@ -99,9 +99,7 @@ class CodedBucket(DenseBucket):
         self._sound = True
         self._values = self.flat[: coder.num_values]
         self._num_real = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
-        self._riders = torch.zeros(
-            len(parameters) + 1, dtype=torch.uint8, device=self.flat.device
-        )
+        self._riders = torch.zeros(len(parameters) + 1, dtype=torch.uint8, device=self.flat.device)
 
     def exchange(self, step: int, group: dist.ProcessGroup) -> None:
         """Leave the sum over ranks in the flat tensor: several collectives."""
@@ -152,4 +150,3 @@ def carry(exchange: Exchange, group: dist.ProcessGroup) -> None:
                 dist.all_to_all_single(receive, send, group=group)
             case Gather(send, receive):
                 dist.all_gather(list(receive.unbind()), send, group=group)
-

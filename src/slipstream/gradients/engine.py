@@ -255,9 +255,7 @@ class Engine:
         """Lay out segments and buckets for a ready order, and from now on a split, of all ranks."""
         self.split = split or self.split
         kept = self.codec_state()
-        self._shipments, self._places = lay_out(
-            self._trainables, order, self.split, self._coding
-        )
+        self._shipments, self._places = lay_out(self._trainables, order, self.split, self._coding)
         self._order = order
         self.load_codec_state(kept)
 

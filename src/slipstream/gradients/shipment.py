@@ -42,7 +42,7 @@ def parameters_of(model: nn.Module, *, trainable: bool) -> list[Trainable]:
 def gradients_of(
     trainables: Sequence[Trainable], sparse_dims: Sequence[int], coding: Coding | None = None
 ) -> list[Gradient]:
-    """What the layout knows of their gradients; with ``coding``, their bytes are those it leaves."""
+    """What the layout knows of their gradients; with ``coding``, bytes are those it leaves."""
 
     def num_bytes(trainable: Trainable) -> int:
         codec = coding.of(trainable.name, trainable.parameter) if coding else None

@@ -209,8 +209,6 @@ def _total_norm(bunches: Sequence[Bunch]) -> Tensor | None:
     return torch.linalg.vector_norm(torch.cat([norm.to(each[0].device) for norm in each]))
 
 
-
-
 def _ratios(weights: Tensor, steps: Tensor, group: Group) -> Tensor:
     """The trust ratios of layers whose weights and directions have these norms."""
     if group["clip_weight_norm"] is not None:

@@ -41,9 +41,7 @@ def codec_cost(codec: PlainCodec, ranks: int, device: torch.device) -> CodecCost
     )
 
 
-def slowest_cost(
-    codec: PlainCodec, world: dist.ProcessGroup, device: torch.device
-) -> CodecCost:
+def slowest_cost(codec: PlainCodec, world: dist.ProcessGroup, device: torch.device) -> CodecCost:
     """The cost on the slowest rank, measured on all at once: ranks of one host share its cores."""
     dist.barrier(world)
     own = codec_cost(codec, dist.get_world_size(world), device)

@@ -148,9 +148,7 @@ def exactness(strategy: Strategy, base: Strategy) -> str:
 def _prediction(
     strategy: Strategy, workload: Workload, cluster: Cluster, base: Strategy
 ) -> Prediction:
-    seconds = predict(
-        workload, Plan.of(strategy, workload.gradients, cluster.codecs), cluster
-    )
+    seconds = predict(workload, Plan.of(strategy, workload.gradients, cluster.codecs), cluster)
     accumulate = strategy.gradients.accumulate
     batch = workload.data_wait + workload.forward + workload.backward
     alone = accumulate * batch + workload.optimizer + workload.other

@@ -225,9 +225,7 @@ _AnyCodec = PlainCodec | ByName | Adaptive
 Codec = Annotated[
     _AnyCodec,
     Field(discriminator="kind"),
-    BeforeValidator(
-        from_kind, json_schema_input_type=_AnyCodec | _Kind | Literal["adaptive"]
-    ),
+    BeforeValidator(from_kind, json_schema_input_type=_AnyCodec | _Kind | Literal["adaptive"]),
 ]
 """A codec, or the kind alone of one that needs no more: ``half`` for ``{kind: half}``."""
 
