@@ -200,8 +200,9 @@ def table(rows: Sequence[Row]) -> Table:
         drawn.add_column(heading, justify="right")
     for r in rows:
         below = mark - mean(r.held_out)
+        edge = " (edge)" if r.at_the_edge else ""
         drawn.add_row(
-            r.name, str(r.batch), str(r.updates), f"{r.chosen:g}{' (edge)' if r.at_the_edge else ''}",
+            r.name, str(r.batch), str(r.updates), f"{r.chosen:g}{edge}",
             f"{mean(r.held_out):.1%}", f"{min(r.held_out):.1%}..{max(r.held_out):.1%}",
             f"{100 * below:.1f} points", style="bold" if below <= FINE else None,
         )  # fmt: skip

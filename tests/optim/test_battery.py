@@ -93,7 +93,7 @@ def operations(variant: str, *, copies: int, plain: bool = False) -> list[str]:
 def test_more_parameters_are_no_more_operations(variant: str) -> None:
     few, many = operations(variant, copies=2), operations(variant, copies=32)
     assert few == many
-    assert 3 <= len(few) <= 60
+    assert len(few) <= 100
     assert sum("_foreach" in name for name in few) >= 2
 
 

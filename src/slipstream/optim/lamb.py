@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from slipstream.errors import UsageError
 from slipstream.optim.layerwise import Bunch, Group, Layerwise, bunches_of
 from slipstream.optim.settings import check_bounds, check_flag, check_number
-from slipstream.optim.trust_ratio import descend_, norms, one_where_zero, scale_
+from slipstream.optim.trust_ratio import descend_, multiply_, norms, one_where_zero, scale_
 
 
 class Lamb(Layerwise):
@@ -173,9 +173,9 @@ class Lamb(Layerwise):
             excess = total.to(gradients[0].device) / group["max_grad_norm"]
             gradients = torch._foreach_div(bunch.gradients, excess.clamp(min=1.0))
         beta1, beta2 = group["betas"]
-        torch._foreach_mul_(firsts, beta1)
+        multiply_(firsts, beta1)
         torch._foreach_add_(firsts, gradients, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
-        torch._foreach_mul_(seconds, beta2)
+        multiply_(seconds, beta2)
         torch._foreach_addcmul_(seconds, gradients, gradients, value=1 - beta2)
         denominators = torch._foreach_sqrt(seconds)
         if group["bias_correction"]:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from slipstream.errors import UsageError
 from slipstream.optim.layerwise import Bunch, Group, Layerwise, bunches_of
 from slipstream.optim.settings import check_flag, check_number
-from slipstream.optim.trust_ratio import descend_, norms, one_where_zero, rate_on, scale_
+from slipstream.optim.trust_ratio import descend_, multiply_, norms, one_where_zero, rate_on, scale_
 
 
 class Lars(Layerwise):
@@ -148,11 +148,11 @@ class Lars(Layerwise):
             group = bunch.group
             lr: float | Tensor = group["lr"]
             if group["lr_in_velocity"]:
-                torch._foreach_mul_(directions, _rate(bunch))
+                multiply_(directions, _rate(bunch))
                 lr = 1.0
             if group["momentum"]:
                 velocities = [self._velocity(p) for p in bunch.parameters]
-                torch._foreach_mul_(velocities, group["momentum"])
+                multiply_(velocities, group["momentum"])
                 torch._foreach_add_(velocities, directions)
                 if group["nesterov"]:
                     torch._foreach_add_(directions, velocities, alpha=group["momentum"])
@@ -221,7 +221,8 @@ def _step_one(parameter: Tensor, gradient: Tensor, state: dict[str, Any], bunch:
             direction *= ratio
     lr = group["lr"]
     if group["lr_in_velocity"]:
-        direction, lr = direction * lr, 1.0
+        direction *= lr
+        lr = 1.0
     if momentum:
         velocity = state.setdefault("momentum_buffer", torch.zeros_like(parameter))
         velocity.mul_(momentum).add_(direction)

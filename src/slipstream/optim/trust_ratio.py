@@ -45,6 +45,22 @@ def scale_(tensors: Sequence[Tensor], factors: Tensor) -> None:
     torch._foreach_mul_(list(tensors), factors.unbind())
 
 
+def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply all tensors, in place, by one number (a tensor: of no axes, on their device).
+
+    Example:
+        >>> moment = torch.tensor([1000.0], dtype=torch.bfloat16)
+        >>> multiply_([moment], 0.995)
+        >>> moment
+        tensor([996.], dtype=torch.bfloat16)
+    """
+    first = tensors[0]
+    if first.device.type == "cpu" and first.itemsize == 2 and not isinstance(factor, Tensor):
+        # torch would round the number itself to half precision, 0.999 to 1 (2.13, CPU only).
+        factor = torch.tensor(factor)
+    torch._foreach_mul_(list(tensors), factor)
+
+
 def descend_(
     parameters: Sequence[Tensor], directions: Sequence[Tensor], lr: float | Tensor
 ) -> None:
