@@ -33,7 +33,7 @@ from rich.table import Table
 from tables import optimal_in_words, save
 from torch import nn
 
-from slipstream.live_split import SETTLING, WINDOWS
+from slipstream.live_split import MOST_WINDOWS, SETTLING
 from slipstream.session import Session
 from slipstream.strategy import Optimal
 from slipstream.testbed import Testbed, parse_rate
@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace) -> None:
         strategy = {"gradients": {"split": split}} if split else {}
         variants[label], sessions[label] = accelerated(model, loss_of, strategy)
         if split.get("kind") == "optimal":  # it has found its split before anything is timed
-            for _ in range(WINDOWS * (SETTLING + Optimal().steps)):
+            for _ in range(MOST_WINDOWS * (SETTLING + Optimal().steps)):
                 variants[label]()
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     cpu: dict[str, list[float]] = {name: [] for name in variants}

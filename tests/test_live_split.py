@@ -75,10 +75,10 @@ def _answer(proposed: tuple[int, ...] | Exception) -> Any:
 
 OPTIMAL = {"gradients": {"split": {"kind": "optimal", "steps": STEPS}}}
 FIRST = live_split.SETTLING + STEPS  # updates before the first decision
-SECOND, THIRD, LAST = (FIRST + FIRST * n for n in range(1, live_split.WINDOWS))
+SECOND, THIRD, LAST = (FIRST + FIRST * n for n in range(1, 2 * live_split.TURNS))
 
 
-@pytest.mark.parametrize(("faster", "word"), [(True, "kept"), (False, "taken back")])
+@pytest.mark.parametrize(("faster", "word"), [(True, "; 2 kept"), (False, "; 1 kept")])
 def test_all_ranks_switch_at_one_step_and_keep_the_faster(
     two: Ranks, faster: bool, word: str
 ) -> None:

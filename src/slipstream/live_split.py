@@ -1,10 +1,11 @@
-"""``split: optimal`` in a session: trace the default split, solve, take turns, keep the faster.
+"""``split: optimal`` in a session: trace the default split, solve, take turns, keep the fastest.
 
 Never measures an iteration itself (the recording does) and never computes a split (the planner).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -22,7 +23,7 @@ from slipstream.planner.exchange import Plan
 from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
 from slipstream.planner.trials import iterations
-from slipstream.strategy import ByBytes, ByIndex, Split, Strategy
+from slipstream.strategy import ByBytes, Split, Strategy
 from slipstream.trace.event import Trace
 
 CALIBRATION_SECONDS = 4.0
@@ -30,20 +31,25 @@ SETTLING = 2
 """Iterations after a change of the split that are not measured: new buckets, cold connections."""
 
 
-WINDOWS = 4
-"""Two of each split, by turns: what drifts while they run is no split's."""
+TURNS = 2
+"""Windows of each split, by turns: what drifts while they run is no split's."""
+
+LARGER = (ByBytes(megabytes=16), ByBytes(megabytes=25))
+"""Measured beside the computed split: how much a segment more costs is what is known least."""
+
+MOST_WINDOWS = TURNS * (2 + len(LARGER))
 
 
 @dataclass(frozen=True)
-class _Proposal:
-    """What rank 0 found: the last gradient of each segment (None: the default split), and why."""
+class _Found:
+    """What rank 0 has found: the splits to measure, the default first, or the one to keep."""
 
-    last: tuple[int, ...] | None
+    splits: tuple[Split, ...]
     outcome: str
 
 
 class LiveSplit:
-    """Windows of iterations, by turns under the default split and under the computed one.
+    """Windows of iterations, by turns under the default split, the computed one and some larger.
 
     Args:
         engine: installs the splits.
@@ -68,9 +74,9 @@ class LiveSplit:
         self._engine, self._ranks, self._control, self.steps = engine, ranks, control, steps
         gradients = strategy.gradients.model_copy(update={"split": ByBytes()})
         self._base = strategy.model_copy(update={"gradients": gradients})
-        self._seconds: tuple[list[float], list[float]] = [], []  # of the default, of the new split
+        self._splits: tuple[Split, ...] = ()
+        self._seconds: list[list[float]] = []  # of each split, on rank 0
         self._windows = 0
-        self._proposal: _Proposal | None = None
         self.outcome = f"not yet: {steps} iterations of the default split are measured first"
         self.settled = False
 
@@ -83,16 +89,18 @@ class LiveSplit:
             ExchangeError: another rank is gone.
         """
         with together("the choice of the split"):
+            if not self._splits:
+                self._propose(trace)
             if trace is not None:
-                self._seconds[self._windows % 2].extend(iterations(trace))
+                self._seconds[self._windows % len(self._splits)].extend(iterations(trace))
             self._windows += 1
-            if self._proposal is None:
-                return self._propose(trace)
-            if self._windows < WINDOWS:
-                self._install(self._proposal.last if self._windows % 2 else None)
-                return True
-            self._keep_the_faster()
-            return False
+            if len(self._splits) == 1:
+                self.settle(self._splits[0], self.outcome)
+            elif self._windows == TURNS * len(self._splits):
+                self._keep_the_fastest()
+            else:
+                self._install(self._splits[self._windows % len(self._splits)])
+            return not self.settled
 
     def settle(self, split: Split, outcome: str) -> None:
         """No more changes: ``split`` was chosen before."""
@@ -100,60 +108,62 @@ class LiveSplit:
         if self._engine.order is not None:
             self._engine.install(self._engine.order, split)
 
-    def _propose(self, trace: Trace | None) -> bool:
-        """Measure the network, solve on rank 0, install the solution on all ranks, if there is."""
+    def _propose(self, trace: Trace | None) -> None:
+        """Measure the network; rank 0 solves, and all ranks know what is to be measured."""
         measured = calibrate(self._ranks, sizes=SIZES[::2], seconds=CALIBRATION_SECONDS, rounds=3)
-        self._proposal = self._agreed(None if trace is None else self._solve(trace, measured))
-        self.outcome = self._proposal.outcome
-        if self._proposal.last is None:
-            self.settled = True
-            return False
-        self._install(self._proposal.last)
-        return True
+        found = self._agreed(None if trace is None else self._solve(trace, measured))
+        self._splits, self.outcome = found.splits, found.outcome
+        self._seconds = [[] for _ in self._splits]
 
-    def _install(self, last: tuple[int, ...] | None) -> None:
-        """On all ranks: the segments that end with these gradients, or the default's."""
+    def _install(self, split: Split) -> None:
         assert self._engine.order is not None
-        self._engine.install(self._engine.order, ByBytes() if last is None else ByIndex(last=last))
+        self._engine.install(self._engine.order, split)
 
-    def _solve(self, trace: Trace, measured: Measured) -> _Proposal:
+    def _solve(self, trace: Trace, measured: Measured) -> _Found:
         """On rank 0, whose trace holds all ranks."""
-        gradients = self._engine.gradients
+        default = self._engine.split
         try:
             workload, cluster = prepare(trace, measured)
-            split = optimal_split(workload, cluster, [self._base])
-            chosen = self._base.gradients.model_copy(update={"split": split})
-            plan = Plan.of(self._base.model_copy(update={"gradients": chosen}), gradients)
-            seconds = predict(workload, plan, cluster)
+            best = optimal_split(workload, cluster, [self._base])
+            chosen = self._base.gradients.model_copy(update={"split": best})
+            wish = self._base.model_copy(update={"gradients": chosen})
+            seconds = predict(workload, Plan.of(wish, self._engine.gradients), cluster)
         except SlipstreamError as error:  # training goes on as it is
-            return _Proposal(None, f"the default split stays: {error}")
-        if split.last == self._last():
-            return _Proposal(None, "the default split is the optimum")
-        return _Proposal(split.last, f"{len(split.last)} segments, predicted {seconds:.4f} s")
+            return _Found((default,), f"the default split stays: {error}")
+        splits = self._distinct([default, best, *LARGER])
+        if len(splits) == 1:
+            return _Found(splits, "the default split is the optimum")
+        return _Found(splits, f"computed: {len(best.last)} segments, predicted {seconds:.4f} s")
 
-    def _keep_the_faster(self) -> None:
+    def _keep_the_fastest(self) -> None:
         """Rank 0 compares what was measured; all ranks do as it says."""
-        verdict = None
+        found = None
         if self._seconds[0]:
-            assert self._proposal is not None
-            before, after = map(median, self._seconds)
-            verdict = _Proposal(
-                self._proposal.last if after <= before else None,
-                f"{self.outcome}, measured {after:.4f} s against {before:.4f} s in turn: "
-                f"{'kept' if after <= before else 'taken back'}",
-            )
-        agreed = self._agreed(verdict)
-        split = ByBytes() if agreed.last is None else ByIndex(last=agreed.last)
-        self.settle(split, agreed.outcome)
+            medians = [median(seconds) for seconds in self._seconds]
+            fastest = medians.index(min(medians))  # of equal ones the default
+            by_split = zip(self._splits, medians, strict=True)
+            measured = ", ".join(f"{len(self._cuts(s))}: {t:.4f} s" for s, t in by_split)
+            verdict = f"{len(self._cuts(self._splits[fastest]))} kept"
+            outcome = f"{self.outcome}; measured in turn, by segments: {measured}; {verdict}"
+            found = _Found((self._splits[fastest],), outcome)
+        agreed = self._agreed(found)
+        self.settle(agreed.splits[0], agreed.outcome)
 
-    def _last(self) -> tuple[int, ...]:
-        """Index of the last gradient of each segment that is installed."""
-        segments = plan_segments(self._engine.gradients, self._engine.split)
-        return tuple(segment.stop - 1 for segment in segments)
+    def _distinct(self, splits: Sequence[Split]) -> tuple[Split, ...]:
+        """Without those that cut the gradients as an earlier one does."""
+        found: dict[tuple[int, ...], Split] = {}
+        for split in splits:
+            found.setdefault(self._cuts(split), split)
+        return tuple(found.values())
 
-    def _agreed(self, found: _Proposal | None) -> _Proposal:
+    def _cuts(self, split: Split) -> tuple[int, ...]:
+        """Behind the last gradient of each segment."""
+        segments = plan_segments(self._engine.gradients, split)
+        return tuple(segment.stop for segment in segments)
+
+    def _agreed(self, found: _Found | None) -> _Found:
         """What rank 0 found."""
-        box: list[_Proposal | None] = [found]
+        box: list[_Found | None] = [found]
         dist.broadcast_object_list(box, group=self._control, group_src=0)
         assert box[0] is not None
         return box[0]

@@ -141,9 +141,9 @@ class Optimal(Variant):
 
     The first iterations run under the default split and are traced. Then rank 0 computes the split
     whose predicted iteration is shortest from the measured ready times and the measured cost of an
-    exchange (``planner.split``). All ranks switch to it at one step, and back, and again, as many
-    iterations each time, and the faster of the two stays. Takes a few seconds once;
-    ``session.report()`` says what came of it, ``state_dict()`` keeps it.
+    exchange (``planner.split``). The default, this one and two with larger segments take turns,
+    twice, all ranks switching at one step, and the fastest stays. ``session.report()`` says what
+    came of it, ``state_dict()`` keeps it.
 
     Example:
         >>> Optimal(steps=20).steps
@@ -154,7 +154,7 @@ class Optimal(Variant):
     exactness: ClassVar[Exactness] = "reordered"
 
     steps: PositiveInt = 10
-    """Iterations that are measured each time, twice under either split."""
+    """Iterations that are measured each time, twice under each split."""
 
 
 _AnySplit = ByBytes | ByPercent | ByIndex | ByLayers | PerLayer | PerGradient | Single | Optimal
