@@ -23,7 +23,7 @@ testbed`. Ratios are medians of the ratios of one round, with their quartiles: b
 The bound is max(compute, wire), where the wire is what a ring of all ranks must send at the link's
 rate. Kendall's tau compares the order of predictions with that of measurements: 1 is the same
 order, -1 the opposite one; pairs are told apart where the 95 % intervals of the two measured
-medians do not overlap.
+medians do not overlap; "measured again" is the tau of two measurements of the same strategies.
 """
 
 
@@ -109,7 +109,7 @@ def prediction(facts: Mapping[str, Any]) -> str:
         "",
         *_header(
             "model", "rate", "strategy", "measured s", "quartiles", "replay s", "error",
-            "what-if s", "error", "tau", "tau of the pairs told apart",
+            "what-if s", "error", "tau", "tau of the pairs told apart", "tau measured again",
         ),
     ]  # fmt: skip
     for r in facts["rows"]:
@@ -127,12 +127,13 @@ def prediction(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _orders(facts: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str]:
+def _orders(facts: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Of a testbed, in the row of its baseline."""
     if row["what_if"]:
-        return "", ""
+        return "", "", ""
     order = facts["orders"][f"{row['model']}, {row['rate']}"]
-    return f"{order['tau']:.2f}", f"{order['tau_told_apart']:.2f} of {order['num_told_apart']}"
+    known = f"{order['tau_told_apart']:.2f} of {order['num_told_apart']}"
+    return f"{order['tau']:.2f}", known, f"{order['tau_again']:.2f}"
 
 
 def tuner(facts: Mapping[str, Any]) -> str:
