@@ -50,7 +50,7 @@ def exchange(facts: Mapping[str, Any]) -> str:
         f"{facts['versions']['torch']}. `{facts['command']}`",
         "",
         *([facts["note"], ""] if "note" in facts else []),
-        *([optimal_in_words(facts["optimal"]), ""] if "optimal" in facts else []),
+        *([_finals(facts) + optimal_in_words(facts["optimal"]), ""] if "optimal" in facts else []),
         *_header(
             "variant", "median s", "quartiles", "exposed s", "CPU s", "all-reduces", "x bound",
             "x best DDP", "quartiles",
@@ -68,12 +68,21 @@ def exchange(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def optimal_in_words(found: Mapping[str, Sequence[float]]) -> str:
+def _finals(facts: Mapping[str, Any]) -> str:
+    rounds = facts.get("finals")
+    return f"In {rounds} rounds of their own, behind those of the table: " if rounds else ""
+
+
+def optimal_in_words(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """The time of the optimal split over that of its rivals, in a line."""
-    return "Optimal split against " + "; ".join(
-        f"{rival}: {median:.3f} ({low:.3f}..{high:.3f})"
-        for rival, (low, median, high) in found.items()
-    )
+    return "Optimal split against " + "; ".join(_ratio(rival, of) for rival, of in found.items())
+
+
+def _ratio(rival: str, found: Mapping[str, Sequence[float]]) -> str:
+    low, median, high = found["quartiles"]
+    known = "..".join(f"{end:.3f}" for end in found["interval"])
+    interval = f", 95 % interval of the median {known}" if known else ""
+    return f"{rival}: {median:.3f} (quartiles {low:.3f}..{high:.3f}{interval})"
 
 
 def overhead(facts: Mapping[str, Any]) -> str:
