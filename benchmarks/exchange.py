@@ -9,6 +9,10 @@ DDP is measured with its default and with several bucket sizes, all with gradien
 wire): compute is the iteration without any exchange, wire = 2 (p - 1) / p * bytes / rate. Without
 namespaces (no root) use --loopback.
 
+The best of several equal variants looks better than it is. So with --finals the optimal split goes
+through that many more rounds against HCCL's default and the winners of the first ones, the best
+fixed size and the best DDP: only those rounds compare them.
+
 With --codecs, slipstream's codecs take turns with DDP and with torch's own hooks (DDP's default
 buckets; PowerSGD in one bucket, as it crashes on gloo with several):
 
@@ -24,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from slipstream.live_split import MOST_WINDOWS, SETTLING
+from slipstream.planner.pairs import median_interval
 from slipstream.session import Session
 from slipstream.strategy import Optimal
 from slipstream.testbed import Testbed, parse_rate
@@ -161,22 +166,11 @@ def measure(args: argparse.Namespace) -> None:
     for hook in ("fp16 hook", "PowerSGD hook") if args.codecs else ():
         model, loss_of, _ = make_model(args.model)
         variants[f"torch, {hook}"] = plain(with_hook(model, hook), loss_of)
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    cpu: dict[str, list[float]] = {name: [] for name in variants}
-    shuffle = random.Random(0)
-    steps = range(args.warmup + args.rounds)
-    for step in track(steps, f"{args.model} on {world} ranks", console=_console(rank)):
-        for name in shuffle.sample(list(variants), len(variants)):
-            dist.barrier()
-            start, cpu_start = time.perf_counter(), time.process_time()
-            variants[name]()
-            spent = torch.tensor([time.perf_counter() - start])
-            used = torch.tensor([time.process_time() - cpu_start])
-            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            dist.all_reduce(used)
-            if step >= args.warmup:
-                seconds[name].append(float(spent))
-                cpu[name].append(float(used))
+    seconds, cpu = take_turns(variants, args.rounds, args.warmup)
+    finals: dict[str, list[float]] = {}
+    if args.finals and OPTIMAL in variants:
+        finalists = [OPTIMAL, *rivals(seconds)]
+        finals, _ = take_turns({name: variants[name] for name in finalists}, args.finals, 1)
     if rank == 0:
         model, _, _ = make_model(args.model)
         num_bytes = sum(p.nbytes for p in model.parameters())
@@ -187,9 +181,44 @@ def measure(args: argparse.Namespace) -> None:
             name: sum(segment.num_collectives for segment in session.segments)
             for name, session in sessions.items()
         }
-        write(args, seconds, cpu, collectives, num_bytes, world)
+        write(args, seconds, cpu, collectives, num_bytes, world, finals)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def take_turns(
+    variants: Mapping[str, Iterate], rounds: int, warmup: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of each variant's iterations on the slowest rank, and CPU seconds of all ranks."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    cpu: dict[str, list[float]] = {name: [] for name in variants}
+    shuffle = random.Random(0)
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    for step in track(range(warmup + rounds), f"{len(variants)} variants", console=console):
+        for name in shuffle.sample(list(variants), len(variants)):
+            dist.barrier()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            variants[name]()
+            spent = torch.tensor([time.perf_counter() - start])
+            used = torch.tensor([time.process_time() - cpu_start])
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            dist.all_reduce(used)
+            if step >= warmup:
+                seconds[name].append(float(spent))
+                cpu[name].append(float(used))
+    return seconds, cpu
+
+
+def rivals(seconds: Mapping[str, Sequence[float]]) -> list[str]:
+    """The best fixed size, HCCL's default and the best DDP; the same on all ranks."""
+
+    def best(names: Iterable[str]) -> list[str]:
+        known = list(names)
+        return [min(known, key=lambda name: statistics.median(seconds[name]))] if known else []
+
+    fixed = (name for name in seconds if name == "slipstream, default" or "by_bytes" in name)
+    ddp_sizes = (name for name in seconds if name.startswith("DDP"))
+    return [*best(fixed), *(name for name in seconds if name == HCCL), *best(ddp_sizes)]
 
 
 def write(
@@ -199,6 +228,7 @@ def write(
     collectives: dict[str, int],
     num_bytes: int,
     world: int,
+    finals: dict[str, list[float]],
 ) -> None:
     """Print the table; with --json write it too."""
     compute = statistics.median(seconds["no exchange"])
@@ -239,24 +269,24 @@ def write(
     }
     Console(width=150).print(table(facts, rows))
     if OPTIMAL in seconds:
-        facts["optimal"] = optimal_against(seconds, best)
+        facts["finals"] = args.finals
+        facts["optimal"] = optimal_against(finals or seconds, rivals(seconds))
         Console(width=150).print(optimal_in_words(facts["optimal"]))
     if args.json:
-        save(
-            args.json, "exchange", {**facts, "rows": [asdict(r) for r in rows], "seconds": seconds}
-        )
+        raw = {"rows": [asdict(r) for r in rows], "seconds": seconds, "final_seconds": finals}
+        save(args.json, "exchange", {**facts, **raw})
 
 
-def optimal_against(seconds: dict[str, list[float]], best_ddp: str) -> dict[str, list[float]]:
-    """Quartiles of the time of the optimal split over that of each rival, in pairs of a round."""
-    fixed = [name for name in seconds if name == "slipstream, default" or "by_bytes" in name]
-    rivals = [min(fixed, key=lambda name: statistics.median(seconds[name]), default=""), HCCL]
-    ours = seconds[OPTIMAL]
-    return {
-        rival: list(quartiles([a / b for a, b in zip(ours, seconds[rival], strict=True)]))
-        for rival in (*rivals, best_ddp)
-        if rival in seconds
-    }
+def optimal_against(
+    seconds: Mapping[str, Sequence[float]], names: Sequence[str]
+) -> dict[str, dict[str, list[float]]]:
+    """The time of the optimal split over that of each rival, in pairs of a round."""
+    found = {}
+    for name in names:
+        ratios = [a / b for a, b in zip(seconds[OPTIMAL], seconds[name], strict=True)]
+        interval = median_interval(ratios)
+        found[name] = {"quartiles": list(quartiles(ratios)), "interval": list(interval or ())}
+    return found
 
 
 def table(facts: dict[str, object], rows: Sequence[Row]) -> Table:
@@ -305,10 +335,6 @@ def on_loopback(argv: Sequence[str], nodes: int) -> int:
     return subprocess.call([*torchrun, __file__, *argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _console(rank: int) -> Console:
-    return Console(stderr=True, quiet=rank != 0)
-
-
 def main() -> int:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -317,6 +343,7 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--finals", type=int, default=0, help="rounds of the optimal split alone")
     parser.add_argument("--splits", nargs="*", choices=list(SPLITS), help="default: all")
     parser.add_argument("--codecs", action="store_true", help="codecs and torch's hooks, too")
     parser.add_argument("--loopback", action="store_true", help="without emulated links")

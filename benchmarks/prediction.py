@@ -15,7 +15,9 @@ start twice).
 
 Kendall's tau compares the order of the predictions with that of the measurements: over all pairs of
 strategies, and over those whose order the measurement knows, i.e. where the 95 % intervals of the
-two medians do not overlap.
+two medians do not overlap. Beside them stands the tau of the first block's measurements with the
+second's: where strategies lie closer together than two measurements of one, no prediction can
+do better than that.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import argparse
 import itertools
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -85,11 +87,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Order:
-    """Kendall's tau over all pairs, and over the ``num_told_apart`` whose order is known."""
+    """Kendall's tau over all pairs, and over the ``num_told_apart`` whose order is known.
+
+    ``tau_again`` is that of one block's measurements with the other's: what an order that is as
+    good as measured once more would reach.
+    """
 
     tau: float
     tau_told_apart: float
     num_told_apart: int
+    tau_again: float
 
 
 def train(model_name: str, steps: int, folder: Path) -> None:
@@ -150,7 +157,7 @@ def compare(model: str, rate: str, folder: Path) -> tuple[list[Row], Order]:
         interval = median_interval(measured)
         assert interval is not None, "six iterations or more of both blocks tell an interval"
         known.append(interval)
-    return rows, order(rows, known)
+    return rows, order(rows, known, traces.values())
 
 
 def seconds(trace: Trace) -> list[float]:
@@ -166,15 +173,29 @@ def predicted(source: Trace, target: Trace, cluster: Cluster) -> float:
     return predict(workload, plan, fitted) / plan.accumulate
 
 
-def order(rows: Sequence[Row], known: Sequence[tuple[float, float]]) -> Order:
+def order(
+    rows: Sequence[Row], known: Sequence[tuple[float, float]], traces: Iterable[Sequence[Trace]]
+) -> Order:
     """Kendall's tau of the predictions; ``known`` are the 95 % intervals of what was measured."""
-    every, told_apart = [], []
-    for (a, at), (b, bt) in itertools.combinations(zip(rows, known, strict=True), 2):
-        agree = 1 if (a.measured - b.measured) * (a.from_baseline - b.from_baseline) > 0 else -1
-        every.append(agree)
-        if at[1] < bt[0] or bt[1] < at[0]:
-            told_apart.append(agree)
-    return Order(fmean(every), fmean(told_apart) if told_apart else 1.0, len(told_apart))
+    every = agreements([r.measured for r in rows], [r.from_baseline for r in rows])
+    told_apart = [
+        agreement
+        for agreement, (a, b) in zip(every, itertools.combinations(known, 2), strict=True)
+        if a[1] < b[0] or b[1] < a[0]
+    ]
+    again = zip(*([median(seconds(block)) for block in own] for own in traces), strict=True)
+    return Order(
+        tau=fmean(every),
+        tau_told_apart=fmean(told_apart) if told_apart else 1.0,
+        num_told_apart=len(told_apart),
+        tau_again=fmean(agreements(*again)),
+    )
+
+
+def agreements(ones: Sequence[float], others: Sequence[float]) -> list[int]:
+    """Of every pair of places, 1 where both have it in the same order, else -1."""
+    pairs = itertools.combinations(zip(ones, others, strict=True), 2)
+    return [1 if (a - b) * (x - y) > 0 else -1 for (a, x), (b, y) in pairs]
 
 
 def errors(rows: Sequence[Row]) -> dict[str, float]:
@@ -199,6 +220,7 @@ def table(rows: Sequence[Row], orders: Mapping[str, Order]) -> Table:
     )
     for heading in (
         "testbed", "strategy", "measured s", "quartiles", "replay", "what-if", "tau", "told apart",
+        "measured again",
     ):  # fmt: skip
         drawn.add_column(heading, justify="left" if heading in ("testbed", "strategy") else "right")
     for testbed, group in itertools.groupby(rows, key=lambda r: f"{r.model}, {r.rate}"):
@@ -214,6 +236,7 @@ def table(rows: Sequence[Row], orders: Mapping[str, Order]) -> Table:
                 "" if r.what_if is None else f"{r.what_if / r.measured - 1:+.1%}",
                 f"{found.tau:.2f}" if baseline else "",
                 f"{found.tau_told_apart:.2f} of {found.num_told_apart}" if baseline else "",
+                f"{found.tau_again:.2f}" if baseline else "",
             )
     return drawn
 

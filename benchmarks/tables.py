@@ -23,7 +23,7 @@ testbed`. Ratios are medians of the ratios of one round, with their quartiles: b
 The bound is max(compute, wire), where the wire is what a ring of all ranks must send at the link's
 rate. Kendall's tau compares the order of predictions with that of measurements: 1 is the same
 order, -1 the opposite one; pairs are told apart where the 95 % intervals of the two measured
-medians do not overlap.
+medians do not overlap; "measured again" is the tau of two measurements of the same strategies.
 """
 
 
@@ -50,7 +50,7 @@ def exchange(facts: Mapping[str, Any]) -> str:
         f"{facts['versions']['torch']}. `{facts['command']}`",
         "",
         *([facts["note"], ""] if "note" in facts else []),
-        *([optimal_in_words(facts["optimal"]), ""] if "optimal" in facts else []),
+        *([_finals(facts) + optimal_in_words(facts["optimal"]), ""] if "optimal" in facts else []),
         *_header(
             "variant", "median s", "quartiles", "exposed s", "CPU s", "all-reduces", "x bound",
             "x best DDP", "quartiles",
@@ -68,12 +68,21 @@ def exchange(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def optimal_in_words(found: Mapping[str, Sequence[float]]) -> str:
+def _finals(facts: Mapping[str, Any]) -> str:
+    rounds = facts.get("finals")
+    return f"In {rounds} rounds of their own, behind those of the table: " if rounds else ""
+
+
+def optimal_in_words(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
     """The time of the optimal split over that of its rivals, in a line."""
-    return "Optimal split against " + "; ".join(
-        f"{rival}: {median:.3f} ({low:.3f}..{high:.3f})"
-        for rival, (low, median, high) in found.items()
-    )
+    return "Optimal split against " + "; ".join(_ratio(rival, of) for rival, of in found.items())
+
+
+def _ratio(rival: str, found: Mapping[str, Sequence[float]]) -> str:
+    low, median, high = found["quartiles"]
+    known = "..".join(f"{end:.3f}" for end in found["interval"])
+    interval = f", 95 % interval of the median {known}" if known else ""
+    return f"{rival}: {median:.3f} (quartiles {low:.3f}..{high:.3f}{interval})"
 
 
 def overhead(facts: Mapping[str, Any]) -> str:
@@ -109,7 +118,7 @@ def prediction(facts: Mapping[str, Any]) -> str:
         "",
         *_header(
             "model", "rate", "strategy", "measured s", "quartiles", "replay s", "error",
-            "what-if s", "error", "tau", "tau of the pairs told apart",
+            "what-if s", "error", "tau", "tau of the pairs told apart", "tau measured again",
         ),
     ]  # fmt: skip
     for r in facts["rows"]:
@@ -127,12 +136,13 @@ def prediction(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _orders(facts: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str]:
+def _orders(facts: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Of a testbed, in the row of its baseline."""
     if row["what_if"]:
-        return "", ""
+        return "", "", ""
     order = facts["orders"][f"{row['model']}, {row['rate']}"]
-    return f"{order['tau']:.2f}", f"{order['tau_told_apart']:.2f} of {order['num_told_apart']}"
+    known = f"{order['tau_told_apart']:.2f} of {order['num_told_apart']}"
+    return f"{order['tau']:.2f}", known, f"{order['tau_again']:.2f}"
 
 
 def tuner(facts: Mapping[str, Any]) -> str:

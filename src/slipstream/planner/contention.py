@@ -80,8 +80,18 @@ def contention(
     total, waiting = all_reduce.seconds(large), all_reduce.latency
     if total > 2 * waiting:  # else the difference would be nothing but noise
         rest = (rest * total - latency * waiting) / (total - waiting)
-    slower = [max(round(factor - 1, 4), 0.0) for factor in (compute, rest, latency)]
-    return Slowdowns(*slower, *_queue(world, device, all_reduce, seconds))
+    share, most = _queue(world, device, all_reduce, seconds)
+    return Slowdowns(
+        compute=_above_one(compute),
+        exchange=_above_one(rest),
+        latency=_above_one(latency),
+        queue_share=share,
+        queue_seconds=most,
+    )
+
+
+def _above_one(factor: float) -> float:
+    return max(round(factor - 1, 4), 0.0)
 
 
 def _queue(
