@@ -80,7 +80,7 @@ class Run:
 def digits_task(batch: int = 16) -> Task:
     """Handwritten digits: a small convolutional network; the score is the accuracy."""
     train, held_out = data.digits(16)
-    pixels, targets = (torch.stack(list(part)) for part in zip(*held_out, strict=True))
+    pixels, targets = held_out[:]
 
     def build() -> nn.Module:
         return nn.Sequential(
@@ -132,7 +132,8 @@ def text_task(batch: int = 8) -> Task:
         return data.mask_words(train[chosen], VOCABULARY, random)
 
     def loss(model: nn.Module, rows: Any) -> torch.Tensor:
-        return model(input_ids=rows[0], labels=rows[1]).loss
+        found: torch.Tensor = model(input_ids=rows[0], labels=rows[1]).loss
+        return found
 
     def held_out_loss(model: nn.Module) -> float:
         return float(loss(model, masked))

@@ -13,10 +13,13 @@ The best of several equal variants looks better than it is. So with --finals the
 through that many more rounds against HCCL's default and the winners of the first ones, the best
 fixed size and the best DDP: only those rounds compare them.
 
-With --codecs, slipstream's codecs take turns with DDP and with torch's own hooks (DDP's default
-buckets; PowerSGD in one bucket, as it crashes on gloo with several):
+With --codecs and --hooks, slipstream's codecs take turns with DDP and with torch's own hooks (in
+DDP's default buckets; PowerSGD in one bucket, as it crashes on gloo with several):
 
-    python benchmarks/exchange.py --model resnet50 --rate 300mbit --codecs --splits default
+    python benchmarks/exchange.py --model vgg16 --rate 300mbit --splits default --codecs bf16 int8 \
+        --hooks fp16
+
+(torch's bf16 hook refuses to run on gloo.)
 """
 
 from __future__ import annotations
@@ -78,6 +81,11 @@ CODECS: dict[str, object] = {
     "powersgd": {"kind": "powersgd", "rank": 4, "start_step": 0},
 }
 
+HOOKS = {
+    "fp16": default_hooks.fp16_compress_hook,
+    "PowerSGD": powerSGD_hook.powerSGD_hook,
+}
+
 
 @dataclass(frozen=True)
 class Row:
@@ -128,13 +136,14 @@ def ddp(model: nn.Module, megabytes: float | None) -> nn.Module:
 
 def with_hook(model: nn.Module, hook: str) -> nn.Module:
     """DDP with one of torch's own communication hooks."""
-    if hook == "fp16 hook":
-        wrapped = ddp(model, None)
-        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)  # type: ignore[operator]
-        return wrapped
-    wrapped = ddp(model, 1000)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
-    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)  # type: ignore[operator]
+    wrapped = ddp(model, 1000 if hook == "PowerSGD" else None)
+    if hook == "PowerSGD":
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=4, start_powerSGD_iter=2
+        )
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)  # type: ignore[operator]
+    else:
+        wrapped.register_comm_hook(None, HOOKS[hook])  # type: ignore[operator]
     return wrapped
 
 
@@ -145,8 +154,8 @@ def measure(args: argparse.Namespace) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     model, loss_of, _ = make_model(args.model)
     variants: dict[str, Iterate] = {"no exchange": plain(model, loss_of)}
-    for megabytes in (None, *DDP_MEGABYTES):
-        label = f"DDP, {megabytes} MB" if megabytes else "DDP, default"
+    for megabytes in (None, *args.ddp):
+        label = f"DDP, {megabytes:g} MB" if megabytes else "DDP, default"
         model, loss_of, _ = make_model(args.model)
         variants[label] = plain(ddp(model, megabytes), loss_of)
     sessions: dict[str, Session[nn.Module, torch.optim.SGD]] = {}
@@ -158,14 +167,14 @@ def measure(args: argparse.Namespace) -> None:
         if split.get("kind") == "optimal":  # it has found its split before anything is timed
             for _ in range(MOST_WINDOWS * (SETTLING + Optimal().steps)):
                 variants[label]()
-    for name in CODECS if args.codecs else ():
+    for name in args.codecs or ():
         label = f"slipstream, {name}"
         model, loss_of, _ = make_model(args.model)
-        strategy = {"gradients": {"codec": CODECS[name]}}
-        variants[label], sessions[label] = accelerated(model, loss_of, strategy)
-    for hook in ("fp16 hook", "PowerSGD hook") if args.codecs else ():
+        coded: dict[str, object] = {"codec": CODECS[name]}
+        variants[label], sessions[label] = accelerated(model, loss_of, {"gradients": coded})
+    for hook in args.hooks or ():
         model, loss_of, _ = make_model(args.model)
-        variants[f"torch, {hook}"] = plain(with_hook(model, hook), loss_of)
+        variants[f"torch, {hook} hook"] = plain(with_hook(model, hook), loss_of)
     seconds, cpu = take_turns(variants, args.rounds, args.warmup)
     finals: dict[str, list[float]] = {}
     if args.finals and OPTIMAL in variants:
@@ -345,7 +354,9 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--finals", type=int, default=0, help="rounds of the optimal split alone")
     parser.add_argument("--splits", nargs="*", choices=list(SPLITS), help="default: all")
-    parser.add_argument("--codecs", action="store_true", help="codecs and torch's hooks, too")
+    parser.add_argument("--ddp", nargs="*", type=float, default=DDP_MEGABYTES, help="DDP's buckets")
+    parser.add_argument("--codecs", nargs="*", choices=list(CODECS), help="codecs, too")
+    parser.add_argument("--hooks", nargs="*", choices=HOOKS, help="DDP with torch's hooks, too")
     parser.add_argument("--loopback", action="store_true", help="without emulated links")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()

@@ -10,13 +10,13 @@ with several buckets.) Here all buckets go, one after the other, through one thr
 group of its own.
 """
 
-from __future__ import annotations
+# No `from __future__ import annotations`: DDP compares a hook's annotations with classes.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import torch
@@ -32,6 +32,11 @@ from slipstream.gradients.coded import NamedState, carry
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import Lent, check_lendable
 from slipstream.strategy import Adaptive, Codec, Dgc, Half, PlainCodec, Strategy, codec_of
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+else:
+    from torch.distributed import GradBucket
 
 
 @dataclass(slots=True)
@@ -108,12 +113,12 @@ class DdpCodec:
         self.step = 0
         self.skipped = 0
 
-    def start(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def start(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange a bucket behind those before it; DDP waits for the future."""
         if bucket.index() == 0:
             self._channel.wait()  # for none any more: errors of the last backward
         buffer = bucket.buffer()
-        devices = [buffer.device] if buffer.is_cuda else None
+        devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         parts = self._parts_of(bucket.parameters(), buffer)
         run = partial(self._exchange, buffer, parts, bucket.is_last(), self._loss_scale(), future)
@@ -136,7 +141,7 @@ class DdpCodec:
             if last:
                 self._settle()
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(error)  # type: ignore[arg-type]
             raise
         future.set_result(buffer)
 
@@ -255,7 +260,7 @@ class DdpCodec:
             self._lent.give_back()
 
 
-def codec_hook(state: DdpCodec, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def codec_hook(state: DdpCodec, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The hook: ``ddp.register_comm_hook(DdpCodec(ddp, "int8"), codec_hook)``."""
     return state.start(bucket)
 

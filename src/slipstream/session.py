@@ -241,7 +241,10 @@ class Session(Generic[M, O]):
             )
         order = self._engine.order if self._engine else None
         kept = self._engine.codec_state() if self._engine else {}
-        codecs = checkpoint.gathered(kept, self._control) if self._codecs_keep() else []
+        codecs = []
+        if self._codecs_keep():
+            assert self._control is not None
+            codecs = checkpoint.gathered(kept, self._control)
         return checkpoint.state_of(self._steps, self._chosen_split(), order, self._names, codecs)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

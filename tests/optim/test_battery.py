@@ -70,7 +70,7 @@ class Operations(TorchDispatchMode):
     """The operations that are dispatched, by name."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +84,8 @@ def operations(variant: str, *, copies: int, plain: bool = False) -> list[str]:
     optimizer = make(named)
     moved(optimizer, named, range(1), optimizer.step)
     give_gradients(named, 1)
-    with Operations() as counted:
+    counted = Operations()
+    with counted:
         make.one_by_one(optimizer) if plain else optimizer.step()
     return counted.names
 
@@ -124,6 +125,10 @@ def test_it_runs_where_tensors_have_no_values(variant: str) -> None:
     } <= {"meta"}
 
 
+def gradients(named: Named) -> list[torch.Tensor]:
+    return [parameter.grad for _, parameter in named if parameter.grad is not None]
+
+
 @every_variant
 def test_gradients_are_left_as_they_are(variant: str) -> None:
     named, untouched = parameters(), parameters()
@@ -131,8 +136,7 @@ def test_gradients_are_left_as_they_are(variant: str) -> None:
     give_gradients(named, 0)
     give_gradients(untouched, 0)
     optimizer.step()
-    for (_, p), (_, q) in zip(named, untouched, strict=True):
-        assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
+    assert same(gradients(named), gradients(untouched))
 
 
 def warm_up_then_cosine(optimizer: Lars | Lamb) -> LRScheduler:

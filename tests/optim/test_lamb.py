@@ -17,10 +17,10 @@ TINY = 1e-12
 """An eps that does not count."""
 
 
-def matrix(seed: int = 0, scale: float = 1.0) -> nn.Parameter:
+def matrix(seed: int = 0, scale: float = 1.0, gradient_scale: float = 1.0) -> nn.Parameter:
     random = torch.Generator().manual_seed(seed)
     parameter = nn.Parameter(scale * torch.randn(4, 6, generator=random))
-    parameter.grad = torch.randn(4, 6, generator=random)
+    parameter.grad = gradient_scale * torch.randn(4, 6, generator=random)
     return parameter
 
 
@@ -33,7 +33,7 @@ def step_of(parameter: nn.Parameter, **settings: Any) -> torch.Tensor:
 
 def test_what_is_excluded_moves_as_under_adam() -> None:
     ours, theirs = parameters(dtype=torch.float64), parameters(dtype=torch.float64)
-    settings = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3}
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-3}
     adapted = Lamb(ours, weight_decay=0.1, exclude=["*"], **settings)
     adam = torch.optim.Adam(theirs, **settings)
     for number in range(6):
@@ -49,8 +49,7 @@ def test_what_is_excluded_moves_as_under_adam() -> None:
 def test_a_step_is_as_long_as_the_weights_allow(
     seed: int, weights: float, gradients: float, lr: float
 ) -> None:
-    parameter = matrix(seed, weights)
-    parameter.grad *= gradients
+    parameter = matrix(seed, weights, gradients)
     length = parameter.detach().norm()
     step = step_of(parameter, lr=lr)
     assert step.norm().item() == pytest.approx(lr * length.item(), rel=1e-3)
@@ -76,12 +75,13 @@ def test_gradients_are_normalised_by_the_norm_of_all_of_them() -> None:
     ours, theirs = ([p for d in dtypes for p in parameters(dtype=d)] for _ in range(2))
     give_gradients(ours, 0)
     give_gradients(theirs, 0)
-    norm = sum(p.grad.double().square().sum() for _, p in ours if p.grad is not None).sqrt()
+    squares = [p.grad.double().square().sum() for _, p in ours if p.grad is not None]
+    norm = torch.stack(squares).sum().sqrt()
     for _, p in theirs:
         if p.grad is not None:
             p.grad /= norm / 0.5
     halves = [{"params": ours[:9]}, {"params": ours[9:]}]
-    settings = {"lr": 0.1, "betas": (0.5, 0.5), "eps": 1e-3}
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.5, 0.5), "eps": 1e-3}
     Lamb(halves, max_grad_norm=0.5, **settings).step()
     Lamb(theirs, **settings).step()
     for (_, p), (_, q) in zip(ours, theirs, strict=True):
@@ -98,7 +98,7 @@ def test_short_gradients_are_not_made_longer() -> None:
 def test_each_group_has_its_own_limit_on_the_norm_of_all() -> None:
     limited, free, alone = matrix(1), matrix(2), matrix(2)
     before = free.detach().clone()
-    groups = [{"params": [limited], "max_grad_norm": 0.1}, {"params": [free]}]
+    groups: list[dict[str, Any]] = [{"params": [limited], "max_grad_norm": 0.1}, {"params": [free]}]
     Lamb(groups, lr=0.1, eps=1e-3).step()
     assert torch.equal(before - free.detach(), step_of(alone, lr=0.1, eps=1e-3))
 
@@ -107,6 +107,7 @@ def test_without_averaging_the_first_moment_is_the_gradient() -> None:
     parameter = matrix()
     optimizer = Lamb([parameter], lr=0.1, grad_averaging=False)
     optimizer.step()
+    assert parameter.grad is not None
     assert torch.equal(optimizer.state[parameter]["exp_avg"], parameter.grad)
 
 

@@ -96,31 +96,29 @@ def test_a_refused_group_is_not_added(make: Any) -> None:
     assert len(optimizer.param_groups) == 1
 
 
+SHARED: list[tuple[dict[str, Any], str]] = [
+    ({"lr": -0.1}, "lr is -0.1; allowed: a number from 0 on; usual is 1 to 30 for Lars, "),
+    ({"lr": "1e-3"}, "lr is '1e-3'; allowed: a number from 0 on; usual is"),
+    ({"lr": float("nan")}, "lr is nan; allowed"),
+    ({"lr": torch.tensor(-1.0)}, "lr is -1.0; allowed"),
+    ({"lr": torch.ones(2)}, "lr is tensor([1., 1.]); allowed"),
+    ({"weight_decay": -1e-4}, "weight_decay is -0.0001; allowed: a number from 0 on; usual"),
+    ({"weight_decay": True}, "weight_decay is True; allowed: a number from 0 on; usual is"),
+    ({"eps": -1.0}, "eps is -1.0; allowed: a number"),
+    ({"adapt_vectors": 1}, "adapt_vectors is 1; allowed: True or False; pass one of them"),
+    ({"decay_vectors": None}, "decay_vectors is None; allowed: True or False"),
+    ({"adapt_undecayed": "no"}, "adapt_undecayed is 'no'; allowed: True or False"),
+    ({"exclude": "*.bias"}, "allowed: a tuple of patterns; write exclude=('*.bias',)"),
+    ({"exclude": 3}, "exclude is 3; allowed: a tuple of patterns"),
+    ({"exclude": (3,)}, "exclude is (3,); allowed: a tuple of patterns"),
+    (
+        {"exclude": ("*.bias", "*.gama")},
+        "exclude has '*.gama', which matches no parameter; allowed: patterns such as '*.bias' "
+        "for names such as 'conv.weight'; mend the pattern or leave it out",
+    ),
+]
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    (both_, settings, words)
-    for both_ in (Lars, Lamb)
-    for settings, words in [
-        ({"lr": -0.1}, "lr is -0.1; allowed: a number from 0 on; usual is 1 to 30 for Lars, "),
-        ({"lr": "1e-3"}, "lr is '1e-3'; allowed: a number from 0 on; usual is"),
-        ({"lr": float("nan")}, "lr is nan; allowed"),
-        ({"lr": torch.tensor(-1.0)}, "lr is -1.0; allowed"),
-        ({"lr": torch.ones(2)}, "lr is tensor([1., 1.]); allowed"),
-        ({"weight_decay": -1e-4}, "weight_decay is -0.0001; allowed: a number from 0 on; usual"),
-        ({"weight_decay": True}, "weight_decay is True; allowed: a number from 0 on; usual is"),
-        ({"eps": -1.0}, "eps is -1.0; allowed: a number"),
-        ({"adapt_vectors": 1}, "adapt_vectors is 1; allowed: True or False; pass one of them"),
-        ({"decay_vectors": None}, "decay_vectors is None; allowed: True or False"),
-        ({"adapt_undecayed": "no"}, "adapt_undecayed is 'no'; allowed: True or False"),
-        ({"exclude": "*.bias"}, "allowed: a tuple of patterns; write exclude=('*.bias',)"),
-        ({"exclude": 3}, "exclude is 3; allowed: a tuple of patterns"),
-        ({"exclude": (3,)}, "exclude is (3,); allowed: a tuple of patterns"),
-        (
-            {"exclude": ("*.bias", "*.gama")},
-            "exclude has '*.gama', which matches no parameter; allowed: patterns such as '*.bias' "
-            "for names such as 'conv.weight'; mend the pattern or leave it out",
-        ),
-    ]
-] + [
+    *((make, settings, words) for make in (Lars, Lamb) for settings, words in SHARED),
     (
         Lars,
         {"momentum": 1.0},

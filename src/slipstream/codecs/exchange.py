@@ -84,11 +84,11 @@ def _serve(requests: Sequence[Request | None]) -> None:
         total = sums[0].clone()
         for other in sums[1:]:
             total += other
-        for tensor in sums:
-            tensor.copy_(total)
+        for summed in sums:
+            summed.copy_(total)
     for rank, request in enumerate(requests):
-        for peer, other in enumerate(requests):
-            if isinstance(request, Swap) and isinstance(other, Swap):
-                request.receive[peer].copy_(other.send[rank])
-            elif isinstance(request, Gather) and isinstance(other, Gather):
-                request.receive[peer].copy_(other.send)
+        for peer, their in enumerate(requests):
+            if isinstance(request, Swap) and isinstance(their, Swap):
+                request.receive[peer].copy_(their.send[rank])
+            elif isinstance(request, Gather) and isinstance(their, Gather):
+                request.receive[peer].copy_(their.send)

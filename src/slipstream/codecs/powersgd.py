@@ -85,7 +85,8 @@ def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
     Householder's QR: stable, and of a matrix of zeros it still gives such columns, where
     Gram-Schmidt would divide by nothing.
     """
-    return torch.linalg.qr(matrix).Q
+    columns: torch.Tensor = torch.linalg.qr(matrix).Q
+    return columns
 
 
 def direction(m: int, rank: int, seed: int) -> torch.Tensor:

@@ -168,10 +168,10 @@ class Lamb(Layerwise):
         group, states = bunch.group, [self._state(p) for p in bunch.parameters]
         firsts = [state["exp_avg"] for state in states]
         seconds = [state["exp_avg_sq"] for state in states]
-        gradients: Sequence[Tensor] = bunch.gradients
+        gradients = bunch.gradients
         if total is not None and group["max_grad_norm"] is not None:
             excess = total.to(gradients[0].device) / group["max_grad_norm"]
-            gradients = torch._foreach_div(bunch.gradients, excess.clamp(min=1.0))
+            gradients = list(torch._foreach_div(gradients, excess.clamp(min=1.0)))
         beta1, beta2 = group["betas"]
         multiply_(firsts, beta1)
         torch._foreach_add_(firsts, gradients, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
@@ -206,7 +206,9 @@ def _total_norm(bunches: Sequence[Bunch]) -> Tensor | None:
     if all(bunch.group["max_grad_norm"] is None for bunch in bunches):
         return None
     each = [norms(bunch.gradients) for bunch in bunches]
-    return torch.linalg.vector_norm(torch.cat([norm.to(each[0].device) for norm in each]))
+    together = torch.cat([norm.to(each[0].device) for norm in each])
+    total: Tensor = torch.linalg.vector_norm(together)
+    return total
 
 
 def _ratios(weights: Tensor, steps: Tensor, group: Group) -> Tensor:
@@ -267,4 +269,5 @@ def _step_one(
 
 def _norm(tensor: Tensor) -> Tensor:
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.linalg.vector_norm(tensor, dtype=wide)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+    return norm

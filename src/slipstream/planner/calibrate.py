@@ -25,7 +25,7 @@ from slipstream.comm.agreement import together
 from slipstream.errors import ClusterError
 from slipstream.planner.codec_cost import slowest_cost
 from slipstream.planner.contention import contention
-from slipstream.planner.cost import Cluster, Collective, Curve, Kind, Network
+from slipstream.planner.cost import Cluster, CodecCost, Collective, Curve, Kind, Network
 from slipstream.strategy import PlainCodec
 
 Progress = Callable[[float, str], None]
@@ -105,7 +105,9 @@ def calibrate(
             ranks.world, ranks.device, networks["world"].all_reduce, min(seconds / 40, 0.3)
         )
         report(1.0, "codecs")
-        costs = {c.kind: slowest_cost(c, ranks.world, ranks.device) for c in codecs}
+        costs: dict[str, CodecCost] = {
+            codec.kind: slowest_cost(codec, ranks.world, ranks.device) for codec in codecs
+        }
         by_host = ranks_by_host(ranks.hosts)
         found = [
             Cluster(
