@@ -1,26 +1,28 @@
 """Whether a batch 16 times as large learns as much from as many samples, and with which optimizer.
 
-    python benchmarks/large_batch.py --json large_batch.json
+    python benchmarks/large_batch.py --json benchmarks/results/large-batch.json
 
-Handwritten digits, a plain deep network, one process. A small batch with SGD and with Adam sets the
-mark; a batch 16 times as large, hence a sixteenth of the updates, is given to the same two and to
-Lars and Lamb. All have the same schedule (linear warm-up, cosine down to 0), the same number of
-learning rates to choose from, each twice as large as the one before, and are chosen on the same
-samples, which no reported accuracy is measured on. Other seeds are reported than were chosen by.
+Two small networks, as torch initialises them, one process. A small batch with SGD and with
+Adam sets the mark; a batch 16 times as large, hence a sixteenth of the updates, is given to the
+same two, to Lars (against SGD) and to Lamb (against Adam). All have the same schedule (linear
+warm-up, cosine down to 0) and choose from as many learning rates, each twice the one before, by
+samples and seeds on which nothing is reported. A mark counts as reached from 0.5 points below.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 
 import torch
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -34,197 +36,251 @@ from slipstream.optim import Lamb, Lars
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import data
 
-SMALL, LARGE = 32, 512
-VALIDATION = 288
+TIMES = 16
 WARM_UP = 0.2
+RATES = 7
+FINE = 0.005
 SEEDS_TO_CHOOSE, SEEDS_TO_REPORT = (100, 101, 102), (0, 1, 2)
-FINE = 0.01
-"""How far below the mark still counts as reaching it: about one standard error of 359 samples."""
+POINTS = 20
+VOCABULARY, CONTEXT = 512, 8
 
-Make = Callable[[Iterable[tuple[str, nn.Parameter]], float], torch.optim.Optimizer]
 Samples = tuple[Tensor, Tensor]
+Parameters = Iterable[tuple[str, nn.Parameter]]
 
 
 @dataclass(frozen=True)
-class Contender:
-    """An optimizer at a batch size; ``middle`` is the middle of its grid of learning rates."""
+class Task:
+    """A network, its samples (to train on, to choose rates by, held out) and its small batch.
 
-    name: str
+    ``rates``: the middle of the grid of each optimizer, the same at both batches.
+    """
+
+    build: Callable[[], nn.Module]
+    samples: Callable[[], tuple[Samples, Samples, Samples]]
+    epochs: int
     batch: int
-    make: Make
-    middle: float
+    rates: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a contender reached: accuracies on the held-out samples, one a seed."""
+    """What an optimizer reached at a batch: held-out accuracies, a seed each, also on the way."""
 
-    name: str
+    task: str
+    optimizer: str
     batch: int
     updates: int
     rates: list[float]
+    validation: list[float]
     chosen: float
     at_the_edge: bool
-    by_rate: list[float]
-    held_out: list[float]
-    loss: list[float]
+    accuracies: list[float]
+    on_the_way: list[list[float]]
 
 
-def sgd(parameters: Iterable[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr, momentum=0.9)
+def digits() -> tuple[Samples, Samples, Samples]:
+    """Handwritten digits of 8 x 8 pixels, 64 numbers each: 1150, 288 and 359."""
+    parts = [part.tensors for part in data.digits(8)]
+    (images, labels), held_out = [(pixels[:, 0].flatten(1), labels) for pixels, labels in parts]
+    return (images[288:], labels[288:]), (images[:288], labels[:288]), held_out
 
 
-def adam(parameters: Iterable[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr)
+def words() -> tuple[Samples, Samples, Samples]:
+    """Eight words of Python's standard library, and the next: 50,000, 3,000 and 5,000."""
+    rows = data.stdlib_tokens(VOCABULARY).unfold(0, CONTEXT + 1, CONTEXT + 1)
+    rows = rows[rows[:, -1] != data.RARE]
+    shuffled = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    held_out, validation, train = shuffled[:58_000].split([5_000, 3_000, 50_000])
+    return _next(train), _next(validation), _next(held_out)
 
 
-def lars(parameters: Iterable[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:
-    return Lars(parameters, lr, momentum=0.9, trust_coefficient=0.001)
+def _next(rows: Tensor) -> Samples:
+    return rows[:, :-1], rows[:, -1]
 
 
-def lamb(parameters: Iterable[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:
-    return Lamb(parameters, lr, weight_decay=0.0)
+def perceptron(depth: int = 8, width: int = 128) -> nn.Module:
+    """Deep, and without normalisation."""
+    sizes = [64] + [width] * (depth - 1)
+    hidden = [layer for pair in pairwise(sizes) for layer in dense(*pair)]
+    return nn.Sequential(*hidden, nn.Linear(width, 10))
 
 
-CONTENDERS = (
-    Contender("SGD", SMALL, sgd, 0.05),
-    Contender("Adam", SMALL, adam, 1e-3),
-    Contender("SGD", LARGE, sgd, 0.05 * LARGE / SMALL),
-    Contender("Adam", LARGE, adam, 1e-3 * (LARGE / SMALL) ** 0.5),
-    Contender("Lars", LARGE, lars, 16.0),
-    Contender("Lamb", LARGE, lamb, 0.02),
-)
+def language_model(embedding: int = 32, width: int = 256) -> nn.Module:
+    """Embeddings side by side, two hidden layers, a vocabulary.
+
+    Reference: Bengio et al., A Neural Probabilistic Language Model (2003)
+    """
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, embedding), nn.Flatten(), *dense(CONTEXT * embedding, width),
+        *dense(width, width), nn.Linear(width, VOCABULARY),
+    )  # fmt: skip
 
 
-def split() -> tuple[Samples, Samples, Samples]:
-    """Digits of 8 x 8 pixels to train on, to choose learning rates by, and held out."""
-    train, held_out = data.digits(8)
-    whole, test = train.tensors, held_out.tensors
-    images, labels = (whole[0][:, 0].flatten(1), whole[1])
-    return (
-        (images[VALIDATION:], labels[VALIDATION:]),
-        (images[:VALIDATION], labels[:VALIDATION]),
-        (test[0][:, 0].flatten(1), test[1]),
-    )
+def dense(inputs: int, outputs: int) -> list[nn.Module]:
+    return [nn.Linear(inputs, outputs), nn.ReLU()]
 
 
-def network(depth: int, width: int) -> nn.Module:
-    """A perceptron of ``depth`` layers without normalisation, as torch initialises it."""
-    layers: list[nn.Module] = []
-    size = 64
-    for _ in range(depth - 1):
-        layers += [nn.Linear(size, width), nn.ReLU()]
-        size = width
-    return nn.Sequential(*layers, nn.Linear(size, 10))
+TASKS = {
+    "digits": Task(perceptron, digits, epochs=40, batch=16, rates={
+        "SGD": 0.05, "Lars": 16.0, "Adam": 0.008, "Lamb": 0.03,
+    }),
+    "next word": Task(language_model, words, epochs=1, batch=32, rates={
+        "SGD": 0.2, "Lars": 16.0, "Adam": 0.008, "Lamb": 0.03,
+    }),
+}  # fmt: skip
+CONTENDERS = [
+    ("SGD", 1),
+    ("SGD", TIMES),
+    ("Lars", TIMES),
+    ("Adam", 1),
+    ("Adam", TIMES),
+    ("Lamb", TIMES),
+]
+MARKS = {"SGD": "SGD", "Lars": "SGD", "Adam": "Adam", "Lamb": "Adam"}
+"""Whose small batch an optimizer is measured by."""
+
+
+def optimizer_of(name: str, parameters: Parameters, lr: float) -> torch.optim.Optimizer:
+    match name:
+        case "SGD":
+            return torch.optim.SGD(parameters, lr, momentum=0.9)
+        case "Adam":
+            return torch.optim.Adam(parameters, lr)
+        case "Lars":  # no normalisation shields the biases from rates above 1
+            return Lars(parameters, lr, adapt_vectors=True)
+        case _:
+            return Lamb(parameters, lr, weight_decay=0.0)
 
 
 def batches(samples: Samples, size: int, updates: int, seed: int) -> Iterator[Samples]:
     """Batches over epochs that are shuffled anew and follow one another without a gap."""
     random = torch.Generator().manual_seed(seed)
-    images, labels = samples
-    epochs = (torch.randperm(len(images), generator=random) for _ in count())
+    inputs, labels = samples
+    epochs = (torch.randperm(len(inputs), generator=random) for _ in count())
     waiting = next(epochs)
     for _ in range(updates):
         while len(waiting) < size:
             waiting = torch.cat([waiting, next(epochs)])
         chosen, waiting = waiting[:size], waiting[size:]
-        yield images[chosen], labels[chosen]
+        yield inputs[chosen], labels[chosen]
 
 
 def trained(
-    contender: Contender, lr: float, seed: int, samples: Samples, updates: int, build: Build
-) -> nn.Module:
-    """A network after all updates."""
+    task: Task, name: str, batch: int, train: Samples, judge: Samples, lr: float, seed: int,
+    points: int = 1,
+) -> list[float]:  # fmt: skip
+    """Accuracies at ``points`` moments of a training, the last at its end."""
     torch.manual_seed(seed)
-    model = build()
-    optimizer = contender.make(model.named_parameters(), lr)
-    warm_up = max(int(WARM_UP * updates), 1)
-    schedule = SequentialLR(
-        optimizer,
-        [
-            LinearLR(optimizer, start_factor=1 / (warm_up + 1), total_iters=warm_up),
-            CosineAnnealingLR(optimizer, T_max=updates - warm_up),
-        ],
-        milestones=[warm_up],
-    )
-    for images, labels in batches(samples, contender.batch, updates, seed):
+    model, updates = task.build(), updates_of(task, batch, train)
+    optimizer = optimizer_of(name, model.named_parameters(), lr)
+    warm_up = int(WARM_UP * updates)
+    rising = LinearLR(optimizer, start_factor=1 / (warm_up + 1), total_iters=warm_up)
+    falling = CosineAnnealingLR(optimizer, T_max=updates - warm_up)
+    schedule = SequentialLR(optimizer, [rising, falling], milestones=[warm_up])
+    moments = {updates * (point + 1) // points for point in range(points)}
+    found = []
+    for update, (inputs, labels) in enumerate(batches(train, batch, updates, seed), start=1):
         optimizer.zero_grad()
-        functional.cross_entropy(model(images), labels).backward()
+        functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
         schedule.step()
-    return model
+        if update in moments:
+            found.append(accuracy(model, judge))
+    return found
 
 
-Build = Callable[[], nn.Module]
+def updates_of(task: Task, batch: int, train: Samples) -> int:
+    return task.epochs * len(train[0]) // batch
 
 
 @torch.no_grad()
-def judged(model: nn.Module, samples: Samples) -> tuple[float, float]:
-    """Accuracy and loss; those of a network that has blown up are 0 and infinite."""
-    images, labels = samples
-    logits = model(images)
-    if not logits.isfinite().all():
-        return 0.0, float("inf")
-    right = (logits.argmax(dim=1) == labels).float().mean()
-    return right.item(), functional.cross_entropy(logits, labels).item()
+def accuracy(model: nn.Module, samples: Samples) -> float:
+    """That of a network that has blown up is 0."""
+    logits = model(samples[0])
+    right = (logits.argmax(dim=1) == samples[1]).float().mean()
+    return float(right) if logits.isfinite().all() else 0.0
 
 
-def contest(contenders: Sequence[Contender], epochs: int, rates: int, build: Build) -> list[Row]:
-    """Every contender at its best learning rate."""
-    train, validation, held_out = split()
-    rows = []
-    for contender in track(contenders, "large batches", console=Console(stderr=True)):
-        updates = epochs * len(train[0]) // contender.batch
-        run = partial(trained, contender, samples=train, updates=updates, build=build)
-        grid = [contender.middle * 2.0 ** (i - rates // 2) for i in range(rates)]
-        scores = [
-            mean(judged(run(lr, seed), validation)[0] for seed in SEEDS_TO_CHOOSE) for lr in grid
-        ]
-        best = scores.index(max(scores))
-        found = [judged(run(grid[best], seed), held_out) for seed in SEEDS_TO_REPORT]
-        rows.append(
-            Row(
-                contender.name, contender.batch, updates, grid, grid[best],
-                best in (0, rates - 1), scores, [a for a, _ in found], [loss for _, loss in found],
-            )
-        )  # fmt: skip
-    return rows
+def contest(task_name: str, name: str, times: int) -> Row:
+    """One optimizer at one batch: its learning rate chosen, then reported with other seeds."""
+    torch.set_num_threads(1)
+    task = TASKS[task_name]
+    batch = times * task.batch
+    train, validation, held_out = task.samples()
+    run = partial(trained, task, name, batch, train)
+    rates = [task.rates[name] * 2.0 ** (i - RATES // 2) for i in range(RATES)]
+    scores = [fmean(run(validation, lr, seed)[-1] for seed in SEEDS_TO_CHOOSE) for lr in rates]
+    best = scores.index(max(scores))
+    ways = [run(held_out, rates[best], seed, points=POINTS) for seed in SEEDS_TO_REPORT]
+    return Row(
+        task_name, name, batch, updates_of(task, batch, train), rates, scores, rates[best],
+        best in (0, RATES - 1), [way[-1] for way in ways], ways,
+    )  # fmt: skip
+
+
+def gap(row: Row, rows: Sequence[Row]) -> float:
+    """The mean accuracy above that of the small batch."""
+    [mark] = [
+        r for r in rows
+        if (r.task, r.optimizer, r.batch) == (row.task, MARKS[row.optimizer], TASKS[row.task].batch)
+    ]  # fmt: skip
+    return fmean(row.accuracies) - fmean(mark.accuracies)
 
 
 def table(rows: Sequence[Row]) -> Table:
     """What a person reads."""
-    mark = max(mean(r.held_out) for r in rows if r.batch == SMALL)
-    drawn = Table(title=f"The same samples in batches of {SMALL} and {LARGE}", title_justify="left")
+    drawn = Table(title="The same samples in small and in large batches", title_justify="left")
+    drawn.add_column("task")
     drawn.add_column("optimizer")
-    for heading in ("batch", "updates", "lr", "held out", "lowest..highest", "below the mark"):
+    for heading in ("batch", "updates", "lr", "held out", "seeds", "against its mark", "reached"):
         drawn.add_column(heading, justify="right")
     for r in rows:
-        below = mark - mean(r.held_out)
-        edge = " (edge)" if r.at_the_edge else ""
+        above = gap(r, rows)
         drawn.add_row(
-            r.name, str(r.batch), str(r.updates), f"{r.chosen:g}{edge}",
-            f"{mean(r.held_out):.1%}", f"{min(r.held_out):.1%}..{max(r.held_out):.1%}",
-            f"{100 * below:.1f} points", style="bold" if below <= FINE else None,
+            r.task, r.optimizer, str(r.batch), str(r.updates),
+            f"{r.chosen:g}{' (edge)' if r.at_the_edge else ''}", f"{fmean(r.accuracies):.1%}",
+            f"{min(r.accuracies):.1%}..{max(r.accuracies):.1%}", f"{100 * above:+.1f} points",
+            "yes" if above >= -FINE else "NO",
         )  # fmt: skip
     return drawn
+
+
+def picture(rows: Sequence[Row]) -> Figure:
+    """Held-out accuracy on the way, a panel a task: the mean over seeds, and their range."""
+    names = list(dict.fromkeys(r.task for r in rows))
+    figure = Figure(figsize=(6 * len(names), 4.5), dpi=110, layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        epochs = [TASKS[name].epochs * (i + 1) / POINTS for i in range(POINTS)]
+        for r in (r for r in rows if r.task == name):
+            seeds = list(zip(*r.on_the_way, strict=True))
+            style = ":" if r.batch == TASKS[name].batch else "-"
+            label, color = f"{r.optimizer}, batch {r.batch}", f"C{list(MARKS).index(r.optimizer)}"
+            axes.plot(epochs, [fmean(s) for s in seeds], style, color=color, label=label)
+            axes.fill_between(
+                epochs, [min(s) for s in seeds], [max(s) for s in seeds], color=color, alpha=0.12
+            )
+        axes.set(xlabel="epochs", ylabel="held-out accuracy", title=name)
+        axes.legend(frameon=False)
+    return figure
 
 
 def main() -> None:
     """Tune, train, compare."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--depth", type=int, default=8, help="layers of the network")
-    parser.add_argument("--width", type=int, default=128, help="units of a layer")
-    parser.add_argument("--rates", type=int, default=9, help="learning rates each may try")
-    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
+    parser.add_argument("--json", help="also write the figures to this file, and a picture beside")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    build = partial(network, args.depth, args.width)
-    rows = contest(CONTENDERS, args.epochs, args.rates, build)
-    Console(width=110).print(table(rows))
+    with ProcessPoolExecutor(args.jobs) as pool:
+        waiting = [pool.submit(contest, t, *c) for t in args.tasks for c in CONTENDERS]
+        console = Console(stderr=True)
+        rows = [w.result() for w in track(waiting, "large batches", console=console)]
+    Console(width=120).print(table(rows))
     if args.json:
-        facts = {"epochs": args.epochs, "depth": args.depth, "width": args.width}
-        save(args.json, "large_batch", {**facts, "rows": [asdict(r) for r in rows]})
+        found = [{**asdict(r), "gap": gap(r, rows)} for r in rows]
+        epochs = {name: TASKS[name].epochs for name in args.tasks}
+        save(args.json, "large_batch", {"epochs": epochs, "rows": found})
+        picture(rows).savefig(Path(args.json).with_suffix(".png"))
 
 
 if __name__ == "__main__":

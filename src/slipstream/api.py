@@ -22,7 +22,7 @@ from slipstream.cluster.connect import Cluster, connect, from_environ
 from slipstream.codecs import Ranks
 from slipstream.comm import flat, fused
 from slipstream.comm.agreement import agree
-from slipstream.comm.channel import Channel
+from slipstream.comm.channel import STAGES, Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.coded import Coding
@@ -144,9 +144,8 @@ def _compose(
     codec = strategy.gradients.codec if control is not None else None
     lent = Lent(optimizer, trainables, codec, cluster.world_size)
     if control is not None:
-        direct, staged = cluster.new_group(), cluster.new_group()
-        assert direct is not None
-        assert staged is not None
+        stages = STAGES.get(cluster.device.type, 1)
+        direct, *staged = [group for _ in range(1 + stages) if (group := cluster.new_group())]
         fused.broadcast([*model.parameters(), *model.buffers()], direct)  # one start for all
         channel = Channel(direct, staged, cluster.device, recorder)
         if isinstance(codec, Adaptive):

@@ -106,7 +106,7 @@ class DdpCodec:
         group = dist.new_group()
         assert group is not None
         device = next(ddp.parameters()).device
-        self._channel = Channel(group, group, device)
+        self._channel = Channel(group, [group], device)
         self._loss_scale = loss_scale
         self._parts: dict[tuple[int, ...], list[_Part]] = {}
         self._kept: NamedState = self._lent.buffers if self._lent else {}

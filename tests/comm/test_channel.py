@@ -29,8 +29,8 @@ def label(span: str = "allreduce1", **facts: object) -> Label:
     return Label(span, lambda: f"the exchange {span}", facts)
 
 
-def opened(recorder: Recorder | None = None) -> Channel:
-    return Channel(dist.new_group(), dist.new_group(), CPU, recorder)
+def opened(recorder: Recorder | None = None, *, stages: int = 1) -> Channel:
+    return Channel(dist.new_group(), [dist.new_group() for _ in range(stages)], CPU, recorder)
 
 
 def reduce_into(tensor: torch.Tensor) -> Callable[[dist.ProcessGroup], Sequence[dist.Work]]:
@@ -41,9 +41,9 @@ def stage_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name == "slipstream-stage"]
 
 
-def mixed(delays: Sequence[float]) -> list[float]:
+def mixed(delays: Sequence[float], stages: int) -> list[float]:
     """Twelve exchanges, two of three staged in two collectives each; some delayed on this rank."""
-    channel = opened()
+    channel = opened(stages=stages)
     tensors = [torch.full((number + 1,), float(number + 1)) for number in range(12)]
     ran: list[int] = []
 
@@ -70,16 +70,46 @@ def mixed(delays: Sequence[float]) -> list[float]:
         assert channel.in_flight
     channel.wait()
     assert not channel.in_flight
-    assert ran == [n for n in range(12) if n % 3]
+    staged = [n for n in range(12) if n % 3]
+    for turn in range(stages):
+        assert [n for n in ran if n in staged[turn::stages]] == staged[turn::stages]
+    assert len(ran) == len(staged)
     channel.wait()  # nothing more to wait for
     channel.close()
     return [float(t.sum()) for t in tensors]
 
 
-def test_delays_bring_no_rank_out_of_order(three: Ranks) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+def test_delays_bring_no_rank_out_of_order(three: Ranks, stages: int) -> None:
     expected = [3.0 * (n + 1) ** 2 for n in range(12)]
     delays = PerRank((0.0, 0.0, 0.02), (0.02, 0.0, 0.0), (0.0, 0.01, 0.0))
-    assert three.run(mixed, delays) == [expected] * 3
+    assert three.run(mixed, delays, stages) == [expected] * 3
+
+
+def one_codes_while_the_other_sends() -> list[str]:
+    """Of two stages neither waits for the other."""
+    channel, may_end = opened(stages=2), threading.Event()
+    ran: list[str] = []
+
+    def held_up(group: dist.ProcessGroup) -> None:
+        assert may_end.wait(60)
+        dist.barrier(group)
+        ran.append("first")
+
+    def passes(group: dist.ProcessGroup) -> None:
+        dist.barrier(group)
+        ran.append("second")
+        may_end.set()
+
+    channel.stage(label(), held_up)
+    channel.stage(label(), passes)
+    channel.wait()
+    channel.close()
+    return [*ran, *stage_threads()]
+
+
+def test_two_stages_run_beside_one_another(three: Ranks) -> None:
+    assert three.run(one_codes_while_the_other_sends) == [["second", "first"]] * 3
 
 
 def started_before_the_stage_ends() -> bool:

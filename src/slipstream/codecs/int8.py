@@ -63,7 +63,7 @@ class Int8Codec:
         scales, integers = self._parts(out, values.dtype)
         blocks = values.view(-1, self.block)
         tiny = torch.finfo(values.dtype).tiny  # else the scale of a block of zeros would divide
-        torch.linalg.vector_norm(blocks, float("inf"), dim=1, out=scales)
+        torch.amax(blocks.abs(), 1, out=scales)  # an infinity norm by rows is slow (2.13, CPU)
         scales.div_(LEVELS).clamp_(min=tiny)
         steps = blocks / scales[:, None]
         if self.rounding == "stochastic":

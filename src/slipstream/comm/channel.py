@@ -7,9 +7,10 @@ Every rank starts the same exchanges in the same order. One that is a single col
 once by whoever calls ``start``: the backend runs it in its own threads or streams, and no thread of
 ours has to wake up first (while backward keeps all cores busy, each such hop costs milliseconds).
 An exchange of several collectives that depend on each other (sparse gradients; a low-rank codec:
-first P, then Q) goes to ``stage``: one thread with a process group of its own runs these as units
-that none can come between. As no two threads ever issue into one group, no scheduling can bring the
-ranks' collectives out of step.
+first P, then Q) goes to ``stage``: threads with a process group each run these, by turns, as units
+that none can come between. With two of them one codes while the other's bytes are on the wire. As
+no two threads ever issue into one group, no scheduling can bring the ranks' collectives out of
+step.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ Staged = Callable[[dist.ProcessGroup], None]
 
 GLOO_THREADS = 2
 """Collectives that a gloo group runs at a time, first come, first served."""
+
+STAGES = {"cpu": 2}
+"""Threads for exchanges of several collectives, by type of device; on others one: communicators of
+NCCL that run beside one another may wait for each other's place on the device."""
 
 
 @dataclass(slots=True)
@@ -60,7 +65,8 @@ class Channel:
 
     Args:
         direct: the group of single collectives, issued by the caller's thread alone.
-        staged: the group of exchanges of several collectives, issued by the channel's thread alone.
+        staged: the groups of exchanges of several collectives, each issued by a thread of the
+            channel alone; the exchanges take them by turns.
         device: of the tensors that travel.
         recorder: gets a span for every exchange.
     """
@@ -68,14 +74,16 @@ class Channel:
     def __init__(
         self,
         direct: dist.ProcessGroup,
-        staged: dist.ProcessGroup,
+        staged: Sequence[dist.ProcessGroup],
         device: torch.device,
         recorder: Recorder | None = None,
     ) -> None:
         self._direct, self._staged, self._device = direct, staged, device
         self._recorder = recorder
         self._flights: list[_Flight] = []
-        self._stage: _Stage | None = None
+        self._stages: list[_Stage] = []
+        self._num_staged = 0
+        self._lost = threading.Event()
 
     @property
     def in_flight(self) -> bool:
@@ -100,12 +108,14 @@ class Channel:
             last.add_done_callback(lambda _: self._land(flight))
 
     def stage(self, label: Label, exchange: Staged) -> None:
-        """Run ``exchange(group)`` in the channel's thread, behind those staged before."""
+        """Run ``exchange(group)`` in the thread whose turn it is, behind those staged there."""
         flight = _Flight(label, landed=threading.Event())
         self._flights.append(flight)
-        if self._stage is None:
-            self._stage = _Stage(self._staged, self._device)
-        self._stage.submit(lambda group: self._run(flight, exchange, group), flight)
+        turn = self._num_staged % len(self._staged)
+        if turn == len(self._stages):
+            self._stages.append(_Stage(self._staged[turn], self._device, self._lost))
+        self._num_staged += 1
+        self._stages[turn].submit(lambda group: self._run(flight, exchange, group), flight)
 
     def wait(self) -> None:
         """Return when all exchanges have landed, the caller's stream ordered behind them.
@@ -124,9 +134,9 @@ class Channel:
             self._record(flights)
 
     def close(self) -> None:
-        """End the channel's thread; the groups stay their maker's."""
-        if self._stage is not None:
-            self._stage.close()
+        """End the channel's threads; the groups stay their maker's."""
+        for stage in self._stages:
+            stage.close()
 
     def _settle(self, flight: _Flight) -> None:
         """Wait for one exchange; keep its error."""
@@ -137,8 +147,8 @@ class Channel:
                 flight.error = flight.error or error
         if flight.landed is not None and flight.error is None:
             flight.landed.wait()
-        if self._stage is not None:
-            self._stage.join_stream()
+        for stage in self._stages:
+            stage.join_stream()
 
     def _land(self, flight: _Flight) -> None:
         """In a thread of the backend: the exchange is over."""
@@ -171,10 +181,18 @@ class Channel:
 
 
 class _Stage:
-    """One thread, with a stream of its own, that runs exchanges of several collectives."""
+    """One thread, with a stream of its own, that runs exchanges of several collectives.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._group = group
+    Args:
+        group: into which no one else issues.
+        device: of the tensors that travel.
+        lost: set once an exchange has failed, here or in another thread.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, lost: threading.Event
+    ) -> None:
+        self._group, self._lost = group, lost
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: SimpleQueue[tuple[Staged, _Flight, torch.cuda.Event | None] | None] = (
             SimpleQueue()
@@ -197,17 +215,17 @@ class _Stage:
         self._thread.join(timeout=1.0)
 
     def _serve(self) -> None:
-        lost = False
         while (item := self._queue.get()) is not None:
             exchange, flight, ready = item
             assert flight.landed is not None
             try:
-                if lost:  # the peers are not in step any more: do not wait for them
+                if self._lost.is_set():  # the peers are not in step any more: do not wait for them
                     raise RuntimeError("an earlier exchange failed")
                 with self._on_stream(ready):
                     exchange(self._group)
             except Exception as error:
-                flight.error, lost = error, True
+                flight.error = error
+                self._lost.set()
             flight.landed.set()
             del exchange, flight, item  # they hold tensors, and the loop may now rest for long
 
