@@ -6,12 +6,15 @@ Never communicates (``exchange`` says why) and never knows parameters: gradients
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from slipstream.codecs.exchange import Exchange
+
+_CACHED = 2**16
+"""Values that fit into the cache of a core, with room for what is computed of them."""
 
 SlotState = Mapping[str, torch.Tensor]
 """What is kept of one gradient, by name; empty where nothing is."""
@@ -68,6 +71,19 @@ class Coder(ABC):
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which dtype gradients of a dtype are coded: fp32, and fp64 where they are."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def parts(numel: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:
+    """Values that are worked on at a time, so that each operation finds them in the cache.
+
+    All at once where there is no such cache; each part but the last a multiple of ``multiple``.
+
+    Example:
+        >>> list(parts(2**16 + 1, torch.device("cpu")))
+        [slice(0, 65536, None), slice(65536, 65537, None)]
+    """
+    size = max(_CACHED // multiple, 1) * multiple if device.type == "cpu" else max(numel, 1)
+    return (slice(start, min(start + size, numel)) for start in range(0, numel, size))
 
 
 def mixed(*numbers: int) -> int:

@@ -24,7 +24,15 @@ from math import prod, sqrt
 
 import torch
 
-from slipstream.codecs.coder import Coder, Ranks, SlotState, memory_order, mixed, real_dtype
+from slipstream.codecs.coder import (
+    Coder,
+    Ranks,
+    SlotState,
+    memory_order,
+    mixed,
+    parts,
+    real_dtype,
+)
 from slipstream.codecs.exchange import Exchange, Gather, Sum
 
 EXACT_BELOW = 4096
@@ -32,6 +40,7 @@ EXACT_BELOW = 4096
 
 _FEW, _MANY = 0.8, 1.3
 _TRIES = 10
+_ROW = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,25 +84,37 @@ def largest(values: torch.Tensor, count: int, sample: float, seed: int) -> torch
     of those that do, the largest are taken. At least 0.8 of ``count`` are found, unless magnitudes
     are so alike that ten guesses fail.
     """
-    magnitudes = values.abs()
     total = values.numel()
     if total < EXACT_BELOW or count * 4 > total:
-        return torch.topk(magnitudes, count, sorted=False).indices
-    stride = min(
-        max(round(1 / sample), 1) | 1, total // 2
-    )  # odd, so that it meets no pattern of the layout
-    few = magnitudes[seed % stride :: stride]
-    wanted = min(max(round(count * few.numel() / total), 1), few.numel())
+        return torch.topk(values.abs(), count, sorted=False).indices
+    stride = max(round(1 / sample), 1) | 1  # odd, so that it meets no pattern of the layout
+    few = values[seed % min(stride, total // 2) :: min(stride, total // 2)].abs()
+    wanted = min(max(round(_MANY * count * few.numel() / total), 1), few.numel())
     threshold = torch.topk(few, wanted, sorted=True).values[-1]
-    found = (magnitudes >= threshold).nonzero().view(-1)
+    found = _at_least(threshold, values)
     for _ in range(_TRIES):
         if found.numel() >= _FEW * count:
             break
         threshold = threshold * _FEW
-        found = (magnitudes >= threshold).nonzero().view(-1)
+        found = _at_least(threshold, values)
     if found.numel() > count:
-        found = found[torch.topk(magnitudes[found], count, sorted=False).indices]
+        found = found[torch.topk(values[found].abs(), count, sorted=False).indices]
     return found
+
+
+def _at_least(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Indices of the values of that magnitude and above.
+
+    They are few: only rows whose largest value passes are searched.
+    """
+    whole = values.numel() // _ROW * _ROW
+    rows, rest = values[:whole].view(-1, _ROW), values[whole:]
+    some = parts(whole, values.device, _ROW)
+    peaks = torch.cat([values[part].view(-1, _ROW).abs().amax(1) for part in some])
+    hot = (peaks >= threshold).nonzero().view(-1)
+    row, column = (rows[hot].abs() >= threshold).nonzero().unbind(1)
+    last = (rest.abs() >= threshold).nonzero().view(-1)
+    return torch.cat([hot[row] * _ROW + column, last + whole])
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +177,10 @@ class DgcCoder(Coder):
         sparse = [i for i, matrix in enumerate(self._matrices) if matrix and density < 1]
         dense = [i for i in range(len(self._slots)) if i not in set(sparse)]
         self._gather_momentum(values)
-        first = torch.cat([riders.to(self.works_in), *(values[self._slots[i]] for i in dense)])
+        waiting = self._next_velocity
+        first = torch.cat([riders.to(self.works_in), *(waiting[self._slots[i]] for i in dense)])
+        for i in dense:
+            waiting[self._slots[i]] = 0
         yield Sum(first)
         riders.copy_(first[: riders.numel()] > 0)
         sums = first[riders.numel() :].split([_length(self._slots[i]) for i in dense])
@@ -166,24 +190,25 @@ class DgcCoder(Coder):
             values[self._slots[i]] = total
 
     def _gather_momentum(self, values: torch.Tensor) -> None:
-        """Leave in ``values`` all that waits to be sent, and in ``next`` what stays if all is."""
+        """The momentum and the velocity that are next, before anything of them is sent."""
         for slot, own in zip(self._slots, self._momenta, strict=True):
-            gradient = values[slot]
             if self._clip is not None:
                 limit = self._clip / sqrt(self._ranks.count) / self._ranks.count
-                gradient.mul_((limit / gradient.norm()).clamp(max=1.0))
-            if own.weight_decay and own.parameter is not None:
-                decay = own.weight_decay / self._ranks.count
-                gradient.add_(memory_order(own.parameter), alpha=decay)
-            momentum, following = self._momentum[slot], self._next_momentum[slot]
-            if own.nesterov:
-                torch.add(momentum, gradient, out=following).mul_(own.momentum)
-                gradient.add_(following)
-            else:
-                torch.add(gradient, momentum, alpha=own.momentum, out=following)
-                gradient.copy_(following)
-            gradient.add_(self._velocity[slot])
-        self._next_velocity.zero_()
+                values[slot].mul_((limit / values[slot].norm()).clamp(max=1.0))
+            weights = None if own.parameter is None else memory_order(own.parameter)
+            for part in parts(_length(slot), values.device):
+                gradient, momentum = values[slot][part], self._momentum[slot][part]
+                following = self._next_momentum[slot][part]
+                velocity = self._next_velocity[slot][part]
+                if own.weight_decay and weights is not None:
+                    gradient.add_(weights[part], alpha=own.weight_decay / self._ranks.count)
+                if own.nesterov:
+                    torch.add(momentum, gradient, out=following).mul_(own.momentum)
+                    torch.add(following, gradient, out=velocity)
+                    velocity.add_(self._velocity[slot][part])
+                else:
+                    torch.add(gradient, momentum, alpha=own.momentum, out=following)
+                    torch.add(following, self._velocity[slot][part], out=velocity)
 
     def _exchange_sparse(
         self, values: torch.Tensor, sparse: Sequence[int], density: float, step: int
@@ -199,11 +224,10 @@ class DgcCoder(Coder):
         for i, count in zip(sparse, counts, strict=True):
             slot = self._slots[i]
             seed = mixed(self._seed, step, self._ranks.rank, i)
-            found = largest(values[slot], count, codec.sample, seed) + slot.start
+            found = largest(self._next_velocity[slot], count, codec.sample, seed) + slot.start
             indices[at : at + found.numel()] = found
-            kept[at : at + found.numel()] = values[found]
+            kept[at : at + found.numel()] = self._next_velocity[found]
             at += count
-            self._next_velocity[slot] = values[slot]
             self._next_velocity[found] = 0
             self._next_momentum[found] = 0
             values[slot] = 0

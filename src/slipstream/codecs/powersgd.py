@@ -164,9 +164,13 @@ class PowerSgdCoder(Coder):
             values.copy_(plain[: values.numel()])
             riders.copy_(plain[values.numel() :] > 0)
             return
-        matrices = [values[self._slots[i]].view(shape) for i, shape in self._matrices.items()]
-        for matrix, residual in zip(matrices, self._residuals, strict=False):
-            residual.add_to(matrix)
+        results = [values[self._slots[i]].view(shape) for i, shape in self._matrices.items()]
+        matrices = results
+        if self._residuals:  # where the matrices turn into what is left of them
+            pairs = zip(results, self._residuals, strict=True)
+            matrices = [
+                torch.add(matrix, residual.error, out=residual.left()) for matrix, residual in pairs
+            ]
         for number, (matrix, p) in enumerate(zip(matrices, self._p, strict=True)):
             torch.mm(matrix, orthonormal(self._direction(number, step)), out=p)
         for part, slot in zip(self._dense_parts, self._dense, strict=True):
@@ -180,13 +184,12 @@ class PowerSgdCoder(Coder):
             return
         bases = [orthonormal(p) for p in self._p]
         for matrix, base, q in zip(matrices, bases, self._q, strict=True):
-            torch.mm(matrix.T, base, out=q)
-        for residual, *of in zip(self._residuals, matrices, bases, self._q, strict=False):
-            matrix, base, q = of
-            torch.addmm(matrix, base, q.T, alpha=-1, out=residual.left())
+            q.copy_((base.T.contiguous() @ matrix).T)  # M^T P would go through M by columns
+            if self._residuals:
+                matrix.addmm_(base, q.T, alpha=-1)
         yield Sum(self._second)
-        for matrix, base, q in zip(matrices, bases, self._q, strict=True):
-            torch.mm(base, q.T, out=matrix)
+        for result, base, q in zip(results, bases, self._q, strict=True):
+            torch.mm(base, q.T, out=result)
 
     def _direction(self, number: int, step: int) -> torch.Tensor:
         """Where a matrix is looked at from: the last Q, else random, alike on all ranks."""

@@ -17,12 +17,9 @@ from typing import Protocol
 
 import torch
 
-from slipstream.codecs.coder import Coder, Ranks, SlotState, mixed, real_dtype
+from slipstream.codecs.coder import Coder, Ranks, SlotState, mixed, parts, real_dtype
 from slipstream.codecs.exchange import Exchange, Gather, Swap
 from slipstream.codecs.residual import Residual
-
-_CACHED = 2**16
-"""Values that are coded at a time: each of a codec's operations finds them in the cache."""
 
 _ALIGNED = 8
 
@@ -79,7 +76,6 @@ class TwoPhaseCoder(Coder):
         blocks = -(-self._end // codec.block)
         self._piece = -(-blocks // ranks.count) * codec.block
         self.num_values = self._piece * ranks.count
-        self._cached = max(_CACHED // codec.block, 1) * codec.block
         coded = codec.wire_bytes(self._piece, self.works_in)
         length = -(-(coded + num_riders) // _ALIGNED) * _ALIGNED  # so that scales are aligned
         self._coded, self._num_riders = coded, num_riders
@@ -162,10 +158,9 @@ class TwoPhaseCoder(Coder):
     def _parts(self, payload: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         """The pieces of a piece that fit into the cache, and where each lies in the payload."""
         at = 0
-        for start in range(0, self._piece, self._cached):
-            stop = min(start + self._cached, self._piece)
-            size = self._codec.wire_bytes(stop - start, self.works_in)
-            yield slice(start, stop), payload[at : at + size]
+        for part in parts(self._piece, payload.device, self._codec.block):
+            size = self._codec.wire_bytes(part.stop - part.start, self.works_in)
+            yield part, payload[at : at + size]
             at += size
 
     def _encode(
@@ -197,8 +192,8 @@ class TwoPhaseCoder(Coder):
     def _add_up(self, total: torch.Tensor) -> None:
         """The sum of what everybody sent of this rank's piece."""
         payloads = [self._parts(payload) for payload in self._receive]
-        for parts in zip(*payloads, strict=True):
-            part, coded = parts[0]
+        for together in zip(*payloads, strict=True):
+            part, coded = together[0]
             out = self._codec.decode(coded, self.works_in, out=total[part])
-            for _, coded in parts[1:]:
+            for _, coded in together[1:]:
                 out += self._codec.decode(coded, self.works_in)

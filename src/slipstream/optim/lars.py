@@ -41,7 +41,8 @@ class Lars(Layerwise):
     - ``clip``: LARC, the ratio is ``min(ratio / lr, 1)``: lr bounds the layer's own rate. NVIDIA
       Apex takes a trust_coefficient of 0.02 with it.
     - ``adapt_vectors``, ``decay_vectors``: parameters of at most one axis (biases, norms) have
-      ratio 1 and no decay unless asked for: norms of so few values make wild ratios.
+      ratio 1 and no decay unless asked for: norms of so few values make wild ratios. Adapt them in
+      a network without normalisation, where biases at ratio 1 feel the whole of lr.
     - ``adapt_undecayed``: False leaves parameters without weight decay at ratio 1, as timm and
       lightning-bolts do by default.
     - ``exclude``: the same by name: ratio 1 and no decay.
