@@ -79,14 +79,14 @@ class Run:
 
 def digits_task(batch: int = 16) -> Task:
     """Handwritten digits: a small convolutional network; the score is the accuracy."""
-    train, held_out = data.digits(16)
+    train, held_out = data.digits(8)
     pixels, targets = held_out[:]
 
     def build() -> nn.Module:
         return nn.Sequential(
             nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(32, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Flatten(), nn.Linear(1024, 128), nn.ReLU(), nn.Linear(128, 10),
+            nn.Flatten(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10),
         )  # fmt: skip
 
     def sample(seed: int, step: int, rank: int) -> Any:

@@ -1,0 +1,175 @@
+"""Thousands of steps under every codec in turn: do the ranks stay bit for bit the same?
+
+    python benchmarks/soak.py --steps 10000 --json benchmarks/results/soak.json
+
+One model, four ranks, each with data of its own. Codecs change, and with them the split, how many
+batches an update has, and whether the loss is scaled; what one codec has not sent, a later session
+of the same codec goes on with. Gradients overflow on one rank or another. After every turn the
+parameters are compared, and the optimizer's state with them: one bit of difference ends the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from tables import save
+from torch import nn
+
+import slipstream
+
+CODECS: dict[str, object] = {
+    "dense": None,
+    "bf16": {"kind": "half"},
+    "fp16": {"kind": "half", "dtype": "fp16"},
+    "int8": {"kind": "int8"},
+    "int8, fed back": {"kind": "int8", "rounding": "stochastic", "error_feedback": True},
+    "onebit": {"kind": "onebit"},
+    "powersgd": {"kind": "powersgd", "start_step": 5},
+    "dgc": {"kind": "dgc", "density": 0.01, "warmup_steps": 8, "clip": 10.0},
+    "by name": {
+        "kind": "by_name",
+        "rules": [
+            {"match": "*.bias", "codec": {"kind": "half"}},
+            {"match": "*", "codec": {"kind": "onebit"}},
+        ],
+    },
+}
+SPLITS: tuple[dict[str, object], ...] = (
+    {"kind": "by_bytes"},
+    {"kind": "per_layer"},
+    {"kind": "single"},
+    {"kind": "by_bytes", "megabytes": 0.01},
+)
+FORGIVING = ("int8, fed back", "onebit", "powersgd", "dgc", "by name")
+"""Codecs that must survive an overflow even if the loss is not scaled, and so skip that update."""
+
+TURN = 50
+"""Updates under one codec and split."""
+
+
+@dataclass
+class Soak:
+    """The model, and what each codec has left for its next turn."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    left: dict[str, dict[str, Any]]
+    skipped: int = 0
+    overflows: int = 0
+
+    def turn(self, number: int, codec: str) -> None:
+        """Some updates under one codec; the same settings on all ranks, other data on each."""
+        chance = random.Random(number)
+        accumulate = chance.choice((1, 1, 2))
+        scale = chance.choice((1.0, 1024.0))
+        strategy = {
+            "gradients": {
+                "codec": CODECS[codec], "split": chance.choice(SPLITS), "accumulate": accumulate,
+                "overlap": chance.random() < 0.8,
+            }
+        }  # fmt: skip
+        with slipstream.accelerate(self.model, self.optimizer, None, strategy) as session:
+            if codec in self.left:
+                session.load_state_dict(self.left[codec])
+            for step in range(TURN * accumulate):
+                poisoned = chance.random() < 0.02
+                victim = chance.randrange(dist.get_world_size())
+                loss = self.loss() * scale
+                if poisoned and dist.get_rank() == victim and (scale > 1 or codec in FORGIVING):
+                    loss = loss * float("inf")
+                    self.overflows += 1
+                if (step + 1) % accumulate:
+                    with session.no_sync():
+                        session.backward(loss, loss_scale=scale)
+                else:
+                    session.backward(loss, loss_scale=scale)
+                session.step()
+            self.left[codec] = session.state_dict()
+            self.skipped += session.skipped
+
+    def loss(self) -> torch.Tensor:
+        """A batch of this rank's own random stream; the model learns to sort it."""
+        rows = torch.randn(16, 64)
+        found: torch.Tensor = nn.functional.mse_loss(self.model(rows), rows.sort(1).values[:, :10])
+        return found
+
+    def digest(self) -> str:
+        """Of all bits that must be the same everywhere."""
+        state = self.optimizer.state_dict()["state"].values()
+        kept = [value for entry in state for value in entry.values() if torch.is_tensor(value)]
+        found = hashlib.sha256()
+        for tensor in [*self.model.parameters(), *kept]:
+            found.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+
+def measure(args: argparse.Namespace) -> None:
+    """What one rank does; rank 0 writes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 96), nn.ReLU(), nn.Linear(96, 10)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    torch.manual_seed(1000 + dist.get_rank())
+    soak, names, start = Soak(model, optimizer, {}), cycle(CODECS), time.perf_counter()
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    turns = max(args.steps // TURN, 1)
+    for number in track(range(turns), "soak", console=console):
+        soak.turn(number, codec := next(names))
+        digests: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(digests, soak.digest())
+        if len(set(digests)) > 1:
+            raise SystemExit(f"turn {number}, {codec}: ranks differ: {digests}")
+    overflows = torch.tensor(soak.overflows)
+    dist.all_reduce(overflows)
+    if dist.get_rank() == 0:
+        facts = {
+            "ranks": dist.get_world_size(),
+            "turns": turns,
+            "updates": turns * TURN,
+            "codecs": list(CODECS),
+            "overflows": int(overflows),
+            "skipped": soak.skipped,
+            "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
+            "equal": True,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        Console().print(facts)
+        if args.json:
+            save(args.json, "soak", facts)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=10_000, help="updates in all")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(args)
+        return 0
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.call([*torchrun, __file__, *sys.argv[1:]], env=environment)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
