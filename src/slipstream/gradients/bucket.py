@@ -96,9 +96,11 @@ class DenseBucket(Bucket):
 
     def fill(self, slot: int, scale: torch.Tensor) -> None:
         if not self._small:
-            view = self._views[slot]
-            torch.mul(self._gradient(slot), scale, out=view)
-            if not self._copies_back:
+            view, gradient = self._views[slot], self._gradient(slot)
+            if self._copies_back:  # scaled before it is cast; in one call it takes longer on a CPU
+                view.copy_(gradient * scale)
+            else:
+                torch.mul(gradient, scale, out=view)
                 self.parameters[slot].grad = view
         self._filled.add(slot)
 
