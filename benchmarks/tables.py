@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
@@ -170,6 +171,78 @@ def tuner(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def convergence(facts: Mapping[str, Any]) -> str:
+    """What each codec does to the result of a training."""
+    digits = facts["task"] == "digits"
+    lines = [
+        f"## Convergence, {facts['task']}, {facts['date']}",
+        "",
+        f"{facts['steps']} updates on {facts['ranks']} ranks, three seeds; allowed: "
+        f"{'0.5 points below' if digits else '2 % above'} dense. torch "
+        f"{facts['versions']['torch']}. `{facts['command']}`",
+        "",
+        f"![losses on the way](convergence-{facts['task']}.png)",
+        "",
+        *_header(
+            "codec", "held-out accuracy" if digits else "held-out loss", "deviation of the seeds",
+            "against dense", "within", "MB a step",
+        ),
+    ]  # fmt: skip
+    for r in facts["rows"]:
+        score, deviation = r["score"], r["deviation"]
+        lines.append(
+            _row(
+                r["codec"], f"{score:.2%}" if digits else f"{score:.4f}",
+                f"{deviation:.2%}" if digits else f"{deviation:.4f}",
+                f"{100 * r['gap']:+.2f} points" if digits else f"{r['gap']:+.2%}",
+                "yes" if r["within"] else "**no**", f"{r['megabytes']:.3f}",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def large_batch(facts: Mapping[str, Any]) -> str:
+    """Small batches, and batches sixteen times as large, over as many epochs."""
+    lines = [
+        f"## Large batches, {facts['date']}",
+        "",
+        "Three seeds; each optimizer at the best of its seven learning rates, chosen on other data "
+        f"and seeds. torch {facts['versions']['torch']}. `{facts['command']}`",
+        "",
+        "![accuracy on the way](large-batch.png)",
+        "",
+        *_header(
+            "task", "optimizer", "batch", "updates", "learning rate", "held-out accuracy", "seeds",
+            "against the small batch",
+        ),
+    ]  # fmt: skip
+    for r in facts["rows"]:
+        found = r["accuracies"]
+        lines.append(
+            _row(
+                r["task"], r["optimizer"], r["batch"], r["updates"], f"{r['chosen']:g}",
+                f"{fmean(found):.1%}", f"{min(found):.1%}..{max(found):.1%}",
+                f"{100 * r['gap']:+.1f} points",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
+def soak(facts: Mapping[str, Any]) -> str:
+    """Whether ranks stayed the same."""
+    return "\n".join(
+        [
+            f"## Soak, {facts['date']}",
+            "",
+            f"{facts['updates']} updates on {facts['ranks']} ranks, {facts['turns']} turns of "
+            f"{len(facts['codecs'])} codecs ({', '.join(facts['codecs'])}), {facts['overflows']} "
+            f"gradients made infinite, {facts['skipped']} updates skipped: parameters and the "
+            "optimizer's state bit-equal on all ranks after every turn, and finite at the end. "
+            f"`{facts['command']}`",
+        ]
+    )
+
+
 def _header(*names: str) -> list[str]:
     return [_row(*names), _row(*["---"] * len(names))]
 
@@ -180,7 +253,15 @@ def _row(*cells: object) -> str:
 
 def main() -> None:
     """Render every result."""
-    render = {"exchange": exchange, "overhead": overhead, "prediction": prediction, "tuner": tuner}
+    render = {
+        "convergence": convergence,
+        "exchange": exchange,
+        "large_batch": large_batch,
+        "overhead": overhead,
+        "prediction": prediction,
+        "soak": soak,
+        "tuner": tuner,
+    }
     parts = [HEAD]
     for path in sorted(RESULTS.glob("*.json")):
         facts = json.loads(path.read_text())
