@@ -125,7 +125,7 @@ VALUES = 32 * 64 * 2 + 32
 WIRE = {
     "half": [("all_reduce", 2 * (VALUES + 3))],
     "powersgd": [("all_reduce", 4 * (2 * (64 + 32) + 32 + 4)), ("all_reduce", 4 * 2 * (32 + 64))],
-    "dgc": [("all_reduce", 4 * (32 + 4)), ("all_gather", 2 * 8 * 2 * 20)],
+    "dgc": [("all_reduce", 4 * (32 + 4)), ("all_gather_single", 2 * 8 * 2 * 20)],
 }
 
 
@@ -141,7 +141,7 @@ def test_what_travels_is_counted(two, name) -> None:
 
 def test_two_phases_are_two_collectives_of_a_quarter(two) -> None:
     for log in two.run(requests, {"kind": "int8", "block": 256}):
-        assert [kind for kind, _ in log] == ["all_to_all_single", "all_gather"]
+        assert [kind for kind, _ in log] == ["all_to_all_single", "all_gather_single"]
         for _, num_bytes in log:
             assert VALUES < num_bytes < VALUES * 1.1 + 512
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 COUNTED = (
     "all_gather",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_reduce",
     "all_to_all_single",
     "barrier",

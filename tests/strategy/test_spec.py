@@ -168,6 +168,7 @@ def test_full_yaml_shows_every_setting_in_order():
         "  split: {kind: by_bytes, megabytes: 8, first_megabytes: 1, last_megabytes: 1}\n"
         "  overlap: true\n"
         "  transport: {kind: flat}\n"
+        "  codec: null\n"
         "  accumulate: 1\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )

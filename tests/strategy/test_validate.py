@@ -9,6 +9,14 @@ from slipstream.strategy import ByIndex, ByPercent, Flat, Gradients, Setting, St
 from tests.strategy.test_spec import SETTINGS
 
 
+def _codec(codec: object) -> dict[str, object]:
+    return {"gradients": {"codec": codec}}
+
+
+def _rule(codec: object) -> dict[str, object]:
+    return {"kind": "by_name", "rules": [{"match": "*", "codec": codec}]}
+
+
 def _split(**settings: object) -> dict[str, object]:
     return {"gradients": {"split": settings}}
 
@@ -58,6 +66,17 @@ WRONG: list[tuple[object, list[str]]] = [
     (_split(kind="by_index", last=[5, 3]), ["last: [5, 3]: not ascending", "last: [3, 5]"]),
     (_split(kind="by_index", last=[3, 3]), ["last: [3, 3]: not ascending", "last: [3]"]),
     (_split(kind="by_index", last=[-1, 3]), ["last[0]: got -1", "whole numbers >= 0"]),
+    # codecs
+    (
+        _codec("foo"),
+        ["codec.kind: got 'foo'; allowed: the kinds half, int8", "codec: {kind: half}"],
+    ),
+    (_codec({"kind": "dgc", "density": 7}), ["density: got 7; allowed: a number > 0 and <= 1"]),
+    (_codec({"kind": "int8", "blok": 3}), ["codec.blok: no such setting; did you mean 'block'?"]),
+    (_codec({"kind": "by_name", "rules": []}), ["rules: got []; allowed: a non-empty list of map"]),
+    (_codec(_rule("nope")), ["has 1 problem", "codec.rules[0].codec.kind: got 'nope'"]),
+    (_codec(_rule({"kind": "int8", "block": -1})), ["rules[0].codec.block: got -1", "<= 65536"]),
+    (_codec({"kind": "adaptive", "codec": "dgc"}), ["takes over the momentum", "without adaptive"]),
     # groups
     ({"gradients": 3}, ["gradients: got 3; allowed: a mapping with the settings split, overlap"]),
     ({"trace": None}, ["trace: got None; allowed: a mapping with the settings steps, skip"]),

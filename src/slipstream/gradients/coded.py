@@ -35,8 +35,8 @@ from slipstream.codecs import (
 from slipstream.gradients.bucket import DenseBucket, is_finite
 from slipstream.strategy import Half, PlainCodec
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""Its name changed with torch 2.13; of a list of tensors gloo would make copies."""
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""Torch 2.13 renamed it; of a list of tensors gloo would make copies."""
 
 NamedState = Mapping[str, Mapping[str, torch.Tensor]]
 """What codecs keep, by parameter and then by name."""
@@ -152,4 +152,4 @@ def carry(exchange: Exchange, group: dist.ProcessGroup) -> None:
             case Swap(send, receive):
                 dist.all_to_all_single(receive, send, group=group)
             case Gather(send, receive):
-                _all_gather(receive.view(-1), send, group=group)
+                getattr(dist, _GATHER)(receive.view(-1), send, group=group)

@@ -104,7 +104,8 @@ def calibrate(
         slowdowns = contention(
             ranks.world, ranks.device, networks["world"].all_reduce, min(seconds / 40, 0.3)
         )
-        report(1.0, "codecs")
+        if codecs:
+            report(1.0, "codecs")
         costs: dict[str, CodecCost] = {
             codec.kind: slowest_cost(codec, ranks.world, ranks.device) for codec in codecs
         }

@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable
-from typing import Any, get_args
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -20,12 +21,23 @@ _TYPES = {
     "string": "text",
     "null": "null",
 }
-_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">="}
+_BOUNDS = {
+    "exclusiveMinimum": ">",
+    "minimum": ">=",
+    "exclusiveMaximum": "<",
+    "maximum": "<=",
+}
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """The text of a StrategyError: a head line, then one line for each problem of ``error``."""
-    problems = error.errors(include_url=False)
+    every = error.errors(include_url=False)
+    places = {problem["loc"] for problem in every}
+    problems = [  # of a list with a wrong item, pydantic says that it is too short besides
+        problem
+        for problem in every
+        if problem["type"] != "too_short" or not _inside(problem["loc"], places)
+    ]
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     return "\n  ".join([f"{model.__name__} has {count}:", *(_line(model, p) for p in problems)])
 
@@ -70,7 +82,7 @@ def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[Ba
     owner, field, place = model, "", ""
     for part in loc:
         inner = _inner(owner, field)
-        if isinstance(part, int) and field and not inner:
+        if isinstance(part, int) and _is_list(owner, field):
             place += f"[{part}]"
         elif len(inner) > 1 and part in inner:  # pydantic puts a variant's kind into the place
             owner, field = inner[part], ""
@@ -84,13 +96,31 @@ def _inner(owner: type[BaseModel], field: str) -> dict[str, type[BaseModel]]:
     """The models that a field may hold, by kind (one model without a kind: by its name)."""
     if field not in owner.model_fields:
         return {}
-    annotation = owner.model_fields[field].annotation
     models = [
         option
-        for option in get_args(annotation) or (annotation,)
+        for option in _options(owner.model_fields[field].annotation)
         if isinstance(option, type) and issubclass(option, BaseModel)
     ]
     return {_kind(option) or option.__name__: option for option in models}
+
+
+def _inside(place: tuple[int | str, ...], places: Iterable[tuple[int | str, ...]]) -> bool:
+    """Whether any other place lies within this one."""
+    return any(other != place and other[: len(place)] == place for other in places)
+
+
+def _is_list(owner: type[BaseModel], field: str) -> bool:
+    info = owner.model_fields.get(field)
+    return info is not None and get_origin(info.annotation) is tuple
+
+
+def _options(annotation: Any) -> list[Any]:
+    """The types that a union is made of, or the items of a tuple, however nested."""
+    if get_origin(annotation) is Annotated:
+        return _options(get_args(annotation)[0])
+    if isinstance(annotation, UnionType) or get_origin(annotation) in (Union, tuple):
+        return [option for part in get_args(annotation) for option in _options(part)]
+    return [annotation]
 
 
 def _kind(model: type[BaseModel]) -> str | None:
@@ -105,7 +135,8 @@ def _allowed(owner: type[BaseModel], field: str) -> str:
         return f"a mapping with the settings {_listed(owner.model_fields)}"
     if inner and not any(_kind(option) for option in inner.values()):
         (group,) = inner.values()
-        return f"a mapping with the settings {_listed(group.model_fields)}"
+        what = "a non-empty list of mappings" if _is_list(owner, field) else "a mapping"
+        return f"{what} with the settings {_listed(group.model_fields)}"
     if inner:
         return f"the kinds {_listed(inner)}; e.g. {field}: {{kind: {next(iter(inner))}}}"
     info = owner.model_fields[field]
@@ -126,9 +157,8 @@ def _words(schema: dict[str, Any]) -> str:
     words = _TYPES[schema["type"]]
     if "minLength" in schema:
         return f"non-empty {words}"
-    return words + "".join(
-        f" {sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema
-    )
+    bounds = [f"{sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema]
+    return " ".join([words, " and ".join(bounds)]) if bounds else words
 
 
 def _listed(words: Iterable[str]) -> str:
