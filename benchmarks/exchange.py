@@ -60,6 +60,7 @@ OPTIMAL, HCCL = "slipstream, optimal", "slipstream, by_percent 96.54/3.46"
 DDP_MEGABYTES = (1, 2, 4, 8, 16, 50)
 SPLITS: dict[str, dict[str, object]] = {
     "default": {},
+    "by_bytes 2/1/1": {"kind": "by_bytes", "megabytes": 2},
     "by_bytes 4/1/1": {"kind": "by_bytes", "megabytes": 4},
     "by_bytes 16/1/1": {"kind": "by_bytes", "megabytes": 16},
     "by_bytes 25/1/1": {"kind": "by_bytes", "megabytes": 25},
@@ -170,7 +171,10 @@ def measure(args: argparse.Namespace) -> None:
     for name in args.codecs or ():
         label = f"slipstream, {name}"
         model, loss_of, _ = make_model(args.model)
-        coded: dict[str, object] = {"codec": CODECS[name]}
+        codec, _, split_name = name.partition(" / ")
+        coded: dict[str, object] = {"codec": CODECS[codec]}
+        if split_name:
+            coded["split"] = SPLITS[split_name]
         variants[label], sessions[label] = accelerated(model, loss_of, {"gradients": coded})
     for hook in args.hooks or ():
         model, loss_of, _ = make_model(args.model)
@@ -355,7 +359,7 @@ def main() -> int:
     parser.add_argument("--finals", type=int, default=0, help="rounds of the optimal split alone")
     parser.add_argument("--splits", nargs="*", choices=list(SPLITS), help="default: all")
     parser.add_argument("--ddp", nargs="*", type=float, default=DDP_MEGABYTES, help="DDP's buckets")
-    parser.add_argument("--codecs", nargs="*", choices=list(CODECS), help="codecs, too")
+    parser.add_argument("--codecs", nargs="*", help=f"{', '.join(CODECS)}; or 'bf16 / SPLIT'")
     parser.add_argument("--hooks", nargs="*", choices=HOOKS, help="DDP with torch's hooks, too")
     parser.add_argument("--loopback", action="store_true", help="without emulated links")
     parser.add_argument("--json", help="also write the figures to this file")
