@@ -144,7 +144,7 @@ def _compose(
     codec = strategy.gradients.codec if control is not None else None
     lent = Lent(optimizer, trainables, codec, cluster.world_size)
     if control is not None:
-        stages = STAGES.get(cluster.device.type, 1)
+        stages = STAGES.get(cluster.device.type, 1) if codec is not None else 1
         direct, *staged = [group for _ in range(1 + stages) if (group := cluster.new_group())]
         fused.broadcast([*model.parameters(), *model.buffers()], direct)  # one start for all
         channel = Channel(direct, staged, cluster.device, recorder)
