@@ -54,14 +54,14 @@ def rows(
 
 
 def _codec_row(segments: Sequence[Exchanged], engine: Engine | None) -> Row:
-    """Bytes before and after, and what is kept for it."""
+    """Bytes before and after, and what is kept for it: before and after an update that may fail."""
     before, after = sum(s.num_bytes for s in segments), sum(s.wire_bytes for s in segments)
     kept = engine.codec_state() if engine else {}
     memory = sum(t.nbytes for state in kept.values() for t in state.values())
     return Row(
         "codec",
         f"{before / 2**20:.1f} MB -> {after / 2**20:.2f} MB on the wire",
-        f"{before / max(after, 1):.1f} times fewer; keeps {memory / 2**20:.1f} MB a rank",
+        f"{before / max(after, 1):.1f} times fewer; keeps 2 x {memory / 2**20:.1f} MB a rank",
         "lossy",
     )
 
