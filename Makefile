@@ -22,8 +22,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## the main job: plain DDP against slipstream on a slow network
 	$(BIN)/slipstream demo
 
-test: $(READY)  ## the whole test suite
-	$(BIN)/python -m pytest
+test: $(READY)  ## the whole test suite; a file stays with one worker, which keeps its ranks
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-gpu: $(READY)  ## the tests that need a CUDA device, alone
 	$(BIN)/python -m pytest -m gpu tests/gpu
