@@ -207,6 +207,7 @@ def write(args: argparse.Namespace, runs: Sequence[Run]) -> None:
     Console(width=130).print(table(args, rows))
     if args.json:
         facts = {"task": args.task, "steps": args.steps, "ranks": dist.get_world_size()}
+        facts["seeds"] = args.seeds
         save(args.json, "convergence", {**facts, "rows": rows, "runs": [asdict(r) for r in runs]})
         picture(args.task, runs).savefig(Path(args.json).with_suffix(".png"))
 

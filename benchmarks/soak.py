@@ -5,7 +5,8 @@
 One model, four ranks, each with data of its own. Codecs change, and with them the split, how many
 batches an update has, and whether the loss is scaled; what one codec has not sent, a later session
 of the same codec goes on with. Gradients overflow on one rank or another. After every turn the
-parameters are compared, and the optimizer's state with them: one bit of difference ends the run.
+parameters and the optimizer's state are compared: one bit of difference ends the run, and so does a
+number that is not finite.
 """
 
 from __future__ import annotations
@@ -135,6 +136,8 @@ def measure(args: argparse.Namespace) -> None:
         dist.all_gather_object(digests, soak.digest())
         if len(set(digests)) > 1:
             raise SystemExit(f"turn {number}, {codec}: ranks differ: {digests}")
+        if not all(p.isfinite().all() for p in model.parameters()):
+            raise SystemExit(f"turn {number}, {codec}: parameters are not finite")
     overflows = torch.tensor(soak.overflows)
     dist.all_reduce(overflows)
     if dist.get_rank() == 0:
@@ -145,8 +148,6 @@ def measure(args: argparse.Namespace) -> None:
             "codecs": list(CODECS),
             "overflows": int(overflows),
             "skipped": soak.skipped,
-            "finite": all(bool(p.isfinite().all()) for p in model.parameters()),
-            "equal": True,
             "seconds": round(time.perf_counter() - start, 1),
         }
         Console().print(facts)

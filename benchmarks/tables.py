@@ -177,8 +177,8 @@ def convergence(facts: Mapping[str, Any]) -> str:
     lines = [
         f"## Convergence, {facts['task']}, {facts['date']}",
         "",
-        f"{facts['steps']} updates on {facts['ranks']} ranks, three seeds; allowed: "
-        f"{'0.5 points below' if digits else '2 % above'} dense. torch "
+        f"{facts['steps']} updates on {facts['ranks']} ranks, {facts['seeds']} seeds; "
+        f"allowed: {'0.5 points below' if digits else '2 % above'} dense. torch "
         f"{facts['versions']['torch']}. `{facts['command']}`",
         "",
         f"![losses on the way](convergence-{facts['task']}.png)",
@@ -237,7 +237,7 @@ def soak(facts: Mapping[str, Any]) -> str:
             f"{facts['updates']} updates on {facts['ranks']} ranks, {facts['turns']} turns of "
             f"{len(facts['codecs'])} codecs ({', '.join(facts['codecs'])}), {facts['overflows']} "
             f"gradients made infinite, {facts['skipped']} updates skipped: parameters and the "
-            "optimizer's state bit-equal on all ranks after every turn, and finite at the end. "
+            "optimizer's state bit-equal on all ranks and finite after every turn. "
             f"`{facts['command']}`",
         ]
     )

@@ -59,20 +59,30 @@ class DdpCodec:
             or one of the types in ``slipstream.strategy``.
         optimizer: only for DGC, which takes over its momentum.
         loss_scale: gives the present loss scale, e.g. ``scaler.get_scale``: what is kept from step
-            to step must not be in its units. A step whose gradients are not finite is forgotten.
+            to step must not be in its units. The codec forgets a step whose gradients are not
+            finite: they are NaN on all ranks then, which ``GradScaler`` skips; without one, compare
+            ``skipped`` before and after ``backward()``.
 
     Raises:
         ModelError: not a DDP model, or DGC without an optimizer that it can take over.
         StrategyError: no such codec.
 
+    Accumulate under ``ddp.no_sync()``; save ``state_dict()`` on every rank; call ``close()`` before
+    the process group is destroyed.
+
     Exactness: that of the codec; one bucket after the other, so bitwise the same on all ranks.
 
     Example:
-        >>> from torch.nn.parallel import DistributedDataParallel
-        >>> def wrap(model: torch.nn.Module) -> DistributedDataParallel:
-        ...     ddp = DistributedDataParallel(model)
-        ...     ddp.register_comm_hook(DdpCodec(ddp, "powersgd"), codec_hook)
-        ...     return ddp
+        >>> store = dist.HashStore()
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> ddp = DistributedDataParallel(nn.Linear(64, 64))
+        >>> hook = DdpCodec(ddp, {"kind": "powersgd", "rank": 2, "start_step": 0})
+        >>> ddp.register_comm_hook(hook, codec_hook)
+        >>> ddp(torch.ones(1, 64)).sum().backward()
+        >>> hook.step, hook.skipped
+        (1, 0)
+        >>> hook.close()
+        >>> dist.destroy_process_group()
     """
 
     def __init__(
@@ -97,13 +107,14 @@ class DdpCodec:
         trainables = parameters_of(ddp.module, trainable=True)
         self._names = {id(t.parameter): t.name for t in trainables}
         self._lent: Lent | None = None
-        self._ranks = Ranks(dist.get_rank(), dist.get_world_size())
+        members = dist.get_process_group_ranks(ddp.process_group)
+        self._ranks = Ranks(dist.get_rank(ddp.process_group), len(members))
         if optimizer is not None:
             check_lendable(optimizer, trainables, self._codec)
             self._lent = Lent(optimizer, trainables, self._codec, self._ranks.count)
         elif any(isinstance(codec_of(self._codec, t.name), Dgc) for t in trainables):
             raise ModelError("the codec dgc takes over momentum: DdpCodec(..., optimizer=...)")
-        group = dist.new_group()
+        group = dist.new_group(members, use_local_synchronization=True)
         assert group is not None
         device = next(ddp.parameters()).device
         self._channel = Channel(group, [group], device)
@@ -117,7 +128,14 @@ class DdpCodec:
         """Exchange a bucket behind those before it; DDP waits for the future."""
         if bucket.index() == 0:
             self._channel.wait()  # for none any more: errors of the last backward
+            if self._lent is not None:
+                self._lent.check()
         buffer = bucket.buffer()
+        if buffer.is_sparse:
+            names = ", ".join(self._names[id(p)] for p in bucket.parameters())
+            raise ModelError(
+                f"{names}: sparse gradients, which DdpCodec does not code; accelerate() does"
+            )
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         parts = self._parts_of(bucket.parameters(), buffer)
@@ -238,14 +256,20 @@ class DdpCodec:
 
     def state_dict(self) -> dict[str, object]:
         """What this rank needs to go on bit for bit: every rank saves its own."""
-        return {"step": self.step, "codec": self.codec_state(), "rank": self._ranks.rank}
+        place = {"rank": self._ranks.rank, "ranks": self._ranks.count}
+        return {**place, "step": self.step, "codec": self.codec_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict()`` of the same rank, before the next backward.
 
         Raises:
-            UsageError: the state is another rank's.
+            UsageError: the state is another rank's, or of another number of ranks.
         """
+        if state["ranks"] != self._ranks.count:
+            raise UsageError(
+                f"this state is of {state['ranks']} ranks, this run has {self._ranks.count}; "
+                "accelerate() deals it out among them, DdpCodec does not"
+            )
         if state["rank"] != self._ranks.rank:
             raise UsageError(
                 f"this state is of rank {state['rank']}, this is rank {self._ranks.rank}: what a "

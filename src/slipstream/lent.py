@@ -34,9 +34,10 @@ def check_lendable(
         return
     if type(optimizer) is not torch.optim.SGD:
         raise ModelError(
-            f"gradients.codec dgc with {type(optimizer).__name__}: DGC applies momentum before "
-            "gradients are sent, and an optimizer that divides by their second moment would see "
-            "rare, large ones; use torch.optim.SGD, or another codec (powersgd, int8)"
+            f"gradients.codec dgc with {type(optimizer).__name__}: DGC takes over momentum and "
+            "weight decay, which it knows of torch.optim.SGD alone (an optimizer that divides by "
+            "second moments would see rare, large gradients); use that, or another codec "
+            "(powersgd, int8)"
         )
     for number, group in enumerate(optimizer.param_groups):
         inside = [id(p) in coded for p in group["params"] if p.requires_grad]

@@ -127,7 +127,8 @@ class Session(Generic[M, O]):
 
         On return ``parameter.grad`` holds the average over ranks (read it, clip it); inside an
         accumulation window or ``no_sync`` it holds the sum of this rank so far. Called twice before
-        ``step()``, the gradients add up.
+        ``step()``, the gradients add up (with a codec other than ``half`` that is refused: it would
+        code them twice).
 
         Args:
             loss: a tensor of one element.
@@ -136,9 +137,10 @@ class Session(Generic[M, O]):
                 averages come out divided by it. ``step()`` skips the update if one overflowed.
 
         Raises:
-            UsageError: the session is closed, ``loss`` is not a scalar, or the scale changed inside
-            an accumulation window. ExchangeError: another rank is gone, or the graph changed in a
-            way that overlap cannot follow.
+            UsageError: the session is closed, ``loss`` is not a scalar, the scale changed inside
+            an accumulation window, or a codec has sent this update's gradients already.
+            ExchangeError: another rank is gone, or the graph changed in a way that overlap cannot
+            follow.
         """
         self._must_be_open("backward")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -275,12 +277,13 @@ class Session(Generic[M, O]):
             self._engine.updated(self._steps)
             if order is not None:
                 self._engine.install(order)
-            if self._codecs_keep() and state["codecs"]:
-                kept = checkpoint.dealt_out(state["codecs"], self.rank, self.world_size)
-                self._engine.load_codec_state(kept)
         if self._live_split is not None and state["split"] is not None:
             chosen = Strategy.load({"gradients": {"split": state["split"]}}).gradients.split
             self._live_split.settle(chosen, "chosen before the checkpoint")
+        if self._engine is not None and self._codecs_keep() and state["codecs"]:
+            # behind the last change of the layout: who serves which piece depends on it
+            kept = checkpoint.dealt_out(state["codecs"], self.rank, self.world_size)
+            self._engine.load_codec_state(kept)
 
     def report(self) -> str:
         """The strategy and what became of it, as a table in plain text."""

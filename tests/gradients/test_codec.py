@@ -37,7 +37,18 @@ CODECS: dict[str, dict[str, Any]] = {
     },
 }
 KEPT = ["int8, stochastic", "onebit", "dgc", "powersgd"]
-NEAR = {"bf16": 0.03, "fp16": 0.01, "int8": 0.05, "by name": 0.03, "mixed": 0.05}
+NEAR = {
+    "bf16": 0.03,
+    "fp16": 0.01,
+    "int8": 0.05,
+    "int8, stochastic": 0.05,
+    "onebit": 0.9,
+    "dgc": 0.9,
+    "powersgd": 0.9,
+    "by name": 0.03,
+    "mixed": 0.05,
+}
+"""How far three steps may end from those without a codec, over the way that these have come."""
 
 
 def train(name: str, codec: str) -> tuple[str, float]:
@@ -48,21 +59,23 @@ def train(name: str, codec: str) -> tuple[str, float]:
     split, accumulate = ("per_gradient", 1) if dist.get_world_size() == 2 else ("single", 2)
     settings = {"split": split, "codec": CODECS[codec]}
     model = reference.accelerated(MODELS[name], "sgd", 3, accumulate, settings)
-    off = apart(model, without_codec(name, accumulate)) if codec in NEAR else 0.0
-    return reference.digest(model), off
+    dense, start = without_codec(name, 3, accumulate), without_codec(name, 0, accumulate)
+    return reference.digest(model), apart(model, dense, start)
 
 
 @cache
-def without_codec(name: str, accumulate: int) -> nn.Module:
-    return reference.accelerated(MODELS[name], "sgd", 3, accumulate, {})
+def without_codec(name: str, steps: int, accumulate: int) -> nn.Module:
+    return reference.accelerated(MODELS[name], "sgd", steps, accumulate, {})
 
 
-def apart(a: nn.Module, b: nn.Module) -> float:
-    """The distance of two models' parameters over what training has changed."""
-    pairs = list(zip(a.parameters(), b.parameters(), strict=True))
-    far = sum(float((x - y).abs().square().sum()) for x, y in pairs)
-    size = sum(float(y.abs().square().sum()) for _, y in pairs)
-    return (far / max(size, 1e-30)) ** 0.5
+def apart(a: nn.Module, b: nn.Module, start: nn.Module) -> float:
+    """The distance of two models over the way that the second has come: 1 if one never left."""
+
+    def distance(one: nn.Module, other: nn.Module) -> float:
+        pairs = zip(one.parameters(), other.parameters(), strict=True)
+        return sum(float((x - y).detach().abs().square().sum()) for x, y in pairs) ** 0.5
+
+    return distance(a, b) / max(distance(b, start), 1e-30)
 
 
 def train_every_model(codec: str) -> dict[str, tuple[str, float]]:
@@ -80,7 +93,7 @@ def test_every_model_trains_alike_on_all_ranks(request, world, codec) -> None:
     for name in by_rank[0]:
         digests, (off, *_) = zip(*(found[name] for found in by_rank), strict=True)
         assert len(set(digests)) == 1, f"{name}: ranks differ"
-        assert codec not in NEAR or off < NEAR[codec], f"{name}: {off:.3g} off"
+        assert off < NEAR[codec], f"{name}: {off:.3g} off"
 
 
 class Wide(nn.Module):
@@ -297,6 +310,85 @@ def test_on_other_numbers_of_ranks_nothing_unsent_is_lost(two, four, codec) -> N
     assert not results[1][1]
 
 
+class Branches(nn.Module):
+    """Two matrices in one block of any codec, of which some steps use one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.rarely = nn.Linear(32, 8), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
+        out = self.always(x).square().mean()
+        return out + self.rarely(x).square().mean() if both else out
+
+
+def leave_out(codec: object) -> None:
+    """What no rank uses is not updated, and what is kept of it stays; later it goes on."""
+    torch.manual_seed(0)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    strategy = {"gradients": {"codec": codec, "split": "single"}}
+    with slipstream.accelerate(model, optimizer, None, strategy) as session:
+        for step in range(4):
+            kept = session.state_dict()["codecs"]
+            before = [p.detach().clone() for p in model.rarely.parameters()]
+            session.backward(model(rows(step), both=step != 2))
+            assert (model.rarely.weight.grad is None) == (step == 2)
+            session.step()
+            same = [
+                torch.equal(*pair) for pair in zip(before, model.rarely.parameters(), strict=True)
+            ]
+            assert same == [step == 2] * 2
+            now = session.state_dict()["codecs"]
+            if step == 2:
+                mine, own = kept[session.rank], now[session.rank]
+                for name in (name for name in mine if name.startswith("rarely")):
+                    pairs = [(mine[name][key], own[name][key]) for key in mine[name]]
+                    assert all(torch.equal(*pair) for pair in pairs), name
+
+
+@pytest.mark.parametrize("codec", KEPT)
+def test_what_no_rank_uses_stays_as_it_is(two, codec) -> None:
+    two.run(leave_out, CODECS[codec])
+
+
+def too_large_for_fp16() -> list[bool]:
+    model = wide()
+    said = []
+    with session_of(model, CODECS["fp16"]) as session:
+        for step, factor in enumerate((1.0, 1e9, 1.0)):
+            session.backward(session.model(rows(step)) * factor)
+            said.append(session.step())
+    return said
+
+
+def test_a_sum_beyond_fp16_is_not_applied(two) -> None:
+    assert two.run(too_large_for_fp16) == [[True, False, True]] * 2
+
+
+def load_back(codec: object) -> bool:
+    """A state from before the first update forgets all that came since."""
+    model = wide()
+    with session_of(model, codec) as session:
+        step_of(session, 0)
+        first = session.state_dict()
+        for step in range(3):
+            step_of(session, step)
+        session.load_state_dict(first)
+        again = session.state_dict()
+    pairs = zip(first["codecs"], again["codecs"], strict=True)
+    for before, after in pairs:
+        assert before.keys() == after.keys()
+        for name, state in before.items():
+            assert all(torch.equal(state[key], after[name][key]) for key in state), name
+    return first["steps"] == again["steps"] == 1
+
+
+@pytest.mark.parametrize("codec", KEPT)
+def test_a_state_replaces_what_was_kept(two, codec) -> None:
+    assert two.run(load_back, CODECS[codec]) == [True] * 2
+
+
 # Mistakes.
 
 
@@ -408,7 +500,7 @@ def test_momentum_is_lent_and_given_back(two) -> None:
     two.run(lend)
 
 
-def dense_dgc() -> tuple[float, float]:
+def dense_dgc() -> float:
     """DGC at density 1 against SGD with momentum, from a run that has momentum already."""
     models = wide(), wide()
     for model, codec in zip(
@@ -424,11 +516,11 @@ def dense_dgc() -> tuple[float, float]:
         with slipstream.accelerate(model, optimizer, None, strategy) as session:
             for step in range(2, 6):
                 step_of(session, step)
-    return reference.distance(*models), apart(*models)
+    return reference.distance(*models)
 
 
 def test_dgc_at_density_one_is_the_optimizers_own_momentum(two) -> None:
-    for far, _ in two.run(dense_dgc):
+    for far in two.run(dense_dgc):
         assert far <= 1
 
 
@@ -479,6 +571,7 @@ def soak(steps: int) -> tuple[list[str], int]:
                 step_of(session, step, poison if codec in KEPT or scale else 1.0, **scale)
             skipped += session.skipped
         digests.append(reference.digest(model))
+        assert all(p.isfinite().all() for p in model.parameters())
     return digests, skipped
 
 
@@ -486,4 +579,3 @@ def test_ranks_stay_equal_through_codecs_and_overflows(four) -> None:
     results = four.run(soak, 25)
     assert all(result == results[0] for result in results)
     assert results[0][1] > 10
-    assert all(value.isfinite().all() for value in wide().parameters())

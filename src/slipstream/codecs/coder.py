@@ -35,7 +35,7 @@ class Coder(ABC):
         num_values: elements of the flat tensor, padding included.
         works_in: dtype of the flat tensor.
 
-    After an exchange comes ``commit`` or ``rollback``.
+    After an exchange comes ``commit`` or ``rollback``, before the first maybe ``forget``.
     """
 
     num_values: int
@@ -58,6 +58,10 @@ class Coder(ABC):
     @abstractmethod
     def rollback(self) -> None:
         """The step of the last exchange does not count: the state is as before it."""
+
+    @abstractmethod
+    def forget(self, slots: Sequence[int]) -> None:
+        """No rank had a gradient in these slots: what is kept of them is as before the exchange."""
 
     @abstractmethod
     def state(self) -> list[dict[str, torch.Tensor]]:

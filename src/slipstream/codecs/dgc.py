@@ -91,11 +91,12 @@ def largest(values: torch.Tensor, count: int, sample: float, seed: int) -> torch
     few = values[seed % min(stride, total // 2) :: min(stride, total // 2)].abs()
     wanted = min(max(round(_MANY * count * few.numel() / total), 1), few.numel())
     threshold = torch.topk(few, wanted, sorted=True).values[-1]
+    threshold = threshold.clamp(min=torch.finfo(values.dtype).tiny)
     found = _at_least(threshold, values)
     for _ in range(_TRIES):
         if found.numel() >= _FEW * count:
             break
-        threshold = threshold * _FEW
+        threshold = (threshold * _FEW).clamp(min=torch.finfo(values.dtype).tiny)  # never all zeros
         found = _at_least(threshold, values)
     if found.numel() > count:
         found = found[torch.topk(values[found].abs(), count, sorted=False).indices]
@@ -244,6 +245,11 @@ class DgcCoder(Coder):
     def rollback(self) -> None:
         """Nothing to do: what comes next begins with what was committed last."""
 
+    def forget(self, slots: Sequence[int]) -> None:
+        for slot in (self._slots[i] for i in slots):
+            self._next_momentum[slot] = self._momentum[slot]
+            self._next_velocity[slot] = self._velocity[slot]
+
     def state(self) -> list[dict[str, torch.Tensor]]:
         """``momentum`` and, of what is sent sparsely, ``velocity``: what waits to be sent."""
         states = []
@@ -255,6 +261,8 @@ class DgcCoder(Coder):
         return states
 
     def load(self, states: Sequence[SlotState]) -> None:
+        self._momentum.zero_()
+        self._velocity.zero_()
         for slot, state in zip(self._slots, states, strict=True):
             if "momentum" in state:
                 self._momentum[slot] = state["momentum"]

@@ -151,6 +151,7 @@ class PowerSgdCoder(Coder):
             for n, m in self._matrices.values()
             if feedback
         ]
+        self._forgotten: set[int] = set()
         self._low_rank = False
 
     def _width(self, shape: tuple[int, int]) -> int:
@@ -203,11 +204,21 @@ class PowerSgdCoder(Coder):
         for residual in self._residuals:
             residual.commit()
         if self._low_rank and self._warm_start:
-            self._warm = [q.clone() for q in self._q]
+            for number in set(range(len(self._q))) - self._forgotten:
+                self._warm[number] = self._q[number].clone()
+        self._forgotten.clear()
 
     def rollback(self) -> None:
         for residual in self._residuals:
             residual.rollback()
+        self._forgotten.clear()
+
+    def forget(self, slots: Sequence[int]) -> None:
+        for number, i in enumerate(self._matrices):
+            if i in slots:
+                self._forgotten.add(number)
+                if self._residuals:
+                    self._residuals[number].forget()
 
     def state(self) -> list[dict[str, torch.Tensor]]:
         """``error`` and ``q`` of the matrices; q is the same on all ranks."""
@@ -220,6 +231,9 @@ class PowerSgdCoder(Coder):
         return states
 
     def load(self, states: Sequence[SlotState]) -> None:
+        self._warm = [None] * len(self._q)
+        for residual in self._residuals:
+            residual.error.zero_()
         for number, i in enumerate(self._matrices):
             state = states[i]
             if "error" in state and self._residuals:

@@ -46,6 +46,10 @@ class Residual:
         self._kept = True
         return self._next
 
+    def forget(self, part: slice = slice(None)) -> None:
+        """The step never happened to this part."""
+        self._next[part] = self.error[part]
+
     def commit(self) -> None:
         """The step counts."""
         if self._kept:

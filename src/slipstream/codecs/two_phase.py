@@ -116,6 +116,16 @@ class TwoPhaseCoder(Coder):
         for residual in self._residuals():
             residual.rollback()
 
+    def forget(self, slots: Sequence[int]) -> None:
+        if self._worker is None or self._server is None:
+            return
+        every, mine = self._slots(), self._ranks.rank * self._piece
+        for start, stop in (every[slot] for slot in slots):
+            self._worker.forget(slice(start, stop))
+            first, last = max(start, mine) - mine, min(stop, mine + self._piece) - mine
+            if first < last:
+                self._server.forget(slice(first, last))
+
     def state(self) -> list[dict[str, torch.Tensor]]:
         """``error``: of the worker. ``served`` and ``served_from``: of the server, if it is this
         rank's to serve, and the element of the slot where that begins."""
@@ -137,6 +147,7 @@ class TwoPhaseCoder(Coder):
         divided by the number of ranks, nothing of what is left out is lost or counted twice."""
         if self._worker is None or self._server is None:
             return
+        self._worker.error.zero_()
         served = torch.zeros_like(self._worker.error)
         for (start, stop), state in zip(self._slots(), states, strict=True):
             if "error" in state:

@@ -31,6 +31,9 @@ Transport = Callable[[torch.Tensor, dist.ProcessGroup], Sequence[dist.Work]]
 class Bucket(ABC):
     """Gradients that travel together: ``fill`` one by one, ``complete``, exchange, ``finish``."""
 
+    may_overflow = False
+    """Whether finite gradients may have an infinite sum in what travels."""
+
     num_bytes: int
     """Bytes of this rank's gradients, flags of use left out; 0 where it is not known beforehand."""
 
@@ -89,6 +92,8 @@ class DenseBucket(Bucket):
             _pairs(part, p, self._copies_back) if pairs else _shaped_like(part, p)
             for part, p in zip(parts, parameters, strict=True)
         ]
+        self.may_overflow = self._copies_back and self.flat.dtype == torch.float16
+        self._widens = self.flat.itemsize > first.itemsize
         self._filled: set[int] = set()
         self._unused: list[int] = []
         self.num_bytes = sum(p.nbytes for p in parameters)
@@ -97,7 +102,9 @@ class DenseBucket(Bucket):
     def fill(self, slot: int, scale: torch.Tensor) -> None:
         if not self._small:
             view, gradient = self._views[slot], self._gradient(slot)
-            if self._copies_back:  # scaled before it is cast; in one call it takes longer on a CPU
+            if self._widens:  # what is too small for 16 bits once scaled must not be lost
+                view.copy_(gradient).mul_(scale)
+            elif self._copies_back:  # in one call it takes longer on a CPU
                 view.copy_(gradient * scale)
             else:
                 torch.mul(gradient, scale, out=view)
@@ -127,13 +134,14 @@ class DenseBucket(Bucket):
         if not used:
             return
         views, gradients = [self._views[i] for i in used], [self._gradient(i) for i in used]
-        if self._copies_back:  # scaled before they are cast
+        if self._copies_back and not self._widens:
             torch._foreach_copy_(views, torch._foreach_mul(gradients, scale))
             return
         torch._foreach_copy_(views, gradients)
         self.flat.mul_(scale)
-        for slot, view in zip(used, views, strict=True):
-            self.parameters[slot].grad = view
+        if not self._copies_back:
+            for slot, view in zip(used, views, strict=True):
+                self.parameters[slot].grad = view
 
     def _gradient(self, slot: int) -> torch.Tensor:
         """The gradient, dense, of as many axes as its place in the flat tensor."""

@@ -98,7 +98,7 @@ class CodedBucket(DenseBucket):
         self, names: Sequence[str], parameters: Sequence[nn.Parameter], coder: Coder
     ) -> None:
         super().__init__(parameters, coder.works_in, coder.num_values)
-        self.coder, self._names = coder, list(names)
+        self.coder, self.names = coder, list(names)
         self._sound = True
         self._values = self.flat[: coder.num_values]
         self._num_real = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
@@ -113,9 +113,8 @@ class CodedBucket(DenseBucket):
         self._riders[:-1] = self._flags > 0
         self._riders[-1] = not finite
         carry(self.coder.exchange(self._values, self._riders, step), group)
-        for slot in self._unused:  # on any rank; what was held back may come now
-            if not self._riders[slot] and self._views[slot].any():
-                self._riders[slot] = 1
+        used = self._riders.tolist()
+        self.coder.forget([slot for slot in self._unused if not used[slot]])
         self._flags.copy_(self._riders[:-1])
         # What codecs make of finite gradients may overflow, then on all ranks alike.
         self._sound = not self._riders[-1] and is_finite(self._values)
@@ -135,12 +134,12 @@ class CodedBucket(DenseBucket):
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """What the coder keeps, by parameter."""
-        pairs = zip(self._names, self.coder.state(), strict=True)
+        pairs = zip(self.names, self.coder.state(), strict=True)
         return {name: state for name, state in pairs if state}
 
     def load(self, kept: NamedState) -> None:
         """Go on from the states of these parameters, wherever they come from."""
-        self.coder.load([kept.get(name, {}) for name in self._names])
+        self.coder.load([kept.get(name, {}) for name in self.names])
 
 
 def carry(exchange: Exchange, group: dist.ProcessGroup) -> None:

@@ -182,8 +182,9 @@ class Engine:
     def _settle(self) -> None:
         """Let codecs keep what they have learned, if the gradients of all ranks were finite."""
         coded = self._coded
-        every = (bucket for shipment in self._shipments for bucket in shipment.buckets)
-        self.overflowed = bool(coded) and not all(bucket.sound for bucket in every)
+        every = [bucket for shipment in self._shipments for bucket in shipment.buckets]
+        lossy = bool(coded) or any(bucket.may_overflow for bucket in every)
+        self.overflowed = lossy and not all(bucket.sound for bucket in every)
         for bucket in coded:
             bucket.settle(not self.overflowed)
 
@@ -255,6 +256,7 @@ class Engine:
         """Lay out segments and buckets for a ready order, and from now on a split, of all ranks."""
         self.split = split or self.split
         kept = self.codec_state()
+        self._shipments, self._places = [], []  # their memory is needed for the new ones
         self._shipments, self._places = lay_out(self._trainables, order, self.split, self._coding)
         self._order = order
         self.load_codec_state(kept)
@@ -267,18 +269,16 @@ class Engine:
         return [bucket for bucket in every if isinstance(bucket, CodedBucket)]
 
     def codec_state(self) -> NamedState:
-        """What codecs keep on this rank."""
-        if not self._shipments:
-            return self._kept
-        return {name: state for b in self._coded for name, state in b.state().items()}
+        """What codecs keep on this rank, or kept of gradients that travel uncoded by now."""
+        own = {name: state for b in self._coded for name, state in b.state().items()}
+        return {**self._kept, **own}
 
     def load_codec_state(self, kept: NamedState) -> None:
         """Go on from ``codec_state()``, of another split maybe."""
-        self._kept = kept
-        if self._shipments:
-            self._kept = {}
-            for bucket in self._coded:
-                bucket.load(kept)
+        coded = {name for bucket in self._coded for name in bucket.names}
+        self._kept = {name: state for name, state in kept.items() if name not in coded}
+        for bucket in self._coded:
+            bucket.load(kept)
 
     # One backward.
 
