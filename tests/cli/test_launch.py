@@ -28,8 +28,12 @@ else:
 """
 FAIL = """
 import os, sys, time, traceback
-print("rank", os.environ["RANK"])
+print("rank", os.environ["RANK"], flush=True)
+if os.environ["RANK"] == "0":
+    open("rank0.spoke", "w").close()
 if os.environ["RANK"] == "1":
+    while not os.path.exists("rank0.spoke"):  # on a busy machine it may come later
+        time.sleep(0.05)
     try:
         raise RuntimeError("the [first] failure")
     except RuntimeError:
