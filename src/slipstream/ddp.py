@@ -25,9 +25,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.codecs import Coder, HalfCodec, Momentum, Ranks, make_coder
+from slipstream.codecs.coder import is_finite
 from slipstream.comm.channel import Channel, Label
 from slipstream.errors import ModelError, UsageError
-from slipstream.gradients.bucket import is_finite
 from slipstream.gradients.coded import NamedState, carry
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import Lent, check_lendable
@@ -178,12 +178,9 @@ class DdpCodec:
             dist.all_reduce(part.values, group=group)
             part.sound = is_finite(part.values)
         else:
-            finite = is_finite(part.values)
-            flag = torch.tensor([not finite], dtype=torch.uint8, device=buffer.device)
-            if not finite:
-                part.values.zero_()
-            carry(part.coder.exchange(part.values, flag, self.step), group)
-            part.sound = not flag and is_finite(part.values)
+            unsound = torch.zeros(1, dtype=torch.uint8, device=buffer.device)
+            carry(part.coder.exchange(part.values, unsound, self.step), group)
+            part.sound = not unsound
             if not part.sound:
                 part.values.fill_(torch.nan)
         stop = 0

@@ -20,11 +20,11 @@ from torch import nn
 from slipstream import checkpoint, outcome
 from slipstream.adaptive import Verdict
 from slipstream.cluster.connect import Cluster
+from slipstream.codecs.coder import is_finite
 from slipstream.comm.agreement import agree
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
-from slipstream.gradients.bucket import is_finite
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent

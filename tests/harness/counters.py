@@ -24,6 +24,7 @@ COUNTED = (
     "barrier",
     "broadcast",
     "gather",
+    "isend",
     "reduce",
     "reduce_scatter_tensor",
     "scatter",

@@ -47,7 +47,9 @@ class Coder(ABC):
 
         Args:
             values: 1-D, ``num_values`` elements: this rank's gradients, slot by slot, zeros behind.
-            riders: 1-D, uint8, flags of 0 or 1: each becomes 1 where any rank has one.
+            riders: 1-D, uint8, flags of 0 or 1: each becomes 1 where any rank has one. The last
+                is the coder's: it becomes 1 where the values of a rank, or what came of them, are
+                not finite. Then ``values`` are void and the step must not count.
             step: updates so far; the same on all ranks.
         """
 
@@ -75,6 +77,12 @@ class Coder(ABC):
 def real_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which dtype gradients of a dtype are coded: fp32, and fp64 where they are."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is infinite or NaN, in one pass without a copy."""
+    real = torch.view_as_real(values) if values.is_complex() else values
+    return not real.numel() or bool(torch.linalg.vector_norm(real, float("inf")).isfinite())
 
 
 def parts(numel: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:

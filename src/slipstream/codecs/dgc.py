@@ -17,7 +17,7 @@ Exactness: lossy; at density 1 nothing gathers or is masked, and it is SGD with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod, sqrt
@@ -28,12 +28,13 @@ from slipstream.codecs.coder import (
     Coder,
     Ranks,
     SlotState,
+    is_finite,
     memory_order,
     mixed,
     parts,
     real_dtype,
 )
-from slipstream.codecs.exchange import Exchange, Gather, Sum
+from slipstream.codecs.exchange import Exchange, Gather, Request, Sum
 
 EXACT_BELOW = 4096
 """Values among which the largest are found by sorting rather than by a sampled threshold."""
@@ -77,12 +78,18 @@ class DgcCodec:
         return values.new_zeros(numel).index_add_(0, indices, values)
 
 
-def largest(values: torch.Tensor, count: int, sample: float, seed: int) -> torch.Tensor:
+def largest(
+    values: torch.Tensor,
+    count: int,
+    sample: float,
+    seed: int,
+    peaks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Indices of about the ``count`` values of the largest magnitude, never more than that.
 
     Where there are many, a threshold is guessed from a sample, and lowered until enough pass it;
     of those that do, the largest are taken. At least 0.8 of ``count`` are found, unless magnitudes
-    are so alike that ten guesses fail.
+    are so alike that ten guesses fail. ``peaks`` are the ``row_peaks``, where they are known.
     """
     total = values.numel()
     if total < EXACT_BELOW or count * 4 > total:
@@ -92,26 +99,39 @@ def largest(values: torch.Tensor, count: int, sample: float, seed: int) -> torch
     wanted = min(max(round(_MANY * count * few.numel() / total), 1), few.numel())
     threshold = torch.topk(few, wanted, sorted=True).values[-1]
     threshold = threshold.clamp(min=torch.finfo(values.dtype).tiny)
-    found = _at_least(threshold, values)
+    if peaks is None:
+        peaks = values.new_empty(num_rows(total))
+        for part in parts(total, values.device, _ROW):
+            row_peaks(values[part], peaks[part.start // _ROW :])
+    found = _at_least(threshold, values, peaks)
     for _ in range(_TRIES):
         if found.numel() >= _FEW * count:
             break
         threshold = (threshold * _FEW).clamp(min=torch.finfo(values.dtype).tiny)  # never all zeros
-        found = _at_least(threshold, values)
+        found = _at_least(threshold, values, peaks)
     if found.numel() > count:
         found = found[torch.topk(values[found].abs(), count, sorted=False).indices]
     return found
 
 
-def _at_least(threshold: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def num_rows(numel: int) -> int:
+    """Full rows of values that are searched, or not, as a whole."""
+    return numel // _ROW
+
+
+def row_peaks(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the largest magnitude of every full row of a part to the front of ``out``."""
+    rows = num_rows(values.numel())
+    torch.amax(values[: rows * _ROW].view(-1, _ROW).abs(), 1, out=out[:rows])
+
+
+def _at_least(threshold: torch.Tensor, values: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
     """Indices of the values of that magnitude and above.
 
     They are few: only rows whose largest value passes are searched.
     """
     whole = values.numel() // _ROW * _ROW
     rows, rest = values[:whole].view(-1, _ROW), values[whole:]
-    some = parts(whole, values.device, _ROW)
-    peaks = torch.cat([values[part].view(-1, _ROW).abs().amax(1) for part in some])
     hot = (peaks >= threshold).nonzero().view(-1)
     row, column = (rows[hot].abs() >= threshold).nonzero().unbind(1)
     last = (rest.abs() >= threshold).nonzero().view(-1)
@@ -167,6 +187,8 @@ class DgcCoder(Coder):
         state = torch.zeros(2, 2, self.num_values, dtype=self.works_in, device=device)
         self._momentum, self._velocity = state[0]
         self._next_momentum, self._next_velocity = state[1]
+        lengths = (num_rows(_length(slot)) for slot in self._slots)
+        self._peaks = [torch.empty(n, dtype=self.works_in, device=device) for n in lengths]
 
     def density(self, step: int) -> float:
         """The share of values that is sent after so many updates."""
@@ -177,30 +199,40 @@ class DgcCoder(Coder):
         density = self.density(step)
         sparse = [i for i, matrix in enumerate(self._matrices) if matrix and density < 1]
         dense = [i for i in range(len(self._slots)) if i not in set(sparse)]
-        self._gather_momentum(values)
+        if not self._gather_momentum(values, set(sparse)):
+            riders[-1:] = 1
         waiting = self._next_velocity
         first = torch.cat([riders.to(self.works_in), *(waiting[self._slots[i]] for i in dense)])
         for i in dense:
             waiting[self._slots[i]] = 0
         yield Sum(first)
         riders.copy_(first[: riders.numel()] > 0)
+        if not is_finite(first):
+            riders[-1:] = 1
         sums = first[riders.numel() :].split([_length(self._slots[i]) for i in dense])
         if sparse:
-            yield from self._exchange_sparse(values, sparse, density, step)
+            finite = yield from self._exchange_sparse(values, sparse, density, step)
+            if not finite:
+                riders[-1:] = 1
         for i, total in zip(dense, sums, strict=True):
             values[self._slots[i]] = total
 
-    def _gather_momentum(self, values: torch.Tensor) -> None:
-        """The momentum and the velocity that are next, before anything of them is sent."""
-        for slot, own in zip(self._slots, self._momenta, strict=True):
+    def _gather_momentum(self, values: torch.Tensor, sparse: Container[int]) -> bool:
+        """The momentum and the velocity that are next, before anything of them is sent.
+
+        Notes the row peaks of the sparse slots. False where a gradient is not finite.
+        """
+        finite = True
+        for number, (slot, own) in enumerate(zip(self._slots, self._momenta, strict=True)):
             if self._clip is not None:
                 limit = self._clip / sqrt(self._ranks.count) / self._ranks.count
                 values[slot].mul_((limit / values[slot].norm()).clamp(max=1.0))
             weights = None if own.parameter is None else memory_order(own.parameter)
-            for part in parts(_length(slot), values.device):
+            for part in parts(_length(slot), values.device, _ROW):
                 gradient, momentum = values[slot][part], self._momentum[slot][part]
                 following = self._next_momentum[slot][part]
                 velocity = self._next_velocity[slot][part]
+                finite = is_finite(gradient) and finite
                 if own.weight_decay and weights is not None:
                     gradient.add_(weights[part], alpha=own.weight_decay / self._ranks.count)
                 if own.nesterov:
@@ -210,10 +242,14 @@ class DgcCoder(Coder):
                 else:
                     torch.add(gradient, momentum, alpha=own.momentum, out=following)
                     torch.add(following, self._velocity[slot][part], out=velocity)
+                if number in sparse:
+                    row_peaks(velocity, self._peaks[number][part.start // _ROW :])
+        return finite
 
     def _exchange_sparse(
         self, values: torch.Tensor, sparse: Sequence[int], density: float, step: int
-    ) -> Exchange:
+    ) -> Generator[Request, None, bool]:
+        """Exchange the largest values; the result is whether their sums are finite."""
         codec = DgcCodec(density, self._codec.sample)
         counts = [codec.count(_length(self._slots[i])) for i in sparse]
         width = self.works_in.itemsize // 4
@@ -225,7 +261,8 @@ class DgcCoder(Coder):
         for i, count in zip(sparse, counts, strict=True):
             slot = self._slots[i]
             seed = mixed(self._seed, step, self._ranks.rank, i)
-            found = largest(self._next_velocity[slot], count, codec.sample, seed) + slot.start
+            waiting = self._next_velocity[slot]
+            found = largest(waiting, count, codec.sample, seed, self._peaks[i]) + slot.start
             indices[at : at + found.numel()] = found
             kept[at : at + found.numel()] = self._next_velocity[found]
             at += count
@@ -237,6 +274,7 @@ class DgcCoder(Coder):
         for message in receive:
             kept, indices = message[:border].view(self.works_in), message[border:total]
             values.index_add_(0, indices, kept)
+        return is_finite(values[receive[:, border:total].reshape(-1)])
 
     def commit(self) -> None:
         self._momentum, self._next_momentum = self._next_momentum, self._momentum

@@ -17,7 +17,15 @@ from typing import Protocol
 
 import torch
 
-from slipstream.codecs.coder import Coder, Ranks, SlotState, mixed, parts, real_dtype
+from slipstream.codecs.coder import (
+    Coder,
+    Ranks,
+    SlotState,
+    is_finite,
+    mixed,
+    parts,
+    real_dtype,
+)
 from slipstream.codecs.exchange import Exchange, Gather, Swap
 from slipstream.codecs.residual import Residual
 
@@ -92,10 +100,11 @@ class TwoPhaseCoder(Coder):
     def exchange(self, values: torch.Tensor, riders: torch.Tensor, step: int) -> Exchange:
         self._random.manual_seed(mixed(self._seed, step, self._ranks.rank))
         pieces = values.view(self._ranks.count, self._piece)
-        self._send[:, self._coded : self._coded + self._num_riders] = riders
         for number, piece in enumerate(pieces):
             begin = number * self._piece
-            self._encode(piece, self._send[number], begin, self._worker, begin)
+            if not self._encode(piece, self._send[number], begin, self._worker, begin):
+                riders[-1:] = 1
+        self._send[:, self._coded : self._coded + self._num_riders] = riders
         yield Swap(self._send, self._receive)
         passengers = self._receive[:, self._coded : self._coded + self._num_riders]
         riders.copy_(passengers.amax(0))
@@ -106,7 +115,8 @@ class TwoPhaseCoder(Coder):
         yield Gather(sent, self._receive)
         for payload, piece in zip(self._receive, pieces, strict=True):
             for part, coded in self._parts(payload):
-                self._codec.decode(coded, self.works_in, out=piece[part])
+                if not is_finite(self._codec.decode(coded, self.works_in, out=piece[part])):
+                    riders[-1:] = 1
 
     def commit(self) -> None:
         for residual in self._residuals():
@@ -181,17 +191,23 @@ class TwoPhaseCoder(Coder):
         begin: int,
         residual: Residual | None,
         kept_from: int,
-    ) -> None:
-        """Code a piece that begins at a value of the bucket, what was left out before on top."""
+    ) -> bool:
+        """Code a piece that begins at a value of the bucket, what was left out before on top.
+
+        False where a value is not finite: the payload is void.
+        """
+        finite = True
         for part, coded in self._parts(payload):
             values = piece[part]
             kept = slice(kept_from + part.start, kept_from + part.stop)
             if residual is not None:
                 residual.add_to(values, kept)
+            finite = is_finite(values) and finite
             self._fill_up(values, self._end - begin - part.start)
             self._codec.encode(values, coded, self._random)
             if residual is not None:
                 residual.keep(values, self._codec.decode(coded, self.works_in), kept)
+        return finite
 
     def _fill_up(self, values: torch.Tensor, end: int) -> None:
         """Make the last block as large as the values in it on average, not smaller for padding."""

@@ -53,6 +53,7 @@ class _Flight:
     """An exchange under way."""
 
     label: Label
+    then: Callable[[], None] | None = None
     works: Sequence[dist.Work] = ()
     started: Stamp = 0.0
     ended: Stamp = 0.0
@@ -90,9 +91,12 @@ class Channel:
         """Whether exchanges were started that nobody has waited for."""
         return bool(self._flights)
 
-    def start(self, label: Label, begin: Begin) -> None:
-        """Issue the collectives that ``begin(group)`` starts; returns at once."""
-        flight = _Flight(label)
+    def start(self, label: Label, begin: Begin, then: Callable[[], None] | None = None) -> None:
+        """Issue the collectives that ``begin(group)`` starts; returns at once.
+
+        ``wait`` calls ``then`` once this one has landed, while others may still be on their way.
+        """
+        flight = _Flight(label, then)
         self._flights.append(flight)
         recorder = self._recorder
         if recorder is not None and recorder.active:
@@ -107,9 +111,9 @@ class Channel:
             last = flight.works[-1].get_future()
             last.add_done_callback(lambda _: self._land(flight))
 
-    def stage(self, label: Label, exchange: Staged) -> None:
+    def stage(self, label: Label, exchange: Staged, then: Callable[[], None] | None = None) -> None:
         """Run ``exchange(group)`` in the thread whose turn it is, behind those staged there."""
-        flight = _Flight(label, landed=threading.Event())
+        flight = _Flight(label, then, landed=threading.Event())
         self._flights.append(flight)
         turn = self._num_staged % len(self._staged)
         if turn == len(self._stages):
@@ -124,8 +128,12 @@ class Channel:
             ExchangeError: the first one that failed; the others have come to rest.
         """
         flights, self._flights = self._flights, []
+        failed = False
         for flight in flights:
             self._settle(flight)
+            failed = failed or flight.error is not None
+            if flight.then is not None and not failed:
+                flight.then()
         for flight in flights:
             if flight.error is not None:
                 text = f"{flight.label.text()}: {flight.error}"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.codecs.coder import is_dense
+from slipstream.codecs.coder import is_dense, is_finite, memory_order, parts
 from slipstream.comm import sparse
 
 SMALL_GRADIENT = 64 * 1024
@@ -104,8 +104,8 @@ class DenseBucket(Bucket):
             view, gradient = self._views[slot], self._gradient(slot)
             if self._widens:  # what is too small for 16 bits once scaled must not be lost
                 view.copy_(gradient).mul_(scale)
-            elif self._copies_back:  # in one call it takes longer on a CPU
-                view.copy_(gradient * scale)
+            elif self._copies_back:
+                _cast(gradient, scale, view)
             else:
                 torch.mul(gradient, scale, out=view)
                 self.parameters[slot].grad = view
@@ -180,10 +180,17 @@ class DenseBucket(Bucket):
             )
 
 
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is infinite or NaN, in one pass without a copy."""
-    real = torch.view_as_real(values) if values.is_complex() else values
-    return not real.numel() or bool(torch.linalg.vector_norm(real, float("inf")).isfinite())
+def _cast(gradient: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+    """The gradient times ``scale`` in another dtype, rounded once.
+
+    In one call it takes longer on a CPU; in two, what lies between them should stay in its cache.
+    """
+    if gradient.stride() != out.stride() or not is_dense(gradient):
+        out.copy_(gradient * scale)
+        return
+    flat, to = memory_order(gradient), memory_order(out)
+    for part in parts(flat.numel(), flat.device):
+        to[part].copy_(flat[part] * scale)
 
 
 def _dense(parameter: nn.Parameter) -> torch.Tensor:

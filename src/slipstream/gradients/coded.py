@@ -5,10 +5,10 @@ buckets.
 
 [Note: A step that does not count]
 Where the gradients of one rank are not finite (a loss scale was too high, say), they would poison
-what a codec keeps, on all ranks and for good. So that rank sends zeros and raises a flag, which
-travels along; all ranks issue the same collectives as ever. When everything has landed, all know of
-all flags: either every codec keeps what it has learned from this step, or none does, and the
-gradients are NaN on all ranks, as they would be without a codec.
+what a codec keeps, on all ranks and for good. So a flag travels along that says so; all ranks issue
+the same collectives as ever. When everything has landed, all know of all flags: either every codec
+keeps what it has learned from this step, or none does, and the gradients are NaN on all ranks, as
+they would be without a codec.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from slipstream.codecs import (
     make_coder,
     wire_bytes,
 )
-from slipstream.gradients.bucket import DenseBucket, is_finite
+from slipstream.comm.all_to_all import all_to_all
+from slipstream.gradients.bucket import DenseBucket
 from slipstream.strategy import Half, PlainCodec
 
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -107,17 +108,13 @@ class CodedBucket(DenseBucket):
     def exchange(self, step: int, group: dist.ProcessGroup) -> None:
         """Leave the sum over ranks in the flat tensor: several collectives."""
         self._values[self._num_real :] = 0
-        finite = is_finite(self._values)
-        if not finite:
-            self._values.zero_()
         self._riders[:-1] = self._flags > 0
-        self._riders[-1] = not finite
+        self._riders[-1] = 0
         carry(self.coder.exchange(self._values, self._riders, step), group)
         used = self._riders.tolist()
         self.coder.forget([slot for slot in self._unused if not used[slot]])
         self._flags.copy_(self._riders[:-1])
-        # What codecs make of finite gradients may overflow, then on all ranks alike.
-        self._sound = not self._riders[-1] and is_finite(self._values)
+        self._sound = not self._riders[-1]
         if not self._sound:
             self._values.fill_(torch.nan)
 
@@ -149,6 +146,6 @@ def carry(exchange: Exchange, group: dist.ProcessGroup) -> None:
             case Sum(tensor):
                 dist.all_reduce(tensor, group=group)
             case Swap(send, receive):
-                dist.all_to_all_single(receive, send, group=group)
+                all_to_all(receive, send, group)
             case Gather(send, receive):
                 getattr(dist, _GATHER)(receive.view(-1), send, group=group)

@@ -114,6 +114,7 @@ class Engine:
         self._averaged = False
         self._ready: list[Stamp | None] | None = None
         self._kept: NamedState = {}  # of codecs, as long as there are no buckets
+        self._lossy = False  # whether finite gradients may come back infinite, or codecs remember
         self.overflowed = False
         self.step = 0
         self._hooks = [
@@ -167,26 +168,16 @@ class Engine:
                 self._observer = None
                 self._open(backward)
             self._send(backward, everything=True)
+            self.overflowed = False
             self._channel.wait()
         except Exception as error:
             self._lost = str(error)
             raise
-        self._settle()
-        for shipment in self._shipments:
-            for bucket in shipment.buckets:
-                bucket.finish()
+        for bucket in self._coded:  # what codecs have learned they keep if all is finite
+            bucket.settle(not self.overflowed)
         if self._buffers:
             self._buffers.restore()
         self._averaged = True
-
-    def _settle(self) -> None:
-        """Let codecs keep what they have learned, if the gradients of all ranks were finite."""
-        coded = self._coded
-        every = [bucket for shipment in self._shipments for bucket in shipment.buckets]
-        lossy = bool(coded) or any(bucket.may_overflow for bucket in every)
-        self.overflowed = lossy and not all(bucket.sound for bucket in every)
-        for bucket in coded:
-            bucket.settle(not self.overflowed)
 
     def updated(self, step: int) -> None:
         """The gradients were used and are gone; ``step`` updates are done."""
@@ -258,6 +249,8 @@ class Engine:
         kept = self.codec_state()
         self._shipments, self._places = [], []  # their memory is needed for the new ones
         self._shipments, self._places = lay_out(self._trainables, order, self.split, self._coding)
+        every = (bucket for shipment in self._shipments for bucket in shipment.buckets)
+        self._lossy = any(b.may_overflow or isinstance(b, CodedBucket) for b in every)
         self._order = order
         self.load_codec_state(kept)
 
@@ -347,13 +340,20 @@ class Engine:
         text = partial(failed, self._at, what, shipment.names)
         for bucket in sorted(shipment.buckets, key=lambda b: isinstance(b, SparseBucket)):
             label = Label(allreduce(index + 1), text, self._facts(index, bucket))
+            landed = partial(self._land, bucket)
             match bucket:
                 case CodedBucket():
-                    self._channel.stage(label, partial(bucket.exchange, self.step))
+                    self._channel.stage(label, partial(bucket.exchange, self.step), landed)
                 case DenseBucket():
-                    self._channel.start(label, partial(bucket.start, self._transport))
+                    self._channel.start(label, partial(bucket.start, self._transport), landed)
                 case SparseBucket():
-                    self._channel.stage(label, bucket.exchange)
+                    self._channel.stage(label, bucket.exchange, landed)
+
+    def _land(self, bucket: Bucket) -> None:
+        """The averages of one bucket are here, those of others may be on their way."""
+        if self._lossy and not bucket.sound:
+            self.overflowed = True
+        bucket.finish()
 
     def _facts(self, index: int, bucket: Bucket) -> dict[str, object]:
         """What the trace says of an exchange."""
