@@ -107,7 +107,7 @@ def digits_task(batch: int = 16) -> Task:
     return Task(build, sample, loss, accuracy, sgd)
 
 
-def text_task(batch: int = 8) -> Task:
+def text_task(batch: int = 4) -> Task:
     """Masked words of Python's standard library: a small BERT; the score is the loss."""
     tokens = data.stdlib_tokens(VOCABULARY)
     rows = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
@@ -122,6 +122,8 @@ def text_task(batch: int = 8) -> Task:
             num_hidden_layers=2,
             num_attention_heads=4,
             intermediate_size=4 * WIDTH,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
             pad_token_id=None,
         )
         return BertForMaskedLM(config)

@@ -80,6 +80,7 @@ CODECS: dict[str, object] = {
     "onebit": {"kind": "onebit"},
     "dgc": {"kind": "dgc", "warmup_steps": 0},
     "powersgd": {"kind": "powersgd", "rank": 4, "start_step": 0},
+    "adaptive onebit": {"kind": "adaptive", "codec": {"kind": "onebit"}},
 }
 
 HOOKS = {
