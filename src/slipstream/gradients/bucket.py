@@ -58,10 +58,11 @@ class Bucket(ABC):
 class DenseBucket(Bucket):
     """One flat tensor: the gradients of parameters of one dtype, then one flag a gradient.
 
-    ``parameter.grad`` becomes a view of it, in the parameter's own memory format; of a flat tensor
-    of another dtype, the one that travels, the averages are copied back instead. Large gradients
-    are copied one by one, as they come out of the cache; small ones all at once, in a quarter of
-    the calls.
+    ``parameter.grad`` becomes a view of it, in the parameter's own memory format; where the flat
+    tensor has another dtype, the one that travels, of a second one to which averages are copied
+    back. (Memory that autograd has to allocate anew in every step costs more than the copy.) Large
+    gradients are copied one by one, as they come out of the cache; small ones all at once, in a
+    quarter of the calls.
 
     Args:
         parameters: of one dtype.
@@ -92,6 +93,15 @@ class DenseBucket(Bucket):
             _pairs(part, p, self._copies_back) if pairs else _shaped_like(part, p)
             for part, p in zip(parts, parameters, strict=True)
         ]
+        self._grads = self._views
+        if self._copies_back:
+            own = torch.zeros(
+                sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
+            )
+            own_parts = own.split([p.numel() for p in parameters])
+            self._grads = [
+                _shaped_like(part, p) for part, p in zip(own_parts, parameters, strict=True)
+            ]
         self.may_overflow = self._copies_back and self.flat.dtype == torch.float16
         self._widens = self.flat.itemsize > first.itemsize
         self._filled: set[int] = set()
@@ -108,7 +118,7 @@ class DenseBucket(Bucket):
                 _cast(gradient, scale, view)
             else:
                 torch.mul(gradient, scale, out=view)
-                self.parameters[slot].grad = view
+            self.parameters[slot].grad = self._grads[slot]
         self._filled.add(slot)
 
     def complete(self, scale: torch.Tensor) -> None:
@@ -136,12 +146,11 @@ class DenseBucket(Bucket):
         views, gradients = [self._views[i] for i in used], [self._gradient(i) for i in used]
         if self._copies_back and not self._widens:
             torch._foreach_copy_(views, torch._foreach_mul(gradients, scale))
-            return
-        torch._foreach_copy_(views, gradients)
-        self.flat.mul_(scale)
-        if not self._copies_back:
-            for slot, view in zip(used, views, strict=True):
-                self.parameters[slot].grad = view
+        else:
+            torch._foreach_copy_(views, gradients)
+            self.flat.mul_(scale)
+        for slot in used:
+            self.parameters[slot].grad = self._grads[slot]
 
     def _gradient(self, slot: int) -> torch.Tensor:
         """The gradient, dense, of as many axes as its place in the flat tensor."""
@@ -163,20 +172,12 @@ class DenseBucket(Bucket):
         if self._unused:
             used = self._flags.real.tolist() if self._flags.is_complex() else self._flags.tolist()
             absent = {slot for slot in self._unused if not used[slot]}
-        if self._copies_back:
-            self._copy_back([i for i in range(len(self.parameters)) if i not in absent])
-            return
         for slot in self._unused:
-            self.parameters[slot].grad = None if slot in absent else self._views[slot]
-
-    def _copy_back(self, slots: Sequence[int]) -> None:
-        for parameter in (self.parameters[slot] for slot in slots):
-            grad = parameter.grad
-            if grad is None or grad.is_sparse or grad.is_conj():
-                parameter.grad = torch.empty_like(parameter)
-        if slots:
+            self.parameters[slot].grad = None if slot in absent else self._grads[slot]
+        present = [slot for slot in range(len(self.parameters)) if slot not in absent]
+        if self._copies_back and present:
             torch._foreach_copy_(
-                [self._gradient(i) for i in slots], [self._views[i] for i in slots]
+                [self._gradient(slot) for slot in present], [self._views[slot] for slot in present]
             )
 
 
