@@ -281,9 +281,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(args)
         return 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.call([*torchrun, __file__, *sys.argv[1:]], env=environment)
+    return on_loopback(__file__, sys.argv[1:], args.ranks)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import argparse
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -38,7 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from iteration import Iterate, Loss, accelerated, plain, quartiles
+from iteration import Iterate, Loss, accelerated, on_loopback, plain, quartiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -343,12 +342,6 @@ def on_testbed(argv: Sequence[str], nodes: int, rate: str) -> int:
         )
 
 
-def on_loopback(argv: Sequence[str], nodes: int) -> int:
-    """Run this script on several ranks of this host."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nodes)]
-    return subprocess.call([*torchrun, __file__, *argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-
 def main() -> int:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -369,7 +362,7 @@ def main() -> int:
         measure(args)
         return 0
     if args.loopback:
-        return on_loopback(sys.argv[1:], args.nodes)
+        return on_loopback(__file__, sys.argv[1:], args.nodes)
     return on_testbed(sys.argv[1:], args.nodes, args.rate)
 
 

@@ -5,7 +5,10 @@ Never measures: each benchmark has its own clock, table and order of turns.
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -43,6 +46,12 @@ def accelerated(
         session.step()
 
     return iterate, session
+
+
+def on_loopback(script: str, argv: Sequence[str], ranks: int) -> int:
+    """Run a script on several ranks of this host, a thread each; its exit status."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    return subprocess.call([*torchrun, script, *argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from copy import deepcopy
 
 import pytest
 import torch
@@ -64,6 +65,7 @@ def with_hook(codec: object, reload_before: int | None = None) -> nn.Module:
             file.seek(0)
             hook.load_state_dict(torch.load(file, weights_only=True))
         train(ddp, optimizer, step, step + 1)
+    assert len(hook._parts) > 1  # buckets, as DDP lays them out
     hook.close()
     return ddp
 
@@ -96,6 +98,46 @@ def test_a_state_goes_on_bit_for_bit(four) -> None:
     for found in four.run(every_codec):
         for name, (whole, again, _) in found.items():
             assert whole == again, name
+
+
+class Mixed(nn.Module):
+    """Two dtypes, which DDP never puts into one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single, self.double = nn.Linear(64, 64), nn.Linear(64, 64).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.double(self.single(x).double()).square().mean()
+
+
+def accumulate(codec: object) -> tuple[str, float, int]:
+    """Two dtypes, two batches an update: digest, distance from plain DDP, updates."""
+    models, start, steps = [], None, 0
+    for hooked in (True, False):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Mixed())
+        start = start or deepcopy(ddp.module)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        hook = DdpCodec(ddp, codec)
+        if hooked:
+            ddp.register_comm_hook(hook, codec_hook)
+        for step in range(4):
+            with ddp.no_sync():
+                ddp(rows(step)).backward()
+            train(ddp, optimizer, step + 10, step + 11)
+        models.append(ddp.module)
+        steps = hook.step if hooked else steps
+        hook.close()
+    return digest(models[0]), apart(*models, start), steps
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "onebit"])
+def test_dtypes_and_batches_of_an_update(four, codec) -> None:
+    found = four.run(accumulate, CODECS[codec])
+    assert len({digest for digest, *_ in found}) == 1
+    assert found[0][1] < NEAR[codec]
+    assert {steps for *_, steps in found} == {4}
 
 
 def overflow(codec: object) -> tuple[bool, int]:

@@ -105,6 +105,16 @@ def test_a_change_of_the_split_changes_no_bit_on_two_ranks(two: Ranks) -> None:
     assert [a[1] for a in plain] == [a[1] for a in searched]
 
 
+@pytest.mark.parametrize("codec", ["onebit", "powersgd", "half"])
+def test_codecs_go_on_when_the_split_changes(two: Ranks, codec: str) -> None:
+    wish = {"gradients": {**OPTIMAL["gradients"], "codec": codec}}
+    answers = two.run(train, LAST + 2, wish, (0, 5, 11), timeout=60)
+    (seen, parameters, *_), other = answers
+    assert [len(names) for names in seen[-1]] == [1, 5, 6]
+    assert parameters == other[1]
+    assert all(abs(value) < 1e3 for value in parameters)
+
+
 def test_the_real_planner_answers_on_real_ranks(two: Ranks) -> None:
     answers = two.run(train, LAST + 1, OPTIMAL, timeout=60)
     (seen, _, report, state), other = answers

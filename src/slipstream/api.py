@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.adaptive import measure
-from slipstream.checks import check, device_of, facts
+from slipstream.checks import check, device_of, facts, warn_of_idle_rules
 from slipstream.cluster.connect import Cluster, connect, from_environ
 from slipstream.codecs import Ranks
 from slipstream.comm import flat, fused
@@ -142,6 +142,8 @@ def _compose(
     channel = engine = live_split = verdict = None
     trainables = parameters_of(model, trainable=True)
     codec = strategy.gradients.codec if control is not None else None
+    if cluster.rank == 0:
+        warn_of_idle_rules(codec, [t.name for t in trainables])
     lent = Lent(optimizer, trainables, codec, cluster.world_size)
     if control is not None:
         stages = STAGES.get(cluster.device.type, 1) if codec is not None else 1

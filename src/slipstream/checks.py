@@ -6,6 +6,9 @@ Never changes the model or the optimizer.
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -16,7 +19,7 @@ from slipstream.errors import ModelError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import check_lendable
-from slipstream.strategy import Strategy
+from slipstream.strategy import ByName, Codec, Strategy
 
 _DTYPES = (
     torch.float32,
@@ -53,6 +56,20 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     gradients = [Gradient(t.name, t.layer, t.parameter.nbytes) for t in trainables]
     plan_segments(gradients, strategy.gradients.split)
     check_lendable(optimizer, trainables, strategy.gradients.codec)
+
+
+def warn_of_idle_rules(codec: Codec | None, names: Sequence[str]) -> None:
+    """Say which rules of ``by_name`` no trainable parameter matches: maybe a slip of the pen."""
+    if not isinstance(codec, ByName):
+        return
+    for number, rule in enumerate(codec.rules):
+        if not any(fnmatchcase(name, rule.match) for name in names):
+            known = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            warnings.warn(
+                f"gradients.codec.rules.{number}.match {rule.match!r} matches no trainable "
+                f"parameter ({known}); * and ? stand for anything",
+                stacklevel=4,
+            )
 
 
 def facts(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> dict[str, str]:

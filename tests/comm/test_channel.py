@@ -112,6 +112,49 @@ def test_two_stages_run_beside_one_another(three: Ranks) -> None:
     assert three.run(one_codes_while_the_other_sends) == [["second", "first"]] * 3
 
 
+def told_as_they_land() -> list[str]:
+    """What is to follow an exchange follows it, while a later one is held up."""
+    channel, first_done, told = opened(stages=2), threading.Event(), list[str]()
+
+    def held_up(group: dist.ProcessGroup) -> None:
+        assert first_done.wait(60)
+        dist.barrier(group)
+
+    def after_first() -> None:
+        told.append("first")
+        first_done.set()
+
+    channel.start(label(), reduce_into(torch.ones(1)), after_first)
+    channel.stage(label(), held_up, lambda: told.append("second"))
+    channel.stage(label(), dist.barrier)
+    channel.wait()
+    channel.close()
+    return told
+
+
+def test_what_follows_an_exchange_does_not_wait_for_the_next(three: Ranks) -> None:
+    assert three.run(told_as_they_land) == [["first", "second"]] * 3
+
+
+def told_until_one_fails() -> list[str]:
+    channel, told = opened(), list[str]()
+
+    def breaks(group: dist.ProcessGroup) -> None:
+        raise RuntimeError("out of memory")
+
+    channel.stage(label(), dist.barrier, lambda: told.append("first"))
+    channel.stage(label(), breaks, lambda: told.append("broken"))
+    channel.start(label(), reduce_into(torch.ones(1)), lambda: told.append("third"))
+    with pytest.raises(ExchangeError, match="out of memory"):
+        channel.wait()
+    channel.close()
+    return told
+
+
+def test_nothing_follows_a_failed_exchange(three: Ranks) -> None:
+    assert three.run(told_until_one_fails) == [["first"]] * 3
+
+
 def started_before_the_stage_ends() -> bool:
     """A staged exchange that waits for its peers does not hold up a single collective."""
     channel, may_end = opened(), threading.Event()

@@ -14,6 +14,7 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ModelError, UsageError
+from slipstream.strategy import ByIndex, PerGradient, Single
 from tests.harness import reference
 from tests.harness.counters import collectives, count
 from tests.harness.models import MODELS
@@ -308,6 +309,56 @@ def test_on_other_numbers_of_ranks_nothing_unsent_is_lost(two, four, codec) -> N
             torch.testing.assert_close(values, before[name], atol=1e-6, rtol=1e-6)
     assert any("4 ranks, this run has 3" in text for text in results[0][1])
     assert not results[1][1]
+
+
+def regroup(codec: object) -> list[dict[str, torch.Tensor]]:
+    """What all ranks have not sent, under one split after the other."""
+    model, left = wide(), []
+    with session_of(model, codec, split="per_gradient") as session:
+        for step in range(3):
+            step_of(session, step)
+        engine = session._engine
+        for split in (None, Single(), ByIndex(last=(1, 2)), PerGradient()):
+            if split is not None:
+                engine.install(engine.order, split)
+            left.append(left_over(session.state_dict()))
+        step_of(session, 3)
+    return left
+
+
+@pytest.mark.parametrize("codec", KEPT)
+def test_nothing_unsent_is_lost_when_the_split_changes(two, codec) -> None:
+    first, *others = two.run(regroup, CODECS[codec])[0]
+    assert first
+    for other in others:
+        assert other.keys() == first.keys()
+        for name, values in first.items():
+            torch.testing.assert_close(other[name], values, atol=1e-6, rtol=1e-6)
+
+
+def clip(codec: object) -> None:
+    """Clipping is of the averages, after the exchange: what codecs keep does not hear of it."""
+    states, norms = [], []
+    for limit in (1e-3, 1e9):
+        model = wide()
+        with session_of(model, codec) as session:
+            session.backward(model(rows(0)))
+            torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            grads = [p.grad.norm() for p in model.parameters()]
+            norms.append(float(torch.stack(grads).norm()))
+            session.step()
+            states.append(session.state_dict()["codecs"])
+    assert norms[0] == pytest.approx(1e-3, rel=1e-3)
+    assert norms[1] > 1e-2
+    for clipped, whole in zip(*states, strict=True):
+        assert clipped.keys() == whole.keys()
+        for name, kept in whole.items():
+            assert all(torch.equal(clipped[name][key], kept[key]) for key in kept)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_gradients_are_clipped_after_the_exchange(two, codec) -> None:
+    two.run(clip, CODECS[codec])
 
 
 class Branches(nn.Module):
