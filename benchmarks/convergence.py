@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from iteration import on_loopback
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track

@@ -17,7 +17,6 @@ import io
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from iteration import Iterate, Loss, accelerated, plain, quartiles
+from iteration import Iterate, Loss, accelerated, on_loopback, plain, quartiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table

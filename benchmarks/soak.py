@@ -15,7 +15,6 @@ import argparse
 import hashlib
 import os
 import random
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from iteration import on_loopback
 from rich.console import Console
 from rich.progress import track
 from tables import save

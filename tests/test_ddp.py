@@ -105,10 +105,10 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single, self.double = nn.Linear(64, 64), nn.Linear(64, 64).double()
+        self.narrow, self.wide = nn.Linear(64, 64), nn.Linear(64, 64).double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.double(self.single(x).double()).square().mean()
+        return self.wide(self.narrow(x).double()).square().mean()
 
 
 def accumulate(codec: object) -> tuple[str, float, int]:

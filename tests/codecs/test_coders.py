@@ -254,7 +254,7 @@ def test_stochastic_rounding_is_right_on_average_and_independent_between_ranks()
 
 @settings(max_examples=200, deadline=None)
 @given(
-    values=st.lists(st.floats(-1e30, 1e30, width=32), min_size=1, max_size=40),
+    values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40),
     rounding=st.sampled_from(["nearest", "stochastic"]),
     seed=st.integers(0, 2**32),
 )
