@@ -6,7 +6,6 @@ READY := $(VENV)/.ready
 RESULTS := benchmarks/results
 AGAINST_OPTIMAL := default 'by_bytes 4/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46' optimal
 
-CODECS := bf16 fp16 int8 onebit powersgd dgc
 
 .PHONY: demo test test-gpu check format bench clean help
 
@@ -44,10 +43,12 @@ bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/r
 	for rate in 1gbit 300mbit; do for model in resnet50 vgg16 bert; do $(BIN)/python benchmarks/exchange.py \
 	    --model $$model --rate $$rate --splits $(AGAINST_OPTIMAL) --finals 20 --json $(RESULTS)/optimal-$$model-$$rate.json \
 	    || exit 1; done; done
-	for rate in 1gbit 300mbit; do for model in resnet50 vgg16 bert; do $(BIN)/python benchmarks/exchange.py \
-	    --model $$model --rate $$rate --ddp 4 50 --splits default --codecs $(CODECS) --hooks fp16 PowerSGD \
-	    --json $(RESULTS)/codecs-$$model-$$rate.json \
-	    || exit 1; done; done
+	for rate in 1gbit 300mbit; do for model in resnet50 vgg16 bert; do \
+	    $(BIN)/python benchmarks/exchange.py --model $$model --rate $$rate --ddp 4 50 --splits default \
+	    --codecs bf16 fp16 --hooks fp16 --json $(RESULTS)/codecs-$$model-$$rate-half.json && \
+	    $(BIN)/python benchmarks/exchange.py --model $$model --rate $$rate --ddp 4 50 --splits default \
+	    --codecs int8 onebit dgc powersgd 'adaptive onebit' --hooks PowerSGD \
+	    --json $(RESULTS)/codecs-$$model-$$rate.json || exit 1; done; done
 	for task in digits text; do $(BIN)/python benchmarks/convergence.py --task $$task \
 	    --json $(RESULTS)/convergence-$$task.json || exit 1; done
 	$(BIN)/python benchmarks/large_batch.py --json $(RESULTS)/large-batch.json

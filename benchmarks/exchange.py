@@ -276,6 +276,7 @@ def write(
         "nodes": args.nodes,
         "rate": "loopback" if args.loopback else args.rate,
         "rounds": args.rounds,
+        "codecs": args.codecs or [],
         "compute_s": compute,
         "wire_s": wire,
         "bound_s": bound,

@@ -15,6 +15,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from matplotlib.figure import Figure
+
+from slipstream.testbed import parse_rate
+
 RESULTS = Path(__file__).parent / "results"
 HEAD = """# Results
 
@@ -42,8 +46,9 @@ def save(path: str, benchmark: str, facts: Mapping[str, Any]) -> None:
 
 def exchange(facts: Mapping[str, Any]) -> str:
     """The table of one model: every variant against the best DDP and the bound."""
+    what = f" with {', '.join(facts['codecs'])}" if facts.get("codecs") else ""
     lines = [
-        f"## Exchange, {facts['model']} at {facts['rate']}, {facts['date']}",
+        f"## Exchange{what}, {facts['model']} at {facts['rate']}, {facts['date']}",
         "",
         f"{facts['megabytes']:.0f} MB of gradients, {facts['nodes']} nodes at {facts['rate']}, "
         f"{facts['rounds']} rounds. Compute {facts['compute_s']:.3f} s, wire "
@@ -251,6 +256,38 @@ def _row(*cells: object) -> str:
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
+def speed_picture(found: Sequence[Mapping[str, Any]]) -> Figure:
+    """How many times as fast as the best DDP: a panel a model and rate, a bar a codec or hook."""
+    cases = sorted({(facts["rate"], facts["model"]) for facts in found}, key=_by_rate)
+    rates = len({rate for rate, _ in cases})
+    figure = Figure(figsize=(13, 4.2 * rates), dpi=110, layout="constrained")
+    grid = figure.subplots(rates, len(cases) // rates, squeeze=False, sharex="row").flat
+    for axes, (rate, model) in zip(grid, cases, strict=True):
+        rows = [
+            row
+            for facts in found
+            if (facts["rate"], facts["model"]) == (rate, model)
+            for row in facts["rows"]
+            if row["name"].startswith("torch") or row["name"][12:] in facts["codecs"]
+        ]
+        names = [row["name"].removeprefix("slipstream, ") for row in rows]
+        speeds = [1 / row["to_best_ddp"] for row in rows]
+        ours = [row["name"].startswith("slipstream") for row in rows]
+        bars = axes.barh(names, speeds, color=["#2a6f97" if own else "#b0b7bd" for own in ours])
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.set_title(f"{model}, {rate}", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("Times as fast as DistributedDataParallel at its best bucket size", fontsize=11)
+    return figure
+
+
+def _by_rate(case: tuple[str, str]) -> tuple[int, str]:
+    return parse_rate(case[0]), case[1]
+
+
 def main() -> None:
     """Render every result."""
     render = {
@@ -263,9 +300,12 @@ def main() -> None:
         "tuner": tuner,
     }
     parts = [HEAD]
-    for path in sorted(RESULTS.glob("*.json")):
-        facts = json.loads(path.read_text())
-        parts.append(render[facts["benchmark"]](facts))
+    every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    parts += [render[facts["benchmark"]](facts) for facts in every]
+    coded = [facts for facts in every if facts.get("codecs") and facts["benchmark"] == "exchange"]
+    if coded:
+        speed_picture(coded).savefig(RESULTS / "codecs.png")
+        parts.insert(1, "![times as fast as DDP, by codec](codecs.png)")
     (RESULTS / "README.md").write_text("\n\n".join(part.strip() for part in parts) + "\n")
 
 

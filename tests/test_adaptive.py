@@ -16,8 +16,8 @@ from tests.harness.counters import collectives
 from tests.harness.ranks import Ranks
 
 LATENCY, PER_BYTE = 1e-4, 1e-6
-NETWORK = Curve(
-    points=((1, LATENCY + PER_BYTE), (10**6, LATENCY + 10**6 * PER_BYTE)),
+NETWORK = Curve(  # beyond its points it is the line
+    points=((1, LATENCY + PER_BYTE), (2, LATENCY + 2 * PER_BYTE)),
     pieces=(Piece(start_bytes=0, startup=LATENCY, per_byte=PER_BYTE),),
     error_by_decade={},
     trusted=True,

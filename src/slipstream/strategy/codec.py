@@ -178,6 +178,8 @@ class Rule(Setting):
 class ByName(Variant):
     """Each parameter has the codec of the first rule that its path matches, else none.
 
+    A rule that no trainable parameter matches brings a warning when training begins.
+
     Example:
         >>> by_name = ByName(rules=(Rule(match="*.bias"), Rule(match="*", codec=Half())))
         >>> by_name.of("head.bias"), by_name.of("head.weight").dtype
