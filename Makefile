@@ -6,7 +6,6 @@ READY := $(VENV)/.ready
 RESULTS := benchmarks/results
 AGAINST_OPTIMAL := default 'by_bytes 4/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46' optimal
 
-
 .PHONY: demo test test-gpu check format bench clean help
 
 help:  ## this list

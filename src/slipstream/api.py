@@ -111,6 +111,8 @@ def _agree_on_strategy(
         named = os.environ.get("SLIPSTREAM_STRATEGY") or None
         strategy = Strategy.load(named if source is None else source)
         check(model, optimizer, strategy)
+        if control is None or dist.get_rank(control) == 0:
+            warn_of_idle_rules(model, strategy.gradients.codec)
         common = facts(model, optimizer, strategy) | {
             "the loader": "none" if loader is None else "given"
         }
@@ -142,8 +144,6 @@ def _compose(
     channel = engine = live_split = verdict = None
     trainables = parameters_of(model, trainable=True)
     codec = strategy.gradients.codec if control is not None else None
-    if cluster.rank == 0:
-        warn_of_idle_rules(codec, [t.name for t in trainables])
     lent = Lent(optimizer, trainables, codec, cluster.world_size)
     if control is not None:
         stages = STAGES.get(cluster.device.type, 1) if codec is not None else 1

@@ -1,4 +1,5 @@
-"""What cannot be accelerated, found before anything is installed; and what all ranks must agree on.
+"""What cannot be accelerated or looks like a slip, found before anything is installed; and what all
+ranks must agree on.
 
 Never changes the model or the optimizer.
 """
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -58,10 +58,11 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     check_lendable(optimizer, trainables, strategy.gradients.codec)
 
 
-def warn_of_idle_rules(codec: Codec | None, names: Sequence[str]) -> None:
+def warn_of_idle_rules(model: nn.Module, codec: Codec | None) -> None:
     """Say which rules of ``by_name`` no trainable parameter matches: maybe a slip of the pen."""
     if not isinstance(codec, ByName):
         return
+    names = [t.name for t in parameters_of(model, trainable=True)]
     for number, rule in enumerate(codec.rules):
         if not any(fnmatchcase(name, rule.match) for name in names):
             known = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -18,6 +18,7 @@ from slipstream.codecs import (
     Ranks,
     run_together,
 )
+from slipstream.codecs.dgc import largest
 from slipstream.strategy import Dgc, Half, Int8, OneBit, PowerSgd
 from tests.codecs.coders import FED_BACK, SHAPES, WISHES, Team
 
@@ -93,10 +94,35 @@ def test_what_is_not_finite_on_one_rank_is_known_to_all(name, poison, at) -> Non
 
 
 @every_codec
-def test_a_sum_that_overflows_is_known_to_all(name) -> None:
-    team = Team(WISHES[name], 3, riders=4)
+@pytest.mark.parametrize("shapes", [SHAPES, [(40, 40)]])
+def test_a_sum_that_overflows_is_known_to_all(name, shapes) -> None:
+    team = Team(WISHES[name], 3, shapes, riders=4)
     team.exchange([torch.full((team.size,), 3e38) for _ in range(3)], counts=False)
     assert [flags.tolist() for flags in team.flags] == [[1, 1, 1, 1]] * 3
+
+
+@every_codec
+@pytest.mark.parametrize("at", [3, 70_000, 299_999])
+def test_every_part_of_a_large_gradient_is_looked_at(name, at) -> None:
+    team = Team(WISHES[name], 2, [(300, 1000)], riders=3)
+    gradients = team.gradients(0)
+    gradients[1][at] = float("nan")
+    team.exchange(gradients, counts=False)
+    assert [flags.tolist() for flags in team.flags] == [[1, 1, 1]] * 2
+    first, second = team.exchange(team.gradients(1), 1)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
+def test_infinity_is_found_where_powersgd_looks_along_zeros() -> None:
+    team = Team(PowerSgd(rank=1, start_step=0), 2, [(40, 40)], riders=3)
+    dead = torch.randn(40, 40, generator=torch.Generator().manual_seed(0))
+    dead[:, 7] = 0  # so is Q there, from the second step on
+    for step in range(2):
+        team.exchange([dead.flatten()] * 2, step)
+    dead[3, 7] = float("inf")
+    team.exchange([dead.flatten()] * 2, 2, counts=False)
+    assert [flags.tolist() for flags in team.flags] == [[1, 1, 1]] * 2
 
 
 @every_codec
@@ -409,6 +435,16 @@ def test_dgc_is_momentum_that_gathers_until_it_is_among_the_largest(nesterov, de
         for coder, result in zip(coders, values, strict=True):
             coder.commit()
             torch.testing.assert_close(result, expected)
+
+
+def test_dgc_finds_the_largest_of_many_part_by_part() -> None:
+    team = Team(Dgc(density=0.001, warmup_steps=0), 1, [(300, 1000)])
+    x = torch.randn(team.size, generator=torch.Generator().manual_seed(4))
+    sent = team.exchange([x])[0].nonzero().view(-1)
+    assert torch.equal(sent.sort().values, largest(x, 300, 0.01, 0).sort().values)
+    assert 240 <= len(sent) <= 300
+    assert set(sent.tolist()) <= set(x.abs().topk(300).indices.tolist())
+    assert {int(i) * 4 // 300_000 for i in sent} == {0, 1, 2, 3}  # all over it
 
 
 def test_dgc_sends_the_largest_and_masks_their_momentum() -> None:

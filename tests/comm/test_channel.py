@@ -136,6 +136,25 @@ def test_what_follows_an_exchange_does_not_wait_for_the_next(three: Ranks) -> No
     assert three.run(told_as_they_land) == [["first", "second"]] * 3
 
 
+def stumbles() -> list[object]:
+    """What follows an exchange raises; the next one is waited for all the same."""
+    channel, ran = opened(), list[object]()
+
+    def out_of_memory() -> None:
+        raise MemoryError("no room")
+
+    channel.start(label(), reduce_into(torch.ones(1)), out_of_memory)
+    channel.stage(label(), lambda group: ran.append(dist.barrier(group)), lambda: ran.append(1))
+    with pytest.raises(ExchangeError, match="no room"):
+        channel.wait()
+    channel.close()
+    return ran
+
+
+def test_what_raises_after_an_exchange_leaves_none_in_flight(three: Ranks) -> None:
+    assert three.run(stumbles) == [[None]] * 3
+
+
 def told_until_one_fails() -> list[str]:
     channel, told = opened(), list[str]()
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ModelError, UsageError
+from slipstream.gradients import bucket
 from slipstream.strategy import ByIndex, PerGradient, Single
 from tests.harness import reference
 from tests.harness.counters import collectives, count
@@ -334,6 +335,61 @@ def test_nothing_unsent_is_lost_when_the_split_changes(two, codec) -> None:
         assert other.keys() == first.keys()
         for name, values in first.items():
             torch.testing.assert_close(other[name], values, atol=1e-6, rtol=1e-6)
+
+
+class Assorted(nn.Module):
+    """A kernel in channels last, complex numbers, and a parameter that half of the ranks use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.phase = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+        self.odd = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.kernel(x.view(-1, 3, 4, 4)).mean((2, 3))
+        found = (out * self.phase).abs().square().mean()
+        return found + self.odd(out).square().mean() if dist.get_rank() % 2 else found
+
+
+def one_by_one(codec: str, small: int) -> tuple[str, list[tuple[int, ...]]]:
+    """Training where gradients count as small below a number of bytes; where they come to lie."""
+    torch.manual_seed(0)
+    model, places = Assorted(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bucket, "SMALL_GRADIENT", small)
+        with session_of(model, codec) as session:
+            for step in range(4):
+                session.backward(model(rows(step)[:, :24].repeat(1, 2)))
+                places.append(tuple(p.grad.data_ptr() for p in model.parameters()))
+                assert model.kernel.weight.grad.stride() == model.kernel.weight.stride()
+                session.step()
+    return reference.digest(model), places
+
+
+@pytest.mark.parametrize("codec", ["half", "int8"])
+def test_gradients_one_by_one_are_those_copied_together(two, codec) -> None:
+    together, apart = two.run(one_by_one, codec, 2**16), two.run(one_by_one, codec, 0)
+    assert len({digest for digest, _ in together + apart}) == 1
+    for _, places in together + apart:
+        assert len(set(places)) == 1  # no step allocates its own
+
+
+def idle_rule() -> list[str]:
+    rules = [{"match": "*.bias", "codec": "half"}, {"match": "encoder.*"}]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with session_of(wide(), {"kind": "by_name", "rules": rules}) as session:
+            step_of(session, 0)
+    return [str(one.message) for one in said if "rules" in str(one.message)]
+
+
+def test_a_rule_that_matches_nothing_is_told_once(two) -> None:
+    said, nothing = two.run(idle_rule)
+    assert not nothing
+    (message,) = said
+    assert "gradients.codec.rules.1.match 'encoder.*' matches no trainable parameter" in message
+    assert "first.weight" in message
 
 
 def clip(codec: object) -> None:

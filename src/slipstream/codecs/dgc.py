@@ -17,7 +17,7 @@ Exactness: lossy; at density 1 nothing gathers or is masked, and it is SGD with 
 
 from __future__ import annotations
 
-from collections.abc import Container, Generator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod, sqrt
@@ -28,13 +28,13 @@ from slipstream.codecs.coder import (
     Coder,
     Ranks,
     SlotState,
-    is_finite,
+    any_infinite,
     memory_order,
     mixed,
     parts,
     real_dtype,
 )
-from slipstream.codecs.exchange import Exchange, Gather, Request, Sum
+from slipstream.codecs.exchange import Exchange, Gather, Sum
 
 EXACT_BELOW = 4096
 """Values among which the largest are found by sorting rather than by a sampled threshold."""
@@ -70,6 +70,7 @@ class DgcCodec:
 
     def encode(self, values: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Indices (int32) and values of at most ``count`` of the largest; ``values`` are 1-D."""
+        values = values.detach()
         indices = largest(values, self.count(values.numel()), self.sample, seed)
         return indices.to(torch.int32), values[indices]
 
@@ -89,7 +90,7 @@ def largest(
 
     Where there are many, a threshold is guessed from a sample, and lowered until enough pass it;
     of those that do, the largest are taken. At least 0.8 of ``count`` are found, unless magnitudes
-    are so alike that ten guesses fail. ``peaks`` are the ``row_peaks``, where they are known.
+    are so alike that ten guesses fail. ``peaks`` are those of the rows, where they are known.
     """
     total = values.numel()
     if total < EXACT_BELOW or count * 4 > total:
@@ -100,9 +101,9 @@ def largest(
     threshold = torch.topk(few, wanted, sorted=True).values[-1]
     threshold = threshold.clamp(min=torch.finfo(values.dtype).tiny)
     if peaks is None:
-        peaks = values.new_empty(num_rows(total))
+        peaks = values.new_empty(total // _ROW)
         for part in parts(total, values.device, _ROW):
-            row_peaks(values[part], peaks[part.start // _ROW :])
+            _row_peaks(values[part], peaks[part.start // _ROW :])
     found = _at_least(threshold, values, peaks)
     for _ in range(_TRIES):
         if found.numel() >= _FEW * count:
@@ -114,14 +115,9 @@ def largest(
     return found
 
 
-def num_rows(numel: int) -> int:
-    """Full rows of values that are searched, or not, as a whole."""
-    return numel // _ROW
-
-
-def row_peaks(values: torch.Tensor, out: torch.Tensor) -> None:
+def _row_peaks(values: torch.Tensor, out: torch.Tensor) -> None:
     """Write the largest magnitude of every full row of a part to the front of ``out``."""
-    rows = num_rows(values.numel())
+    rows = values.numel() // _ROW
     torch.amax(values[: rows * _ROW].view(-1, _ROW).abs(), 1, out=out[:rows])
 
 
@@ -187,8 +183,9 @@ class DgcCoder(Coder):
         state = torch.zeros(2, 2, self.num_values, dtype=self.works_in, device=device)
         self._momentum, self._velocity = state[0]
         self._next_momentum, self._next_velocity = state[1]
-        lengths = (num_rows(_length(slot)) for slot in self._slots)
-        self._peaks = [torch.empty(n, dtype=self.works_in, device=device) for n in lengths]
+        pairs = zip(self._slots, self._matrices, strict=True)
+        rows = [_length(slot) // _ROW if matrix else 0 for slot, matrix in pairs]
+        self._peaks = [torch.empty(n, dtype=self.works_in, device=device) for n in rows]
 
     def density(self, step: int) -> float:
         """The share of values that is sent after so many updates."""
@@ -199,30 +196,27 @@ class DgcCoder(Coder):
         density = self.density(step)
         sparse = [i for i, matrix in enumerate(self._matrices) if matrix and density < 1]
         dense = [i for i in range(len(self._slots)) if i not in set(sparse)]
-        if not self._gather_momentum(values, set(sparse)):
-            riders[-1:] = 1
+        self._gather_momentum(values, set(sparse), riders[-1:])
         waiting = self._next_velocity
         first = torch.cat([riders.to(self.works_in), *(waiting[self._slots[i]] for i in dense)])
         for i in dense:
             waiting[self._slots[i]] = 0
         yield Sum(first)
         riders.copy_(first[: riders.numel()] > 0)
-        if not is_finite(first):
-            riders[-1:] = 1
+        riders[-1:] |= any_infinite(first)
         sums = first[riders.numel() :].split([_length(self._slots[i]) for i in dense])
         if sparse:
-            finite = yield from self._exchange_sparse(values, sparse, density, step)
-            if not finite:
-                riders[-1:] = 1
+            yield from self._exchange_sparse(values, sparse, density, step, riders[-1:])
         for i, total in zip(dense, sums, strict=True):
             values[self._slots[i]] = total
 
-    def _gather_momentum(self, values: torch.Tensor, sparse: Container[int]) -> bool:
+    def _gather_momentum(
+        self, values: torch.Tensor, sparse: Container[int], unsound: torch.Tensor
+    ) -> None:
         """The momentum and the velocity that are next, before anything of them is sent.
 
-        Notes the row peaks of the sparse slots. False where a gradient is not finite.
+        Notes the row peaks of the sparse slots; raises the flag where a gradient is not finite.
         """
-        finite = True
         for number, (slot, own) in enumerate(zip(self._slots, self._momenta, strict=True)):
             if self._clip is not None:
                 limit = self._clip / sqrt(self._ranks.count) / self._ranks.count
@@ -232,7 +226,7 @@ class DgcCoder(Coder):
                 gradient, momentum = values[slot][part], self._momentum[slot][part]
                 following = self._next_momentum[slot][part]
                 velocity = self._next_velocity[slot][part]
-                finite = is_finite(gradient) and finite
+                unsound |= any_infinite(gradient)
                 if own.weight_decay and weights is not None:
                     gradient.add_(weights[part], alpha=own.weight_decay / self._ranks.count)
                 if own.nesterov:
@@ -243,13 +237,16 @@ class DgcCoder(Coder):
                     torch.add(gradient, momentum, alpha=own.momentum, out=following)
                     torch.add(following, self._velocity[slot][part], out=velocity)
                 if number in sparse:
-                    row_peaks(velocity, self._peaks[number][part.start // _ROW :])
-        return finite
+                    _row_peaks(velocity, self._peaks[number][part.start // _ROW :])
 
     def _exchange_sparse(
-        self, values: torch.Tensor, sparse: Sequence[int], density: float, step: int
-    ) -> Generator[Request, None, bool]:
-        """Exchange the largest values; the result is whether their sums are finite."""
+        self,
+        values: torch.Tensor,
+        sparse: Sequence[int],
+        density: float,
+        step: int,
+        unsound: torch.Tensor,
+    ) -> Exchange:
         codec = DgcCodec(density, self._codec.sample)
         counts = [codec.count(_length(self._slots[i])) for i in sparse]
         width = self.works_in.itemsize // 4
@@ -274,7 +271,7 @@ class DgcCoder(Coder):
         for message in receive:
             kept, indices = message[:border].view(self.works_in), message[border:total]
             values.index_add_(0, indices, kept)
-        return is_finite(values[receive[:, border:total].reshape(-1)])
+        unsound |= any_infinite(values[receive[:, border:total].reshape(-1)])
 
     def commit(self) -> None:
         self._momentum, self._next_momentum = self._next_momentum, self._momentum

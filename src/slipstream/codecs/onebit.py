@@ -64,7 +64,8 @@ class OneBitCodec:
         scales, bits = self._parts(payload, dtype)
         if out is None:
             out = torch.empty(bits.numel() * 8, dtype=dtype, device=payload.device)
-        signs = _signs(dtype, payload.device).index_select(0, bits.to(torch.int32))
+        table = _signs(dtype) if payload.is_cpu else _make_signs(dtype, payload.device)
+        signs = table.index_select(0, bits.to(torch.int32))
         torch.mul(signs.view(-1, self.block), scales[:, None], out=out.view(-1, self.block))
         return out
 
@@ -76,7 +77,12 @@ class OneBitCodec:
 
 
 @cache
-def _signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _signs(dtype: torch.dtype) -> torch.Tensor:
+    """Those on a CPU; on another device a stream that did not make them might be too early."""
+    return _make_signs(dtype, torch.device("cpu"))
+
+
+def _make_signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """The eight signs of every byte: 256 rows."""
     byte = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)
     return (byte & 1).to(dtype).mul_(2).sub_(1)

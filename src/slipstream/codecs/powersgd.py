@@ -22,7 +22,7 @@ from math import prod
 
 import torch
 
-from slipstream.codecs.coder import Coder, Ranks, SlotState, is_finite, mixed, real_dtype
+from slipstream.codecs.coder import Coder, Ranks, SlotState, any_infinite, mixed, real_dtype
 from slipstream.codecs.exchange import Exchange, Sum
 from slipstream.codecs.residual import Residual
 
@@ -164,8 +164,7 @@ class PowerSgdCoder(Coder):
             yield Sum(plain)
             values.copy_(plain[: values.numel()])
             riders.copy_(plain[values.numel() :] > 0)
-            if not is_finite(plain):
-                riders[-1:] = 1
+            riders[-1:] |= any_infinite(plain)
             return
         results = [values[self._slots[i]].view(shape) for i, shape in self._matrices.items()]
         matrices = results
@@ -182,9 +181,9 @@ class PowerSgdCoder(Coder):
         yield Sum(self._first)
         riders.copy_(self._riders > 0)
         # What is not finite in a matrix is not finite in P, as 0 times infinity is not a number.
-        if not is_finite(self._first):
-            riders[-1:] = 1
-            self._first.zero_()
+        unsound = any_infinite(self._first)
+        riders[-1:] |= unsound
+        self._first.masked_fill_(unsound, 0)
         for part, slot in zip(self._dense_parts, self._dense, strict=True):
             values[slot] = part
         if not matrices:
@@ -195,8 +194,7 @@ class PowerSgdCoder(Coder):
             if self._residuals:
                 matrix.addmm_(base, q.T, alpha=-1)
         yield Sum(self._second)
-        if not is_finite(self._second * self._codec.rank):
-            riders[-1:] = 1
+        riders[-1:] |= any_infinite(self._second * self._codec.rank)
         for result, base, q in zip(results, bases, self._q, strict=True):
             torch.mm(base, q.T, out=result)
 

@@ -21,7 +21,7 @@ from slipstream.codecs.coder import (
     Coder,
     Ranks,
     SlotState,
-    is_finite,
+    any_infinite,
     mixed,
     parts,
     real_dtype,
@@ -102,8 +102,7 @@ class TwoPhaseCoder(Coder):
         pieces = values.view(self._ranks.count, self._piece)
         for number, piece in enumerate(pieces):
             begin = number * self._piece
-            if not self._encode(piece, self._send[number], begin, self._worker, begin):
-                riders[-1:] = 1
+            self._encode(piece, self._send[number], begin, self._worker, begin, riders[-1:])
         self._send[:, self._coded : self._coded + self._num_riders] = riders
         yield Swap(self._send, self._receive)
         passengers = self._receive[:, self._coded : self._coded + self._num_riders]
@@ -111,12 +110,12 @@ class TwoPhaseCoder(Coder):
         rank = self._ranks.rank
         mine, sent = pieces[rank], self._send[rank]
         self._add_up(mine)
-        self._encode(mine, sent, rank * self._piece, self._server, 0)
+        self._encode(mine, sent, rank * self._piece, self._server, 0, riders[-1:])
         yield Gather(sent, self._receive)
         for payload, piece in zip(self._receive, pieces, strict=True):
             for part, coded in self._parts(payload):
-                if not is_finite(self._codec.decode(coded, self.works_in, out=piece[part])):
-                    riders[-1:] = 1
+                self._codec.decode(coded, self.works_in, out=piece[part])
+                riders[-1:] |= any_infinite(piece[part])
 
     def commit(self) -> None:
         for residual in self._residuals():
@@ -191,23 +190,22 @@ class TwoPhaseCoder(Coder):
         begin: int,
         residual: Residual | None,
         kept_from: int,
-    ) -> bool:
+        unsound: torch.Tensor,
+    ) -> None:
         """Code a piece that begins at a value of the bucket, what was left out before on top.
 
-        False where a value is not finite: the payload is void.
+        Raises the flag where a value is not finite: the payload is void.
         """
-        finite = True
         for part, coded in self._parts(payload):
             values = piece[part]
             kept = slice(kept_from + part.start, kept_from + part.stop)
             if residual is not None:
                 residual.add_to(values, kept)
-            finite = is_finite(values) and finite
+            unsound |= any_infinite(values)
             self._fill_up(values, self._end - begin - part.start)
             self._codec.encode(values, coded, self._random)
             if residual is not None:
                 residual.keep(values, self._codec.decode(coded, self.works_in), kept)
-        return finite
 
     def _fill_up(self, values: torch.Tensor, end: int) -> None:
         """Make the last block as large as the values in it on average, not smaller for padding."""

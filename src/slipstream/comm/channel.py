@@ -131,9 +131,12 @@ class Channel:
         failed = False
         for flight in flights:
             self._settle(flight)
+            if flight.then is not None and flight.error is None and not failed:
+                try:
+                    flight.then()
+                except Exception as error:  # the others must come to rest all the same
+                    flight.error = error
             failed = failed or flight.error is not None
-            if flight.then is not None and not failed:
-                flight.then()
         for flight in flights:
             if flight.error is not None:
                 text = f"{flight.label.text()}: {flight.error}"

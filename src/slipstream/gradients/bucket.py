@@ -60,9 +60,9 @@ class DenseBucket(Bucket):
 
     ``parameter.grad`` becomes a view of it, in the parameter's own memory format; where the flat
     tensor has another dtype, the one that travels, of a second one to which averages are copied
-    back. (Memory that autograd has to allocate anew in every step costs more than the copy.) Large
-    gradients are copied one by one, as they come out of the cache; small ones all at once, in a
-    quarter of the calls.
+    back, and which holds old values until then. (Memory that autograd has to allocate anew in every
+    step costs more than the copy.) Large gradients are copied one by one, as they come out of the
+    cache; small ones all at once, in a quarter of the calls.
 
     Args:
         parameters: of one dtype.
@@ -172,7 +172,7 @@ class DenseBucket(Bucket):
         if self._unused:
             used = self._flags.real.tolist() if self._flags.is_complex() else self._flags.tolist()
             absent = {slot for slot in self._unused if not used[slot]}
-        for slot in self._unused:
+        for slot in range(len(self.parameters)) if self._copies_back else self._unused:
             self.parameters[slot].grad = None if slot in absent else self._grads[slot]
         present = [slot for slot in range(len(self.parameters)) if slot not in absent]
         if self._copies_back and present:

@@ -178,7 +178,7 @@ class Rule(Setting):
 class ByName(Variant):
     """Each parameter has the codec of the first rule that its path matches, else none.
 
-    A rule that no trainable parameter matches brings a warning when training begins.
+    ``accelerate()`` warns of a rule that no trainable parameter matches.
 
     Example:
         >>> by_name = ByName(rules=(Rule(match="*.bias"), Rule(match="*", codec=Half())))
