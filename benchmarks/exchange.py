@@ -153,6 +153,7 @@ def measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
+    share_cores(rank, world)
     model, loss_of, _ = make_model(args.model)
     variants: dict[str, Iterate] = {"no exchange": plain(model, loss_of)}
     for megabytes in (None, *args.ddp):
@@ -197,6 +198,16 @@ def measure(args: argparse.Namespace) -> None:
         write(args, seconds, cpu, collectives, num_bytes, world, finals)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def share_cores(rank: int, ranks: int) -> None:
+    """Nodes are machines of one kind: each gets as much of this one's cores as the others.
+
+    Left to itself, Linux may leave three of four ranks on one of two cores for a while, and every
+    exchange waits for those.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, set(cores[rank::ranks]) or {cores[rank % len(cores)]})
 
 
 def take_turns(
