@@ -288,7 +288,7 @@ def speed_picture(found: Sequence[Mapping[str, Any]]) -> Figure:
         axes.margins(x=0.15)
         axes.set_title(f"{model}, {rate}", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Times as fast as DistributedDataParallel at its best bucket size", fontsize=11)
+    figure.suptitle("times as fast as DDP with its best buckets", fontsize=11)
     return figure
 
 
