@@ -88,12 +88,12 @@ def is_finite(values: torch.Tensor) -> bool:
 def any_infinite(values: torch.Tensor) -> torch.Tensor:
     """Whether a value is infinite or NaN: of no axes, so that nobody waits for a device.
 
-    On a CPU the largest and the smallest value are found ten times as fast as an infinity norm, or
-    as asking each value (torch 2.13).
+    On a CPU the smallest and the largest value are found ten times as fast as an infinity norm, or
+    as asking each value, and for 16 bits together in half the time of one by one (torch 2.13).
     """
     flat = memory_order(values)
     some = [flat[part] for part in parts(flat.numel(), flat.device)]
-    extremes = [extreme for part in some for extreme in (part.amax(), part.amin())]
+    extremes = [extreme for part in some for extreme in torch.aminmax(part)]
     if not extremes:
         return torch.zeros((), dtype=torch.bool, device=values.device)
     return torch.stack(extremes).isfinite().all().logical_not()

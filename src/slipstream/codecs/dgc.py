@@ -226,7 +226,6 @@ class DgcCoder(Coder):
                 gradient, momentum = values[slot][part], self._momentum[slot][part]
                 following = self._next_momentum[slot][part]
                 velocity = self._next_velocity[slot][part]
-                unsound |= any_infinite(gradient)
                 if own.weight_decay and weights is not None:
                     gradient.add_(weights[part], alpha=own.weight_decay / self._ranks.count)
                 if own.nesterov:
@@ -236,8 +235,14 @@ class DgcCoder(Coder):
                 else:
                     torch.add(gradient, momentum, alpha=own.momentum, out=following)
                     torch.add(following, self._velocity[slot][part], out=velocity)
-                if number in sparse:
-                    _row_peaks(velocity, self._peaks[number][part.start // _ROW :])
+                if number in sparse:  # what is infinite in the gradient is so in the velocity
+                    peaks = self._peaks[number][part.start // _ROW :][: len(velocity) // _ROW]
+                    _row_peaks(velocity, peaks)
+                    rest = velocity[len(peaks) * _ROW :]
+                    unsound |= any_infinite(torch.cat([peaks, rest]))
+                    gradient.zero_()  # while it is in the cache: the result is sparse
+                else:
+                    unsound |= any_infinite(velocity)
 
     def _exchange_sparse(
         self,
@@ -265,7 +270,6 @@ class DgcCoder(Coder):
             at += count
             self._next_velocity[found] = 0
             self._next_momentum[found] = 0
-            values[slot] = 0
         receive = send.new_empty(self._ranks.count, send.numel())
         yield Gather(send, receive)
         for message in receive:

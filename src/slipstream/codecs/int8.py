@@ -86,6 +86,11 @@ class Int8Codec:
         torch.mul(integers, scales[:, None], out=out.view(-1, self.block))
         return out
 
+    def peaks(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The largest magnitude in each block once decoded; not finite where a value was not."""
+        scales, _ = self._parts(payload, dtype)
+        return scales * LEVELS
+
     def _parts(
         self, payload: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

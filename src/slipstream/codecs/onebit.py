@@ -69,6 +69,11 @@ class OneBitCodec:
         torch.mul(signs.view(-1, self.block), scales[:, None], out=out.view(-1, self.block))
         return out
 
+    def peaks(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The magnitude in each block once decoded; not finite where a value was not."""
+        scales, _ = self._parts(payload, dtype)
+        return scales
+
     def _parts(
         self, payload: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:

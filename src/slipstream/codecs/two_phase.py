@@ -47,6 +47,7 @@ class BlockCodec(Protocol):
     def decode(
         self, payload: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
     ) -> torch.Tensor: ...
+    def peaks(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
 class TwoPhaseCoder(Coder):
@@ -115,7 +116,7 @@ class TwoPhaseCoder(Coder):
         for payload, piece in zip(self._receive, pieces, strict=True):
             for part, coded in self._parts(payload):
                 self._codec.decode(coded, self.works_in, out=piece[part])
-                riders[-1:] |= any_infinite(piece[part])
+                riders[-1:] |= any_infinite(self._codec.peaks(coded, self.works_in))
 
     def commit(self) -> None:
         for residual in self._residuals():
@@ -201,9 +202,9 @@ class TwoPhaseCoder(Coder):
             kept = slice(kept_from + part.start, kept_from + part.stop)
             if residual is not None:
                 residual.add_to(values, kept)
-            unsound |= any_infinite(values)
             self._fill_up(values, self._end - begin - part.start)
             self._codec.encode(values, coded, self._random)
+            unsound |= any_infinite(self._codec.peaks(coded, self.works_in))
             if residual is not None:
                 residual.keep(values, self._codec.decode(coded, self.works_in), kept)
 
