@@ -44,12 +44,12 @@ bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/r
 	    || exit 1; done; done
 	for rate in 1gbit 300mbit; do for model in resnet50 vgg16 bert; do \
 	    $(BIN)/python benchmarks/exchange.py --model $$model --rate $$rate --ddp 4 50 --splits default \
-	    --codecs bf16 fp16 --hooks fp16 --json $(RESULTS)/codecs-$$model-$$rate-half.json && \
+	    --codecs bf16 'bf16 / by_bytes 16/1/1' fp16 --hooks fp16 --json $(RESULTS)/codecs-$$model-$$rate-half.json && \
 	    $(BIN)/python benchmarks/exchange.py --model $$model --rate $$rate --ddp 4 50 --splits default \
 	    --codecs int8 onebit dgc powersgd 'adaptive onebit' --hooks PowerSGD \
 	    --json $(RESULTS)/codecs-$$model-$$rate.json || exit 1; done; done
-	for task in digits text; do $(BIN)/python benchmarks/convergence.py --task $$task \
-	    --json $(RESULTS)/convergence-$$task.json || exit 1; done
+	$(BIN)/python benchmarks/convergence.py --task digits --json $(RESULTS)/convergence-digits.json
+	$(BIN)/python benchmarks/convergence.py --task text --ranks 2 --steps 1600 --json $(RESULTS)/convergence-text.json
 	$(BIN)/python benchmarks/large_batch.py --json $(RESULTS)/large-batch.json
 	$(BIN)/python benchmarks/soak.py --json $(RESULTS)/soak.json
 	$(BIN)/python benchmarks/prediction.py --json $(RESULTS)/prediction.json
