@@ -55,6 +55,8 @@ bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/r
 	$(BIN)/python benchmarks/prediction.py --json $(RESULTS)/prediction.json
 	$(BIN)/python benchmarks/tuner.py --json $(RESULTS)/tuner.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
+	$(BIN)/python benchmarks/operators.py --json $(RESULTS)/operators.json
+	$(BIN)/python benchmarks/torch_operators.py --markdown docs/operators.md
 	$(BIN)/python benchmarks/tables.py
 
 clean:  ## remove the virtual environment and caches

@@ -235,6 +235,28 @@ def large_batch(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def operators(facts: Mapping[str, Any]) -> str:
+    """Operators of slipstream.comm beside the bare calls."""
+    lines = [
+        f"## Operators between ranks, {facts['date']}",
+        "",
+        f"Microseconds on {facts['ranks']} ranks over loopback; within: at most 5 % or 20 "
+        f"microseconds above torch's. torch {facts['versions']['torch']}. `{facts['command']}`",
+        "",
+        *_header("operator", "size", "torch", "slipstream", "quartiles", "within", "with check"),
+    ]
+    for r in facts["rows"]:
+        low, median, high = (1e6 * seconds for seconds in r["ours"])
+        lines.append(
+            _row(
+                r["operator"], r["size"], f"{1e6 * r['bare'][1]:.0f}", f"{median:.0f}",
+                f"{low:.0f}..{high:.0f}", "yes" if r["within"] else "**no**",
+                f"{1e6 * r['checked'][1]:.0f}",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
 def soak(facts: Mapping[str, Any]) -> str:
     """Whether ranks stayed the same."""
     return "\n".join(
@@ -298,6 +320,7 @@ def main() -> None:
         "convergence": convergence,
         "exchange": exchange,
         "large_batch": large_batch,
+        "operators": operators,
         "overhead": overhead,
         "prediction": prediction,
         "soak": soak,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import os
 import re
 import subprocess
@@ -13,15 +14,25 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
+import slipstream
 from examples import data, meter, models
+from slipstream import comm
+from tests.harness.ranks import Ranks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 SMALL_TEXT = ["--vocabulary", "500", "--length", "16"]
-SCRIPTS = {"images.py": [], "masked_lm.py": SMALL_TEXT, "causal_lm.py": SMALL_TEXT}
+SCRIPTS = {
+    "images.py": [],
+    "parameter_server.py": [],
+    "masked_lm.py": SMALL_TEXT,
+    "causal_lm.py": SMALL_TEXT,
+}
 
 
 def run(*command: str, **env: str) -> str:
@@ -70,6 +81,42 @@ def test_two_ranks_print_once_and_follow_the_strategy(tmp_path: Path) -> None:
     trace = (tmp_path / "trace.json").read_text()
     assert "allreduce2" in trace
     assert "allreduce3" not in trace
+
+
+def trained(server: bool) -> torch.Tensor:
+    """Parameters on rank 0 after three steps: of the server's example, or in data parallel."""
+    sys.path.insert(0, str(EXAMPLES))  # as for a script that lies there
+    parameter_server = importlib.import_module("parameter_server")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = models.resnet_small(num_labels=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train, _ = data.digits(image_size=32)
+    loader = data.batches(train, 4, 3, 0, rank, 2)
+    session = None if server else slipstream.accelerate(model, optimizer)
+    for images, labels in loader:
+        weights = parameter_server.weights_of_server(model, rank) if server else {}
+        logits = functional_call(model, weights, images).logits
+        loss = nn.functional.cross_entropy(logits, labels)
+        if session is not None:
+            session.backward(loss)
+            session.step()
+        else:
+            comm.backward(loss / 2)
+            if rank == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    if session is not None:
+        session.close()
+    return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+def test_a_parameter_server_trains_as_data_parallel_ranks_do() -> None:
+    with Ranks(2) as team:
+        served, parallel = (team.run(trained, server)[0] for server in (True, False))
+        untrained = nn.utils.parameters_to_vector(models.resnet_small(num_labels=10).parameters())
+    torch.testing.assert_close(served, parallel, rtol=1e-6, atol=1e-7)
+    assert (served - untrained).abs().max() > 1e-3
 
 
 # The models.

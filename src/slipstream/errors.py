@@ -7,6 +7,7 @@
     |-- UsageError      (RuntimeError)  a verb of the session called in the wrong order
     |-- ClusterError    (RuntimeError)  the environment does not describe a usable set of ranks
     |-- MismatchError   (RuntimeError)  ranks disagree about the model or the strategy
+    |-- CommError       (ValueError)    an operator of comm cannot take what it got
     |-- ExchangeError   (RuntimeError)  an exchange failed: names rank, step, segment and parameters
     |-- LaunchError     (RuntimeError)  a script could not be started
     `-- TestbedError    (RuntimeError)  hosts and links cannot be emulated on this machine
@@ -41,6 +42,10 @@ class ClusterError(SlipstreamError, RuntimeError):
 
 class MismatchError(SlipstreamError, RuntimeError):
     """Ranks disagree about the model or the strategy; raised on every rank alike."""
+
+
+class CommError(SlipstreamError, ValueError):
+    """An operator of ``slipstream.comm`` cannot take what it got; raised before data moves."""
 
 
 class ExchangeError(SlipstreamError, RuntimeError):

@@ -78,14 +78,15 @@ class Ranks:
         tracebacks: dict[int, str] = {}
         pending = {pipe: rank for rank, (_, pipe) in enumerate(self._workers)}
         while pending:
-            ready = wait(list(pending), timeout or self.timeout)
+            waiting: list[Any] = list(pending)
+            ready: list[Any] = wait(waiting, timeout or self.timeout)
             if not ready:
                 errors |= dict.fromkeys(pending.values(), "no answer: the rank hangs")
                 break
             for pipe in ready:
-                rank = pending.pop(pipe)  # type: ignore[call-overload]
+                rank = pending.pop(pipe)
                 try:
-                    ok, value, trace = pipe.recv()  # type: ignore[union-attr]
+                    ok, value, trace = pipe.recv()
                 except EOFError:
                     errors[rank] = "the process died"
                     continue

@@ -32,12 +32,9 @@ from slipstream.codecs import (
     make_coder,
     wire_bytes,
 )
-from slipstream.comm.all_to_all import all_to_all
+from slipstream.comm.transfer import all_to_all, gather_all
 from slipstream.gradients.bucket import DenseBucket
 from slipstream.strategy import Half, PlainCodec
-
-_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-"""Torch 2.13 renamed it; of a list of tensors gloo would make copies."""
 
 NamedState = Mapping[str, Mapping[str, torch.Tensor]]
 """What codecs keep, by parameter and then by name."""
@@ -146,6 +143,6 @@ def carry(exchange: Exchange, group: dist.ProcessGroup) -> None:
             case Sum(tensor):
                 dist.all_reduce(tensor, group=group)
             case Swap(send, receive):
-                all_to_all(receive, send, group)
+                all_to_all(receive.unbind(), send.unbind(), group)
             case Gather(send, receive):
-                getattr(dist, _GATHER)(receive.view(-1), send, group=group)
+                gather_all(receive, send, group)

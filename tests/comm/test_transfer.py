@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.comm.all_to_all import all_to_all
+from slipstream.comm.transfer import all_to_all
 from tests.harness.ranks import Ranks
 
 TYPES = [torch.uint8, torch.float32, torch.complex64]
@@ -31,7 +31,7 @@ def swap(shape: tuple[int, ...], dtype: torch.dtype, members: int) -> torch.Tens
     send = torch.stack(rows)
     receive = torch.zeros_like(send)
     for _ in range(3):  # tags are the same each time: what follows must not overtake
-        all_to_all(receive, send, group)
+        all_to_all(receive.unbind(), send.unbind(), group)
         assert torch.equal(send, torch.stack(rows))
     return receive
 
@@ -62,7 +62,7 @@ def order_of_calls() -> list[str]:
 
     rows = torch.zeros(dist.get_world_size(), 4)
     with noted("irecv"), noted("isend"):
-        all_to_all(torch.empty_like(rows), rows, group)
+        all_to_all(torch.empty_like(rows).unbind(), rows.unbind(), group)
     return calls
 
 

@@ -1,0 +1,199 @@
+"""Which of torch's own differentiable collectives are right: the cases of our tests, on theirs.
+
+    python benchmarks/torch_operators.py --markdown docs/operators.md
+
+Every operator of slipstream.comm on three ranks, in the world, in a subgroup and in a permuted one;
+result, gradient and second gradient against plain math on what all ranks hold. A case in which a
+rank raises, dies or does not come back is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as nn
+from rich.progress import track
+
+from slipstream import comm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.harness.operators import (
+    REFERENCES,
+    close,
+    expected,
+    inputs,
+    loss_of,
+    measured,
+    second_loss,
+)
+from tests.harness.ranks import RankFailure, Ranks
+
+SHAPE = (6, 4)
+GROUPS = {"world": [0, 1, 2], "ranks 1, 2": [1, 2], "ranks 2, 0": [2, 0]}
+Operator = Callable[[torch.Tensor, dist.ProcessGroup, int], torch.Tensor | None]
+"""An operator of a tensor, a process group and the root's rank in the world."""
+
+
+def nn_gather(x: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor | None:
+    pieces = nn.gather(x, root, group)
+    return torch.cat(list(pieces)) if dist.get_rank() == root else None
+
+
+def nn_reduce(x: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor | None:
+    total: torch.Tensor = nn.reduce(x, root, group=group)
+    return total if dist.get_rank() == root else total * 0
+
+
+def nn_scatter(x: torch.Tensor, group: dist.ProcessGroup, root: int) -> torch.Tensor:
+    piece: torch.Tensor = nn.scatter(list(x.chunk(group.size())), root, group)
+    return piece
+
+
+def nn_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, _: int) -> torch.Tensor:
+    pieces = [piece.contiguous() for piece in x.chunk(group.size())]
+    piece: torch.Tensor = nn.reduce_scatter(torch.empty_like(pieces[0]), pieces, group=group)
+    return piece
+
+
+def nn_all_to_all(x: torch.Tensor, group: dist.ProcessGroup, _: int) -> torch.Tensor:
+    pieces = [piece.contiguous() for piece in x.chunk(group.size())]
+    return torch.cat(list(nn.all_to_all([torch.empty_like(p) for p in pieces], pieces, group)))
+
+
+NN = "distributed.nn.functional"
+FUNCTIONAL = "_functional_collectives"
+OURS = "slipstream.comm"
+THEIRS: dict[str, dict[str, Operator]] = {
+    "broadcast": {
+        NN: lambda x, g, root: nn.broadcast(x, root, g),
+        FUNCTIONAL: lambda x, g, root: functional.broadcast(x, root, g),
+    },
+    "reduce_sum": {NN: nn_reduce},
+    "all_reduce_sum": {
+        NN: lambda x, g, _: nn.all_reduce(x, group=g),
+        FUNCTIONAL: lambda x, g, _: functional.all_reduce(x, "sum", g),
+    },
+    "all_reduce_mean": {
+        NN: lambda x, g, _: nn.all_reduce(x, dist.ReduceOp.AVG, g),
+        FUNCTIONAL: lambda x, g, _: functional.all_reduce(x, "avg", g),
+    },
+    "all_reduce_max": {
+        NN: lambda x, g, _: nn.all_reduce(x, dist.ReduceOp.MAX, g),
+        FUNCTIONAL: lambda x, g, _: functional.all_reduce(x, "max", g),
+    },
+    "all_reduce_min": {
+        NN: lambda x, g, _: nn.all_reduce(x, dist.ReduceOp.MIN, g),
+        FUNCTIONAL: lambda x, g, _: functional.all_reduce(x, "min", g),
+    },
+    "gather": {NN: nn_gather},
+    "all_gather": {
+        NN: lambda x, g, _: torch.cat(list(nn.all_gather(x, g))),
+        FUNCTIONAL: lambda x, g, _: functional.all_gather_tensor(x, 0, g),
+    },
+    "scatter": {NN: nn_scatter},
+    "reduce_scatter_sum": {
+        NN: nn_reduce_scatter,
+        FUNCTIONAL: lambda x, g, _: functional.reduce_scatter_tensor(x, "sum", 0, g),
+    },
+    "all_to_all": {
+        NN: nn_all_to_all,
+        FUNCTIONAL: lambda x, g, _: functional.all_to_all_single(x, None, None, g),
+    },
+}
+
+
+def judge(name: str, library: str, ranks: list[int]) -> str:
+    """What this rank finds: right, or the first of the three that is wrong."""
+    warnings.simplefilter("ignore")
+    group = comm.group(ranks)
+    if group.rank < 0:
+        return ""
+    xs = inputs(group.size, SHAPE, torch.float64)
+    wanted = [by_rank[group.rank] for by_rank in expected(name, xs, ())]
+    if library == OURS:
+        found = list(measured(name, group, xs[group.rank], ()))
+    else:
+        found = differentiated(THEIRS[name][library], group, xs[group.rank], wanted[0] is None)
+    for what, own, right in zip(("result", "gradient", "2nd gradient"), found, wanted, strict=True):
+        try:
+            close(own, right, torch.float64)
+        except AssertionError:
+            return f"wrong {what}"
+    return "right"
+
+
+def differentiated(
+    operator: Operator, group: comm.Group, x: torch.Tensor, without_result: bool
+) -> list[torch.Tensor | None]:
+    """Result, gradient and second gradient of torch's operator on this rank.
+
+    Where the reference has no result, theirs counts as none, but takes part in backward.
+    """
+    x = x.clone().requires_grad_()
+    y = operator(x, group.members, group.ranks[0])
+    loss = loss_of(None if without_result else y, group.rank)
+    if loss is None:
+        loss = (x if y is None else y).sum() * 0
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(second_loss(first, group.rank), x)
+    result = None if without_result or y is None else y.detach() * 1
+    return [result, first.detach(), second]
+
+
+def verdict(name: str, library: str, ranks: list[int]) -> str:
+    """What the ranks find together."""
+    if library != OURS and library not in THEIRS[name]:
+        return "absent"
+    with Ranks(3, timeout=20.0) as team:
+        try:
+            said: list[str] = [word for word in team.run(judge, name, library, ranks) if word]
+        except RankFailure as failure:
+            silent = all(isinstance(error, str) for error in failure.errors.values())
+            return "hangs or dies" if silent else "error"
+    return min(said, key=lambda word: word == "right")
+
+
+def page() -> str:
+    """The table, in Markdown."""
+    lines = [
+        "# Operators between ranks: torch's own and slipstream's",
+        "",
+        f"Written by `python benchmarks/torch_operators.py --markdown docs/operators.md` on "
+        f"{date.today().isoformat()} with torch {torch.__version__} and gloo: result, gradient and "
+        "second gradient of each operator on three ranks against plain math on what all of them "
+        "hold. `tests/comm/test_operators.py` runs the last column, and many more cases.",
+        "",
+        "| operator | group | `torch.distributed.nn.functional` | "
+        "`torch.distributed._functional_collectives` | `slipstream.comm` |",
+        "|---|---|---|---|---|",
+    ]
+    cases = [(name, place) for name in REFERENCES for place in GROUPS]
+    for name, place in track(cases, "cases"):
+        found = [verdict(name, library, GROUPS[place]) for library in (NN, FUNCTIONAL, OURS)]
+        lines.append(f"| {name} | {place} | {' | '.join(found)} |")
+    lines += ["", "`send` and `recv` have no differentiable form in torch.", ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Judge every case; print or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--markdown", help="write the page to this file")
+    args = parser.parse_args()
+    text = page()
+    if args.markdown:
+        Path(args.markdown).write_text(text)
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
