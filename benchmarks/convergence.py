@@ -4,10 +4,10 @@
     python benchmarks/convergence.py --task text --ranks 2 --json results/convergence-text.json
 
 Every codec trains the same model from the same seeds on all ranks, at its default settings (for
-PowerSGD these are 1000 dense steps first; one row starts earlier), with the optimizer and the
-schedule of dense training; DGC, which takes over momentum, is compared with
-dense SGD, the others on text with dense AdamW. What counts is the mean over seeds on data that was
-held out: accuracy within 0.5 points, or a loss within 2 %, of dense.
+signs and PowerSGD these are 1000 dense steps first; a row each starts earlier), with the optimizer
+and the schedule of dense training; DGC, which takes over momentum, is compared with dense SGD, the
+others on text with dense AdamW. What counts is the mean over seeds on data that was held out:
+accuracy within 0.5 points, or a loss within 2 %, of dense.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ CODECS: dict[str, object] = {
     "int8": {"kind": "int8"},
     "int8, stochastic": {"kind": "int8", "rounding": "stochastic"},
     "onebit": {"kind": "onebit"},
+    "onebit, from step 100": {"kind": "onebit", "start_step": 100},
     "powersgd": {"kind": "powersgd"},
     "powersgd, from step 100": {"kind": "powersgd", "start_step": 100},
     "dense, SGD": None,

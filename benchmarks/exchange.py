@@ -76,10 +76,10 @@ CODECS: dict[str, object] = {
     "bf16": {"kind": "half", "dtype": "bf16"},
     "fp16": {"kind": "half", "dtype": "fp16"},
     "int8": {"kind": "int8"},
-    "onebit": {"kind": "onebit"},
+    "onebit": {"kind": "onebit", "start_step": 0},
     "dgc": {"kind": "dgc", "warmup_steps": 0},
     "powersgd": {"kind": "powersgd", "rank": 4, "start_step": 0},
-    "adaptive onebit": {"kind": "adaptive", "codec": {"kind": "onebit"}},
+    "adaptive onebit": {"kind": "adaptive", "codec": {"kind": "onebit", "start_step": 0}},
 }
 
 HOOKS = {

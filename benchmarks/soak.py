@@ -37,14 +37,14 @@ CODECS: dict[str, object] = {
     "fp16": {"kind": "half", "dtype": "fp16"},
     "int8": {"kind": "int8"},
     "int8, fed back": {"kind": "int8", "rounding": "stochastic", "error_feedback": True},
-    "onebit": {"kind": "onebit"},
+    "onebit": {"kind": "onebit", "start_step": 0},
     "powersgd": {"kind": "powersgd", "start_step": 5},
     "dgc": {"kind": "dgc", "density": 0.01, "warmup_steps": 8, "clip": 10.0},
     "by name": {
         "kind": "by_name",
         "rules": [
             {"match": "*.bias", "codec": {"kind": "half"}},
-            {"match": "*", "codec": {"kind": "onebit"}},
+            {"match": "*", "codec": {"kind": "onebit", "start_step": 0}},
         ],
     },
 }

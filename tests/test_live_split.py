@@ -105,8 +105,11 @@ def test_a_change_of_the_split_changes_no_bit_on_two_ranks(two: Ranks) -> None:
     assert [a[1] for a in plain] == [a[1] for a in searched]
 
 
-@pytest.mark.parametrize("codec", ["onebit", "powersgd", "half"])
-def test_codecs_go_on_when_the_split_changes(two: Ranks, codec: str) -> None:
+CODECS = [{"kind": "half"}, *({"kind": k, "start_step": 0} for k in ("onebit", "powersgd"))]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["kind"])
+def test_codecs_go_on_when_the_split_changes(two: Ranks, codec: dict[str, object]) -> None:
     wish = {"gradients": {**OPTIMAL["gradients"], "codec": codec}}
     answers = two.run(train, LAST + 2, wish, (0, 5, 11), timeout=60)
     (seen, parameters, *_), other = answers

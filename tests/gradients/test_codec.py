@@ -26,7 +26,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "fp16": {"kind": "half", "dtype": "fp16"},
     "int8": {"kind": "int8", "block": 8},
     "int8, stochastic": {"kind": "int8", "rounding": "stochastic", "error_feedback": True},
-    "onebit": {"kind": "onebit", "block": 64},
+    "onebit": {"kind": "onebit", "block": 64, "start_step": 0},
     "dgc": {"kind": "dgc", "density": 0.3, "warmup_steps": 0},
     "powersgd": {"kind": "powersgd", "rank": 1, "start_step": 1, "min_compression_rate": 1},
     "by name": {
@@ -632,14 +632,14 @@ def test_dgc_at_density_one_is_the_optimizers_own_momentum(two) -> None:
 
 
 def backward_twice() -> None:
-    model = wide()
-    with session_of(model, "onebit") as session:
+    model, onebit = wide(), {"kind": "onebit", "start_step": 0}
+    with session_of(model, onebit) as session:
         step_of(session, 0)
         session.backward(model(rows(1)))
         with pytest.raises(UsageError, match="backward\\(\\) was called twice"):
             session.backward(model(rows(2)))
     model = wide()
-    with session_of(model, "onebit") as session:
+    with session_of(model, onebit) as session:
         step_of(session, 0)
         with session.no_sync():
             session.backward(model(rows(1)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.codecs.exchange import Exchange
+from slipstream.codecs.exchange import Exchange, Sum
 
 _CACHED = 2**16
 """Values that fit into the cache of a core, with room for what is computed of them."""
@@ -97,6 +97,18 @@ def any_infinite(values: torch.Tensor) -> torch.Tensor:
     if not extremes:
         return torch.zeros((), dtype=torch.bool, device=values.device)
     return torch.stack(extremes).isfinite().all().logical_not()
+
+
+def exchange_dense(values: torch.Tensor, riders: torch.Tensor) -> Exchange:
+    """What a codec that has not begun yet does: the plain sum, flags and all, in one collective.
+
+    The last flag is raised where the sum is not finite.
+    """
+    plain = torch.cat([values, riders.to(values.dtype)])
+    yield Sum(plain)
+    values.copy_(plain[: values.numel()])
+    riders.copy_(plain[values.numel() :] > 0)
+    riders[-1:] |= any_infinite(plain)
 
 
 def parts(numel: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:

@@ -61,6 +61,7 @@ def make_coder(
                 ranks,
                 device,
                 feedback=True,
+                start_step=wish.start_step,
                 num_riders=num_riders,
                 seed=seed,
             )

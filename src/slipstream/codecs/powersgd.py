@@ -22,7 +22,15 @@ from math import prod
 
 import torch
 
-from slipstream.codecs.coder import Coder, Ranks, SlotState, any_infinite, mixed, real_dtype
+from slipstream.codecs.coder import (
+    Coder,
+    Ranks,
+    SlotState,
+    any_infinite,
+    exchange_dense,
+    mixed,
+    real_dtype,
+)
 from slipstream.codecs.exchange import Exchange, Sum
 from slipstream.codecs.residual import Residual
 
@@ -160,11 +168,7 @@ class PowerSgdCoder(Coder):
     def exchange(self, values: torch.Tensor, riders: torch.Tensor, step: int) -> Exchange:
         self._low_rank = step >= self._start_step
         if not self._low_rank:
-            plain = torch.cat([values, riders.to(values.dtype)])
-            yield Sum(plain)
-            values.copy_(plain[: values.numel()])
-            riders.copy_(plain[values.numel() :] > 0)
-            riders[-1:] |= any_infinite(plain)
+            yield from exchange_dense(values, riders)
             return
         results = [values[self._slots[i]].view(shape) for i, shape in self._matrices.items()]
         matrices = results

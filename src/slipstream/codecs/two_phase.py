@@ -22,6 +22,7 @@ from slipstream.codecs.coder import (
     Ranks,
     SlotState,
     any_infinite,
+    exchange_dense,
     mixed,
     parts,
     real_dtype,
@@ -63,6 +64,7 @@ class TwoPhaseCoder(Coder):
         ranks: who takes part.
         device: where the gradients are.
         feedback: whether errors are fed back.
+        start_step: updates before which gradients travel as they are.
         num_riders: flags that travel along.
         seed: of the random streams; the same on all ranks.
     """
@@ -76,12 +78,13 @@ class TwoPhaseCoder(Coder):
         device: torch.device,
         *,
         feedback: bool,
+        start_step: int = 0,
         num_riders: int = 0,
         seed: int = 0,
     ) -> None:
         self._codec, self._sizes, self._ranks, self._seed = codec, list(sizes), ranks, seed
         self.works_in = real_dtype(dtype)
-        self._end = sum(sizes)
+        self._start_step, self._end = start_step, sum(sizes)
         blocks = -(-self._end // codec.block)
         self._piece = -(-blocks // ranks.count) * codec.block
         self.num_values = self._piece * ranks.count
@@ -99,6 +102,9 @@ class TwoPhaseCoder(Coder):
             self._server = Residual(torch.zeros(self._piece, dtype=self.works_in, device=device))
 
     def exchange(self, values: torch.Tensor, riders: torch.Tensor, step: int) -> Exchange:
+        if step < self._start_step:
+            yield from exchange_dense(values, riders)
+            return
         self._random.manual_seed(mixed(self._seed, step, self._ranks.rank))
         pieces = values.view(self._ranks.count, self._piece)
         for number, piece in enumerate(pieces):

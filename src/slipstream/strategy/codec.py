@@ -54,6 +54,9 @@ class Int8(Variant):
 class OneBit(Variant):
     """Gradients travel as signs with a scale a block; what is left out is sent later.
 
+    Updates are dense at first, as 1-bit Adam asks for (Tang et al. 2021): where an optimizer scales
+    gradients by their history and has none yet, signs of small ones move parameters too far.
+
     Example:
         >>> OneBit().block
         1024
@@ -64,6 +67,9 @@ class OneBit(Variant):
 
     block: int = Field(default=1024, ge=64, le=65536, multiple_of=64)
     """Values that share a scale."""
+
+    start_step: NonNegativeInt = 1000
+    """Updates before which gradients travel as they are: early ones change too fast."""
 
 
 class Dgc(Variant):
