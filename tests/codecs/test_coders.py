@@ -217,7 +217,8 @@ def test_every_dtype_has_an_exchange(name, dtype) -> None:
     ("wish", "payload"),
     [
         (Int8(block=64), lambda p: 1600 + 1600 // 64 * 4),
-        (OneBit(block=64), lambda p: 1600 // 8 + 1600 // 64 * 4),
+        (OneBit(block=64, start_step=0), lambda p: 1600 // 8 + 1600 // 64 * 4),
+        (OneBit(block=64, start_step=9), lambda p: -(-1600 // (64 * p)) * 64 * p * 4),
         (PowerSgd(rank=2, start_step=0), lambda p: 2 * (40 + 40) * 4),
         (PowerSgd(rank=2, start_step=9), lambda p: 1600 * 4),
     ],
@@ -231,7 +232,7 @@ def test_bytes_are_those_of_the_payload(wish, payload, ranks) -> None:
 
 
 def test_a_bit_a_value_is_a_thirty_second() -> None:
-    team = Team(OneBit(), 4, [(1024, 1024)])
+    team = Team(OneBit(start_step=0), 4, [(1024, 1024)])
     team.exchange(team.gradients(0))
     dense = 2 * 3 / 4 * 4 * 2**20
     assert team.sent / dense == pytest.approx(1 / 32 + 1 / 1024, rel=0.001)
@@ -298,7 +299,7 @@ def test_int8_is_at_most_half_a_step_off_or_one(values, rounding, seed) -> None:
 
 def test_onebit_is_signs_on_the_way_to_a_server_and_back() -> None:
     block, ranks = 64, 3
-    team = Team(OneBit(block=block), ranks, [(2 * block * ranks - 5,)])
+    team = Team(OneBit(block=block, start_step=0), ranks, [(2 * block * ranks - 5,)])
     piece = 2 * block
     errors = [torch.zeros(piece * ranks) for _ in range(ranks)]
     served = [torch.zeros(piece) for _ in range(ranks)]
@@ -329,7 +330,7 @@ def test_onebit_is_signs_on_the_way_to_a_server_and_back() -> None:
 
 
 def test_onebit_is_sign_and_mean_magnitude() -> None:
-    team = Team(OneBit(block=64), 1, [(64,)])
+    team = Team(OneBit(block=64, start_step=0), 1, [(64,)])
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(team.exchange([x])[0], x.sign() * x.abs().mean())
 
