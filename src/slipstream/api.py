@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.adaptive import measure
+from slipstream.axes import Axes
 from slipstream.checks import check, device_of, facts, warn_of_idle_rules
 from slipstream.cluster.connect import Cluster, connect, from_environ
 from slipstream.codecs import Ranks
@@ -30,6 +31,8 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import Lent
 from slipstream.live_split import SETTLING, LiveSplit
+from slipstream.parallel.plans import plan_of
+from slipstream.parallel.tensor import split_layers
 from slipstream.recording import Recording
 from slipstream.session import Installed, Session
 from slipstream.strategy import Adaptive, ByBytes, Optimal, Strategy, codec_of
@@ -134,27 +137,33 @@ def _compose(
     control: dist.ProcessGroup | None,
 ) -> Session[M, O]:
     """Install the rooms: what comes first is what later ones build on."""
-    search = strategy.gradients.split if control is not None else None
+    axes = Axes.of(cluster, strategy.parallel, control)
     recorder = None  # first, since every room gets it
+    search = strategy.gradients.split if axes.data is not None else None
     if isinstance(search, Optimal):
         recorder = Recorder(cluster.rank, SETTLING, search.steps)
     elif strategy.trace.steps is not None:
         recorder = Recorder(cluster.rank, strategy.trace.skip, strategy.trace.steps)
 
+    shared = None  # before the engine, as it changes the shapes of parameters
+    if strategy.parallel.tensor is not None:
+        plan = plan_of(strategy.parallel.tensor, model)
+        shared = split_layers(model, axes.tensor, plan, optimizer)
+
     channel = engine = live_split = verdict = None
     trainables = parameters_of(model, trainable=True)
-    codec = strategy.gradients.codec if control is not None else None
-    lent = Lent(optimizer, trainables, codec, cluster.world_size)
-    if control is not None:
+    codec = strategy.gradients.codec if axes.data is not None else None
+    lent = Lent(optimizer, trainables, codec, axes.data_size)
+    if axes.data is not None:
         stages = STAGES.get(cluster.device.type, 1) if codec is not None else 1
-        direct, *staged = [group for _ in range(1 + stages) if (group := cluster.new_group())]
+        direct, *staged = [group for _ in range(1 + stages) if (group := axes.new_data_group())]
         fused.broadcast([*model.parameters(), *model.buffers()], direct)  # one start for all
         channel = Channel(direct, staged, cluster.device, recorder)
         if isinstance(codec, Adaptive):
             verdict = measure(codec, cluster)
         coding = Coding(
             partial(codec_of, codec),
-            Ranks(cluster.rank, cluster.world_size),
+            Ranks(axes.data_rank, axes.data_size),
             lent.momenta,
             verdict.pays if verdict else lambda num_bytes: True,
         )
@@ -167,20 +176,21 @@ def _compose(
             transport=flat.start_all_reduce,
             coding=coding,
             channel=channel,
-            control=control,
+            control=axes.data,
+            anywhere=axes.anywhere,
             recorder=recorder,
         )
         engine.load_codec_state(lent.buffers)
 
         if isinstance(search, Optimal):
-            live_split = LiveSplit(engine, cluster, control, strategy, search.steps)
+            live_split = LiveSplit(engine, cluster, axes.data, strategy, search.steps)
 
     recording = even = None
     if recorder is not None:
         recording = Recording(recorder, model, strategy.trace, cluster.device, control, live_split)
     if loader is not None:  # after the engine: a filler batch is one that the engine does not count
         on_start = recording.iteration_begins if recording is not None else None
-        even = EvenLoader(loader, group=control, recorder=recorder, on_start=on_start)
+        even = EvenLoader(loader, group=axes.data, recorder=recorder, on_start=on_start)
     return Session(
         model,
         optimizer,
@@ -190,7 +200,8 @@ def _compose(
             trainable_names=tuple(t.name for t in trainables),
             engine=engine,
             channel=channel,
-            control=control,
+            axes=axes,
+            shared=shared,
             loader=even,
             live_split=live_split,
             lent=lent,

@@ -150,8 +150,11 @@ def order_of(state: Mapping[str, Any], names: Sequence[str]) -> ReadyOrder | Non
     )
 
 
-def refusal(state: object, names: Sequence[str]) -> UsageError | None:
-    """Why a state cannot be loaded by a session of these trainable parameters."""
+def refusal(state: object, names: Sequence[str], ranks: int | None = None) -> UsageError | None:
+    """Why a state cannot be loaded by a session of these trainable parameters.
+
+    ``ranks``: how many it must be of, where ranks share a model; None: any number.
+    """
     if not isinstance(state, Mapping):
         return UsageError(
             f"this state is a {type(state).__name__}; pass what session.state_dict() returned"
@@ -166,4 +169,10 @@ def refusal(state: object, names: Sequence[str]) -> UsageError | None:
     if saved is not None and set(saved["names"]) != set(names):
         odd = sorted(set(saved["names"]) ^ set(names))
         return UsageError(f"this state is another model's: only one of both has {odd[:5]}")
+    if ranks is not None and len(state["codecs"]) not in (0, ranks):
+        return UsageError(
+            f"this state is of {len(state['codecs'])} ranks, this run has {ranks}, some of which "
+            "share a model; allowed: as many as before, or {**state, 'codecs': []}, which forgets "
+            "what codecs have not sent yet"
+        )
     return None

@@ -15,11 +15,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import check_lendable
-from slipstream.strategy import ByName, Codec, Strategy
+from slipstream.optim.layerwise import Layerwise
+from slipstream.parallel.assign import assign
+from slipstream.parallel.plans import plan_of
+from slipstream.strategy import Adaptive, ByName, Codec, Optimal, Strategy
 
 _DTYPES = (
     torch.float32,
@@ -56,6 +59,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     gradients = [Gradient(t.name, t.layer, t.parameter.nbytes) for t in trainables]
     plan_segments(gradients, strategy.gradients.split)
     check_lendable(optimizer, trainables, strategy.gradients.codec)
+    _check_parallel(model, optimizer, strategy)
 
 
 def warn_of_idle_rules(model: nn.Module, codec: Codec | None) -> None:
@@ -85,6 +89,29 @@ def facts(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     for name, b in model.named_buffers():
         found[f"buffer {name}"] = f"{b.dtype} {tuple(b.shape)}"
     return found
+
+
+def _check_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
+    """Refuse what does not go with ranks that share a model, and say why."""
+    tensor = strategy.parallel.tensor
+    if tensor is None:
+        return
+    assign(model, plan_of(tensor, model), tensor.ranks)
+    if isinstance(optimizer, Layerwise):
+        raise StrategyError(
+            f"parallel.tensor with {type(optimizer).__name__}: its trust ratio is that of a whole "
+            "parameter, but a rank holds a share of it; use another optimizer"
+        )
+    if isinstance(strategy.gradients.split, Optimal):
+        raise StrategyError(
+            "parallel.tensor with gradients.split optimal: it measures the network between all "
+            "ranks, not between those that exchange gradients here; use another split (by_bytes)"
+        )
+    if isinstance(strategy.gradients.codec, Adaptive):
+        raise StrategyError(
+            "parallel.tensor with gradients.codec adaptive: it measures the network between all "
+            "ranks, not between those that exchange gradients here; use its codec as it is"
+        )
 
 
 def _check_model(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,6 +19,7 @@ from torch import nn
 
 from slipstream import checkpoint, outcome
 from slipstream.adaptive import Verdict
+from slipstream.axes import Axes
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs.coder import is_finite
 from slipstream.comm.agreement import agree
@@ -29,6 +30,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
+from slipstream.parallel.tensor import SplitLayers
 from slipstream.recording import Recording
 from slipstream.strategy import Split, Strategy, keeps_state, overview
 from slipstream.strategy.overview import plain_text
@@ -46,7 +48,8 @@ class Installed:
     trainable_names: tuple[str, ...]
     engine: Engine | None
     channel: Channel | None
-    control: torch.distributed.ProcessGroup | None
+    axes: Axes
+    shared: SplitLayers | None
     loader: EvenLoader | None
     live_split: LiveSplit | None
     lent: Lent
@@ -64,6 +67,9 @@ class Session(Generic[M, O]):
         strategy: what was asked for.
         rank: this process among all, counted from 0.
         world_size: how many processes train together.
+        data_rank: this process among those that train on other data than it does, from 0; as
+            ``rank``, unless ranks share a model.
+        data_size: how many those are, itself counted; shard the data by these two.
         skipped: updates that did not happen, as gradients were not finite.
 
     Also a context manager: leaving it closes the session.
@@ -78,7 +84,10 @@ class Session(Generic[M, O]):
         self._cluster: Cluster | None = installed.cluster
         self._engine = installed.engine
         self._channel = installed.channel
-        self._control = installed.control
+        self._axes: Axes | None = installed.axes
+        self.data_rank, self.data_size = installed.axes.data_rank, installed.axes.data_size
+        self._control = installed.axes.control
+        self._shared = installed.shared
         self._loader = installed.loader
         self._live_split = installed.live_split
         self._lent = installed.lent
@@ -260,7 +269,8 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
-        error = checkpoint.refusal(state, self._names)
+        ranks = self.world_size if self._shared is not None else None
+        error = checkpoint.refusal(state, self._names, ranks)
         if self._control is not None:
             agree({"state": checkpoint.digest(state)}, self._control, error)
         elif error is not None:
@@ -282,8 +292,49 @@ class Session(Generic[M, O]):
             self._live_split.settle(chosen, "chosen before the checkpoint")
         if self._engine is not None and self._codecs_keep() and state["codecs"]:
             # behind the last change of the layout: who serves which piece depends on it
-            kept = checkpoint.dealt_out(state["codecs"], self.rank, self.world_size)
+            kept = state["codecs"]
+            if self._shared is not None and self._axes is not None:
+                kept = [kept[rank] for rank in self._axes.data_ranks]
+            kept = checkpoint.dealt_out(kept, self.data_rank, self.data_size)
             self._engine.load_codec_state(kept)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """``model.state_dict()`` of the whole model, on every rank, for any number of ranks.
+
+        Where ranks share a model, all of them must call it; else it is the model's own.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self._must_be_open("full_state_dict")
+        return dict(
+            self.model.state_dict() if self._shared is None else self._shared.full_state_dict()
+        )
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take this rank's part of what `full_state_dict` or an unsplit model gave.
+
+        Raises:
+            ModelError: the state is another model's.
+            UsageError: the session is closed.
+        """
+        self._must_be_open("load_full_state_dict")
+        if self._shared is None:
+            self.model.load_state_dict(state)
+        else:
+            self._shared.load_full_state_dict(state)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """As ``torch.nn.utils.clip_grad_norm_`` on the whole model, also where ranks share it; call
+        it between ``backward()`` and ``step()``. Returns the norm before.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self._must_be_open("clip_grad_norm_")
+        if self._shared is None:
+            return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm)
+        return self._shared.clip_grad_norm_(max_norm)
 
     def report(self) -> str:
         """The strategy and what became of it, as a table in plain text."""
@@ -298,7 +349,7 @@ class Session(Generic[M, O]):
             return
         if self._recording is not None:
             self._recording.write(self._traced())
-        self._take_off()
+        self._take_off(whole=True)
 
     def __enter__(self) -> Self:
         return self
@@ -323,7 +374,7 @@ class Session(Generic[M, O]):
         """Add this micro-step's batches of all ranks, once; whether this rank's is a filler."""
         loader = self._loader  # compared with None, for one without a length has no truth value
         if not self._counted:
-            self._contributions += self.world_size if loader is None else loader.active
+            self._contributions += self.data_size if loader is None else loader.active
             self._counted = True
         return loader is not None and loader.filler
 
@@ -344,11 +395,12 @@ class Session(Generic[M, O]):
     def _overflowed(self) -> bool:
         """Whether this update must not happen; the same on every rank."""
         if self._engine is not None and self._engine.overflowed:
-            return True
+            return True  # on all ranks that share this model
         if self._loss_scale == 1.0:
             return False
         values = [g._values() if g.is_sparse else g for g in self._gradients()]
-        return not all(map(is_finite, values))
+        assert self._axes is not None
+        return self._axes.anywhere(not all(map(is_finite, values)))
 
     def _update(self, skip: bool) -> None:
         if self._recording is not None:
@@ -382,8 +434,11 @@ class Session(Generic[M, O]):
         """What a trace says of the session."""
         return outcome.trace_meta(self.model, self.strategy, self._engine, self.segments)
 
-    def _take_off(self) -> None:
-        """Undo what ``accelerate()`` did, in reverse order."""
+    def _take_off(self, *, whole: bool = False) -> None:
+        """Undo what ``accelerate()`` did, in reverse order.
+
+        Layers stay split unless ``whole``: their shares are gathered from all ranks.
+        """
         self._closed = True
         atexit.unregister(self._take_off)
         if self._recording is not None:
@@ -397,10 +452,13 @@ class Session(Generic[M, O]):
         if self._loader is not None:
             self._loader.detach()
         self._lent.give_back()
+        if self._shared is not None and whole:
+            self._shared.close()
         # No reference may outlive this: a gloo group ends its threads when it is freed, and one
         # still there when the interpreter ends aborts the process after a run that went well.
         cluster, self._cluster = self._cluster, None
         self._engine = self._channel = self._control = self._live_split = self._recording = None
+        self._axes = self._shared = None
         if cluster is not None and not in_flight:  # freeing a group that waits for a peer hangs
             cluster.close()
         self._on_close()

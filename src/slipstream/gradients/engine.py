@@ -77,6 +77,8 @@ class Engine:
         coding: what makes gradients smaller for the wire.
         channel: runs exchanges in order beside backward.
         control: a group of CPU tensors for agreements, apart from the channel's.
+        anywhere: whether a flag is up on any rank that shares this model: where gradients of one
+            overflow, none of them may update.
         recorder: None when nothing is recorded.
 
     Exactness: reordered against one process on the joined batch; bitwise where the order of the sum
@@ -95,6 +97,7 @@ class Engine:
         coding: Coding,
         channel: Channel,
         control: dist.ProcessGroup,
+        anywhere: Callable[[bool], bool] = bool,
         recorder: Recorder | None = None,
     ) -> None:
         self._trainables, self._frozen = list(trainables), list(frozen)
@@ -102,7 +105,7 @@ class Engine:
         self.split, self._overlap, self._transport = split, overlap, transport
         self._coding = coding
         self._channel, self._control, self._recorder = channel, control, recorder
-        self._rank = dist.get_rank(control)
+        self._anywhere, self._rank = anywhere, dist.get_rank()
         self._device = trainables[0].parameter.device
         self._order: ReadyOrder | None = None
         self._observer: Observer | None = None
@@ -170,6 +173,7 @@ class Engine:
             self._send(backward, everything=True)
             self.overflowed = False
             self._channel.wait()
+            self.overflowed = self._anywhere(self.overflowed)
         except Exception as error:
             self._lost = str(error)
             raise

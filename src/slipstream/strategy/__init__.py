@@ -18,6 +18,7 @@ from slipstream.strategy.codec import (
     keeps_state,
 )
 from slipstream.strategy.overview import Row, overview
+from slipstream.strategy.parallel import Parallel, TensorParallel
 from slipstream.strategy.presets import Preset, presets
 from slipstream.strategy.setting import Exactness, Setting, Variant
 from slipstream.strategy.spec import Flat, Gradients, Strategy, Trace, Transport
@@ -49,6 +50,7 @@ __all__ = [
     "Int8",
     "OneBit",
     "Optimal",
+    "Parallel",
     "PerGradient",
     "PerLayer",
     "PlainCodec",
@@ -60,6 +62,7 @@ __all__ = [
     "Single",
     "Split",
     "Strategy",
+    "TensorParallel",
     "Trace",
     "Transport",
     "Variant",

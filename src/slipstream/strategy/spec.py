@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt
 from slipstream.errors import StrategyError
 from slipstream.strategy.codec import Codec
 from slipstream.strategy.overview import overview, plain_text
+from slipstream.strategy.parallel import Parallel
 from slipstream.strategy.presets import preset
 from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
 from slipstream.strategy.split import ByBytes, Split
@@ -113,6 +114,9 @@ class Strategy(Setting):
 
     gradients: Gradients = Gradients()
     """How gradients are averaged over ranks."""
+
+    parallel: Parallel = Parallel()
+    """Which ranks share one model."""
 
     trace: Trace = Trace()
     """What is recorded, and where."""

@@ -1,0 +1,171 @@
+"""Layers split by slipstream beside DTensor's ``parallelize_module``, forward and backward.
+
+    python benchmarks/tensor_parallel.py --json results/tensor-parallel.json
+
+The same modules with the same weights take turns on two ranks with one thread each, over loopback
+gloo: whole on every rank (what splitting saves), split by torch, split by slipstream.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from iteration import on_loopback, quartiles
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tables import save
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from slipstream import comm
+from slipstream.parallel.plans import Plan, known_plan
+from slipstream.parallel.tensor import split_layers
+from slipstream.strategy.parallel import TensorParallel
+
+Theirs = dict[str, ParallelStyle]
+
+
+def mlp(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+
+def llama(width: int) -> nn.Module:
+    from transformers import LlamaConfig, LlamaModel
+
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=width,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=4 * width,
+        vocab_size=64,
+        max_position_embeddings=256,
+    )
+    return LlamaModel(config)
+
+
+def mlp_plans() -> tuple[Plan, Theirs]:
+    wish = {"ranks": 2, "plan": {"0": "column", "2": "row"}}
+    plan = TensorParallel.model_validate(wish).plan
+    assert plan is not None
+    return plan, {"0": ColwiseParallel(), "2": RowwiseParallel()}
+
+
+def llama_plans(model: nn.Module) -> tuple[Plan, Theirs]:
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    theirs: Theirs = {f"layers.*.{name}": ColwiseParallel() for name in columns}
+    theirs |= {f"layers.*.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    theirs |= {f"layers.*.{name}": RowwiseParallel() for name in rows}
+    return known_plan(model.config), theirs
+
+
+def cases() -> dict[str, tuple[nn.Module, tuple[Plan, Theirs], torch.Tensor]]:
+    """Modules, plans and inputs: small ones show the cost of a call, large ones that of a copy."""
+    found: dict[str, Any] = {}
+    for width, rows in ((64, 16), (256, 256), (1024, 512)):
+        found[f"MLP {width} x {rows} rows"] = (mlp(width), mlp_plans(), torch.randn(rows, width))
+    for width, length in ((64, 16), (256, 128), (512, 256)):
+        model = llama(width)
+        words = torch.randint(64, (2, length))
+        found[f"Llama 2 x {width}, 2 x {length} words"] = (model, llama_plans(model), words)
+    return found
+
+
+def call_of(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    """Forward and backward; the input of a plain module requires a gradient, as inside a model."""
+    x = x.requires_grad_() if x.is_floating_point() else x
+
+    def call() -> object:
+        for tensor in (x, *model.parameters()):
+            tensor.grad = None
+        y = model(x)
+        y = y if isinstance(y, torch.Tensor) else y.last_hidden_state
+        return y.sum().backward()
+
+    return call
+
+
+def measure(args: argparse.Namespace) -> None:
+    """What one rank does; rank 0 writes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    group = comm.group(check=False)
+    rows = []
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    for name, (model, (plan, theirs), x) in track(cases().items(), "modules", console=console):
+        torchs, own = copy.deepcopy(model), copy.deepcopy(model)
+        parallelize_module(torchs, mesh, theirs)
+        split_layers(own, group, plan)
+        models = {"whole": model, "torch": torchs, "slipstream": own}
+        calls = {variant: call_of(m, x.clone()) for variant, m in models.items()}
+        rows.append({"module": name, **take_turns(calls, args.rounds)})
+    if dist.get_rank() == 0:
+        Console(width=110).print(table(rows))
+        if args.json:
+            save(args.json, "tensor_parallel", {"ranks": dist.get_world_size(), "rows": rows})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def take_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
+    """Seconds of each call, the slowest rank's, by turns; medians with quartiles."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for step in range(rounds + 3):
+        for name, call in calls.items():
+            dist.barrier()
+            start = time.perf_counter()
+            call()
+            spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            if step >= 3:
+                seconds[name].append(float(spent))
+    return {name: quartiles(values) for name, values in seconds.items()}
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """What a person reads: milliseconds."""
+    drawn = Table(title="split layers, forward and backward, 2 ranks over loopback, milliseconds")
+    for heading in ("module", "whole", "torch", "slipstream", "quartiles", "against torch"):
+        drawn.add_column(heading, justify="left" if heading == "module" else "right")
+    for r in rows:
+        low, median, high = (1e3 * s for s in r["slipstream"])
+        whole, torchs = 1e3 * r["whole"][1], 1e3 * r["torch"][1]
+        drawn.add_row(
+            r["module"], f"{whole:.2f}", f"{torchs:.2f}", f"{median:.2f}",
+            f"{low:.2f}..{high:.2f}", f"{torchs / median:.2f}x",
+        )  # fmt: skip
+    return drawn
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(args)
+        return 0
+    return on_loopback(__file__, sys.argv[1:], 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""The process groups of a run: all ranks, those that hold the same part of the model, those that
+share one model. Never moves a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from slipstream import comm
+from slipstream.cluster.connect import Cluster
+from slipstream.cluster.mesh import Mesh
+from slipstream.comm.agreement import together
+from slipstream.strategy import Parallel
+
+
+def mesh_of(parallel: Parallel, world_size: int) -> Mesh:
+    """The box that ``world_size`` ranks make.
+
+    Raises:
+        StrategyError: they make none.
+    """
+    return Mesh.of(world_size, tensor=parallel.tensor.ranks if parallel.tensor else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """This rank among the others; groups are None where it is alone in them.
+
+    Attributes:
+        mesh: all ranks.
+        data_ranks: those that train this part of the model on other data, in order.
+        data_rank: this one's place among them.
+        control: all ranks, for CPU tensors.
+        data: those of ``data_ranks``, for CPU tensors.
+        model: those that share one model, for CPU tensors.
+        tensor: those that share layers.
+        new_data_group: another group of ``data_ranks``, for tensors of the run's device.
+    """
+
+    mesh: Mesh
+    data_ranks: tuple[int, ...]
+    data_rank: int
+    control: dist.ProcessGroup | None
+    data: dist.ProcessGroup | None
+    model: dist.ProcessGroup | None
+    tensor: comm.Group
+    new_data_group: Callable[[], dist.ProcessGroup | None]
+
+    @classmethod
+    def of(cls, cluster: Cluster, parallel: Parallel, control: dist.ProcessGroup | None) -> Axes:
+        """Every rank of the world calls it."""
+        mesh = mesh_of(parallel, cluster.world_size)
+
+        def group_along(
+            groups: tuple[tuple[int, ...], ...], backend: str | None
+        ) -> dist.ProcessGroup | None:
+            if len(groups[0]) == 1:
+                return None
+            made = [cluster.new_group(ranks, backend) for ranks in groups]
+            return next((group for group in made if group is not None), None)
+
+        data = mesh.groups("data")
+        tensor = group_along(mesh.groups("tensor"), None)
+        return cls(
+            mesh=mesh,
+            data_ranks=next(ranks for ranks in data if cluster.rank in ranks),
+            data_rank=mesh.coordinates(cluster.rank)["data"],
+            control=control,
+            data=control if mesh.share == 1 else group_along(data, "gloo"),
+            model=group_along(mesh.models(), "gloo"),
+            tensor=comm.Group((cluster.rank,), None, False, 0)
+            if tensor is None
+            else comm.group_of(tensor, check=False),
+            new_data_group=lambda: group_along(data, None),
+        )
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks train this part of the model."""
+        return len(self.data_ranks)
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether ``flag`` is up on any rank that shares this model."""
+        if self.model is None:
+            return flag
+        up = torch.tensor(flag, dtype=torch.uint8)
+        with together("the comparison of the ranks that share a model"):
+            dist.all_reduce(up, op=dist.ReduceOp.MAX, group=self.model)
+        return bool(up)

@@ -1,0 +1,172 @@
+"""Model parallelism: how many ranks share a layer or a chain of layers, and which layers how.
+
+Never acts: the room ``parallel`` splits what these values name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
+
+
+class Column(Variant):
+    """A linear or convolutional layer is split along its outputs.
+
+    Example:
+        >>> Column(parts=3).gather
+        False
+    """
+
+    kind: Literal["column"] = "column"
+    exactness: ClassVar[Exactness] = "reordered"
+
+    parts: int = Field(default=1, ge=1)
+    """Blocks of outputs of which each is split, e.g. 3 where query, key and value are one layer."""
+
+    block: int = Field(default=1, ge=1)
+    """Outputs that stay together, e.g. those of a head."""
+
+    uneven: bool = False
+    """Allow shares that differ by one output, e.g. of a vocabulary."""
+
+    gather: bool = False
+    """Join the outputs on every rank again; else what follows works on a rank's own share."""
+
+    sequence: bool = False
+    """The input is split along the sequence (axis 1), and joined before the layer."""
+
+
+class Row(Variant):
+    """A linear or convolutional layer is split along its inputs, which are split already."""
+
+    kind: Literal["row"] = "row"
+    exactness: ClassVar[Exactness] = "reordered"
+
+    sequence: bool = False
+    """The output is split along the sequence (axis 1) instead of being whole on every rank."""
+
+
+class Channels(Variant):
+    """A layer between column and row works on its own channels: batch or group normalisation, a
+    grouped or depthwise convolution.
+    """
+
+    kind: Literal["channels"] = "channels"
+    exactness: ClassVar[Exactness] = "reordered"
+
+
+class Vocabulary(Variant):
+    """An embedding is split along its rows."""
+
+    kind: Literal["vocabulary"] = "vocabulary"
+    exactness: ClassVar[Exactness] = "reordered"
+
+
+class Heads(Variant):
+    """Numbers that a module keeps of its heads or widths are divided by the number of ranks.
+
+    Example:
+        >>> Heads(divide=("num_heads", "split_size")).divide
+        ('num_heads', 'split_size')
+    """
+
+    kind: Literal["heads"] = "heads"
+    exactness: ClassVar[Exactness] = "reordered"
+
+    divide: tuple[str, ...] = Field(min_length=1, strict=False)
+    """Attributes of the module."""
+
+
+class Sequence(Variant):
+    """A module works on its rank's part of the sequence (axis 1): normalisation, dropout."""
+
+    kind: Literal["sequence"] = "sequence"
+    exactness: ClassVar[Exactness] = "reordered"
+
+    enter: bool = False
+    """Its input is whole on every rank, and cut before the module."""
+
+    leave: bool = False
+    """Its output is joined on every rank."""
+
+
+Style = Column | Row | Channels | Vocabulary | Heads | Sequence
+_Kind = Literal["column", "row", "channels", "vocabulary", "heads", "sequence"]
+
+_OneStyle = Annotated[
+    Style,
+    Field(discriminator="kind"),
+    BeforeValidator(from_kind, json_schema_input_type=Style | _Kind),
+]
+
+
+class Place(Setting):
+    """The style of the modules whose path matches a pattern.
+
+    Example:
+        >>> Place(match="*.mlp.c_fc", style="column").style.gather
+        False
+    """
+
+    match: str = Field(min_length=1, examples=["*.mlp.c_fc"])
+    """Pattern of module paths: ``*`` and ``?`` stand for anything."""
+
+    style: _OneStyle
+    """How they are split."""
+
+
+def _places(value: object) -> object:
+    """Reads ``{pattern: style}`` as a list of places; passes anything else on."""
+    if isinstance(value, Mapping):
+        return [{"match": match, "style": style} for match, style in value.items()]
+    return value
+
+
+class TensorParallel(Setting):
+    """Ranks that share each layer, and how: a plan of module paths.
+
+    Example:
+        >>> plan = {"*.c_fc": "column", "*.mlp.c_proj": "row"}
+        >>> TensorParallel(ranks=2, plan=plan).style_of("h.0.mlp.c_proj")
+        Row(kind='row', sequence=False)
+    """
+
+    ranks: int = Field(ge=2)
+    """How many ranks share a layer; neighbours, best on one host."""
+
+    plan: Annotated[
+        tuple[Place, ...] | None,
+        Field(strict=False),
+        BeforeValidator(_places, json_schema_input_type=list[Place] | dict[str, _OneStyle] | None),
+    ] = None
+    """First match wins, a module without one stays whole on every rank; null: the plan known for
+    this kind of model."""
+
+    sequence: bool = False
+    """With a known plan: also split the sequence between the split layers."""
+
+    def style_of(self, path: str) -> Style | None:
+        """The style of a module, by its path and the plan."""
+        return next((p.style for p in self.plan or () if fnmatchcase(path, p.match)), None)
+
+
+class Parallel(Setting):
+    """Ranks that share one model; what is left of the world trains data-parallel.
+
+    Example:
+        >>> Parallel().active, Parallel(tensor=TensorParallel(ranks=2)).active
+        (False, True)
+    """
+
+    tensor: TensorParallel | None = None
+    """Ranks that share each layer."""
+
+    @property
+    def active(self) -> bool:
+        """True where ranks share a model."""
+        return self.tensor is not None

@@ -1,0 +1,231 @@
+"""Data and model parallelism at once, through ``accelerate()``: one mesh, one strategy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import slipstream
+from slipstream.errors import MismatchError, StrategyError, UsageError
+from slipstream.optim import Lamb
+from tests.harness.counters import collectives
+from tests.harness.ranks import Ranks
+from tests.parallel.models import CASES
+
+STEPS = 20
+TENSOR = {"parallel": {"tensor": {"ranks": 2}}}
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def strategy(name: str, plan: str, **gradients: Any) -> dict[str, Any]:
+    """The strategy that splits a model's layers over two ranks."""
+    model = CASES[name].build()
+    places = [place.document() for place in CASES[name].plans[plan](model)]
+    tensor = {"ranks": 2, "plan": places}
+    return {"parallel": {"tensor": tensor}, "gradients": gradients}
+
+
+def trains_as_one_process(name: str, plan: str, gradients: dict[str, Any]) -> None:
+    """Two replicas of two ranks each, against one process on both replicas' batches."""
+    case = CASES[name]
+    torch.manual_seed(dist.get_rank())
+    whole = case.build().double()
+    model = case.build().double()
+    for mine in whole.state_dict().values():
+        dist.broadcast(mine, 0)
+    if dist.get_rank() == 0:
+        model.load_state_dict(whole.state_dict())
+    first = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    second = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wish = strategy(name, plan, **gradients)
+    session = slipstream.accelerate(model, second, strategy=wish)
+    assert (session.data_size, session.data_rank) == (2, dist.get_rank() // 2)
+    for number in range(STEPS):
+        losses = []
+        for replica in range(2):
+            loss = whole(*case.batch(2 * number + replica))
+            (loss / 2).backward()
+            losses.append(float(loss))
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        first.step()
+        first.zero_grad()
+        loss = session.model(*case.batch(2 * number + session.data_rank))
+        session.backward(loss)
+        torch.testing.assert_close(session.clip_grad_norm_(0.5).double(), norm, rtol=1e-5, atol=0)
+        assert session.step()
+        assert float(loss) == pytest.approx(losses[session.data_rank], rel=1e-6), number
+    state = session.full_state_dict()
+    session.close()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        assert torch.equal(model.state_dict()[name], state[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "gradients"),
+    [
+        ("gpt2", "known", {}),
+        ("gpt2", "with vocabulary", {"split": "per_layer", "overlap": False}),
+        ("gpt2", "with sequence", {"split": "single"}),
+        ("llama", "known", {"split": {"kind": "by_bytes", "megabytes": 0.01}}),
+    ],
+)
+def test_data_and_tensor_parallel_train_as_one_process(four, name, plan, gradients) -> None:
+    four.run(trains_as_one_process, name, plan, gradients)
+
+
+def exchanges_shares_only() -> None:
+    model = CASES["gpt2"].build()
+    with slipstream.accelerate(model, sgd(model), strategy=TENSOR) as session:
+        for number in range(3):
+            loss = session.model(*CASES["gpt2"].batch(number))
+            with collectives() as log:
+                session.backward(loss)
+            session.step()
+        own = sum(p.numel() for p in model.parameters()) * 4
+        assert sum(s.num_bytes for s in session.segments) == own
+        assert sum(c.num_bytes for c in log if c.kind == "all_reduce") < 2 * own
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_rank_exchanges_the_gradients_of_its_share(four: Ranks) -> None:
+    four.run(exchanges_shares_only)
+
+
+def codecs_resume(codec: dict[str, Any]) -> None:
+    """What codecs keep belongs to a share: a resumed run goes on bit for bit."""
+    runs = []
+    wish = {**TENSOR, "gradients": {"codec": codec}}
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        model = CASES["gpt2"].build()
+        optimizer = sgd(model)
+        session = slipstream.accelerate(model, optimizer, strategy=wish)
+        losses = []
+        for number in range(6):
+            if interrupted and number == 3:
+                kept, full = session.state_dict(), session.full_state_dict()
+                session.close()
+                model = CASES["gpt2"].build()
+                optimizer = sgd(model)
+                session = slipstream.accelerate(model, optimizer, strategy=wish)
+                session.load_full_state_dict(full)
+                session.load_state_dict(kept)
+                with pytest.raises(UsageError, match="is of 3 ranks, this run has 4"):
+                    session.load_state_dict({**kept, "codecs": kept["codecs"][:3]})
+            loss = session.model(*CASES["gpt2"].batch(2 * number + session.data_rank))
+            session.backward(loss)
+            session.step()
+            losses.append(float(loss))
+        runs.append(losses)
+        session.close()
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("kind", ["onebit", "powersgd"])
+def test_codecs_keep_what_is_of_their_share(four: Ranks, kind: str) -> None:
+    four.run(codecs_resume, {"kind": kind, "start_step": 0})
+
+
+def overflows_together(codec: dict[str, Any] | None) -> None:
+    """A gradient overflows in one share of one replica: no rank updates."""
+    torch.manual_seed(0)
+    model = CASES["gpt2"].build()
+    wish = {**TENSOR, "gradients": {"codec": codec}}
+    with slipstream.accelerate(model, sgd(model), strategy=wish) as session:
+        block = model.inner.transformer.h[0].mlp.c_fc
+        for number in range(4):
+            loss = session.model(*CASES["gpt2"].batch(number))
+            handle = None
+            if number == 2 and dist.get_rank() == 1:
+                handle = block.weight.register_hook(lambda g: g * float("inf"))
+            before = [p.clone() for p in model.parameters()]
+            session.backward(loss * 4, loss_scale=4.0)
+            assert session.step() == (number != 2)
+            if handle is not None:
+                handle.remove()
+            same = all(map(torch.equal, before, model.parameters()))
+            assert same == (number == 2)
+        assert session.skipped == 1
+        assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("codec", [None, {"kind": "int8"}, {"kind": "onebit", "start_step": 0}])
+def test_an_overflow_in_one_share_skips_the_update_of_all(four: Ranks, codec) -> None:
+    four.run(overflows_together, codec)
+
+
+def alone_on_the_data_axis() -> None:
+    model = CASES["gpt2"].build()
+    wish = {"parallel": {"tensor": {"ranks": 4}}}
+    batches = [CASES["gpt2"].batch(number) for number in range(3)]
+    with slipstream.accelerate(model, sgd(model), batches, strategy=wish) as session:
+        assert (session.data_size, session.data_rank) == (1, 0)
+        losses = []
+        for batch in session.loader:
+            loss = session.model(*batch)
+            session.backward(loss)
+            assert session.step()
+            losses.append(float(loss))
+        every: list[Any] = [None] * 4
+        dist.all_gather_object(every, losses)
+        assert every == [losses] * 4
+        assert losses[-1] < losses[0]
+        assert "tensor" in session.report()
+
+
+def test_all_ranks_may_share_one_model(four: Ranks) -> None:
+    four.run(alone_on_the_data_axis)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "ranks": ({"parallel": {"tensor": {"ranks": 3}}}, "take 3 ranks, but 4 were started"),
+    "optimal": ({**TENSOR, "gradients": {"split": "optimal"}}, "with gradients.split optimal"),
+    "adaptive": (
+        {**TENSOR, "gradients": {"codec": {"kind": "adaptive", "codec": "int8"}}},
+        "with gradients.codec adaptive",
+    ),
+    "heads": (
+        {"parallel": {"tensor": {"ranks": 4, "plan": {"*.attn.c_attn": "column", "no": "row"}}}},
+        "no module matches 'no'",
+    ),
+}
+
+
+def refused(wish: dict[str, Any], said: str) -> None:
+    model = CASES["gpt2"].build()
+    shapes = [p.shape for p in model.parameters()]
+    with pytest.raises(StrategyError, match=re.escape(said)):
+        slipstream.accelerate(model, sgd(model), strategy=wish)
+    assert shapes == [p.shape for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("wish", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_go_together_is_refused_with_the_reason(four, wish, said) -> None:
+    four.run(refused, wish, said)
+
+
+def lamb_is_refused() -> None:
+    model = CASES["gpt2"].build()
+    with pytest.raises(StrategyError, match="with Lamb: its trust ratio"):
+        slipstream.accelerate(model, Lamb(model.named_parameters(), lr=0.01), strategy=TENSOR)
+    plan = {} if dist.get_rank() else {"parallel": {"tensor": {"ranks": 2}}}
+    with pytest.raises(MismatchError, match="the strategy"):
+        slipstream.accelerate(model, sgd(model), strategy=plan)
+
+
+def test_layerwise_optimizers_and_strategies_that_differ_are_refused(four: Ranks) -> None:
+    four.run(lamb_is_refused)
