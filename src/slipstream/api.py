@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.adaptive import measure
-from slipstream.axes import Axes
+from slipstream.axes import Axes, mesh_of
 from slipstream.checks import check, device_of, facts, warn_of_idle_rules
 from slipstream.cluster.connect import Cluster, connect, from_environ
 from slipstream.codecs import Ranks
@@ -113,6 +113,7 @@ def _agree_on_strategy(
     try:
         named = os.environ.get("SLIPSTREAM_STRATEGY") or None
         strategy = Strategy.load(named if source is None else source)
+        mesh_of(strategy.parallel, 1 if control is None else dist.get_world_size(control))
         check(model, optimizer, strategy)
         if control is None or dist.get_rank(control) == 0:
             warn_of_idle_rules(model, strategy.gradients.codec)
