@@ -33,13 +33,14 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args, here = arguments(), from_environ()
+    rank, count = slipstream.data_share(args.strategy)  # of the data: ranks may share a model
     device = torch.device(f"cuda:{here.local_rank}" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     model = models.gpt2(args.model, args.vocabulary).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE[args.model])
     corpus = data.sequences(data.stdlib_tokens(args.vocabulary), args.length)
-    loader = data.batches(corpus, args.batch, args.steps, args.seed, here.rank, here.world_size)
-    meter = Meter(args.steps, args.batch * here.world_size, args.log_every, here.rank)
+    loader = data.batches(corpus, args.batch, args.steps, args.seed, rank, count)
+    meter = Meter(args.steps, args.batch * count, args.log_every, here.rank)
 
     with slipstream.accelerate(model, optimizer, loader, args.strategy) as session, meter:
         for (words,) in session.loader:

@@ -39,14 +39,15 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args, here = arguments(), from_environ()
+    rank, count = slipstream.data_share(args.strategy)  # of the data: ranks may share a model
     device = torch.device(f"cuda:{here.local_rank}" if torch.cuda.is_available() else "cpu")
     build, lr = MODELS[args.model]
     torch.manual_seed(args.seed)
     model = build(num_labels=10).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     train, held_out = data.digits(args.image_size)
-    loader = data.batches(train, args.batch, args.steps, args.seed, here.rank, here.world_size)
-    meter = Meter(args.steps, args.batch * here.world_size, args.log_every, here.rank)
+    loader = data.batches(train, args.batch, args.steps, args.seed, rank, count)
+    meter = Meter(args.steps, args.batch * count, args.log_every, here.rank)
 
     with slipstream.accelerate(model, optimizer, loader, args.strategy) as session, meter:
         for images, labels in session.loader:

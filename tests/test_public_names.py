@@ -21,6 +21,7 @@ def test_the_names_are_these_and_no_others() -> None:
         "Strategy",
         "__version__",
         "accelerate",
+        "data_share",
     ]
     assert dir(slipstream) == slipstream.__all__
 

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from slipstream.api import accelerate as accelerate
+    from slipstream.api import data_share as data_share
     from slipstream.errors import SlipstreamError as SlipstreamError
     from slipstream.session import Session as Session
     from slipstream.strategy import Strategy as Strategy
@@ -22,9 +23,10 @@ _HOMES = {
     "SlipstreamError": "slipstream.errors",
     "Strategy": "slipstream.strategy",
     "accelerate": "slipstream.api",
+    "data_share": "slipstream.api",
 }
 
-__all__ = ["Session", "SlipstreamError", "Strategy", "__version__", "accelerate"]
+__all__ = ["Session", "SlipstreamError", "Strategy", "__version__", "accelerate", "data_share"]
 
 
 def __getattr__(name: str) -> object:

@@ -99,6 +99,40 @@ def accelerate(
     return session
 
 
+def data_share(
+    strategy: Strategy | str | Path | Mapping[str, Any] | None = None,
+) -> tuple[int, int]:
+    """Which share of the data is this rank's, and of how many: the rank and the world size, unless
+    ranks share a model. For what comes before ``accelerate()``, such as a sampler; a session says
+    the same as ``data_rank`` and ``data_size``.
+
+    Args:
+        strategy: as of ``accelerate()``.
+
+    Raises:
+        StrategyError: the strategy is wrong, or does not fit the number of ranks.
+        ClusterError: the environment describes no usable set of ranks.
+
+    Example:
+        >>> import slipstream
+        >>> slipstream.data_share()
+        (0, 1)
+    """
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    else:
+        here = from_environ()
+        rank, world_size = here.rank, here.world_size
+    mesh = mesh_of(_strategy_of(strategy).parallel, world_size)
+    return mesh.coordinates(rank)["data"], mesh.data
+
+
+def _strategy_of(source: Strategy | str | Path | Mapping[str, Any] | None) -> Strategy:
+    """``source``, or what the environment names."""
+    named = os.environ.get("SLIPSTREAM_STRATEGY") or None
+    return Strategy.load(named if source is None else source)
+
+
 def _agree_on_strategy(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -111,8 +145,7 @@ def _agree_on_strategy(
     common: dict[str, str] = {}
     strategy = Strategy()
     try:
-        named = os.environ.get("SLIPSTREAM_STRATEGY") or None
-        strategy = Strategy.load(named if source is None else source)
+        strategy = _strategy_of(source)
         mesh_of(strategy.parallel, 1 if control is None else dist.get_world_size(control))
         check(model, optimizer, strategy)
         if control is None or dist.get_rank(control) == 0:
@@ -152,7 +185,8 @@ def _compose(
         shared = split_layers(model, axes.tensor, plan, optimizer)
 
     channel = engine = live_split = verdict = None
-    trainables = parameters_of(model, trainable=True)
+    shares = shared.shares if shared is not None else None
+    trainables = parameters_of(model, trainable=True, shares=shares)
     codec = strategy.gradients.codec if axes.data is not None else None
     lent = Lent(optimizer, trainables, codec, axes.data_size)
     if axes.data is not None:

@@ -4,6 +4,7 @@ share one model. Never moves a gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,10 @@ from slipstream import comm
 from slipstream.cluster.connect import Cluster
 from slipstream.cluster.mesh import Mesh
 from slipstream.comm.agreement import together
+from slipstream.errors import MismatchError
 from slipstream.strategy import Parallel
+
+_CLOSE = 1e-5
 
 
 def mesh_of(parallel: Parallel, world_size: int) -> Mesh:
@@ -91,3 +95,26 @@ class Axes:
         with together("the comparison of the ranks that share a model"):
             dist.all_reduce(up, op=dist.ReduceOp.MAX, group=self.model)
         return bool(up)
+
+    def must_be_equal(self, loss: torch.Tensor) -> None:
+        """Refuse losses that differ between ranks that share all layers: their batches do.
+
+        Raises:
+            MismatchError: names two ranks and their losses; on every rank alike.
+        """
+        if self.control is None or self.mesh.tensor == 1:
+            return
+        own = loss.detach().to("cpu", torch.float64, copy=True).reshape(1)
+        every = own.new_empty(self.control.size())
+        with together("the comparison of losses"):
+            dist.all_gather(list(every.split(1)), own, group=self.control)
+        losses = every.tolist()
+        for first, *others in self.mesh.groups("tensor"):
+            for other in others:
+                if not math.isclose(losses[first], losses[other], rel_tol=_CLOSE, abs_tol=_CLOSE):
+                    raise MismatchError(
+                        f"ranks {first} and {other} share the layers of one model, but their first "
+                        f"losses are {losses[first]:.8g} and {losses[other]:.8g}; give both the "
+                        "same batches: shard the data by slipstream.data_share(strategy), and draw "
+                        "random inputs by it"
+                    )

@@ -104,6 +104,7 @@ class Session(Generic[M, O]):
         self._unscaled = False  # on one process, as the engine does it by the way
         self.skipped = 0
         self._backward_done = False
+        self._compared = False  # whether ranks that share a model have compared their first losses
         self._local = False
         self._closed = False
         self._last_segments: tuple[Exchanged, ...] = ()
@@ -148,6 +149,7 @@ class Session(Generic[M, O]):
         Raises:
             UsageError: the session is closed, ``loss`` is not a scalar, the scale changed inside
             an accumulation window, or a codec has sent this update's gradients already.
+            MismatchError: ranks that share layers have different first losses.
             ExchangeError: another rank is gone, or the graph changed in a way that overlap cannot
             follow.
         """
@@ -156,6 +158,10 @@ class Session(Generic[M, O]):
             seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
             raise UsageError(f"backward() takes a loss of one element, not {seen}; use loss.mean()")
         self._check_scale(loss_scale)
+        if self._shared is not None and not self._compared:
+            assert self._axes is not None
+            self._axes.must_be_equal(loss)
+            self._compared = True
         filler = self._count_contribution()
         if self._recording is not None:
             self._recording.backward_begins(filler=filler)

@@ -140,6 +140,45 @@ def test_codecs_keep_what_is_of_their_share(four: Ranks, kind: str) -> None:
     four.run(codecs_resume, {"kind": kind, "start_step": 0})
 
 
+def replicas_stay_alike(plan: str, codec: dict[str, Any], split: object) -> None:
+    """Shares differ in size, so do the segments of a rank; replicas must not notice."""
+    torch.manual_seed(0)
+    model = CASES["gpt2"].build()
+    wish = strategy("gpt2", plan, codec=codec, split=split)
+    with slipstream.accelerate(model, sgd(model), strategy=wish) as session:
+        for number in range(4):
+            loss = session.model(*CASES["gpt2"].batch(2 * number + session.data_rank))
+            session.backward(loss)
+            session.step()
+        shared = session._shared.shards
+        replicas = {n: p.detach() for n, p in model.named_parameters() if n not in shared}
+        assert len(replicas) > 10
+        every: list[Any] = [None] * 4
+        dist.all_gather_object(every, replicas)
+        for other in every[1:]:
+            assert all(torch.equal(other[name], every[0][name]) for name in replicas)
+        every = [None] * 4
+        own = {n: p.detach() for n, p in model.named_parameters() if n in shared}
+        dist.all_gather_object(every, own)
+        for rank in (0, 1):
+            same = [torch.equal(every[rank][n], every[rank + 2][n]) for n in own]
+            assert all(same)
+
+
+@pytest.mark.parametrize("split", ["single", {"kind": "by_bytes", "megabytes": 0.005}, "per_layer"])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        {"kind": "onebit", "start_step": 0},
+        {"kind": "int8", "rounding": "stochastic"},
+        {"kind": "dgc", "density": 0.1, "warmup_steps": 0},
+    ],
+    ids=lambda codec: codec["kind"],
+)
+def test_replicas_stay_bit_for_bit_alike_under_codecs(four: Ranks, codec, split) -> None:
+    four.run(replicas_stay_alike, "with vocabulary", codec, split)
+
+
 def overflows_together(codec: dict[str, Any] | None) -> None:
     """A gradient overflows in one share of one replica: no rank updates."""
     torch.manual_seed(0)
@@ -229,3 +268,16 @@ def lamb_is_refused() -> None:
 
 def test_layerwise_optimizers_and_strategies_that_differ_are_refused(four: Ranks) -> None:
     four.run(lamb_is_refused)
+
+
+def different_batches() -> None:
+    assert slipstream.data_share(TENSOR) == (dist.get_rank() // 2, 2)
+    model = CASES["gpt2"].build()
+    with slipstream.accelerate(model, sgd(model), strategy=TENSOR) as session:
+        loss = session.model(*CASES["gpt2"].batch(dist.get_rank()))
+        with pytest.raises(MismatchError, match="ranks 0 and 1 share the layers"):
+            session.backward(loss)
+
+
+def test_ranks_that_share_a_model_must_train_on_the_same_batches(four: Ranks) -> None:
+    four.run(different_batches)

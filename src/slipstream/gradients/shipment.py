@@ -5,9 +5,10 @@ Never communicates, and never decides which gradients share a segment (``layout`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from slipstream.codecs import wire_bytes
@@ -22,10 +23,19 @@ from slipstream.trace.recorder import Stamp
 
 @dataclass(frozen=True, slots=True)
 class Trainable:
-    """A parameter that gets gradients, and its path in the model."""
+    """A parameter that gets gradients, and its path in the model.
+
+    [Note: Ranks that share a model] each hold shares of some parameters, and replicas of others,
+    which must stay bit for bit alike although each rank averages its own with other ranks. So all
+    of them lay out the same segments (``widest`` is the largest share), and replicas travel in
+    buckets of their own: the same sums in the same order, and blocks of a codec with the same
+    values.
+    """
 
     name: str
     parameter: nn.Parameter
+    widest: torch.Tensor
+    replica: bool = False
 
     @property
     def layer(self) -> str:
@@ -33,10 +43,23 @@ class Trainable:
         return self.name.rpartition(".")[0]
 
 
-def parameters_of(model: nn.Module, *, trainable: bool) -> list[Trainable]:
-    """The parameters that require a gradient, or the others, as registered, tied ones once."""
-    every = model.named_parameters()
-    return [Trainable(name, p) for name, p in every if p.requires_grad is trainable]
+def parameters_of(
+    model: nn.Module, *, trainable: bool, shares: Mapping[str, Sequence[int]] | None = None
+) -> list[Trainable]:
+    """The parameters that require a gradient, or the others, as registered, tied ones once.
+
+    ``shares``: where ranks share the model, the shapes of the largest shares, by name.
+    """
+    chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad is trainable]
+    if shares is None:
+        return [Trainable(name, p, p) for name, p in chosen]
+    shapes = [shares.get(name) for name, _ in chosen]
+    return [
+        Trainable(name, p, p, replica=True)
+        if shape is None
+        else Trainable(name, p, torch.empty(tuple(shape), dtype=p.dtype, device="meta"))
+        for (name, p), shape in zip(chosen, shapes, strict=True)
+    ]
 
 
 def gradients_of(
@@ -46,7 +69,7 @@ def gradients_of(
 
     def num_bytes(trainable: Trainable) -> int:
         codec = coding.of(trainable.name, trainable.parameter) if coding else None
-        return wire_bytes(codec, trainable.parameter)
+        return wire_bytes(codec, trainable.widest)
 
     return [
         Gradient(
@@ -138,5 +161,5 @@ def _buckets(
         return coding.bucket([t.name for t in chosen], [t.parameter for t in chosen], seed)
 
     parameters = [t.parameter for t in trainables]
-    kinds = [coding.of(t.name, t.parameter) for t in trainables]
+    kinds = [(coding.of(t.name, t.parameter), t.replica) for t in trainables]
     return make_buckets(parameters, sparse_dims, dense, kinds)

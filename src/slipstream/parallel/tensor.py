@@ -63,6 +63,17 @@ class SplitLayers:
             model.register_forward_hook(lambda *_: region.end()).remove,
         ]
 
+    @property
+    def shares(self) -> dict[str, torch.Size]:
+        """The shapes of the largest shares of cut parameters, by name."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            if name in self.shards:
+                shard, shape = self.shards[name], list(parameter.shape)
+                shape[shard.axis] = shard.parts * max(shard.sizes)
+                found[name] = torch.Size(shape)
+        return found
+
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` with whole tensors, on every rank; all ranks of the group call it.
 
