@@ -151,7 +151,76 @@ def mobile() -> nn.Module:
     )
 
 
+def trunk() -> nn.Module:
+    """Convolutions that are data-parallel, and a wide layer that is split."""
+    return Vision(
+        nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 4, 3, stride=4), nn.ReLU(), nn.Conv2d(4, 4, 3)),
+            nn.Flatten(),
+            nn.Linear(16, 6),
+            nn.ReLU(),
+            nn.Linear(6, 8),
+            nn.Tanh(),
+            nn.Linear(8, 5),
+        )
+    )
+
+
+class Attention(nn.Module):
+    """The heads, apart from the layers around them."""
+
+    def forward(self, *heads: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.unflatten(-1, (-1, 4)).transpose(1, 2) for x in heads)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+class Tokens(nn.Module):
+    """One block of attention over a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 16)
+        self.norm = nn.LayerNorm(16)
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+        self.core, self.out = Attention(), nn.Linear(16, WORDS)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.embed(words))
+        y = self.out(x + self.core(self.query(x), self.key(x), self.value(x)))
+        return nn.functional.cross_entropy(y[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
 CASES: dict[str, Case] = {
+    "trunk": Case(
+        trunk,
+        images,
+        {
+            "batch, then features": lambda m: places(
+                {
+                    "inner.0": {"kind": "sequence", "axis": 0, "enter": True},
+                    "inner.1": {"kind": "switch", "axis": 0, "after": "features"},
+                    "inner.2": "row",
+                    "inner.4": "column",
+                    "inner.5": {"kind": "switch", "axis": 0, "before": "part"},
+                    "inner.6": {"kind": "sequence", "axis": 0, "leave": True},
+                }
+            ),
+        },
+    ),
+    "tokens": Case(
+        Tokens,
+        words,
+        {
+            "sequence, but for heads": lambda m: places(
+                {
+                    "norm": {"kind": "sequence", "enter": True},
+                    "[qkv]*": "sequence",
+                    "core": {"kind": "switch", "before": "features", "after": "part"},
+                    "out": {"kind": "sequence", "leave": True},
+                }
+            ),
+        },
+    ),
     "gpt2": Case(
         gpt2,
         words,

@@ -13,7 +13,16 @@ from slipstream.errors import StrategyError
 from slipstream.parallel.layers import Kind, kind_of
 from slipstream.parallel.plans import Plan
 from slipstream.parallel.shard import Shard
-from slipstream.strategy.parallel import Channels, Column, Heads, Row, Sequence, Style, Vocabulary
+from slipstream.strategy.parallel import (
+    Channels,
+    Column,
+    Heads,
+    Row,
+    Sequence,
+    Style,
+    Switch,
+    Vocabulary,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,8 @@ class _Case:
                 shards, attributes = {}, self._heads(self.style)
             case Sequence():
                 shards, attributes = {}, {}
+            case Switch():
+                shards, attributes = self._switch(), {}
         return Assignment(self.path, self.module, self.style, shards, attributes)
 
     def _column(self, style: Column) -> tuple[dict[str, Shard], dict[str, tuple[int, ...]]]:
@@ -145,6 +156,11 @@ class _Case:
         return {
             name: (getattr(self.module, name) // self.ranks,) * self.ranks for name in style.divide
         }
+
+    def _switch(self) -> dict[str, Shard]:
+        if next(self.module.parameters(), None) is not None:
+            raise self._wrong("parameters", "a module without, such as an activation or Flatten")
+        return {}
 
     # What they share.
 

@@ -10,6 +10,7 @@ are ``copy_in`` and ``sum_out``::
     split   --join----->  whole             backward: each rank takes its piece
     split   --join_in-->  split region      backward: partial gradients are added up and cut
     partial --sum_cut-->  split             backward: the gradients are joined
+    split   --switch--->  split elsewhere   backward: the same, back
 
 The operators of ``comm`` differentiate the sum of all ranks' losses; here all ranks hold one loss.
 """
@@ -22,7 +23,7 @@ import torch
 
 from slipstream.comm import Group
 from slipstream.comm.apply import apply
-from slipstream.comm.moves import GatherAll, Like, Maybe, Move, SumAll, SumScatter
+from slipstream.comm.moves import AllToAll, GatherAll, Like, Maybe, Move, SumAll, SumScatter
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,14 @@ def join_in(x: torch.Tensor, group: Group, axis: int, sizes: tuple[int, ...]) ->
 def sum_cut(x: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
     """This rank's piece of the sum of partial ``x``. Exactness: reordered."""
     return _run("sum_cut", SumScatter(group, Like.of(x), axis, even(x.shape[axis], group)), x)
+
+
+def switch(x: torch.Tensor, group: Group, *, split: int, joined: int, length: int) -> torch.Tensor:
+    """``x``, split along axis ``joined`` where the whole is ``length`` long, becomes whole there
+    and split along axis ``split``; backward is the same, back. Exactness: bitwise.
+    """
+    sent, received = even(x.shape[split], group), even(length, group)
+    return _run("switch", AllToAll(group, Like.of(x), split, joined, sent, received), x)
 
 
 def even(length: int, group: Group) -> tuple[int, ...]:

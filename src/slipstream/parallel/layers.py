@@ -8,7 +8,7 @@ once, behind the sum over ranks, and an embedding knows a part of the words only
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,19 +22,19 @@ from slipstream.parallel.shard import Shard
 from slipstream.parallel.streams import Streams
 
 SEQUENCE = 1
-"""The axis along which a sequence is split: tensors are [batch, sequence, features]."""
+"""The axis of a sequence: tensors are [batch, sequence, features]."""
 
 
 @dataclass(slots=True)
 class Region:
-    """What the split layers of one model share: their ranks, random numbers, the length of the
-    sequence that is split at the moment, and the tensor that has entered last: where several
-    columns take the same one, as query, key and value do, its gradient is added up once.
+    """What the split layers of one model share: their ranks, random numbers, the lengths of batch
+    and sequence where they are split at the moment, and the tensor that has entered last: where
+    several columns take the same one, as query, key and value do, its gradient is added up once.
     """
 
     group: Group
     streams: Streams
-    length: int = 0
+    lengths: dict[int, int] = field(default_factory=dict)
     _entered: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
 
     def enter(self, x: torch.Tensor, *, sequence: bool) -> torch.Tensor:
@@ -45,11 +45,15 @@ class Region:
             if known is x and version == x._version and wanted == wants:
                 return inside
         if sequence:
-            inside = edges.join_in(x, self.group, SEQUENCE, edges.even(self.length, self.group))
+            inside = edges.join_in(x, self.group, SEQUENCE, self.parts(SEQUENCE))
         else:
             inside = edges.copy_in(x, self.group)
         self._entered = (x, x._version, wants, inside)
         return inside
+
+    def parts(self, axis: int) -> tuple[int, ...]:
+        """The ranks' parts of the batch or the sequence."""
+        return edges.even(self.lengths[axis], self.group)
 
     def end(self) -> None:
         """What follows is whole again; nothing where it is already."""
@@ -111,24 +115,23 @@ def joined(y: torch.Tensor, group: Group, axis: int, shard: Shard) -> torch.Tens
     return Shard(axis, shard.sizes, shard.parts).join(y.split(widths, axis))
 
 
-def sequence_hooks(layer: nn.Module, region: Region, *, enter: bool, leave: bool) -> list[Any]:
-    """``layer`` works on its part of the sequence; gradients of its parameters are added up."""
+def sequence_hooks(
+    layer: nn.Module, region: Region, axis: int, *, enter: bool, leave: bool
+) -> list[Any]:
+    """``layer`` works on its part along ``axis``; gradients of its parameters are added up."""
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = args
         if enter:
-            region.length = x.shape[SEQUENCE]
-            x = edges.cut(x, region.group, SEQUENCE)
+            region.lengths[axis] = x.shape[axis]
+            x = edges.cut(x, region.group, axis)
         if module.training:
             region.streams.split()
         return (x, *others)
 
     def after(_: nn.Module, __: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
         region.streams.whole()
-        if leave:
-            sizes = edges.even(region.length, region.group)
-            return edges.join(y, region.group, SEQUENCE, sizes)
-        return y
+        return edges.join(y, region.group, axis, region.parts(axis)) if leave else y
 
     hooks: list[Any] = [
         layer.register_forward_pre_hook(before),
@@ -136,6 +139,32 @@ def sequence_hooks(layer: nn.Module, region: Region, *, enter: bool, leave: bool
     ]
     add_up = summed(region.group)
     hooks += [p.register_hook(add_up) for p in layer.parameters() if p.requires_grad]
+    return hooks
+
+
+def switch_hooks(
+    layer: nn.Module, region: Region, axis: int, before: str | None, after: str | None
+) -> list[Any]:
+    """Inputs and output of ``layer`` change between split along ``axis`` and along features."""
+
+    def switched(x: Any, to: str) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        features, length = x.dim() - 1, region.lengths[axis]
+        if to == "features":
+            return edges.switch(x, region.group, split=features, joined=axis, length=length)
+        whole = x.shape[-1] * region.group.size
+        return edges.switch(x, region.group, split=axis, joined=features, length=whole)
+
+    hooks: list[Any] = []
+    if before is not None:
+        into = before
+        hooks.append(
+            layer.register_forward_pre_hook(lambda _, args: tuple(switched(x, into) for x in args))
+        )
+    if after is not None:
+        out = after
+        hooks.append(layer.register_forward_hook(lambda _, __, y: switched(y, out)))
     return hooks
 
 

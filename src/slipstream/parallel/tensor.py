@@ -23,11 +23,12 @@ from slipstream.parallel.layers import (
     VocabularyParallel,
     column_hooks,
     sequence_hooks,
+    switch_hooks,
 )
 from slipstream.parallel.plans import Plan
 from slipstream.parallel.shard import Shard
 from slipstream.parallel.streams import Streams
-from slipstream.strategy.parallel import Column, Row, Sequence, Vocabulary
+from slipstream.strategy.parallel import Column, Row, Sequence, Switch, Vocabulary
 
 
 class SplitLayers:
@@ -157,8 +158,11 @@ class SplitLayers:
                 self._replace(
                     one.module, VocabularyParallel(one.module, region, one.shards["weight"])
                 )
-            case Sequence(enter=enter, leave=leave):
-                hooks = sequence_hooks(one.module, region, enter=enter, leave=leave)
+            case Sequence(axis=axis, enter=enter, leave=leave):
+                hooks = sequence_hooks(one.module, region, axis, enter=enter, leave=leave)
+                self._undo += [hook.remove for hook in hooks]
+            case Switch(axis=axis, before=before, after=after):
+                hooks = switch_hooks(one.module, region, axis, before, after)
                 self._undo += [hook.remove for hook in hooks]
 
     def _replace(self, module: nn.Module, by: nn.Module) -> None:

@@ -83,10 +83,15 @@ class Heads(Variant):
 
 
 class Sequence(Variant):
-    """A module works on its rank's part of the sequence (axis 1): normalisation, dropout."""
+    """A module works on its rank's part of the sequence, or of the batch: normalisation, dropout,
+    layers that are data-parallel between layers that are split.
+    """
 
     kind: Literal["sequence"] = "sequence"
     exactness: ClassVar[Exactness] = "reordered"
+
+    axis: Literal[0, 1] = 1
+    """1: the sequence; 0: the batch."""
 
     enter: bool = False
     """Its input is whole on every rank, and cut before the module."""
@@ -95,8 +100,30 @@ class Sequence(Variant):
     """Its output is joined on every rank."""
 
 
-Style = Column | Row | Channels | Vocabulary | Heads | Sequence
-_Kind = Literal["column", "row", "channels", "vocabulary", "heads", "sequence"]
+class Switch(Variant):
+    """Tensors change between split along batch or sequence and split along features, at the entry
+    or the exit of a module without parameters: an all-to-all, which moves less than a gather.
+
+    Example:
+        >>> Switch(before="features", after="part").axis
+        1
+    """
+
+    kind: Literal["switch"] = "switch"
+    exactness: ClassVar[Exactness] = "reordered"
+
+    axis: Literal[0, 1] = 1
+    """1: the sequence; 0: the batch."""
+
+    before: Literal["features", "part"] | None = None
+    """How its inputs are to be split: along their features, or along ``axis``."""
+
+    after: Literal["features", "part"] | None = None
+    """How its output is to be split."""
+
+
+Style = Column | Row | Channels | Vocabulary | Heads | Sequence | Switch
+_Kind = Literal["column", "row", "channels", "vocabulary", "heads", "sequence", "switch"]
 
 _OneStyle = Annotated[
     Style,
