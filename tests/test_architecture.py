@@ -40,6 +40,7 @@ LEVELS = {
     "outcome": 5,
     "recording": 5,
     "session": 5,
+    "shared_model": 5,
     "api": 5,
     "testbed": 5,
     "cli": 6,
@@ -65,6 +66,7 @@ IN_ORDER = (
     "live_split",
     "outcome",
     "recording",
+    "shared_model",
     "session",
     "api",
 )

@@ -31,10 +31,9 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import Lent
 from slipstream.live_split import SETTLING, LiveSplit
-from slipstream.parallel.plans import plan_of
-from slipstream.parallel.tensor import split_layers
 from slipstream.recording import Recording
 from slipstream.session import Installed, Session
+from slipstream.shared_model import SharedModel
 from slipstream.strategy import Adaptive, ByBytes, Optimal, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 
@@ -180,19 +179,20 @@ def _compose(
         recorder = Recorder(cluster.rank, strategy.trace.skip, strategy.trace.steps)
 
     shared = None  # before the engine, as it changes the shapes of parameters
-    if strategy.parallel.tensor is not None:
-        plan = plan_of(strategy.parallel.tensor, model)
-        shared = split_layers(model, axes.tensor, plan, optimizer)
+    if strategy.parallel.active:
+        shared = SharedModel(model, optimizer, strategy.parallel, axes, recorder)
 
     channel = engine = live_split = verdict = None
-    shares = shared.shares if shared is not None else None
-    trainables = parameters_of(model, trainable=True, shares=shares)
+    trainables = parameters_of(model, trainable=True, shares=shared.shares if shared else None)
+    if shared is not None:
+        trainables = [t for t in trainables if shared.holds(t.name)]
     codec = strategy.gradients.codec if axes.data is not None else None
     lent = Lent(optimizer, trainables, codec, axes.data_size)
     if axes.data is not None:
         stages = STAGES.get(cluster.device.type, 1) if codec is not None else 1
         direct, *staged = [group for _ in range(1 + stages) if (group := axes.new_data_group())]
-        fused.broadcast([*model.parameters(), *model.buffers()], direct)  # one start for all
+        held = shared.held if shared is not None else [*model.parameters(), *model.buffers()]
+        fused.broadcast(held, direct)  # one start for all
         channel = Channel(direct, staged, cluster.device, recorder)
         if isinstance(codec, Adaptive):
             verdict = measure(codec, cluster)
@@ -207,7 +207,9 @@ def _compose(
             parameters_of(model, trainable=False),
             model.buffers,
             split=ByBytes() if isinstance(search, Optimal) else strategy.gradients.split,
-            overlap=strategy.gradients.overlap,
+            # in a pipeline the last micro-batch's backward is not over before the sums of what
+            # stages share
+            overlap=strategy.gradients.overlap and strategy.parallel.pipeline is None,
             transport=flat.start_all_reduce,
             coding=coding,
             channel=channel,

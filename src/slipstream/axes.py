@@ -27,7 +27,9 @@ def mesh_of(parallel: Parallel, world_size: int) -> Mesh:
     Raises:
         StrategyError: they make none.
     """
-    return Mesh.of(world_size, tensor=parallel.tensor.ranks if parallel.tensor else 1)
+    tensor = parallel.tensor.ranks if parallel.tensor else 1
+    pipeline = parallel.pipeline.ranks if parallel.pipeline else 1
+    return Mesh.of(world_size, pipeline=pipeline, tensor=tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,7 @@ class Axes:
         data: those of ``data_ranks``, for CPU tensors.
         model: those that share one model, for CPU tensors.
         tensor: those that share layers.
+        pipeline: those that share a chain of layers.
         new_data_group: another group of ``data_ranks``, for tensors of the run's device.
     """
 
@@ -52,6 +55,7 @@ class Axes:
     data: dist.ProcessGroup | None
     model: dist.ProcessGroup | None
     tensor: comm.Group
+    pipeline: dist.ProcessGroup | None
     new_data_group: Callable[[], dist.ProcessGroup | None]
 
     @classmethod
@@ -79,6 +83,7 @@ class Axes:
             tensor=comm.Group((cluster.rank,), None, False, 0)
             if tensor is None
             else comm.group_of(tensor, check=False),
+            pipeline=group_along(mesh.groups("pipeline"), None),
             new_data_group=lambda: group_along(data, None),
         )
 

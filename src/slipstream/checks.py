@@ -21,8 +21,11 @@ from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import check_lendable
 from slipstream.optim.layerwise import Layerwise
 from slipstream.parallel.assign import assign
+from slipstream.parallel.cuts import cut_model
 from slipstream.parallel.plans import plan_of
+from slipstream.parallel.schedules import check_schedule
 from slipstream.strategy import Adaptive, ByName, Codec, Optimal, Strategy
+from slipstream.strategy.parallel import Sequence, Switch
 
 _DTYPES = (
     torch.float32,
@@ -93,23 +96,36 @@ def facts(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
 
 def _check_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
     """Refuse what does not go with ranks that share a model, and say why."""
-    tensor = strategy.parallel.tensor
-    if tensor is None:
+    tensor, pipeline = strategy.parallel.tensor, strategy.parallel.pipeline
+    if not strategy.parallel.active:
         return
-    assign(model, plan_of(tensor, model), tensor.ranks)
-    if isinstance(optimizer, Layerwise):
+    assignments = []
+    if tensor is not None:
+        assignments = assign(model, plan_of(tensor, model), tensor.ranks)
+    if pipeline is not None:
+        stages = cut_model(model, pipeline.cut).stages
+        check_schedule(pipeline.schedule, stages, pipeline.ranks, pipeline.micro_batches)
+        parts = [a for a in assignments if getattr(a.style, "sequence", False)]
+        parts += [a for a in assignments if isinstance(a.style, Sequence | Switch)]
+        if parts:
+            raise StrategyError(
+                f"parallel.pipeline with {parts[0].path} split along the sequence or the batch: a "
+                "stage does not know how long the whole is that an earlier one has split; allowed: "
+                "one of the two"
+            )
+    if tensor is not None and isinstance(optimizer, Layerwise):
         raise StrategyError(
             f"parallel.tensor with {type(optimizer).__name__}: its trust ratio is that of a whole "
             "parameter, but a rank holds a share of it; use another optimizer"
         )
     if isinstance(strategy.gradients.split, Optimal):
         raise StrategyError(
-            "parallel.tensor with gradients.split optimal: it measures the network between all "
+            "parallel with gradients.split optimal: it measures the network between all "
             "ranks, not between those that exchange gradients here; use another split (by_bytes)"
         )
     if isinstance(strategy.gradients.codec, Adaptive):
         raise StrategyError(
-            "parallel.tensor with gradients.codec adaptive: it measures the network between all "
+            "parallel with gradients.codec adaptive: it measures the network between all "
             "ranks, not between those that exchange gradients here; use its codec as it is"
         )
 

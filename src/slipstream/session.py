@@ -30,8 +30,9 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
-from slipstream.parallel.tensor import SplitLayers
+from slipstream.parallel.pipeline import Pipeline
 from slipstream.recording import Recording
+from slipstream.shared_model import SharedModel
 from slipstream.strategy import Split, Strategy, keeps_state, overview
 from slipstream.strategy.overview import plain_text
 
@@ -49,7 +50,7 @@ class Installed:
     engine: Engine | None
     channel: Channel | None
     axes: Axes
-    shared: SplitLayers | None
+    shared: SharedModel | None
     loader: EvenLoader | None
     live_split: LiveSplit | None
     lent: Lent
@@ -126,6 +127,10 @@ class Session(Generic[M, O]):
         return self._loader
 
     @property
+    def _pipeline(self) -> Pipeline | None:
+        return self._shared.pipeline if self._shared is not None else None
+
+    @property
     def segments(self) -> tuple[Exchanged, ...]:
         """What is exchanged together; empty on one process and before the first exchange."""
         return self._engine.segments if self._engine else self._last_segments
@@ -157,11 +162,81 @@ class Session(Generic[M, O]):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
             raise UsageError(f"backward() takes a loss of one element, not {seen}; use loss.mean()")
+        if self._pipeline is not None:
+            raise UsageError(
+                "backward() of a model that is cut into stages; call "
+                "session.forward_backward(loss_fn, (inputs,), target=target) instead of forward, "
+                "loss and backward"
+            )
         self._check_scale(loss_scale)
-        if self._shared is not None and not self._compared:
-            assert self._axes is not None
-            self._axes.must_be_equal(loss)
-            self._compared = True
+        self._compare(loss)
+        accumulate = self.strategy.gradients.accumulate
+
+        def run() -> None:
+            share = loss / accumulate if accumulate > 1 else loss
+            share.backward(retain_graph=retain_graph)
+
+        self._exchange_after(run, loss_scale)
+
+    def forward_backward(
+        self,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        target: Any = None,
+        *,
+        loss_scale: float = 1.0,
+    ) -> torch.Tensor:
+        """Forward, ``loss_fn(output, target)`` and `backward` in one; the way to train a model that
+        is cut into stages, where every rank gives the same batch and gets the same loss.
+
+        Args:
+            loss_fn: a mean over samples; in a pipeline called on the last stage, once for each
+                micro-batch.
+            args: of the model; in a pipeline tensors are split along their first axis.
+            kwargs: as ``args``.
+            target: as ``args``.
+            loss_scale: gradients are computed of ``loss * loss_scale``; see `backward`.
+
+        Returns:
+            The loss, not scaled, without a graph.
+
+        Raises:
+            UsageError: as `backward`.
+            ExchangeError: another rank is gone, or a stage has failed.
+
+        Example:
+            >>> import torch, slipstream
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> x, y = torch.ones(4, 2), torch.ones(4, 1)
+            >>> with slipstream.accelerate(model, optimizer) as session:
+            ...     loss = session.forward_backward(torch.nn.functional.mse_loss, (x,), target=y)
+            ...     updated = session.step()
+            >>> loss.shape, updated
+            (torch.Size([]), True)
+        """
+        self._must_be_open("forward_backward")
+        if self._pipeline is None:
+            loss = loss_fn(self.model(*args, **(kwargs or {})), target)
+            self.backward(loss * loss_scale if loss_scale != 1.0 else loss, loss_scale=loss_scale)
+            return loss.detach()
+        self._check_scale(loss_scale)
+        scale = loss_scale / self.strategy.gradients.accumulate
+        losses: list[torch.Tensor] = []
+
+        def run() -> None:
+            assert self._pipeline is not None
+            losses.append(self._pipeline.forward_backward(loss_fn, args, kwargs, target, scale=scale))
+
+        self._exchange_after(run, loss_scale)
+        if not losses:  # a filler: this batch was counted before
+            return torch.zeros(())
+        self._compare(losses[0])
+        return losses[0]
+
+    def _exchange_after(self, run: Callable[[], None], loss_scale: float) -> None:
+        """``run`` a backward; where an update follows it, average the gradients."""
         filler = self._count_contribution()
         if self._recording is not None:
             self._recording.backward_begins(filler=filler)
@@ -174,8 +249,7 @@ class Session(Generic[M, O]):
             torch._foreach_mul_(self._gradients(), loss_scale)
         try:
             if not filler:
-                share = loss / accumulate if accumulate > 1 else loss
-                share.backward(retain_graph=retain_graph)
+                run()
         except BaseException as error:
             if self._engine is not None:
                 self._engine.abort(error)
@@ -347,6 +421,8 @@ class Session(Generic[M, O]):
         rows = outcome.rows(
             self._engine, self.segments, self._live_split, self._verdict, self.skipped
         )
+        if self._shared is not None:
+            rows.insert(0, self._shared.row)
         return plain_text(overview(self.strategy, rows))
 
     def close(self) -> None:
@@ -383,6 +459,13 @@ class Session(Generic[M, O]):
             self._contributions += self.data_size if loader is None else loader.active
             self._counted = True
         return loader is not None and loader.filler
+
+    def _compare(self, loss: torch.Tensor) -> None:
+        """Ranks that share layers must have the same batches: compare their first losses."""
+        if self._shared is not None and not self._compared:
+            assert self._axes is not None
+            self._axes.must_be_equal(loss)
+            self._compared = True
 
     def _check_scale(self, loss_scale: float) -> None:
         if not 0 < loss_scale < math.inf:

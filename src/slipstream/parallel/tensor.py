@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slipstream.comm import Group, fused
 from slipstream.comm.moves import GatherAll, Like
 from slipstream.errors import ModelError
 from slipstream.parallel.assign import Assignment, assign, named_shards
+from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.layers import (
     Region,
     RowParallel,
@@ -80,8 +80,19 @@ class SplitLayers:
 
         It fits the unsplit model, and a model split over any number of ranks.
         """
-        state = self.model.state_dict()
+        return self.joined(self.model.state_dict())
+
+    def joined(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` with whole tensors instead of this rank's shares; all ranks call it."""
         return {name: self._joined(name, value) for name, value in state.items()}
+
+    def cut(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` with this rank's shares instead of whole tensors.
+
+        Raises:
+            ModelError: a tensor has another shape.
+        """
+        return {name: self._cut(name, value) for name, value in state.items()}
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take this rank's shares of a state of the whole model.
@@ -89,7 +100,7 @@ class SplitLayers:
         Raises:
             ModelError: names are missing or not known, or a shape differs.
         """
-        own = {name: self._cut(name, value) for name, value in state.items()}
+        own = self.cut(state)
         try:
             self.model.load_state_dict(own)
         except RuntimeError as error:
@@ -105,24 +116,15 @@ class SplitLayers:
         """Take this rank's shares of what `full_optimizer_state_dict` gave."""
         optimizer.load_state_dict(self._optimizer_state(optimizer, state, self._cut, local=False))
 
-    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As ``torch.nn.utils.clip_grad_norm_``, by the norm of the whole model's gradients.
 
         Returns:
             The norm before, the same on every rank.
         """
-        named = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
-        whole = [g for n, g in named if n not in self.shards]
-        split = [g for n, g in named if n in self.shards]
-        squares = torch.stack([_square(split, self.model), _square(whole, self.model)])
-        if self.group.size > 1:
-            own = squares[:1].clone()
-            dist.all_reduce(own, group=self.group.members)
-            squares[:1] = own
-        norm = squares.sum().sqrt()
-        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
-        return norm
+        named = list(self.model.named_parameters())
+        counted = [p for n, p in named if n in self.shards or self.group.rank == 0]
+        return clip_grad_norm_([p for _, p in named], counted, max_norm, self.group)
 
     def close(self) -> None:
         """Make the model whole on every rank, with its own modules; twice is once.
@@ -292,13 +294,6 @@ def _gathered(own: torch.Tensor, shard: Shard, group: Group) -> torch.Tensor:
     widths = tuple(size * shard.parts for size in shard.sizes)
     together = Like.of(own).sized(sum(widths), shard.axis)
     return shard.join(GatherAll(group, together, shard.axis, widths)(own).split(widths, shard.axis))
-
-
-def _square(gradients: list[torch.Tensor], model: nn.Module) -> torch.Tensor:
-    """The sum of squares, in fp32."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    norms = [g.float().norm() for g in gradients]
-    return torch.stack(norms).square().sum() if norms else torch.zeros((), device=device)
 
 
 def _setter(owner: object, name: str, value: object) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from slipstream.strategy.codec import (
     keeps_state,
 )
 from slipstream.strategy.overview import Row, overview
-from slipstream.strategy.parallel import Parallel, TensorParallel
+from slipstream.strategy.parallel import Parallel, PipelineParallel, TensorParallel
 from slipstream.strategy.presets import Preset, presets
 from slipstream.strategy.setting import Exactness, Setting, Variant
 from slipstream.strategy.spec import Flat, Gradients, Strategy, Trace, Transport
@@ -53,6 +53,7 @@ __all__ = [
     "Parallel",
     "PerGradient",
     "PerLayer",
+    "PipelineParallel",
     "PlainCodec",
     "PowerSgd",
     "Preset",

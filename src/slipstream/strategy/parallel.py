@@ -182,6 +182,28 @@ class TensorParallel(Setting):
         return next((p.style for p in self.plan or () if fnmatchcase(path, p.match)), None)
 
 
+class PipelineParallel(Setting):
+    """Ranks that each compute some layers of the model, one batch in several micro-batches.
+
+    Example:
+        >>> PipelineParallel(ranks=2, cut=("transformer.h.6",)).schedule
+        '1f1b'
+    """
+
+    ranks: int = Field(ge=2)
+    """How many ranks share a chain of layers."""
+
+    cut: tuple[str, ...] = Field(min_length=1, strict=False)
+    """Paths of the modules at which stages begin, but for the first."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
+    """In which order micro-batches go forward and backward; the last two take several stages a
+    rank."""
+
+    micro_batches: int = Field(default=4, ge=1)
+    """Equal parts of a batch that are under way at a time; more of them: less waiting."""
+
+
 class Parallel(Setting):
     """Ranks that share one model; what is left of the world trains data-parallel.
 
@@ -193,7 +215,10 @@ class Parallel(Setting):
     tensor: TensorParallel | None = None
     """Ranks that share each layer."""
 
+    pipeline: PipelineParallel | None = None
+    """Ranks that share a chain of layers."""
+
     @property
     def active(self) -> bool:
         """True where ranks share a model."""
-        return self.tensor is not None
+        return self.tensor is not None or self.pipeline is not None

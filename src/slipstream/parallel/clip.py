@@ -1,0 +1,41 @@
+"""Gradient clipping by the norm of a model that several ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from slipstream.comm import Group
+from slipstream.comm.agreement import together
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor],
+    counted: Sequence[torch.Tensor],
+    max_norm: float,
+    group: Group,
+) -> torch.Tensor:
+    """As ``torch.nn.utils.clip_grad_norm_``, where each rank has some of the gradients.
+
+    Args:
+        parameters: whose gradients this rank scales.
+        counted: those whose gradients it answers for: each part of the model on one rank.
+        max_norm: what the norm of all gradients is to be at most.
+        group: the ranks that share the model.
+
+    Returns:
+        The norm before, in fp64, the same on every rank.
+    """
+    norms = [p.grad.double().norm().to(group.device) for p in counted if p.grad is not None]
+    square = torch.zeros((), dtype=torch.float64, device=group.device)
+    if norms:
+        square = torch.stack(norms).square().sum()
+    if group.size > 1:
+        with together("the norm of the gradients"):
+            dist.all_reduce(square, group=group.members)
+    norm = square.sqrt()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
