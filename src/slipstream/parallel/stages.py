@@ -156,8 +156,8 @@ class Stages:
         if stage < len(cuts):
             acts[cuts[stage]] = _leave(run, cuts[stage])
         if run.seen is not None:
-            for path in self._ending[stage]:
-                acts[path] = _watched(run.seen, path, acts.get(path, _call))
+            for path in [*acts, *self._ending[stage]]:
+                acts[path] = _watched(run, run.seen, path, acts.get(path, _call))
         return acts
 
     def _stand_in(self, run: _Run, path: str, returned: list[Any]) -> Act:
@@ -198,10 +198,15 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return module(*args, **kwargs)
 
 
-def _watched(seen: Seen, path: str, act: Act) -> Act:
+def _watched(run: _Run, seen: Seen, path: str, act: Act) -> Act:
+    """Each call is noted once, on the stage where it computes: not on one that comes there later
+    and repeats it. A layer without a state, e.g. an activation, may have calls on several stages.
+    """
+
     def watched(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = act(module, args, kwargs)
-        seen.setdefault(path, []).append(mapped(result, TensorSpec.of))
+        if run.entered:
+            seen.setdefault(path, []).append(mapped(result, TensorSpec.of))
         return result
 
     return watched

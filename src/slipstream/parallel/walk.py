@@ -94,7 +94,8 @@ def walk(
             step: _Step = pickle.loads(said[0])
             if step.failure:
                 raise ModelError(step.failure) from cause
-            found.seen |= step.seen
+            for path, calls in step.seen.items():
+                found.seen.setdefault(path, []).extend(calls)
             found.result = mapped(step.result, lambda x: x.to(device))
             if stage < last or loss_fn is not None:
                 hidden = found.result.requires_grad_(step.requires_grad)
