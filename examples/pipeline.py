@@ -3,9 +3,8 @@
 python examples/pipeline.py
 slipstream launch --nproc 2 examples/pipeline.py --steps 50
 
-Each rank keeps some of the layers, and all read the same batch, in micro-batches. All forwards come
-first, then all backwards (GPipe). The training equals one of the whole model on one process;
-slipstream.parallel.Pipeline does the same from outside a model, and by better schedules.
+Each rank keeps some of the layers; all read the same batch, in micro-batches, of which all forwards
+come first, then all backwards (GPipe). It trains as one process does with the whole model.
 """
 
 import argparse
@@ -24,26 +23,24 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--batch", type=int, default=32, help="images in one step")
-    parser.add_argument("--micro-batches", type=int, default=4, help="parts of a batch")
+    parser.add_argument("--batch", type=int, default=32, help="images of one step")
+    parser.add_argument("--micro-batches", type=int, default=4, help="equal parts of a batch")
     parser.add_argument("--log-every", type=int, default=20, help="steps between two lines")
-    parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
 
 def main() -> None:
     args, cluster = arguments(), connect(from_environ(), "cpu")
-    rank, world_size = cluster.rank, cluster.world_size
-    torch.manual_seed(args.seed)
-    stage = stage_of(layers(), rank, world_size)
+    rank, size = cluster.rank, cluster.world_size
+    torch.manual_seed(0)
+    stage = stage_of(layers(), rank, size)
     optimizer = torch.optim.AdamW(stage.parameters(), args.lr)
     train, _ = data.digits(image_size=8)
-    loader = data.batches(train, args.batch, args.steps, args.seed)
     meter = Meter(args.steps, args.batch, args.log_every, rank)
 
     with meter:
-        for images, labels in loader:
-            loss = train_step(stage, images, labels, args.micro_batches, rank, world_size)
+        for images, labels in data.batches(train, args.batch, args.steps):
+            loss = train_step(stage, images, labels, args.micro_batches, rank, size)
             optimizer.step()
             optimizer.zero_grad()
             meter.update(loss)
@@ -54,34 +51,28 @@ def main() -> None:
 
 
 def layers() -> nn.Sequential:
-    """The whole model, equal on every rank."""
     hidden = [layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.ReLU())]
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 128), nn.ReLU(), *hidden, nn.Linear(128, 10))
 
 
-def stage_of(model: nn.Sequential, rank: int, world_size: int) -> nn.Sequential:
-    """The rank-th of world_size parts of the layers."""
-    begin, end = (len(model) * r // world_size for r in (rank, rank + 1))
-    return nn.Sequential(*list(model)[begin:end])
+def stage_of(model: nn.Sequential, rank: int, size: int) -> nn.Module:
+    return model[len(model) * rank // size : len(model) * (rank + 1) // size]
 
 
-def train_step(
-    stage: nn.Module, images: Tensor, labels: Tensor, count: int, rank: int, world_size: int
-) -> Tensor:
-    """Forward and backward of one batch in `count` parts; its mean loss, on every rank."""
-    forwards, total = [], torch.zeros(())
-    for x, y in zip(images.chunk(count), labels.chunk(count), strict=True):
+def train_step(stage: nn.Module, x: Tensor, y: Tensor, count: int, rank: int, size: int) -> Tensor:
+    """Forward and backward of one batch; its loss, on every rank."""
+    losses, graphs = [], []
+    for images, labels in zip(x.chunk(count), y.chunk(count), strict=True):
         with comm.graph() as graph:
-            hidden = stage(x if rank == 0 else comm.recv(rank - 1))
-            loss = functional.cross_entropy(hidden, y) / count if rank == world_size - 1 else None
-            if loss is None:
-                comm.send(hidden, to=rank + 1)
+            hidden = stage(images if rank == 0 else comm.recv(rank - 1))
+            if rank == size - 1:
+                losses.append(functional.cross_entropy(hidden, labels) / count)
             else:
-                total += loss.detach()
-        forwards.append((loss, graph))
-    for loss, graph in forwards:
-        comm.backward(loss, graph)
-    return comm.all_reduce_sum(total)
+                comm.send(hidden, to=rank + 1)
+        graphs.append(graph)
+    for number, graph in enumerate(graphs):
+        comm.backward(losses[number] if losses else None, graph)
+    return comm.all_reduce_sum(torch.tensor(sum((loss.item() for loss in losses), 0.0)))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from slipstream.parallel.stages import Seen, Stages
 from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT
 from slipstream.trace.recorder import Recorder
 
+_DENSE = torch.contiguous_format
+
 
 class Work:
     """What the stages of one rank compute now.
@@ -84,7 +86,9 @@ class StageModule(nn.Module):
         try:
             output = self._stages.run(self.stage, received, batch.args, batch.kwargs, work.seen)
             if self.stage < self.count - 1:
-                hidden: torch.Tensor = output.contiguous()
+                # torch detaches what it has sent in place, which a view does not allow.
+                view = output._is_view() or not output.is_contiguous()
+                hidden: torch.Tensor = output.clone(memory_format=_DENSE) if view else output
                 if self.sends.requires_grad and not hidden.requires_grad:
                     hidden = hidden.detach().requires_grad_()
                 return hidden
