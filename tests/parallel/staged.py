@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 SAMPLES = 8
 
@@ -126,6 +127,32 @@ def masked_words(step: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
     return (ids,), {"mask": (ids > 2).double()}, ids[:, 0]
 
 
+class Recomputed(nn.Module):
+    """Every block is computed again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(101, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(0.0)) for _ in range(4)
+        )
+        self.head = nn.Linear(6, 101)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def recomputed() -> nn.Module:
+    return Recomputed().double()
+
+
+def every_word(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
 CASES = {
     "gpt2": Case(
         gpt2,
@@ -136,6 +163,7 @@ CASES = {
             4: ["transformer.h.1", "transformer.h.2", "transformer.h.3"],
         },
     ),
+    "recomputed": Case(recomputed, words, every_word, {2: ["blocks.2"]}),
     "resnet": Case(
         resnet,
         images,

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
+from slipstream import comm
 from slipstream.errors import (
     ExchangeError,
     MismatchError,
@@ -112,7 +113,7 @@ def check(team: Ranks, name: str, schedule: str, parts: int, stages: int) -> Non
 
 
 @pytest.mark.parametrize(("schedule", "parts", "stages"), TWO)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "positions"])
 def test_two_ranks_train_as_one_process(two, name, schedule, parts, stages) -> None:
     check(two, name, schedule, parts, stages)
 
@@ -120,6 +121,84 @@ def test_two_ranks_train_as_one_process(two, name, schedule, parts, stages) -> N
 @pytest.mark.parametrize(("name", "schedule", "parts", "stages"), FOUR)
 def test_four_ranks_train_as_one_process(four, name, schedule, parts, stages) -> None:
     check(four, name, schedule, parts, stages)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_blocks_may_be_computed_again_in_backward(two, schedule) -> None:
+    check(two, "recomputed", schedule, 2, 2)
+
+
+def side_by_side() -> Any:
+    """Two pipelines of two ranks each, in the columns of a mesh of four."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    case = CASES["gpt2"]
+    model, _ = make(case)
+    own = dist.get_rank() % 2
+    pipeline = Pipeline(model, groups[own], cut=case.cuts[2], micro_batches=4)
+    loss = pipeline.forward_backward(case.loss, *case.batch(own))
+    pipeline.close()
+    return loss
+
+
+def test_pipelines_run_side_by_side(four) -> None:
+    case = CASES["gpt2"]
+    model, _ = make(case)
+    losses = four.run(side_by_side)
+    for rank, loss in enumerate(losses):
+        _, kwargs, target = case.batch(rank % 2)
+        torch.testing.assert_close(loss, case.loss(model(**kwargs), target).detach())
+    assert losses[0] == losses[2] != losses[1]
+
+
+def plain_and_ours(schedule: str) -> tuple[Any, Any]:
+    """Gradients of this rank's stage: of the example's schedule of send and recv, and of ours."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()).double()
+    x, y = (part.double() for part in torch.randn(2, 8, 6))
+    x, y = x[:, :5], y.softmax(1)
+    stage = model[2 * rank : 2 * rank + 2]
+    losses, graphs = [], []
+    for inputs, targets in zip(x.chunk(4), y.chunk(4), strict=True):
+        with comm.graph() as graph:
+            hidden = stage(inputs if rank == 0 else comm.recv(0))
+            if rank == 0:
+                comm.send(hidden, to=1)
+            else:
+                losses.append(F.cross_entropy(hidden, targets) / 4)
+        graphs.append(graph)
+    for number, graph in enumerate(graphs):
+        comm.backward(losses[number] if losses else None, graph)
+    plain = [p.grad.clone() for p in stage.parameters()]
+    model.zero_grad()
+    pipeline = Pipeline(model, cut=["2"], schedule=schedule, micro_batches=4)
+    pipeline.forward_backward(F.cross_entropy, (x,), target=y)
+    return plain, [p.grad for p in stage.parameters()]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_gradients_are_those_of_send_and_recv(two, schedule) -> None:
+    for plain, ours in two.run(plain_and_ours, schedule):
+        torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-15)
+
+
+def without_parameters(schedule: str, cut: str) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh())
+    pipeline = Pipeline(model, cut=[cut], schedule=schedule, micro_batches=2)
+    pipeline.forward_backward(F.mse_loss, (torch.ones(4, 3),), target=torch.ones(4, 3))
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("cut", "owner"), [("1", 1), ("3", 0)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_a_stage_may_have_no_parameters(two, schedule, cut, owner) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh())
+    F.mse_loss(model(torch.ones(4, 3)), torch.ones(4, 3)).backward()
+    found = two.run(without_parameters, schedule, cut)
+    torch.testing.assert_close(found[owner], [p.grad for p in model.parameters()])
+    assert found[1 - owner] == [None] * 4
 
 
 # Gradients.

@@ -29,8 +29,6 @@ class Holdings:
 
     Attributes:
         ranks: by name, the ranks of the group that hold a parameter or buffer; the first owns it.
-        shared: pairs of a parameter that requires a gradient and the ranks that hold it, where
-            these are several and this rank is one of them.
     """
 
     def __init__(self, model: nn.Module, cuts: Cuts, group: dist.ProcessGroup | None) -> None:
@@ -42,12 +40,17 @@ class Holdings:
             name: tuple(sorted({stage % self.size for stage in stages}))
             for name, stages in self._stages.items()
         }
-        self.shared = [
+        self._strides: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def shared(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+        """Pairs of a parameter that requires a gradient and the ranks that hold it, where these are
+        several and this rank is one of them."""
+        return [
             (parameter, self.ranks[name])
-            for name, parameter in model.named_parameters()
+            for name, parameter in self._model.named_parameters()
             if parameter.requires_grad and len(self.ranks[name]) > 1 and self.holds(name)
         ]
-        self._strides: dict[str, tuple[int, ...]] = {}
 
     def holds(self, name: str) -> bool:
         """Whether this rank holds the parameter or buffer of that name."""
@@ -118,11 +121,12 @@ class Holdings:
 
     def sum_gradients(self) -> None:
         """The gradients of shared parameters become their sums over the ranks that hold them."""
-        if self._group is not None and self.shared:
-            for parameter, _ in self.shared:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-            gradients = [(p.grad, ranks) for p, ranks in self.shared if p.grad is not None]
+        gradients = []
+        for parameter, ranks in self.shared:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradients.append((parameter.grad, ranks))
+        if self._group is not None:
             sum_shared(gradients, self._group)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -46,6 +46,7 @@ class _Run:
     stage: int
     received: torch.Tensor | None
     entered: bool
+    ended: bool = False
     seen: Seen | None = None
     calls: Counter[str] = field(default_factory=Counter)
 
@@ -115,7 +116,7 @@ class Stages:
                 takes no tensor or more than one from before, or the stage returns NaN because it
                 uses a value from before its cut.
         """
-        run = _Run(stage, received, stage == 0, {})
+        run = _Run(stage, received, stage == 0, seen={})
         result = self._forward(run, args, kwargs, seen)
         if stage > 0 and has_nan(result) and not has_nan(received):
             raise ModelError(
@@ -138,6 +139,8 @@ class Stages:
                 result = self.model(*args, **kwargs)
         except _Left as left:
             return left.hidden
+        finally:
+            run.ended = True
         missed = self.cuts.paths[run.stage :] if run.entered else self.cuts.paths[run.stage - 1 :]
         if missed:
             raise ModelError(
@@ -216,7 +219,7 @@ def _enter(run: _Run, path: str) -> Act:
     """The stage begins: the module gets what was received."""
 
     def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if run.entered:
+        if run.entered and not run.ended:  # a checkpoint calls it again in backward
             raise ModelError(
                 f"{path!r} is called twice in one forward; cut at a module that is called once"
             )
