@@ -257,6 +257,34 @@ def operators(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def pipeline(facts: Mapping[str, Any]) -> str:
+    """Bubbles of the pipeline schedules, and what two ranks bring."""
+    lines = [
+        f"## Pipeline, {facts['date']}",
+        "",
+        f"GPT-2 of {facts['layers']} layers, width {facts['width']}, on {facts['ranks']} ranks of "
+        f"one thread over loopback; micro-batches of {facts['samples']} x {facts['length']} words, "
+        f"{facts['steps']} steps. The formula assumes stages of equal time and sending that takes "
+        f"none. torch {facts['versions']['torch']}. `{facts['command']}`",
+        "",
+        *([facts["note"], ""] if "note" in facts else []),
+        *_header(
+            "schedule", "stages a rank", "micro-batches", "bubble by rank %", "formula %",
+            "step s", "quartiles", "times one process",
+        ),
+    ]  # fmt: skip
+    for r in facts["rows"]:
+        low, median, high = r["seconds"]
+        lines.append(
+            _row(
+                r["schedule"], r["stages_per_rank"], r["micro_batches"],
+                " ".join(f"{100 * share:.0f}" for share in r["bubble"]), f"{100 * r['ideal']:.0f}",
+                f"{median:.3f}", f"{low:.3f}..{high:.3f}", f"{r['one_process_s'] / median:.2f}",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
 def soak(facts: Mapping[str, Any]) -> str:
     """Whether ranks stayed the same."""
     return "\n".join(
@@ -322,6 +350,7 @@ def main() -> None:
         "large_batch": large_batch,
         "operators": operators,
         "overhead": overhead,
+        "pipeline": pipeline,
         "prediction": prediction,
         "soak": soak,
         "tuner": tuner,

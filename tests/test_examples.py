@@ -30,6 +30,7 @@ SMALL_TEXT = ["--vocabulary", "500", "--length", "16"]
 SCRIPTS = {
     "images.py": [],
     "parameter_server.py": [],
+    "pipeline.py": [],
     "masked_lm.py": SMALL_TEXT,
     "causal_lm.py": SMALL_TEXT,
 }
@@ -117,6 +118,35 @@ def test_a_parameter_server_trains_as_data_parallel_ranks_do() -> None:
         untrained = nn.utils.parameters_to_vector(models.resnet_small(num_labels=10).parameters())
     torch.testing.assert_close(served, parallel, rtol=1e-6, atol=1e-7)
     assert (served - untrained).abs().max() > 1e-3
+
+
+def staged() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Losses of five steps of the pipeline's example, and the layers that this rank has."""
+    sys.path.insert(0, str(EXAMPLES))
+    pipeline = importlib.import_module("pipeline")
+    joined = dist.is_initialized()
+    rank, size = (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+    torch.manual_seed(0)
+    stage = pipeline.stage_of(pipeline.layers(), rank, size).double()
+    optimizer = torch.optim.SGD(stage.parameters(), lr=0.1, momentum=0.9)
+    train, _ = data.digits(image_size=8)
+    losses = []
+    for images, labels in data.batches(train, 8, 5):
+        losses.append(pipeline.train_step(stage, images.double(), labels, 4, rank, size))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [p.detach() for p in stage.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_pipeline_trains_as_one_process_does(ranks: int) -> None:
+    with Ranks(ranks) as team:
+        parts = team.run(staged)
+    losses, parameters = staged()
+    assert all(own == parts[0][0] for own, _ in parts)
+    torch.testing.assert_close(parts[0][0], losses, rtol=1e-5, atol=0)  # losses travel as float32
+    trained = list(chain(*(own for _, own in parts)))
+    torch.testing.assert_close(trained, parameters, rtol=1e-10, atol=1e-12)
 
 
 # The models.

@@ -20,6 +20,9 @@ from slipstream.trace.event import (
     FORWARD,
     ITERATION,
     OPTIMIZER,
+    STAGE_BACKWARD,
+    STAGE_FORWARD,
+    STAGE_WEIGHT,
     Event,
     Mark,
     Trace,
@@ -36,6 +39,9 @@ _ROW_OF = {
     FORWARD: "compute",
     BACKWARD: "compute",
     OPTIMIZER: "compute",
+    STAGE_FORWARD: "compute",
+    STAGE_BACKWARD: "compute",
+    STAGE_WEIGHT: "compute",
 }
 _Row = tuple[int, str, int]  # rank, name, lane
 _Json = dict[str, Any]

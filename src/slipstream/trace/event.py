@@ -29,6 +29,15 @@ BACKWARD = "backward"
 OPTIMIZER = "optimizer"
 """The update of the parameters."""
 
+STAGE_FORWARD = "stage_forward"
+"""The forward of one pipeline stage on one micro-batch; the last stage computes the loss, too."""
+
+STAGE_BACKWARD = "stage_backward"
+"""The backward of one pipeline stage on one micro-batch, or the part of it for the inputs."""
+
+STAGE_WEIGHT = "stage_weight"
+"""The part of a stage's backward for its parameters, where the schedule runs it apart."""
+
 _ALLREDUCE = re.compile(r"allreduce([1-9][0-9]*)\Z")
 
 
@@ -64,7 +73,8 @@ class Event:
     ``ready``, the time at which the last gradient of its segment was there. ``ready`` is the one
     argument that is a time. A ``backward`` that ends in exchanges carries ``gradients_ready``: for
     each gradient, in ready order, the seconds from its start until it was there (None: it never
-    came). An ``iteration`` carries ``samples``, how many this rank trained on, where it is known.
+    came). The spans of a pipeline stage carry its number, ``stage``, and ``micro_batch``. An
+    ``iteration`` carries ``samples``, how many this rank trained on, where it is known.
 
     Example:
         >>> Event("allreduce1", rank=0, step=2, start=0.5, end=0.75, args={"bytes": 4096}).duration

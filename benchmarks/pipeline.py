@@ -1,0 +1,178 @@
+"""What a pipeline of two stages loses to its bubble, beside the formula of its schedule.
+
+    python benchmarks/pipeline.py --json benchmarks/results/pipeline.json
+
+GPT-2 is cut where `balance` says, on two ranks of one thread over loopback. A micro-batch is the
+same in all rows, so more of them make a larger batch. The formulas assume stages of equal time and
+sending that takes none. One process runs the same micro-batches for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from iteration import on_loopback, quartiles
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tables import save
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from slipstream.parallel import Pipeline, balance, ideal_bubble, measured_bubble
+from slipstream.parallel.schedules import ScheduleName
+from slipstream.trace.event import ITERATION
+from slipstream.trace.recorder import Recorder
+
+SCHEDULES: list[tuple[ScheduleName, int]] = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("zero_bubble", 1),
+    ("zero_bubble", 2),
+]
+"""Each with its stages a rank."""
+
+WARMUP = 2
+
+
+def gpt2(args: argparse.Namespace) -> nn.Module:
+    """The same weights on every rank."""
+    torch.manual_seed(0)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    off |= {"bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(
+        n_layer=args.layers,
+        n_embd=args.width,
+        n_head=args.width // 64,
+        vocab_size=args.vocabulary,
+        n_positions=args.length,
+        **off,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+
+def words(args: argparse.Namespace, parts: int) -> torch.Tensor:
+    """A batch of so many micro-batches."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (parts * args.samples, args.length + 1)
+    return torch.randint(args.vocabulary, shape, generator=generator)
+
+
+def pipelined(args: argparse.Namespace, schedule: ScheduleName, stages: int, parts: int) -> Any:
+    """Bubbles by rank and seconds of a step, on rank 0."""
+    model, batch = gpt2(args), words(args, parts)
+    ranks = dist.get_world_size()
+    cut = balance(model, (batch[: args.samples, :-1],), ranks * stages)
+    recorder = Recorder(dist.get_rank(), first_step=WARMUP, num_steps=args.steps)
+    pipeline = Pipeline(model, cut=cut, schedule=schedule, micro_batches=parts, recorder=recorder)
+    for step in range(WARMUP + args.steps):
+        dist.barrier()
+        recorder.begin_step(step)
+        pipeline.forward_backward(loss_fn, (batch[:, :-1],), target=batch[:, 1:])
+        recorder.end_step()
+        model.zero_grad()
+    pipeline.close()
+    trace = recorder.gather()
+    if trace is None:
+        return None
+    seconds = [e.duration for e in trace.events if e.name == ITERATION and e.rank == 0]
+    bubbles = measured_bubble(trace.events)
+    return {
+        "schedule": schedule,
+        "stages_per_rank": stages,
+        "micro_batches": parts,
+        "cut": cut,
+        "bubble": list(bubbles.values()),
+        "ideal": ideal_bubble(schedule, ranks, parts, stages),
+        "seconds": quartiles(seconds),
+    }
+
+
+def alone(args: argparse.Namespace, parts: int) -> float:
+    """Seconds of a step of the whole model on this process."""
+    model, batch = gpt2(args), words(args, parts)
+    seconds = []
+    for step in range(WARMUP + args.steps):
+        start = time.perf_counter()
+        for part in batch.chunk(parts):
+            (loss_fn(model(part[:, :-1]), part[:, 1:]) / parts).backward()
+        if step >= WARMUP:
+            seconds.append(time.perf_counter() - start)
+        model.zero_grad()
+    return median(seconds)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """What one rank does; rank 0 writes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    first = dist.get_rank() == 0
+    rows = []
+    console = Console(stderr=True, quiet=not first)
+    for parts in track(args.micro_batches, "micro-batches", console=console):
+        whole = alone(args, parts) if first else 0.0
+        dist.barrier()
+        for schedule, stages in SCHEDULES:
+            row = pipelined(args, schedule, stages, parts)
+            if row is not None:
+                rows.append({**row, "one_process_s": whole})
+    if first:
+        Console(width=120).print(table(rows))
+        if args.json:
+            sizes = {k: v for k, v in vars(args).items() if k not in ("json", "micro_batches")}
+            save(args.json, "pipeline", {"ranks": dist.get_world_size(), **sizes, "rows": rows})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """What a person reads."""
+    drawn = Table(title="a pipeline of two ranks, one thread each, over loopback")
+    for heading in (
+        "schedule", "stages a rank", "micro-batches", "bubble by rank %", "formula %", "step s",
+        "quartiles", "times one process",
+    ):  # fmt: skip
+        drawn.add_column(heading, justify="left" if heading == "schedule" else "right")
+    for r in rows:
+        low, middle, high = r["seconds"]
+        drawn.add_row(
+            r["schedule"], str(r["stages_per_rank"]), str(r["micro_batches"]),
+            " ".join(f"{100 * share:.0f}" for share in r["bubble"]), f"{100 * r['ideal']:.0f}",
+            f"{middle:.3f}", f"{low:.3f}..{high:.3f}", f"{r['one_process_s'] / middle:.2f}",
+        )  # fmt: skip
+    return drawn
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--samples", type=int, default=2, help="of a micro-batch")
+    parser.add_argument("--length", type=int, default=64, help="words of a sample")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--vocabulary", type=int, default=4096)
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(args)
+        return 0
+    return on_loopback(__file__, sys.argv[1:], 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""Stages of a model on one process: what runs, what is stood in for, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import ModelError, StrategyError
+from slipstream.parallel.balance import balance, balanced, candidates
+from slipstream.parallel.cuts import cut_model
+from slipstream.parallel.micro_batches import micro_batches
+from slipstream.parallel.stages import Stages
+from slipstream.parallel.stand_ins import TensorSpec, has_nan, mapped, placeholder, replaced
+from slipstream.parallel.walk import walk
+from tests.parallel.staged import CASES, Case
+
+
+def walked(model: nn.Module, cut: list[str], *args: Any, **kwargs: Any) -> Any:
+    """All stages, one after the other, on one process."""
+    batch = micro_batches(args, kwargs, None, 1)[0]
+    stages = Stages(model, cut_model(model, cut))
+    return walk(stages, batch, None, None, torch.device("cpu"))
+
+
+def whole(case: Case, count: int) -> tuple[nn.Module, Any, Any]:
+    """A model without a cut, and what its stages make of a batch, watched and then run."""
+    torch.manual_seed(0)
+    model = case.build()
+    args, kwargs, _ = case.batch(0)
+    stages = Stages(model, cut_model(model, case.cuts[count]))
+    found = walk(stages, micro_batches(args, kwargs, None, 1)[0], None, None, torch.device("cpu"))
+    hidden: Any = None
+    for stage in range(count):
+        hidden = stages.run(stage, hidden, args, kwargs, found.seen)
+    return model, found.result, hidden
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [(n, k) for n, case in CASES.items() for k in case.cuts]
+)
+def test_stages_make_the_model(name: str, count: int) -> None:
+    case = CASES[name]
+    model, watched, ran = whole(case, count)
+    names, modules = list(model.state_dict()), list(model.modules())
+    args, kwargs, target = case.batch(0)
+    expected = case.loss(model(*args, **kwargs), target)
+    assert torch.equal(case.loss(watched, target), expected)
+    assert torch.equal(case.loss(ran, target), expected)
+    assert list(model.state_dict()) == names
+    assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
+    assert not any(type(module).__name__ == "_InPlaceOf" for module in modules)
+
+
+def test_only_the_layers_of_a_stage_compute() -> None:
+    case = CASES["resnet"]
+    model = case.build()
+    calls: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    args, kwargs, _ = case.batch(0)
+    stages = Stages(model, cut_model(model, case.cuts[4]))
+    hidden, seen = stages.watch(0, None, args, kwargs, {})
+    assert {name.partition(".")[0] for name in calls} == {"conv1", "bn1", "relu", "layer1"}
+    calls.clear()
+    hidden = stages.run(1, hidden, args, kwargs, seen)
+    assert {name.partition(".")[0] for name in calls} == {"layer1", "layer2"}  # a list of stand-ins
+    assert not any(name.startswith("layer1.") for name in calls)
+    assert hidden.shape == (8, 6, 4, 4)
+
+
+def test_spans_and_holders() -> None:
+    model = CASES["positions"].build()
+    cuts = cut_model(model, ["twice", "middle", "again"])
+    assert cuts.spans["frozen"] == (0, 0)
+    assert cuts.spans["twice"] == (1, 1)
+    assert cuts.spans["head"] == (3, 3)
+    assert cuts.spans[""] == (0, 3)
+    assert {name: held for name, held in cuts.holders(model).items() if len(held) > 1} == {
+        "position": (0, 1, 2, 3),
+        "scale": (0, 1, 2, 3),
+        "calls": (0, 1, 2, 3),
+        "words.weight": (0, 3),
+        "twice.weight": (1, 3),
+        "twice.bias": (1, 3),
+        "again.weight": (1, 3),
+        "again.bias": (1, 3),
+        "head.weight": (0, 3),
+    }
+    nested = cut_model(CASES["resnet"].build(), ["layer2", "layer2.1"])
+    assert nested.spans["layer2"] == (1, 2)
+    assert nested.spans["layer2.0"] == (1, 1)
+    assert nested.before(2) == ["conv1", "bn1", "relu", "layer1.0", "layer1.1", "layer2.0"]
+
+
+def test_a_cut_inside_of_a_cut() -> None:
+    case = CASES["resnet"]
+    torch.manual_seed(0)
+    model = case.build()
+    (x,), _, _ = case.batch(0)
+    assert torch.equal(walked(model, ["layer2", "layer2.1", "fc"], x).result, model(x))
+
+
+# Refused cuts.
+
+
+@pytest.mark.parametrize(
+    ("cut", "message"),
+    [
+        (["layer9"], r"cut at 'layer9', but ResNet has no module .* e.g. \['layer\d'"),
+        ([""], "cut at '', but ResNet has no module of that path"),
+        (["layer2", "layer2"], "cut at 'layer2' twice; allowed: each path once"),
+        (["layer3", "layer2"], r"out of order; allowed: .* which is \['layer2', 'layer3'\]"),
+    ],
+)
+def test_paths_that_cannot_be_cut(cut: list[str], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        cut_model(CASES["resnet"].build(), cut)
+
+
+def test_a_list_is_never_called() -> None:
+    with pytest.raises(ModelError, match=r"'transformer.h', a ModuleList.* e.g. .*transformer.h.0"):
+        cut_model(CASES["gpt2"].build(), ["transformer.h"])
+
+
+class Parts(nn.Module):
+    """Two layers and the way in which they are called."""
+
+    def __init__(self, way: Any) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(3, 3) for _ in range(3))
+        self.way = way
+
+    def forward(self, x: Tensor) -> Any:
+        return self.way(self, x)
+
+
+class Two(nn.Module):
+    def forward(self, x: Tensor, *, other: Tensor) -> Tensor:
+        return x + other
+
+
+def parts_with_two(m: Parts, x: Tensor) -> Tensor:
+    x = m.first(x)
+    return m.second(x, other=x)
+
+
+def test_more_than_one_tensor() -> None:
+    model = Parts(parts_with_two)
+    model.second = Two()  # type: ignore[assignment]
+    with pytest.raises(ModelError, match="'second' takes more than one tensor that is computed be"):
+        walked(model, ["second"], torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("way", "cut", "message"),
+    [
+        (
+            lambda m, x: m.first(x) + m.second(m.first(x)),
+            ["second"],
+            "stage 1 on rank 0: NaN comes out of stage 1, since a value .* before 'second' is used",
+        ),
+        (
+            lambda m, x: nn.functional.linear(m.second(m.first(x)), m.first(x).T @ m.first(x)),
+            ["second"],
+            "'first' is registered before 'second', but runs after it",
+        ),
+        (
+            lambda m, x: m.third(m.first(m.second(x))),
+            ["second"],
+            "'first' is registered before 'second', but runs after it; allowed: a cut such",
+        ),
+        (
+            lambda m, x: m.second(m.third(m.first(x))),
+            ["second"],
+            "'third' is registered after 'second', but runs before it",
+        ),
+        (lambda m, x: m.third(m.first(x)), ["second"], "'third' is registered after 'second'"),
+        (lambda m, x: m.first(x), ["second"], "returned without a call of 'second'; allowed: cuts"),
+        (
+            lambda m, x: m.second(m.second(m.first(x))),
+            ["second"],
+            "'second' is called twice",
+        ),
+        (
+            lambda m, x: m.second([m.first(x)]),
+            ["second"],
+            r"'second' takes no tensor but \['list'\]; cut at a module",
+        ),
+        (
+            lambda m, x: m.second(m.third(m.first(x))),
+            ["second", "third"],
+            "'third' is registered after 'second'",
+        ),
+        (lambda m, x: 1 / 0, ["second"], "stage 0 on rank 0: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_models_that_cannot_be_cut_there(way: Any, cut: list[str], message: str) -> None:
+    model = Parts(way)
+    modules = list(model.modules())
+    with pytest.raises(ModelError, match=message):
+        walked(model, cut, torch.ones(2, 3))
+    assert list(model.modules()) == modules
+
+
+def test_a_cut_inside_of_a_residual_block_leaks() -> None:
+    case = CASES["gpt2"]
+    model = case.build()
+    with pytest.raises(ModelError, match=r"'transformer.h.1.mlp' is used after it, e.g. across a"):
+        walked(model, ["transformer.h.1.mlp"], **case.batch(0)[1])
+
+
+def test_a_nan_that_is_the_model_s_own_is_no_leak() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert has_nan(walked(model, ["1"], torch.full((1, 2), float("nan"))).result)
+
+
+def test_another_path_than_the_watched_one() -> None:
+    again = [False]
+
+    def way(m: Parts, x: Tensor) -> Tensor:
+        x = m.first(m.first(x)) if again[0] else m.first(x)
+        return m.second(x)
+
+    model = Parts(way)
+    stages = Stages(model, cut_model(model, ["second"]))
+    x = torch.ones(2, 3)
+    hidden, seen = stages.watch(0, None, (x,), {}, {})
+    again[0] = True
+    with pytest.raises(ModelError, match="call 2 of 'first', which was called 1 times"):
+        stages.run(1, hidden, (x,), {}, seen)
+
+
+# The parts.
+
+
+def test_placeholders_keep_shape_and_type() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+        x = placeholder(torch.zeros(3, 4, dtype=dtype))
+        assert x.shape == (3, 4)
+        assert x.dtype == dtype
+        assert bool((x.isnan() if dtype.is_floating_point else x == 0).all() or dtype.is_complex)
+        assert x.untyped_storage().nbytes() == x.element_size()
+
+
+def test_nested_values_are_mapped() -> None:
+    from collections import namedtuple
+
+    from transformers.modeling_outputs import CausalLMOutput
+
+    pair = namedtuple("pair", "a b")(torch.ones(2), [None, torch.zeros(1)])
+    specs = mapped(pair, TensorSpec.of)
+    assert specs.a.shape == (2,)
+    assert type(specs) is type(pair)
+    output = mapped(CausalLMOutput(logits=torch.ones(2)), lambda x: x + 1)
+    assert torch.equal(output.logits, output["logits"])
+    assert torch.equal(output.logits, torch.full((2,), 2.0))
+
+
+def test_replaced_modules_come_back_after_an_error() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    modules = list(model.modules())
+    with pytest.raises(ZeroDivisionError), replaced(model, {"0": lambda *_: 1 / 0}):
+        model(torch.ones(1, 2))
+    assert list(model.modules()) == modules
+
+
+def test_batches_are_split_by_their_first_dimension() -> None:
+    x, mask = torch.arange(12).view(4, 3), torch.ones(3, 3)
+    parts = micro_batches((x, {"y": x[:, 0]}), {"mask": mask, "flag": True}, x, 2)
+    assert [p.args[0].tolist() for p in parts] == [x[:2].tolist(), x[2:].tolist()]
+    assert parts[1].args[1]["y"].tolist() == [6, 9]
+    assert parts[1].kwargs["mask"] is mask
+    assert parts[0].signature() == "int64[2, 3] int64[2] float32[3, 3] int64[2, 3]"
+
+
+# Balanced cuts.
+
+
+@pytest.mark.parametrize(
+    ("costs", "parts", "starts"),
+    [
+        ([1, 1, 1, 1], 2, [2]),
+        ([5, 1, 1, 1], 2, [1]),
+        ([1, 1, 1, 3], 2, [3]),
+        ([2, 3, 4, 5, 6], 3, [2, 4]),
+        ([1.0], 1, []),
+        ([1, 2, 3], 3, [1, 2]),
+    ],
+)
+def test_balanced_parts(costs: list[float], parts: int, starts: list[int]) -> None:
+    def slowest(begins: list[int]) -> float:
+        ends = [*begins, len(costs)]
+        return max(sum(costs[a:b]) for a, b in zip([0, *begins], ends, strict=True))
+
+    assert slowest(balanced(costs, parts)) == slowest(starts)
+    assert len(balanced(costs, parts)) == parts - 1
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+def test_balanced_refuses(parts: int) -> None:
+    with pytest.raises(StrategyError, match=f"2 pieces in {parts} parts; allowed: 1 to 2"):
+        balanced([1.0, 1.0], parts)
+
+
+def test_candidates_are_blocks() -> None:
+    assert candidates(CASES["gpt2"].build()) == [f"transformer.h.{n}" for n in range(4)]
+    layers = [f"layer{k}.{n}" for k in range(1, 5) for n in range(2)]
+    assert candidates(CASES["resnet"].build()) == layers
+
+
+class Slow(nn.Module):
+    """A layer that takes a while."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.rounds):
+            x = torch.tanh(x @ x)
+        return x
+
+
+def test_balance_measures() -> None:
+    model = nn.Sequential(Slow(20), Slow(1), nn.BatchNorm1d(64), Slow(1), Slow(1))
+    cut = balance(model, (torch.ones(64, 64),), stages=2, runs=7)
+    assert cut == ["1"]
+    assert int(model[2].num_batches_tracked) == 0
+    assert balance(model, (torch.ones(64, 64),), stages=1) == []
+    with pytest.raises(StrategyError, match="9 stages; allowed: 1 to 6, as Sequential has 5 modul"):
+        balance(model, (torch.ones(64, 64),), stages=9)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+class Skips(nn.Module):
+    """The second layer is inside of a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        x = x + self.layers[2](self.layers[1](x))
+        return self.layers[3](x)
+
+
+def test_balance_cuts_only_where_one_tensor_flows() -> None:
+    cuts = balance(Skips(), (torch.ones(2, 4),), stages=3, runs=1)
+    assert set(cuts) <= {"layers.0", "layers.1", "layers.3"}
