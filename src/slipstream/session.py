@@ -227,7 +227,9 @@ class Session(Generic[M, O]):
 
         def run() -> None:
             assert self._pipeline is not None
-            losses.append(self._pipeline.forward_backward(loss_fn, args, kwargs, target, scale=scale))
+            losses.append(
+                self._pipeline.forward_backward(loss_fn, args, kwargs, target, scale=scale)
+            )
 
         self._exchange_after(run, loss_scale)
         if not losses:  # a filler: this batch was counted before

@@ -1,4 +1,4 @@
-"""One model on several ranks: its layers split, its chain of layers cut, or both; and it as a whole.
+"""One model on several ranks: layers split, the chain of layers cut, or both; and it as a whole.
 
 Never splits or cuts by itself: the room ``parallel`` does. Layers are split first, so that a stage
 of the pipeline holds its share of them; what is whole again is put together in reverse.
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from slipstream.axes import Axes
-from slipstream.comm import group_of
+from slipstream.comm import fused, group_of
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.pipeline import Pipeline
 from slipstream.parallel.plans import plan_of
@@ -40,6 +40,8 @@ class SharedModel:
     ) -> None:
         self._model, self._axes = model, axes
         self._numel = sum(p.numel() for p in model.parameters())
+        if axes.model is not None:
+            fused.broadcast([*model.parameters(), *model.buffers()], axes.model)
         self.split: SplitLayers | None = None
         self.pipeline: Pipeline | None = None
         if wish.tensor is not None:

@@ -62,7 +62,7 @@ def gpt2(**options: Any) -> nn.Module:
 
     off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options.pop("dropout", 0.0))
     config = GPT2Config(
-        n_layer=2,
+        n_layer=options.pop("n_layer", 2),
         n_embd=16,
         n_head=4,
         vocab_size=WORDS,

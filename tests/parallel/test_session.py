@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from torch.nn import functional as F
+
 import slipstream
 from slipstream.errors import MismatchError, StrategyError, UsageError
 from slipstream.optim import Lamb
 from tests.harness.counters import collectives
 from tests.harness.ranks import Ranks
-from tests.parallel.models import CASES
+from tests.parallel.models import CASES, LENGTH, WORDS, gpt2
 
 STEPS = 20
 TENSOR = {"parallel": {"tensor": {"ranks": 2}}}
@@ -82,6 +85,108 @@ def trains_as_one_process(name: str, plan: str, gradients: dict[str, Any]) -> No
 )
 def test_data_and_tensor_parallel_train_as_one_process(four, name, plan, gradients) -> None:
     four.run(trains_as_one_process, name, plan, gradients)
+
+
+# Stages.
+
+
+def cut(schedule: str = "1f1b", ranks: int = 2, micro_batches: int = 2) -> dict[str, Any]:
+    stages = 2 * ranks if schedule in ("interleaved_1f1b", "zero_bubble") else ranks
+    blocks = [f"inner.transformer.h.{number}" for number in range(1, stages)]
+    return {
+        "pipeline": {
+            "ranks": ranks,
+            "cut": blocks,
+            "schedule": schedule,
+            "micro_batches": micro_batches,
+        }
+    }
+
+
+class Batch:
+    """GPT-2 without its loss, which a pipeline computes itself; four blocks, tied embeddings."""
+
+    @staticmethod
+    def build() -> torch.nn.Module:
+        model = gpt2(n_layer=4)
+        model.forward = partial(Batch.logits, model)
+        return model
+
+    @staticmethod
+    def logits(model: torch.nn.Module, words: torch.Tensor) -> torch.Tensor:
+        return model.inner(input_ids=words).logits
+
+    @staticmethod
+    def loss(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+    @staticmethod
+    def batch(step: int) -> torch.Tensor:
+        seed = torch.Generator().manual_seed(step)
+        return torch.randint(WORDS, (4, LENGTH), generator=seed)
+
+
+def stages_train_as_one_process(parallel: dict[str, Any], gradients: dict[str, Any]) -> None:
+    """Data, stages and split layers in any mixture, against one process on all batches."""
+    torch.manual_seed(dist.get_rank())
+    whole, model = Batch.build().double(), Batch.build().double()
+    for mine in whole.state_dict().values():
+        dist.broadcast(mine, 0)
+    if dist.get_rank() == 0:
+        model.load_state_dict(whole.state_dict())
+    first = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    second = torch.optim.AdamW(model.parameters(), lr=0.01)
+    wish = {"parallel": parallel, "gradients": gradients}
+    session = slipstream.accelerate(model, second, strategy=wish)
+    replicas = session.data_size
+    for number in range(STEPS):
+        losses = []
+        for replica in range(replicas):
+            words = Batch.batch(replicas * number + replica)
+            loss = Batch.loss(whole(words), words)
+            (loss / replicas).backward()
+            losses.append(float(loss))
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        first.step()
+        first.zero_grad()
+        words = Batch.batch(replicas * number + session.data_rank)
+        loss = session.forward_backward(Batch.loss, (words,), target=words)
+        torch.testing.assert_close(session.clip_grad_norm_(0.5).double(), norm, rtol=1e-6, atol=0)
+        assert session.step()
+        assert float(loss) == pytest.approx(losses[session.data_rank], rel=1e-8), number
+    assert "parallel" in session.report()
+    state = session.full_state_dict()
+    session.load_full_state_dict(state)
+    session.close()
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-6, atol=1e-8, msg=name)
+        assert torch.equal(model.state_dict()[name], state[name]), name
+
+
+TENSOR_2 = TENSOR["parallel"]
+MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "2 data x 2 stages": (cut(), {}),
+    "2 data x 2 stages, gpipe": (cut("gpipe"), {"split": "per_layer"}),
+    "2 data x 2 stages, interleaved": (cut("interleaved_1f1b"), {"accumulate": 1}),
+    "2 data x 2 stages, zero bubble": (cut("zero_bubble"), {"split": "single"}),
+    "2 stages x 2 tensor": ({**cut(), **TENSOR_2}, {}),
+    "4 stages": (cut(ranks=4, micro_batches=4), {}),
+}
+
+
+@pytest.mark.parametrize(("parallel", "gradients"), MESHES.values(), ids=MESHES)
+def test_stages_train_as_one_process(four: Ranks, parallel, gradients) -> None:
+    four.run(stages_train_as_one_process, parallel, gradients)
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[Ranks]:
+    with Ranks(8) as ranks:
+        yield ranks
+
+
+def test_data_stages_and_tensor_train_as_one_process(eight: Ranks) -> None:
+    eight.run(stages_train_as_one_process, {**cut(), **TENSOR_2}, {})
 
 
 def exchanges_shares_only() -> None:

@@ -1,6 +1,6 @@
 """What a pipeline of two stages loses to its bubble, beside the formula of its schedule.
 
-    python benchmarks/pipeline.py --json benchmarks/results/pipeline.json
+    python benchmarks/bubbles.py --json benchmarks/results/pipeline.json
 
 GPT-2 is cut where `balance` says, on two ranks of one thread over loopback. A micro-batch is the
 same in all rows, so more of them make a larger batch. The formulas assume stages of equal time and
