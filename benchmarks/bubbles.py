@@ -47,7 +47,12 @@ WARMUP = 2
 def gpt2(args: argparse.Namespace) -> nn.Module:
     """The same weights on every rank."""
     torch.manual_seed(0)
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    off: dict[str, Any] = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "use_cache": False,
+    }
     off |= {"bos_token_id": None, "eos_token_id": None}
     config = GPT2Config(
         n_layer=args.layers,

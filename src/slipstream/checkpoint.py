@@ -75,6 +75,23 @@ def gathered(kept: NamedState, control: dist.ProcessGroup) -> list[NamedState]:
     return every
 
 
+def joined_order(
+    own: dict[str, list[Any]] | None, control: dist.ProcessGroup
+) -> dict[str, list[Any]] | None:
+    """The ready order of a whole model whose stages are on several ranks, the last stage first."""
+    every: list[dict[str, list[Any]] | None] = [None] * dist.get_world_size(control)
+    with together("the gathering of the ready orders"):
+        dist.all_gather_object(every, own, group=control)
+    seen: dict[str, tuple[Any, ...]] = {}
+    for order in reversed(every):
+        if order is None:
+            return None
+        for name, *facts in zip(*order.values(), strict=True):
+            seen.setdefault(name, tuple(facts))
+    columns = list(zip(*seen.values(), strict=True)) or [(), ()]
+    return {"names": list(seen), "firings": list(columns[0]), "sparse_dims": list(columns[1])}
+
+
 def digest(state: object) -> str:
     """What must be equal on all ranks that load a state: of tensors, a checksum."""
     if not isinstance(state, Mapping) or "codecs" not in state:
@@ -136,17 +153,18 @@ def _unserved(values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 
 def order_of(state: Mapping[str, Any], names: Sequence[str]) -> ReadyOrder | None:
-    """The ready order of a state that is not refused."""
+    """The ready order of these parameters in a state that is not refused."""
     saved = state["ready_order"]
     if saved is None:
         return None
     index = {name: i for i, name in enumerate(names)}
-    order = tuple(index[name] for name in saved["names"])
-    at = sorted(range(len(order)), key=order.__getitem__)
+    saw = zip(saved["names"], saved["firings"], saved["sparse_dims"], strict=True)
+    own = [(index[name], firings, dims) for name, firings, dims in saw if name in index]
+    by_index = sorted(own)
     return ReadyOrder(
-        order,
-        tuple(saved["firings"][i] for i in at),
-        tuple(saved["sparse_dims"][i] for i in at),
+        tuple(i for i, _, _ in own),
+        tuple(firings for _, firings, _ in by_index),
+        tuple(dims for _, _, dims in by_index),
     )
 
 

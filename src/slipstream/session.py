@@ -338,7 +338,11 @@ class Session(Generic[M, O]):
         if self._codecs_keep():
             assert self._control is not None
             codecs = checkpoint.gathered(kept, self._control)
-        return checkpoint.state_of(self._steps, self._chosen_split(), order, self._names, codecs)
+        state = checkpoint.state_of(self._steps, self._chosen_split(), order, self._names, codecs)
+        if self._pipeline is not None:
+            assert self._control is not None
+            state["ready_order"] = checkpoint.joined_order(state["ready_order"], self._control)
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict()``; every rank loads the same state, on any number of ranks.
@@ -352,7 +356,8 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("load_state_dict")
         ranks = self.world_size if self._shared is not None else None
-        error = checkpoint.refusal(state, self._names, ranks)
+        every = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        error = checkpoint.refusal(state, every, ranks)
         if self._control is not None:
             agree({"state": checkpoint.digest(state)}, self._control, error)
         elif error is not None:

@@ -28,7 +28,17 @@ from typing import Any
 import pytest
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "pydantic", "rich"])
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "pydantic",
+        "rich",
+        "transformers.models.gpt2.modeling_gpt2",
+        "transformers.models.resnet.modeling_resnet",
+    ]
+)
 
 
 class RankFailure(AssertionError):
