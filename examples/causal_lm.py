@@ -2,15 +2,17 @@
 
 python examples/causal_lm.py
 slipstream launch --nproc 2 examples/causal_lm.py --vocabulary 30000
-torchrun --nproc-per-node 2 examples/causal_lm.py --strategy strategy.yaml
+torchrun --nproc-per-node 8 examples/causal_lm.py --strategy examples/strategies/gpt2-mesh.yaml
 """
 
 import argparse
+from typing import Any
 
 import data
 import models
 import torch
 from meter import Meter
+from torch.nn.functional import cross_entropy
 
 import slipstream
 from slipstream.cluster.connect import from_environ
@@ -31,6 +33,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def next_word(output: Any, words: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of each word given those before it."""
+    return cross_entropy(output.logits[:, :-1].flatten(0, 1), words[:, 1:].flatten())
+
+
 def main() -> None:
     args, here = arguments(), from_environ()
     rank, count = slipstream.data_share(args.strategy)  # of the data: ranks may share a model
@@ -45,8 +52,7 @@ def main() -> None:
     with slipstream.accelerate(model, optimizer, loader, args.strategy) as session, meter:
         for (words,) in session.loader:
             words = words.to(device)
-            loss = session.model(input_ids=words, labels=words).loss  # the model shifts the labels
-            session.backward(loss)
+            loss = session.forward_backward(next_word, (words,), target=words)
             session.step()
             meter.update(loss)
 

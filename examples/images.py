@@ -2,10 +2,11 @@
 
 python examples/images.py
 slipstream launch --nproc 2 examples/images.py --model resnet50 --steps 50
-torchrun --nproc-per-node 2 examples/images.py --strategy strategy.yaml
+torchrun --nproc-per-node 8 examples/images.py --strategy examples/strategies/resnet-mesh.yaml
 """
 
 import argparse
+from typing import Any
 
 import data
 import models
@@ -37,6 +38,10 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def of_logits(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.logits, labels)
+
+
 def main() -> None:
     args, here = arguments(), from_environ()
     rank, count = slipstream.data_share(args.strategy)  # of the data: ranks may share a model
@@ -51,9 +56,8 @@ def main() -> None:
 
     with slipstream.accelerate(model, optimizer, loader, args.strategy) as session, meter:
         for images, labels in session.loader:
-            logits = session.model(images.to(device)).logits
-            loss = functional.cross_entropy(logits, labels.to(device))
-            session.backward(loss)
+            images, labels = images.to(device), labels.to(device)
+            loss = session.forward_backward(of_logits, (images,), target=labels)
             session.step()
             meter.update(loss)
 
