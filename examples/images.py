@@ -56,8 +56,8 @@ def main() -> None:
 
     with slipstream.accelerate(model, optimizer, loader, args.strategy) as session, meter:
         for images, labels in session.loader:
-            images, labels = images.to(device), labels.to(device)
-            loss = session.forward_backward(of_logits, (images,), target=labels)
+            batch, target = (images.to(device),), labels.to(device)
+            loss = session.forward_backward(of_logits, batch, target=target)
             session.step()
             meter.update(loss)
 
@@ -69,10 +69,8 @@ def main() -> None:
 @torch.no_grad()
 def accuracy(model: nn.Module, dataset: TensorDataset, device: torch.device) -> float:
     model.eval()
-    right = [
-        model(images.to(device)).logits.argmax(dim=1).cpu() == labels
-        for images, labels in DataLoader(dataset, batch_size=64)
-    ]
+    pairs = DataLoader(dataset, batch_size=64)
+    right = [model(x.to(device)).logits.argmax(dim=1).cpu() == labels for x, labels in pairs]
     return torch.cat(right).float().mean().item()
 
 
