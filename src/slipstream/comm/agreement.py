@@ -47,15 +47,19 @@ def agree(
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
-    """Inside, a collective that a lost peer breaks raises ExchangeError: ``what`` failed."""
+def together(*what: object) -> Iterator[None]:
+    """Inside, a collective that a lost peer breaks raises ExchangeError: ``what`` failed.
+
+    What is to be said of ``what`` is put into words only then.
+    """
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, SlipstreamError):
             raise
+        said = " ".join(map(str, what))
         raise ExchangeError(
-            f"{what} failed, most often because another rank has ended or failed: look at the "
+            f"{said} failed, most often because another rank has ended or failed: look at the "
             f"first error of all ranks ({error})"
         ) from error
 
