@@ -148,7 +148,7 @@ class _Step(torch.autograd.Function):
             gradient = call.move.output.zeros()
         token, *values = ctx.saved_tensors
         back = apply(name, call.move.adjoint, gradient, wants=wants, after=token)
-        if not ctx.needs_input_grad[1]:
+        if back is None or not ctx.needs_input_grad[1]:
             return None, None, None
         if values:
             x, y = values

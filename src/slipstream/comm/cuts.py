@@ -32,7 +32,8 @@ class _Cut:
 
     def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The ranks' pieces, views."""
-        return whole.split(self.sizes, self.axis)
+        pieces: tuple[torch.Tensor, ...] = whole.split(self.sizes, self.axis)
+        return pieces
 
 
 class Gather(_Cut):
