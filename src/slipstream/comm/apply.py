@@ -16,8 +16,6 @@ operator's tensors are: autograd has a thread, and a stream, for each device.
 
 from __future__ import annotations
 
-import inspect
-import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,15 +25,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from slipstream.comm.agreement import together
+from slipstream.comm.agreement import lost, together
 from slipstream.comm.graphs import Graph, current
 from slipstream.comm.moves import Extreme, Maybe, Move, Receive, Send
 from slipstream.comm.wire import carry
+from slipstream.trace.recorder import Recorder
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_numbers = itertools.count()
 
 
 def eager(operator: Callable[P, R]) -> Callable[P, R]:
@@ -72,44 +69,56 @@ def apply(name: str, move: Move, x: Maybe, *, wants: bool, after: Maybe = None) 
         ExchangeError: a rank does not come, or is gone.
     """
     if not wants:
-        with torch.no_grad():
-            return _run(name, move, x)
-    graph = current()
-    call = _Call(name, move, next(_numbers), weakref.ref(graph))
+        return _run(name, move, x.detach() if x is not None and x.requires_grad else x)
     anchor = after
     if after is None and (x is None or not x.requires_grad):
         anchor = torch.empty(0, requires_grad=True)
-    token: torch.Tensor
-    y: Maybe
-    token, y = _Step.apply(anchor, x, call)  # type: ignore[no-untyped-call]
+    call = _Call(name, move)
+    try:
+        token, y = _Step.apply(anchor, x, call)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        if call.begun:
+            raise
+        token, y = _TransformedStep.apply(anchor, x, call)  # type: ignore[no-untyped-call]
     if move.group.size > 1 and (move.group.check or y is None):
-        graph.add(call.number, token)
-    return y
+        graph = current()
+        call.waiting = weakref.ref(graph), graph.add(token)
+    result: Maybe = y
+    return result
 
 
 def _run(name: str, move: Move, x: Maybe) -> Maybe:
-    group, recorder = move.group, move.group.recorder
-    with together(name, "in", group):
+    recorder = move.group.recorder
+    try:
         if recorder is None or not recorder.active:
             return move(x)
-        here = move.output if x is None else x
-        assert here is not None
-        start = recorder.stamp(here.device)
-        y = move(x)
-        end = recorder.stamp(here.device)
-        moved = max(0 if t is None else t.nbytes for t in (x, y))
-        recorder.add(name, start, end, bytes=moved, ranks=group.size)
-        return y
+        return _recorded(recorder, name, move, x)
+    except RuntimeError as error:
+        raise lost(error, name, "in", move.group) from error
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+def _recorded(recorder: Recorder, name: str, move: Move, x: Maybe) -> Maybe:
+    here = move.output if x is None else x
+    assert here is not None
+    start = recorder.stamp(here.device)
+    y = move(x)
+    end = recorder.stamp(here.device)
+    moved = max(0 if t is None else t.nbytes for t in (x, y))
+    recorder.add(name, start, end, bytes=moved, ranks=move.group.size)
+    return y
+
+
+@dataclass(eq=False, slots=True)
 class _Call:
-    """One operator, called."""
+    """One operator, called; ``waiting``: the graph in which it waits for its backward, and as what.
+
+    ``begun`` tells a step that failed from one that torch has refused, see `_TransformedStep`.
+    """
 
     name: str
     move: Move
-    number: int
-    graph: weakref.ref[Graph]
+    begun: bool = False
+    waiting: tuple[weakref.ref[Graph], int] | None = None
 
 
 class _Step(torch.autograd.Function):
@@ -119,27 +128,19 @@ class _Step(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[torch.Tensor, Maybe]:
-        _, x, call = inputs
-        y = _run(call.name, call.move, x)
-        return torch.empty(0, device=(x if y is None else y).device), y
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Maybe]
-    ) -> None:
-        _, x, ctx.call = inputs
-        token, y = output
-        extreme = isinstance(ctx.call.move, Extreme)
-        ctx.save_for_backward(*((token, x, y) if extreme else (token,)))
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, anchor: Maybe, x: Maybe, call: _Call) -> tuple[torch.Tensor, Maybe]:
+        call.begun = True
+        output = _TransformedStep.forward(anchor, x, call)
+        _TransformedStep.setup_context(ctx, (anchor, x, call), output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, _: Maybe, gradient: Maybe) -> tuple[None, Maybe, None]:
         call: _Call = ctx.call
-        graph = call.graph()
-        if graph is not None:
-            graph.discard(call.number)
+        if call.waiting is not None:
+            graph, number = call.waiting
+            if (alive := graph()) is not None:
+                alive.discard(number)
         name = f"backward of {call.name}"
         given, wants = _given(name, call.move, gradient)
         if not given:
@@ -156,8 +157,31 @@ class _Step(torch.autograd.Function):
         return None, back, None
 
 
-# torch asks at every call for the signature of a forward: made once, that takes 2 instead of 25 us.
-_Step.forward.__signature__ = inspect.signature(_Step.forward)  # type: ignore[attr-defined]
+class _TransformedStep(_Step):
+    """The same for the transforms of torch.func, which refuse a forward that takes the context.
+
+    Not always used: at every call torch matches the arguments with a signature that it makes anew,
+    which takes longer than all the rest.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        anchor: Maybe, x: Maybe, call: _Call
+    ) -> tuple[torch.Tensor, Maybe]:
+        y = _run(call.name, call.move, x)
+        here = x if y is None else y
+        assert here is not None
+        return torch.empty(0, device=here.device), y
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Maybe, Maybe, _Call], output: tuple[torch.Tensor, Maybe]
+    ) -> None:
+        _, x, ctx.call = inputs
+        token, y = output
+        extreme = isinstance(ctx.call.move, Extreme)
+        ctx.save_for_backward(*((token, x, y) if extreme else (token,)))
+        ctx.set_materialize_grads(False)
 
 
 def _given(name: str, move: Move, gradient: Maybe) -> tuple[bool, bool]:

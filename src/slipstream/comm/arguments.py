@@ -32,9 +32,10 @@ _BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
 
 def equal(operator: str, x: torch.Tensor, group: Group, *options: int) -> bool:
     """Whether any rank wants a gradient; all must bring tensors of one shape and dtype."""
+    if not group.consults:
+        return _wants(operator, x)
     every, _, wants = _brought(operator, x, group, *options)
-    if every:
-        same(every, group, f"calls {operator} with", str)
+    same(every, group, f"calls {operator} with", str)
     return wants
 
 

@@ -32,8 +32,7 @@ class _Cut:
 
     def split(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The ranks' pieces, views."""
-        pieces: tuple[torch.Tensor, ...] = whole.split(self.sizes, self.axis)
-        return pieces
+        return whole.split_with_sizes(self.sizes, self.axis)
 
 
 class Gather(_Cut):
@@ -167,6 +166,6 @@ class AllToAll:
     def __call__(self, x: Maybe) -> torch.Tensor:
         assert x is not None
         out = self.output.empty()
-        received = out.split(self.receive_sizes, self.join)
-        exchange(received, x.split(self.send_sizes, self.cut), self.group)
+        received = out.split_with_sizes(self.receive_sizes, self.join)
+        exchange(received, x.split_with_sizes(self.send_sizes, self.cut), self.group)
         return out
