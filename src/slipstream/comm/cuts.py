@@ -55,8 +55,7 @@ class Gather(_Cut):
             return None
         out = self.whole.empty()
         own, *others = self.split(out)
-        own.copy_(x)
-        carry(dict(enumerate(others, 1)), {}, self.group)
+        carry(dict(enumerate(others, 1)), {}, self.group, (own, x))
         return out
 
 
@@ -80,8 +79,7 @@ class Scatter(_Cut):
             return out
         assert x is not None
         own, *others = self.split(x)
-        out.copy_(own)
-        carry({}, dict(enumerate(others, 1)), self.group)
+        carry({}, dict(enumerate(others, 1)), self.group, (out, own))
         return out
 
 
@@ -109,7 +107,7 @@ class GatherAll(_Cut):
             out = self.whole.empty()
             exchange(self.split(out), [x] * group.size, group)
             return out
-        in_place = self.axis == 0 and group.places == tuple(range(group.size))
+        in_place = self.axis == 0 and group.in_order
         out = self.whole.empty() if in_place else x.new_empty(group.size, *x.shape)
         gather_all(wire(out), wire(x), group.members)
         return out if in_place else torch.cat([out[p] for p in group.places], self.axis)
@@ -134,8 +132,14 @@ class SumScatter(_Cut):
 
     def __call__(self, x: Maybe) -> torch.Tensor:
         assert x is not None
-        received = x.new_empty(self.group.size, *self.piece.shape)
-        exchange(received.unbind(), self.split(x), self.group)
+        group, pieces = self.group, self.split(x)
+        if group.size == 2:  # one addition, rounded once, too
+            out = self.piece.empty()
+            peer = 1 - group.rank
+            carry({peer: out}, {peer: pieces[peer]}, group)
+            return out.add_(pieces[group.rank])
+        received = x.new_empty(group.size, *self.piece.shape)
+        exchange(received.unbind(), pieces, group)
         return received.sum(0, dtype=x.dtype)
 
 

@@ -58,6 +58,11 @@ class Group:
         return tuple(place[rank] for rank in self.ranks)
 
     @cached_property
+    def in_order(self) -> bool:
+        """Whether torch has the ranks in the group's order."""
+        return self.places == tuple(range(self.size))
+
+    @cached_property
     def device(self) -> torch.device:
         """Where its ranks talk to each other: the CPU, unless the group has NCCL alone."""
         alone = self.process_group is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -59,10 +60,18 @@ def wire(x: torch.Tensor) -> torch.Tensor:
 
 
 def carry(
-    receives: Mapping[int, torch.Tensor], sends: Mapping[int, torch.Tensor], group: Group
+    receives: Mapping[int, torch.Tensor],
+    sends: Mapping[int, torch.Tensor],
+    group: Group,
+    own: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """`transfer` by the ranks of ``group``; only tensors that are not contiguous are copied."""
+    """`transfer` by the ranks of ``group``; only tensors that are not contiguous are copied.
+
+    Meanwhile the first of ``own`` is filled from the second.
+    """
     if group.size == 1:
+        if own is not None:
+            own[0].copy_(own[1])
         return
     places = group.places
     rooms = {rank: _room(x) for rank, x in receives.items()}
@@ -70,6 +79,7 @@ def carry(
         {places[rank]: wire(room) for rank, room in rooms.items()},
         {places[rank]: wire(x.contiguous()) for rank, x in sends.items()},
         group.members,
+        None if own is None else partial(own[0].copy_, own[1]),
     )
     for rank, room in rooms.items():
         if room is not receives[rank]:
@@ -82,9 +92,13 @@ def exchange(receive: Sequence[torch.Tensor], send: Sequence[torch.Tensor], grou
     Every rank begins with its next neighbour, so that no two of them begin with the same one.
     """
     rank, size = group.rank, group.size
-    receive[rank].copy_(send[rank])
     others = [(rank + distance) % size for distance in range(1, size)]
-    carry({r: receive[r] for r in reversed(others)}, {r: send[r] for r in others}, group)
+    carry(
+        {r: receive[r] for r in reversed(others)},
+        {r: send[r] for r in others},
+        group,
+        (receive[rank], send[rank]),
+    )
 
 
 def _room(x: torch.Tensor) -> torch.Tensor:
