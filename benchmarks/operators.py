@@ -33,7 +33,7 @@ from slipstream.comm.graphs import current
 Call = Callable[[], object]
 SIZES = {"1 KB": 2**8, "16 KB": 2**12, "256 KB": 2**16, "1 MB": 2**18, "16 MB": 2**22}
 BLOCK = 2**19
-"""Elements that the calls of a turn move, if these are no more than 20."""
+"""Elements that the calls of a turn move, if these are no more than 10."""
 ROWS = 16
 BARS = (1.05, 20e-6)
 WARM = 5
@@ -101,11 +101,11 @@ def measure(args: argparse.Namespace) -> None:
     for size in track(args.sizes, "sizes", console=console):
         count = SIZES[size]
         x = torch.ones(ROWS, count // ROWS, requires_grad=True)
-        block = min(max(BLOCK // count, 1), 20)
+        block = min(max(BLOCK // count, 1), 10)
         for name, case in cases(x.detach()).items():
             if args.only in name:
                 for which, calls in passes(case, x, *groups).items():
-                    found = take_turns(calls, x, args.rounds, block)
+                    found = take_turns(calls, x, args.seconds, block)
                     rows.append({"operator": name, "size": size, "pass": which, **found})
     if dist.get_rank() == 0:
         Console(width=140).print(table(rows))
@@ -116,12 +116,21 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def take_turns(
-    calls: Mapping[str, Call], x: torch.Tensor, rounds: int, block: int
+    calls: Mapping[str, Call], x: torch.Tensor, budget: float, block: int
 ) -> dict[str, Any]:
-    """Seconds of each call, the slowest rank's, by turns; medians with quartiles."""
+    """Seconds of each call, the slowest rank's, by turns; medians with quartiles.
+
+    Args:
+        calls: by name.
+        x: whose gradient is forgotten after each call.
+        budget: seconds that all turns may take.
+        block: calls one behind the other, in a turn.
+    """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for step in range(rounds + WARM):
+    begun = time.perf_counter()
+    step, rounds = 0, WARM
+    while step < rounds:
         for place in range(len(names)):
             name = names[(step + place) % len(names)]
             dist.barrier()
@@ -134,11 +143,16 @@ def take_turns(
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             if step >= WARM:
                 seconds[name].append(float(spent))
+        step += 1
+        if step == WARM:
+            taken = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            rounds += max(round(budget * WARM / float(taken)), 2 * WARM)
     found: dict[str, Any] = {name: quartiles(values) for name, values in seconds.items()}
     own, other = found["ours"][1], found["bare"][1]
     return {
         **found,
-        "rounds": rounds,
+        "rounds": rounds - WARM,
         "block": block,
         "within": own <= max(other * BARS[0], other + BARS[1]),
     }
@@ -157,7 +171,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 def main() -> int:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=100, help="turns of each")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
     parser.add_argument("--only", default="", help="operators with this in their name")
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--json", help="also write the figures to this file")
