@@ -3,10 +3,10 @@
     python benchmarks/operators.py --json benchmarks/results/operators.json
 
 On two ranks over loopback take turns: the bare calls that move the same data; these in the least
-torch.autograd.Function that one writes by hand (forward and backward only); the operator in a group
-without ``check``, which is what the bar is for; and with it. A turn is some calls one behind the
-other: the code of a single call between two barriers comes from memory, not from the caches, which
-takes ten times as long as to run it.
+torch.autograd.Function that one writes by hand; the operator in a group without ``check``, which is
+what the bar is for; and with it. A turn is some calls one behind the other: the code of a single
+call between two barriers comes from memory, not from the caches, which takes ten times as long as
+to run it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,12 @@ def passes(
         case.forward(plain)
         case.backward(gradient)
 
-    def by_hand() -> None:
+    def recorded() -> torch.Tensor:
         y: torch.Tensor = ByHand.apply(x, case)  # type: ignore[no-untyped-call]
+        return y
+
+    def by_hand() -> None:
+        y = recorded()
         torch.autograd.backward(y, torch.zeros_like(y) if gradient is None else gradient)
 
     def ours(group: comm.Group) -> None:
@@ -79,6 +83,7 @@ def passes(
     return {
         "forward": {
             "bare": lambda: case.forward(plain),
+            "by hand": lambda: recorded(),
             "ours": lambda: case.ours(x, unchecked),
             "checked": lambda: case.ours(x, checked),
         },
