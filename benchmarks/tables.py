@@ -253,6 +253,7 @@ def operators(facts: Mapping[str, Any]) -> str:
         f"{sum(row['within'] for row in rows)} of {len(rows)} are. "
         f"torch {facts['versions']['torch']}. `{facts['command']}`",
         "",
+        *([facts["note"], ""] if "note" in facts else []),
         *_header(*OPERATOR_COLUMNS),
         *(_row(*operator_cells(row)) for row in rows),
     ]
