@@ -1,9 +1,12 @@
 """What the differentiable operators cost beside the bare calls of torch.distributed.
 
-    python benchmarks/operators.py --json results/operators.json
+    python benchmarks/operators.py --json benchmarks/results/operators.json
 
-Every operator and the bare call that moves the same bytes take turns on two ranks over loopback:
-without ``check`` (the comparison), and with it. The operator also records the step for backward.
+On two ranks over loopback take turns: the bare calls that move the same data; these in the least
+torch.autograd.Function that one writes by hand; the operator in a group without ``check``, which is
+what the bar is for; and with it. A turn is some calls one behind the other: the code of a single
+call between two barriers comes from memory, not from the caches, which takes ten times as long as
+to run it.
 """
 
 from __future__ import annotations
@@ -18,163 +21,164 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from iteration import on_loopback, quartiles
+from operator_cases import Case, cases
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from tables import save
+from tables import OPERATOR_COLUMNS, operator_cells, save
 
 from slipstream import comm
+from slipstream.comm.graphs import current
 
 Call = Callable[[], object]
-SIZES = {"4 KB": 2**10, "1 MB": 2**18, "16 MB": 2**22}
+SIZES = {"1 KB": 2**8, "16 KB": 2**12, "256 KB": 2**16, "1 MB": 2**18, "16 MB": 2**22}
+BLOCK = 2**19
+"""Elements that the calls of a turn move, if these are no more than 10."""
+ROWS = 16
 BARS = (1.05, 20e-6)
+WARM = 5
 
 
-def bare(x: torch.Tensor) -> dict[str, Call]:
-    """What one writes with torch.distributed, out of place as ours."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    peer = (rank + 1) % world
+class ByHand(torch.autograd.Function):
+    """The least that makes two bare calls differentiable, once."""
 
-    def reduced(op: dist.ReduceOp.RedOpType, scale: float = 1.0) -> torch.Tensor:
-        out = x.clone()
-        dist.all_reduce(out, op)
-        return out if scale == 1.0 else out.div_(1 / scale)
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, case: Case) -> torch.Tensor:
+        ctx.case = case
+        y = case.forward(x)
+        return x.new_empty(0) if y is None else y
 
-    def broadcast() -> torch.Tensor:
-        out = x.clone() if rank == 0 else torch.empty_like(x)
-        dist.broadcast(out, 0)
-        return out
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return ctx.case.backward(gradient), None
 
-    def reduce() -> torch.Tensor:
-        out = x.clone()
-        dist.reduce(out, 0)
-        return out
 
-    def gather() -> torch.Tensor | None:
-        rows = [torch.empty_like(x) for _ in range(world)] if rank == 0 else None
-        dist.gather(x, rows, 0)
-        return torch.cat(rows) if rows else None
+def passes(
+    case: Case, x: torch.Tensor, unchecked: comm.Group, checked: comm.Group
+) -> dict[str, dict[str, Call]]:
+    """What takes turns: forward alone, and forward and backward."""
+    plain = x.detach()
+    y = case.forward(plain)
+    gradient = None if y is None else torch.ones_like(y)
 
-    def all_gather() -> torch.Tensor:
-        out = x.new_empty(world * x.shape[0])
-        dist.all_gather_into_tensor(out, x)
-        return out
+    def bare() -> None:
+        case.forward(plain)
+        case.backward(gradient)
 
-    def scatter() -> torch.Tensor:
-        out = x.new_empty(x.shape[0] // world)
-        dist.scatter(out, list(x.chunk(world)) if rank == 0 else None, 0)
-        return out
+    def recorded() -> torch.Tensor:
+        y: torch.Tensor = ByHand.apply(x, case)  # type: ignore[no-untyped-call]
+        return y
 
-    def reduce_scatter() -> torch.Tensor:
-        out = x.new_empty(x.shape[0] // world)
-        dist.reduce_scatter_tensor(out, x)
-        return out
+    def by_hand() -> None:
+        y = recorded()
+        torch.autograd.backward(y, torch.zeros_like(y) if gradient is None else gradient)
 
-    def all_to_all() -> torch.Tensor:
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x)
-        return out
-
-    def send_and_recv() -> torch.Tensor | None:
-        if rank == 0:
-            dist.send(x, peer)
-            return None
-        out = torch.empty_like(x)
-        dist.recv(out, peer)
-        return out
+    def ours(group: comm.Group) -> None:
+        y = case.ours(x, group)
+        if y is None:
+            comm.backward()
+        else:
+            torch.autograd.backward(y, gradient)
 
     return {
-        "broadcast": broadcast,
-        "reduce_sum": reduce,
-        "all_reduce_sum": lambda: reduced(dist.ReduceOp.SUM),
-        "all_reduce_mean": lambda: reduced(dist.ReduceOp.SUM, 1 / world),
-        "all_reduce_max": lambda: reduced(dist.ReduceOp.MAX),
-        "gather": gather,
-        "all_gather": all_gather,
-        "scatter": scatter,
-        "reduce_scatter_sum": reduce_scatter,
-        "all_to_all": all_to_all,
-        "send, recv": send_and_recv,
+        "forward": {
+            "bare": lambda: case.forward(plain),
+            "by hand": recorded,
+            "ours": lambda: case.ours(x, unchecked),
+            "checked": lambda: case.ours(x, checked),
+        },
+        "forward, backward": {
+            "bare": bare,
+            "by hand": by_hand,
+            "ours": lambda: ours(unchecked),
+            "checked": lambda: ours(checked),
+        },
     }
-
-
-def ours(x: torch.Tensor, group: comm.Group) -> dict[str, Call]:
-    """The same by slipstream, recorded for backward (and forgotten at once)."""
-
-    def recorded(operator: Callable[..., object]) -> Call:
-        def call() -> object:
-            with comm.graph():
-                return operator(x, group)
-
-        return call
-
-    def send_and_recv() -> object:
-        with comm.graph():
-            return comm.send(x, 1, group) if group.rank == 0 else comm.recv(0, group, like=x)
-
-    names = [name for name in bare(x) if name != "send, recv"]
-    return {name: recorded(getattr(comm, name)) for name in names} | {"send, recv": send_and_recv}
 
 
 def measure(args: argparse.Namespace) -> None:
     """What one rank does; rank 0 writes."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    unchecked, checked = comm.group(check=False), comm.group()
+    groups = comm.group(check=False), comm.group()
     rows = []
     console = Console(stderr=True, quiet=dist.get_rank() != 0)
-    for size, count in track(SIZES.items(), "sizes", console=console):
-        x = torch.ones(count, requires_grad=True)
-        plain = x.detach()
-        variants = {"bare": bare(plain), "ours": ours(x, unchecked), "checked": ours(x, checked)}
-        for name in variants["bare"]:
-            calls = {variant: found[name] for variant, found in variants.items()}
-            rows.append({"operator": name, "size": size, **take_turns(calls, args.rounds)})
+    for size in track(args.sizes, "sizes", console=console):
+        count = SIZES[size]
+        x = torch.ones(ROWS, count // ROWS, requires_grad=True)
+        block = min(max(BLOCK // count, 1), 10)
+        for name, case in cases(x.detach()).items():
+            if args.only in name:
+                for which, calls in passes(case, x, *groups).items():
+                    found = take_turns(calls, x, args.seconds, block)
+                    rows.append({"operator": name, "size": size, "pass": which, **found})
     if dist.get_rank() == 0:
-        Console(width=120).print(table(rows))
+        Console(width=140).print(table(rows))
         if args.json:
             save(args.json, "operators", {"ranks": dist.get_world_size(), "rows": rows})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def take_turns(calls: Mapping[str, Call], rounds: int) -> dict[str, Any]:
-    """Seconds of each call, the slowest rank's, by turns; medians with quartiles."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for step in range(rounds + 3):
-        for name, call in calls.items():
+def take_turns(
+    calls: Mapping[str, Call], x: torch.Tensor, budget: float, block: int
+) -> dict[str, Any]:
+    """Seconds of each call, the slowest rank's, by turns; medians with quartiles.
+
+    Args:
+        calls: by name.
+        x: whose gradient is forgotten after each call.
+        budget: seconds that all turns may take.
+        block: calls one behind the other, in a turn.
+    """
+    names = list(calls)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    begun = time.perf_counter()
+    step, rounds = 0, WARM
+    while step < rounds:
+        for place in range(len(names)):
+            name = names[(step + place) % len(names)]
             dist.barrier()
             start = time.perf_counter()
-            call()
-            spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            for _ in range(block):
+                calls[name]()
+                x.grad = None
+            spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64) / block
+            current().take()  # what waits for a backward that does not come
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            if step >= 3:
+            if step >= WARM:
                 seconds[name].append(float(spent))
+        step += 1
+        if step == WARM:
+            taken = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
+            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+            rounds += max(round(budget * WARM / float(taken)), 2 * WARM)
     found: dict[str, Any] = {name: quartiles(values) for name, values in seconds.items()}
     own, other = found["ours"][1], found["bare"][1]
-    found["within"] = own <= max(other * BARS[0], other + BARS[1])
-    return found
+    return {
+        **found,
+        "rounds": rounds - WARM,
+        "block": block,
+        "within": own <= max(other * BARS[0], other + BARS[1]),
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """What a person reads: microseconds."""
     drawn = Table(title="operators beside torch.distributed, 2 ranks, loopback, microseconds")
-    for heading in ("operator", "size", "torch", "ours", "quartiles", "within", "with check"):
-        drawn.add_column(heading, justify="left" if heading == "operator" else "right")
-    for r in rows:
-        low, median, high = (1e6 * s for s in r["ours"])
-        drawn.add_row(
-            r["operator"], r["size"], f"{1e6 * r['bare'][1]:.0f}", f"{median:.0f}",
-            f"{low:.0f}..{high:.0f}", "yes" if r["within"] else "NO",
-            f"{1e6 * r['checked'][1]:.0f}",
-        )  # fmt: skip
+    for number, heading in enumerate(OPERATOR_COLUMNS):
+        drawn.add_column(heading, justify="left" if number < 3 else "right")
+    for row in rows:
+        drawn.add_row(*operator_cells(row))
     return drawn
 
 
 def main() -> int:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
+    parser.add_argument("--only", default="", help="operators with this in their name")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     if "RANK" in os.environ:

@@ -158,10 +158,27 @@ def other_dtypes(dtype: torch.dtype) -> None:
             comm.all_reduce_sum(xs[rank])
         return
     assert torch.equal(comm.all_reduce_sum(xs[rank]), total(xs).to(dtype))
+    piece = comm.reduce_scatter_sum(xs[rank], axis=1)
+    assert piece.dtype == dtype
+    assert torch.equal(piece, total(xs).to(dtype)[:, rank : rank + 1])
     if not dtype.is_complex:
         assert torch.equal(comm.all_reduce_max(xs[rank]), torch.stack(xs).amax(0))
         with pytest.raises(CommError, match="floating-point and complex"):
             comm.all_reduce_mean(xs[rank])
+
+
+def negative_views() -> None:
+    """What torch has not negated yet: a contiguous view of numbers that mean others."""
+    x = torch.tensor([1 + 2j]).conj().imag
+    assert x.is_neg()
+    assert x.is_contiguous()
+    assert comm.all_gather(x).tolist() == [-2.0] * SIZE
+    assert comm.all_reduce_sum(x).tolist() == [-2.0 * SIZE]
+    assert comm.all_to_all(x.repeat(SIZE)).tolist() == [-2.0] * SIZE
+    if dist.get_rank() == 0:
+        comm.send(x, to=1)
+    elif dist.get_rank() == 1:
+        assert comm.recv(0).tolist() == [-2.0]
 
 
 def complex_gradients() -> None:
@@ -184,6 +201,10 @@ def test_scalars(team: Ranks) -> None:
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
 def test_what_is_not_differentiated_moves_too(team: Ranks, dtype) -> None:
     team.run(other_dtypes, dtype)
+
+
+def test_views_that_are_to_be_negated(team: Ranks) -> None:
+    team.run(negative_views)
 
 
 def test_gradients_of_complex_numbers(team: Ranks) -> None:

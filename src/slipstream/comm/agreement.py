@@ -47,17 +47,23 @@ def agree(
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
+def together(*what: object) -> Iterator[None]:
     """Inside, a collective that a lost peer breaks raises ExchangeError: ``what`` failed."""
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, SlipstreamError):
             raise
-        raise ExchangeError(
-            f"{what} failed, most often because another rank has ended or failed: look at the "
-            f"first error of all ranks ({error})"
-        ) from error
+        raise lost(error, *what) from error
+
+
+def lost(error: RuntimeError, *what: object) -> ExchangeError:
+    """What to raise for a collective that failed with ``error``; puts ``what`` into words."""
+    said = " ".join(map(str, what))
+    return ExchangeError(
+        f"{said} failed, most often because another rank has ended or failed: look at the "
+        f"first error of all ranks ({error})"
+    )
 
 
 def _complaints(

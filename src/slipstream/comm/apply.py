@@ -1,4 +1,4 @@
-"""A linear map between ranks as a step of autograd, whose backward is the adjoint map.
+"""A map between ranks as a step of autograd, whose backward is the adjoint map.
 
 [Note: Order of backward]
 On every rank autograd runs the steps of a graph in the reverse order of their forward: of the steps
@@ -9,38 +9,50 @@ operator's result requires a gradient on all ranks as soon as one rank's tensor 
 ``graphs.backward`` starts from each operator, also from those whose result nobody used. For second
 derivatives the backward of an operator is one in turn, and leads to the operator on every rank,
 also where its gradient does not depend on anything.
+
+[Note: The token] of an operator is a tensor of no elements that leads to it. It lies where the
+operator's tensors are: autograd has a thread, and a stream, for each device.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from slipstream.comm.agreement import together
+from slipstream.comm.agreement import lost, together
 from slipstream.comm.graphs import Graph, current
-from slipstream.comm.moves import Maybe, Move, Receive, Send
-from slipstream.comm.transfer import transfer
+from slipstream.comm.moves import Extreme, Maybe, Move, Receive, Send
+from slipstream.comm.wire import carry
+from slipstream.trace.recorder import Recorder
 
-_numbers = itertools.count()
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Call:
-    """One operator, called."""
+def eager(operator: Callable[P, R]) -> Callable[P, R]:
+    """Under ``torch.compile`` the graph breaks here; its machinery is loaded only then."""
 
-    name: str
-    move: Move
-    number: int
-    graph: weakref.ref[Graph]
+    @wraps(operator)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            aside: Callable[P, R] = torch.compiler.disable(operator)
+            return aside(*args, **kwargs)
+        return operator(*args, **kwargs)
 
-    def run(self, x: Maybe) -> Maybe:
-        with together(f"{self.name} in {self.move.group}"):
-            return self.move(x)
+    return call
+
+
+def everywhere(name: str, move: Move, x: Maybe, *, wants: bool) -> torch.Tensor:
+    """`apply` of a map that has a result on every rank."""
+    y = apply(name, move, x, wants=wants)
+    assert y is not None
+    return y
 
 
 def apply(name: str, move: Move, x: Maybe, *, wants: bool, after: Maybe = None) -> Maybe:
@@ -56,52 +68,120 @@ def apply(name: str, move: Move, x: Maybe, *, wants: bool, after: Maybe = None) 
     Raises:
         ExchangeError: a rank does not come, or is gone.
     """
-    graph = current()
-    call = _Call(name, move, next(_numbers), weakref.ref(graph))
     if not wants:
-        with torch.no_grad():
-            return call.run(x)
+        return _run(name, move, x.detach() if x is not None and x.requires_grad else x)
     anchor = after
     if after is None and (x is None or not x.requires_grad):
         anchor = torch.empty(0, requires_grad=True)
-    token: torch.Tensor
-    y: Maybe
-    token, y = _Step.apply(anchor, x, call)  # type: ignore[no-untyped-call]
+    call = _Call(name, move)
+    try:
+        token, y = _Step.apply(anchor, x, call)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        if call.begun:
+            raise
+        token, y = _TransformedStep.apply(anchor, x, call)  # type: ignore[no-untyped-call]
     if move.group.size > 1 and (move.group.check or y is None):
-        graph.add(call.number, token)
+        graph = current()
+        call.waiting = weakref.ref(graph), graph.add(token)
+    result: Maybe = y
+    return result
+
+
+def _run(name: str, move: Move, x: Maybe) -> Maybe:
+    recorder = move.group.recorder
+    try:
+        if recorder is None or not recorder.active:
+            return move(x)
+        return _recorded(recorder, name, move, x)
+    except RuntimeError as error:
+        raise lost(error, name, "in", move.group) from error
+
+
+def _recorded(recorder: Recorder, name: str, move: Move, x: Maybe) -> Maybe:
+    here = move.output if x is None else x
+    assert here is not None
+    start = recorder.stamp(here.device)
+    y = move(x)
+    end = recorder.stamp(here.device)
+    moved = max(0 if t is None else t.nbytes for t in (x, y))
+    recorder.add(name, start, end, bytes=moved, ranks=move.group.size)
     return y
 
 
+@dataclass(eq=False, slots=True)
+class _Call:
+    """One operator, called; ``waiting``: the graph in which it waits for its backward, and as what.
+
+    ``begun`` tells a step that failed from one that torch has refused, see `_TransformedStep`.
+    """
+
+    name: str
+    move: Move
+    begun: bool = False
+    waiting: tuple[weakref.ref[Graph], int] | None = None
+
+
 class _Step(torch.autograd.Function):
-    """``anchor`` makes the result require a gradient where this rank's own tensor does not."""
+    """Of an anchor, this rank's tensor and the call: the token, and this rank's result.
+
+    The anchor makes both require a gradient where this rank's own tensor does not.
+    """
 
     @staticmethod
-    def forward(anchor: Maybe, x: Maybe, call: _Call) -> tuple[torch.Tensor, Maybe]:
-        return torch.empty(0), call.run(x)
-
-    @staticmethod
-    def setup_context(
-        ctx: Any, inputs: tuple[Maybe, Maybe, _Call], output: tuple[torch.Tensor, Maybe]
-    ) -> None:
-        ctx.call = inputs[2]
-        ctx.save_for_backward(output[0])
-        ctx.set_materialize_grads(False)
+    def forward(ctx: Any, anchor: Maybe, x: Maybe, call: _Call) -> tuple[torch.Tensor, Maybe]:
+        call.begun = True
+        output = _TransformedStep.forward(anchor, x, call)
+        _TransformedStep.setup_context(ctx, (anchor, x, call), output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, _: Maybe, gradient: Maybe) -> tuple[None, Maybe, None]:
         call: _Call = ctx.call
-        graph = call.graph()
-        if graph is not None:
-            graph.discard(call.number)
+        if call.waiting is not None:
+            graph, number = call.waiting
+            if (alive := graph()) is not None:
+                alive.discard(number)
         name = f"backward of {call.name}"
         given, wants = _given(name, call.move, gradient)
         if not given:
             return None, None, None
         if gradient is None and call.move.output is not None:
             gradient = call.move.output.zeros()
-        (token,) = ctx.saved_tensors
+        token, *values = ctx.saved_tensors
         back = apply(name, call.move.adjoint, gradient, wants=wants, after=token)
-        return None, back if ctx.needs_input_grad[1] else None, None
+        if back is None or not ctx.needs_input_grad[1]:
+            return None, None, None
+        if values:
+            x, y = values
+            back = torch.where(x == y, back, 0)
+        return None, back, None
+
+
+class _TransformedStep(_Step):
+    """The same for the transforms of torch.func, which refuse a forward that takes the context.
+
+    Not always used: at every call torch matches the arguments with a signature that it makes anew,
+    which takes longer than all the rest.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        anchor: Maybe, x: Maybe, call: _Call
+    ) -> tuple[torch.Tensor, Maybe]:
+        y = _run(call.name, call.move, x)
+        here = x if y is None else y
+        assert here is not None
+        return torch.empty(0, device=here.device), y
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Maybe, Maybe, _Call], output: tuple[torch.Tensor, Maybe]
+    ) -> None:
+        _, x, ctx.call = inputs
+        token, y = output
+        extreme = isinstance(ctx.call.move, Extreme)
+        ctx.save_for_backward(*((token, x, y) if extreme else (token,)))
+        ctx.set_materialize_grads(False)
 
 
 def _given(name: str, move: Move, gradient: Maybe) -> tuple[bool, bool]:
@@ -109,20 +189,20 @@ def _given(name: str, move: Move, gradient: Maybe) -> tuple[bool, bool]:
 
     In a group without ``check`` all ranks take the same: yes, and where backward is recorded, yes.
     """
-    wants = gradient is not None and gradient.requires_grad and torch.is_grad_enabled()
     group = move.group
+    if not group.check and group.size > 1:
+        return True, torch.is_grad_enabled()
+    wants = gradient is not None and gradient.requires_grad and torch.is_grad_enabled()
     if group.size == 1:
         return gradient is not None, wants
-    if not group.check:
-        return True, torch.is_grad_enabled()
     flags = torch.tensor([gradient is not None, wants], dtype=torch.uint8, device=group.device)
-    what = f"{name} in {group} (backward runs on every rank: comm.backward(), with or without loss)"
-    with together(what):
+    advice = "(backward runs on every rank: comm.backward(), with or without loss)"
+    with together(name, "in", group, advice):
         match move:
             case Send():
-                transfer({group.places[move.peer]: flags}, {}, group.members)
+                carry({move.peer: flags}, {}, group)
             case Receive():
-                transfer({}, {group.places[move.peer]: flags}, group.members)
+                carry({}, {move.peer: flags}, group)
             case _:
                 dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group.members)
     return bool(flags[0]), bool(flags[1])

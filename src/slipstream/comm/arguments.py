@@ -8,119 +8,160 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from slipstream.comm.groups import Group, member
-from slipstream.comm.header import Header, check_tensor, consult, same
-from slipstream.comm.moves import Like
+from slipstream.comm.header import (
+    Header,
+    check_tensor,
+    consult,
+    consult_sizes,
+    receive_header,
+    same,
+    send_header,
+)
+from slipstream.comm.wire import Like
 from slipstream.errors import CommError, MismatchError
+
+Device = torch.device | str | None
+Sizes = tuple[int, ...]
 
 _BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
-    """What the ranks bring to a gather: ``sizes`` along the axis; whether any wants a gradient."""
+def equal(operator: str, x: torch.Tensor, group: Group, *options: int) -> bool:
+    """Whether any rank wants a gradient; all must bring tensors of one shape and dtype."""
+    if not group.consults:
+        return _wants(operator, x)
+    every, _, wants = _brought(operator, x, group, *options)
+    same(every, group, f"calls {operator} with", str)
+    return wants
 
-    sizes: tuple[int, ...]
-    wants: bool
 
+def from_root(
+    operator: str, x: torch.Tensor | None, group: Group, device: Device, *options: int
+) -> tuple[Like, bool]:
+    """What the root brings, and whether it wants a gradient.
 
-def headers(operator: str, x: object, group: Group, *options: int) -> list[Header]:
-    """What every rank of the group brings, in its order; without ``check`` what this one does."""
-    own = Header.of(operator, x, options)
-    consults = group.check and group.size > 1
-    every = consult(own, group) if consults else [own] * group.size
+    Raises:
+        CommError: it brings no tensor.
+    """
+    if not group.consults:
+        if x is None:
+            raise CommError(
+                f"{operator} in {group}: without check, every rank brings a tensor like the root's"
+            )
+        wants = _wants(operator, x)
+        return Like.of(x), wants
+    root = consult(Header.of(operator, x, options), group)[0]
     if x is not None:
         check_tensor(operator, x)
-    return every
-
-
-def present(operator: str, every: Sequence[Header], group: Group) -> tuple[int, ...]:
-    """The shape that the first rank brings, once all are known to bring a tensor."""
-    for rank, header in zip(group.ranks, every, strict=True):
-        if header.shape is None:
-            raise MismatchError(
-                f"rank {rank} calls {operator} in {group} with no tensor that can travel; allowed: "
-                "a dense tensor on every rank"
-            )
-    shape = every[0].shape
-    assert shape is not None
-    return shape
-
-
-def equal(operator: str, x: torch.Tensor, group: Group, *options: int) -> list[Header]:
-    """`headers`, which must bring tensors of one shape and dtype."""
-    every = headers(operator, x, group, *options)
-    present(operator, every, group)
-    same(every, group, f"calls {operator} with", str)
-    return every
-
-
-def same_but(operator: str, every: Sequence[Header], group: Group, free: set[int]) -> None:
-    """Refuse headers that differ in dtype, or in shape along another axis than those ``free``."""
-
-    def fixed(header: Header) -> str:
-        sides = enumerate(header.shape or ())
-        shape = ["any" if axis in free else size for axis, size in sides]
-        return f"{header.dtype} {shape}".replace("'", "").removeprefix("torch.")
-
-    same(every, group, f"calls {operator} with", fixed)
+    if root.shape is None:
+        raise CommError(
+            f"{operator} in {group}: rank {group.ranks[0]}, the root, brings no tensor that can "
+            "travel"
+        )
+    return _template(root, x, group, device), root.wants
 
 
 def gathered(
-    operator: str,
-    x: torch.Tensor,
-    group: Group | None,
-    axis: int,
-    sizes: Sequence[int] | None,
-) -> tuple[Group, torch.Tensor, int, Pieces]:
-    """Group, tensor (a scalar as a vector of one), axis and pieces of a gather."""
-    group = member(group, operator)
+    operator: str, x: torch.Tensor, group: Group, axis: int, sizes: Sequence[int] | None
+) -> tuple[torch.Tensor, int, Sizes, bool]:
+    """Of a gather: the tensor (a scalar as a vector of one), the axis, the ranks' lengths along it,
+    and whether any wants a gradient.
+    """
     if isinstance(x, torch.Tensor) and x.dim() == 0:
         x = x.reshape(1)
-    every = headers(operator, x, group, axis)
-    axis = axis_of(operator, axis, present(operator, every, group))
-    same_but(operator, every, group, {axis})
-    found = tuple(h.shape[axis] for h in every if h.shape is not None)
-    if sizes is not None and (not group.check or group.size == 1):
+    every, shape, wants = _brought(operator, x, group, axis)
+    axis = axis_of(operator, axis, shape)
+    found = _lengths(operator, every, shape, axis, group)
+    if sizes is not None and not every:
         if len(sizes) != group.size or sizes[group.rank] != x.shape[axis]:
             raise CommError(
                 f"{operator}: sizes {list(sizes)}, but rank {group.rank} of {group} brings "
                 f"{x.shape[axis]} along axis {axis}; allowed: the sizes of all {group.size} ranks"
             )
         found = tuple(sizes)
-    return group, x, axis, Pieces(found, wanted(every))
+    return x, axis, found, wants
 
 
-def wanted(every: Sequence[Header]) -> bool:
-    """Whether any rank wants a gradient, so that all take part in backward."""
-    return any(header.wants for header in every)
+def exchanged(
+    operator: str,
+    x: torch.Tensor,
+    group: Group,
+    split_axis: int,
+    concat_axis: int,
+    sizes: Sequence[int] | None,
+) -> tuple[int, int, Sizes, Sizes, bool]:
+    """Of an all-to-all: both axes, the sizes of the pieces that go along the first and of those
+    that come along the second, and whether any rank wants a gradient.
+
+    The ranks' tensors may differ along the axis where pieces are joined, unless that is also the
+    one where they are cut, into equal pieces.
+    """
+    options = (split_axis, concat_axis, len(sizes or ()))
+    every, shape, wants = _brought(operator, x, group, *options)
+    cut, join = axis_of(operator, split_axis, shape), axis_of(operator, concat_axis, shape)
+    if cut == join and sizes is None:
+        if every:
+            same(every, group, f"calls {operator} with", str)
+        own = pieces_of(operator, x.shape[cut], cut, group, None)
+        return cut, join, own, own, wants
+    lengths = _lengths(operator, every, shape, join, group)
+    own = pieces_of(operator, x.shape[cut], cut, group, sizes)
+    if cut == join:
+        come = tuple(row[group.rank] for row in consult_sizes(own, group))
+        return cut, join, own, come, wants
+    if every and sizes is not None:
+        rows = [tuple(row) for row in consult_sizes(own, group)]
+        if len(set(rows)) > 1:
+            raise CommError(
+                f"{operator}: pieces of {rows[0]} and {max(rows, key=rows[0].__ne__)} along axis "
+                f"{cut}, to be joined along axis {join}; allowed: the same sizes on every rank"
+            )
+    return cut, join, own, lengths, wants
 
 
-def template(
-    sent: Header, x: torch.Tensor | None, group: Group, device: torch.device | str | None
-) -> Like:
-    """What comes from the rank that has sent this header.
+def sent(x: torch.Tensor, to: int, group: Group) -> bool:
+    """Whether the tensor for rank ``to`` wants a gradient, of which that rank has been told."""
+    if group.check:
+        send_header(Header.of("send", x), to, group)
+    return _wants("send", x)
+
+
+def received(
+    source: int, group: Group, like: torch.Tensor | None, device: Device
+) -> tuple[Like, bool]:
+    """What comes from rank ``source``, and whether it wants a gradient.
 
     Raises:
-        CommError: it brings no tensor.
+        CommError: no tensor comes, or it is not known which.
     """
-    if sent.shape is None or sent.dtype is None:
-        checked = group.check and group.size > 1
+    if group.check:
+        header = receive_header(source, group)
+        if header.shape is not None:
+            return _template(header, like, group, device), header.wants
+    elif like is not None:
+        wants = _wants("recv", like)
+        return Like.of(like), wants
+    why = "brings no tensor that can travel" if group.check else "is not checked: pass like="
+    raise CommError(f"recv from rank {group.ranks[source]} of {group}, which {why}")
+
+
+def peer_group(operator: str, peer: int, group: Group | None) -> Group:
+    """The group in which a tensor goes to or comes from ``peer``.
+
+    Raises:
+        CommError: no such rank in the group, or this one.
+    """
+    group = member(group, operator)
+    if not 0 <= peer < group.size or peer == group.rank:
         raise CommError(
-            f"{sent.operator} in {group}: "
-            + (
-                f"rank {group.ranks[0]}, the root, brings no tensor that can travel"
-                if checked
-                else "without check, every rank brings a tensor like the root's"
-            )
+            f"{operator} with rank {peer} of {group}, on rank {group.rank} of it; allowed: another "
+            f"one of 0 .. {group.size - 1}"
         )
-    if x is not None:
-        return Like(sent.shape, sent.dtype, x.device)
-    return Like(sent.shape, sent.dtype, group.device if device is None else torch.device(device))
+    return group
 
 
 def axis_of(operator: str, axis: int, shape: Sequence[int]) -> int:
@@ -137,7 +178,7 @@ def axis_of(operator: str, axis: int, shape: Sequence[int]) -> int:
 
 def pieces_of(
     operator: str, size: int, axis: int, group: Group, sizes: Sequence[int] | None
-) -> tuple[int, ...]:
+) -> Sizes:
     """The sizes into which ``size`` along ``axis`` is cut: ``sizes``, or equal ones.
 
     Raises:
@@ -177,16 +218,59 @@ def must_add_up(operator: str, x: torch.Tensor, *, mean: bool = False, order: bo
         raise CommError(f"{operator} of {x.dtype}; allowed: dtypes whose values have an order")
 
 
-def peer_group(operator: str, peer: int, group: Group | None) -> Group:
-    """The group in which a tensor goes to or comes from ``peer``.
+def _brought(
+    operator: str, x: torch.Tensor, group: Group, *options: int
+) -> tuple[Sequence[Header], Sizes, bool]:
+    """The ranks' headers (none where they do not consult), the shape of the first rank's tensor,
+    and whether any rank wants a gradient.
 
     Raises:
-        CommError: no such rank in the group, or this one.
+        MismatchError: a rank brings no tensor that can travel.
     """
-    group = member(group, operator)
-    if not 0 <= peer < group.size or peer == group.rank:
-        raise CommError(
-            f"{operator} with rank {peer} of {group}, on rank {group.rank} of it; allowed: another "
-            f"one of 0 .. {group.size - 1}"
-        )
-    return group
+    if not group.consults:
+        wants = _wants(operator, x)
+        return (), x.shape, wants
+    every = consult(Header.of(operator, x, options), group)
+    if x is not None:
+        check_tensor(operator, x)
+    for rank, header in zip(group.ranks, every, strict=True):
+        if header.shape is None:
+            raise MismatchError(
+                f"rank {rank} calls {operator} in {group} with no tensor that can travel; allowed: "
+                "a dense tensor on every rank"
+            )
+    shape = every[0].shape
+    assert shape is not None
+    return every, shape, any(header.wants for header in every)
+
+
+def _wants(operator: str, x: torch.Tensor) -> bool:
+    """Whether ``x``, which must be a tensor that travels, wants a gradient."""
+    check_tensor(operator, x)
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def _lengths(
+    operator: str, every: Sequence[Header], shape: Sizes, axis: int, group: Group
+) -> Sizes:
+    """The ranks' lengths along ``axis``; in all else their tensors must be equal."""
+
+    def fixed(header: Header) -> str:
+        sides = enumerate(header.shape or ())
+        kept = ["any" if side == axis else size for side, size in sides]
+        return f"{header.dtype} {kept}".replace("'", "").removeprefix("torch.")
+
+    if not every:
+        return (shape[axis],) * group.size
+    same(every, group, f"calls {operator} with", fixed)
+    return tuple(header.shape[axis] for header in every if header.shape is not None)
+
+
+def _template(header: Header, x: torch.Tensor | None, group: Group, device: Device) -> Like:
+    """The tensor of another rank's header, where ``x`` is, or on ``device``."""
+    assert header.shape is not None
+    assert header.dtype is not None
+    if x is not None:
+        return Like(header.shape, header.dtype, x.device)
+    here = group.device if device is None else torch.device(device)
+    return Like(header.shape, header.dtype, here)

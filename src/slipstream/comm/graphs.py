@@ -5,6 +5,7 @@ Never runs a collective by itself.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import warnings
 from collections.abc import Iterator
@@ -26,12 +27,14 @@ class Graph:
 
     def __init__(self) -> None:
         self._waiting: dict[int, torch.Tensor] = {}
+        self._numbers = itertools.count()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, number: int, token: torch.Tensor) -> None:
-        """An operator waits for its backward; ``token`` leads to it."""
+    def add(self, token: torch.Tensor) -> int:
+        """An operator waits for its backward, and ``token`` leads to it: its number."""
+        number = next(self._numbers)
         self._waiting[number] = token
         if len(self._waiting) == _MANY:
             warnings.warn(
@@ -39,6 +42,7 @@ class Graph:
                 "call comm.backward() after each forward, or evaluate under torch.no_grad()",
                 stacklevel=2,
             )
+        return number
 
     def discard(self, number: int) -> None:
         """The backward of an operator has run."""

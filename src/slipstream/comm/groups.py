@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import CommError
+from slipstream.trace.recorder import Recorder
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,17 +26,24 @@ class Group:
         process_group: None on a rank outside, and where one process trains alone.
         check: whether its members compare notes before every operator, see `group`.
         rank: place of this process in ``ranks``; -1 outside.
+        recorder: gets a span of each operator, forward and backward; None: nobody does.
     """
 
     ranks: tuple[int, ...]
     process_group: dist.ProcessGroup | None
     check: bool
     rank: int
+    recorder: Recorder | None = None
 
     @property
     def size(self) -> int:
         """How many ranks it has."""
         return len(self.ranks)
+
+    @property
+    def consults(self) -> bool:
+        """Whether its members compare notes: it has ``check``, and more than one."""
+        return self.check and len(self.ranks) > 1
 
     @property
     def members(self) -> dist.ProcessGroup:
@@ -48,6 +56,11 @@ class Group:
         """Where torch has the group's ranks, in the group's order, in its process group."""
         place = {rank: place for place, rank in enumerate(sorted(self.ranks))}
         return tuple(place[rank] for rank in self.ranks)
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether torch has the ranks in the group's order."""
+        return self.places == tuple(range(self.size))
 
     @cached_property
     def device(self) -> torch.device:
@@ -67,6 +80,7 @@ def group(
     check: bool = True,
     timeout: timedelta | None = None,
     backend: str | None = None,
+    recorder: Recorder | None = None,
 ) -> Group:
     """A group of ``ranks`` of the world, in this order; None means all of them.
 
@@ -81,6 +95,7 @@ def group(
             nobody up. Without it, all must bring the same and use what they get.
         timeout: how long an operator waits for the others (None: as the world's).
         backend: None: that of the world.
+        recorder: see `Group`.
 
     Raises:
         CommError: a rank twice, none at all, or one that the world does not have.
@@ -99,7 +114,7 @@ def group(
             f"0 .. {world_size - 1}, each of them once"
         )
     if alone:
-        return Group(wanted, None, check, 0)
+        return Group(wanted, None, check, 0, recorder)
     made = dist.new_group(sorted(wanted), timeout=timeout, backend=backend)
     inside = dist.get_rank() in wanted
     return Group(
@@ -107,13 +122,16 @@ def group(
         made if isinstance(made, dist.ProcessGroup) and inside else None,
         check,
         wanted.index(dist.get_rank()) if inside else -1,
+        recorder,
     )
 
 
-def group_of(process_group: dist.ProcessGroup, *, check: bool = True) -> Group:
+def group_of(
+    process_group: dist.ProcessGroup, *, check: bool = True, recorder: Recorder | None = None
+) -> Group:
     """A process group that there is already, e.g. of a dimension of a ``DeviceMesh``."""
     ranks = tuple(dist.get_process_group_ranks(process_group))
-    return Group(ranks, process_group, check, dist.get_rank(process_group))
+    return Group(ranks, process_group, check, dist.get_rank(process_group), recorder)
 
 
 def member(chosen: Group | None, operator: str) -> Group:

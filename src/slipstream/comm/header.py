@@ -142,7 +142,7 @@ def consult(own: Header, group: Group) -> list[Header]:
     """
     mine = torch.tensor(own.numbers(), device=group.device)
     every = mine.new_empty(group.size, LENGTH)
-    with together(f"{own.operator} in {group}"):
+    with together(own.operator, "in", group):
         gather_all(every, mine, group.members)
     rows = every.tolist()
     headers = [Header.read(rows[place]) for place in group.places]
@@ -157,14 +157,14 @@ def consult(own: Header, group: Group) -> list[Header]:
 def send_header(own: Header, peer: int, group: Group) -> None:
     """Tell ``peer`` (a rank of the group) what comes."""
     mine = torch.tensor(own.numbers(), device=group.device)
-    with together(f"send to rank {group.ranks[peer]}"):
+    with together("send to rank", group.ranks[peer]):
         transfer({}, {group.places[peer]: mine}, group.members)
 
 
 def receive_header(peer: int, group: Group) -> Header:
     """What ``peer`` (a rank of the group) is about to send."""
     theirs = torch.empty(LENGTH, dtype=torch.int64, device=group.device)
-    with together(f"recv from rank {group.ranks[peer]}"):
+    with together("recv from rank", group.ranks[peer]):
         transfer({group.places[peer]: theirs}, {}, group.members)
     return Header.read(theirs.tolist())
 
@@ -188,9 +188,11 @@ def same(
 
 def consult_sizes(sizes: Sequence[int], group: Group) -> list[list[int]]:
     """The ``sizes`` (one for each member) of all members, in the group's order; one collective."""
+    if group.size == 1:
+        return [list(sizes)]
     mine = torch.tensor(sizes, dtype=torch.int64, device=group.device)
     every = mine.new_empty(group.size, group.size)
-    with together(f"the comparison of sizes in {group}"):
+    with together("the comparison of sizes in", group):
         gather_all(every, mine, group.members)
     rows: list[list[int]] = every.tolist()
     return [rows[place] for place in group.places]

@@ -10,7 +10,7 @@ receives by turns, so half of its pairs run into that. All receives before all s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ def transfer(
     receives: Mapping[int, torch.Tensor],
     sends: Mapping[int, torch.Tensor],
     group: dist.ProcessGroup,
+    meanwhile: Callable[[], object] | None = None,
 ) -> None:
     """What ``sends`` holds for a rank goes there; what comes from a rank fills its ``receives``.
 
@@ -33,6 +34,7 @@ def transfer(
         receives: contiguous tensors by rank in ``group``.
         sends: contiguous tensors by rank in ``group``; not of this rank.
         group: into which nobody else sends meanwhile.
+        meanwhile: what to do while they travel, a copy say.
     """
     works: list[dist.Work | None] = []
     if not any(t.is_cuda for t in (*receives.values(), *sends.values())):
@@ -46,6 +48,8 @@ def transfer(
             if t.numel()
         ]
         works += dist.batch_isend_irecv(ops) if ops else []
+    if meanwhile is not None:
+        meanwhile()
     for work in works:
         assert work is not None  # which it is outside the group
         work.wait()
@@ -74,5 +78,9 @@ def all_to_all(
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     sources = [(rank - distance) % count for distance in range(1, count)]
     targets = [(rank + distance) % count for distance in range(1, count)]
-    receive[rank].copy_(send[rank])
-    transfer({r: receive[r] for r in sources}, {r: send[r] for r in targets}, group)
+    transfer(
+        {r: receive[r] for r in sources},
+        {r: send[r] for r in targets},
+        group,
+        meanwhile=lambda: receive[rank].copy_(send[rank]),
+    )

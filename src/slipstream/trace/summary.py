@@ -17,6 +17,7 @@ from rich.text import Text
 
 from slipstream.trace.breakdown import Typical, TypicalExchange, typical
 from slipstream.trace.event import Trace, exchange_order
+from slipstream.trace.operators import TypicalOperator, typical_operators
 from slipstream.trace.stragglers import Straggler, stragglers
 from slipstream.trace.strip import strip, unit
 from slipstream.trace.throughput import compute_share, samples_per_second, scaling_efficiency
@@ -45,6 +46,10 @@ _MOST_STRAGGLERS = 8
 _EXCHANGE_MEANING = (
     "Start counts from the start of the iteration. Hidden: the share that runs beside forward or "
     "backward. Skew: how long the first rank waits for the last to be ready. Gbit/s: bytes / time."
+)
+_OPERATOR_MEANING = (
+    "Sums of one iteration, with the wait for the other ranks; it is a part of forward and "
+    "backward. Ranks: how many the group has."
 )
 
 
@@ -90,6 +95,8 @@ def summary(
         pieces.append(_rank_table(middle))
     if middle.exchanges:
         pieces.append(_exchange_table(middle.exchanges))
+    if operators := typical_operators(iterations, rank):
+        pieces.append(_operator_table(operators))
     return Group(*(Padding(piece, (0, 0, 1, 0)) for piece in pieces))
 
 
@@ -115,6 +122,7 @@ def document(
         "ranks": {str(rank): asdict(parts) for rank, parts in middle.ranks.items()},
         "over_ranks": {part: asdict(middle.spread(part)) for part in _PARTS},
         "exchanges": [asdict(exchange) for exchange in middle.exchanges],
+        "operators": [asdict(operator) for operator in typical_operators(iterations, rank)],
         "stragglers": [asdict(straggler) for straggler in slow],
     }
 
@@ -243,6 +251,18 @@ def _exchange_table(exchanges: tuple[TypicalExchange, ...]) -> Table:
             skew,
             f"{e.bytes * 8e-9 / e.duration:.2f}" if e.duration else "-",
         )
+    return table
+
+
+def _operator_table(operators: tuple[TypicalOperator, ...]) -> Table:
+    name, scale, digits = unit(max(o.seconds for o in operators))
+    table = _table("Operators between ranks", _OPERATOR_MEANING)
+    table.add_column("operator")
+    for heading in ("ranks", "calls", "MB", name):
+        table.add_column(heading, justify="right")
+    for o in operators:
+        seconds = f"{o.seconds * scale:.{digits}f}"
+        table.add_row(o.name, str(o.ranks), str(o.calls), f"{o.bytes / 1e6:.2f}", seconds)
     return table
 
 

@@ -1,0 +1,78 @@
+"""What operators do beside moving tensors: in a group without ``check`` no more than is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import slipstream.comm as comm
+from slipstream.comm.header import Header
+from tests.harness.ranks import Ranks
+
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def team() -> Iterator[Ranks]:
+    with Ranks(SIZE) as ranks:
+        yield ranks
+
+
+class Log(TorchDispatchMode):
+    """The names of the operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name().partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+VIEWS = {"aten::view", "aten::split_with_sizes", "aten::detach"}
+ALLOCATIONS = {"aten::empty", "aten::new_empty"}
+
+
+def work(name: str, axes: tuple[int, ...]) -> list[str]:
+    """The operations that touch the elements of a tensor, and the collectives."""
+    group = comm.group(check=False)
+    x = torch.ones(4, 4)
+    with Log() as log, patch.object(Header, "of", side_effect=AssertionError("a header")):
+        getattr(comm, name)(x, group, *axes)
+    return [word for word in log.names if word not in VIEWS | ALLOCATIONS]
+
+
+WORK = {
+    "all_reduce_sum": ["aten::clone", "c10d::allreduce_"],
+    "all_reduce_max": ["aten::clone", "c10d::allreduce_"],
+    "all_gather": ["c10d::_allgather_base_"],
+    "all_to_all": ["c10d::recv_", "c10d::send", "aten::copy_"],
+    "reduce_scatter_sum": ["c10d::recv_", "c10d::send", "aten::add_"],
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_along_the_first_axis_nothing_is_copied_twice(team: Ranks, name) -> None:
+    assert team.run(work, name, ()) == [WORK[name]] * SIZE
+
+
+def recorded_work() -> tuple[list[str], list[str]]:
+    group = comm.group(check=False)
+    x = torch.ones(4, 4, requires_grad=True)
+    with Log() as forward:
+        y = comm.all_reduce_max(x, group)
+    with Log() as backward:
+        y.backward(torch.ones_like(y))
+    return forward.names, backward.names
+
+
+def test_the_extreme_is_compared_in_backward_alone(team: Ranks) -> None:
+    for forward, backward in team.run(recorded_work):
+        assert {"aten::eq", "aten::where"}.isdisjoint(forward)
+        assert backward.count("aten::eq") == backward.count("aten::where") == 1
