@@ -1,6 +1,6 @@
 """What a pipeline of two stages loses to its bubble, beside the formula of its schedule.
 
-    python benchmarks/pipeline.py --json benchmarks/results/pipeline.json
+    python benchmarks/bubbles.py --json benchmarks/results/bubbles.json
 
 GPT-2 is cut where `balance` says, on two ranks of one thread over loopback. A micro-batch is the
 same in all rows, so more of them make a larger batch. The formulas assume stages of equal time and
@@ -47,7 +47,12 @@ WARMUP = 2
 def gpt2(args: argparse.Namespace) -> nn.Module:
     """The same weights on every rank."""
     torch.manual_seed(0)
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    off: dict[str, Any] = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "use_cache": False,
+    }
     off |= {"bos_token_id": None, "eos_token_id": None}
     config = GPT2Config(
         n_layer=args.layers,
@@ -133,7 +138,7 @@ def measure(args: argparse.Namespace) -> None:
         Console(width=120).print(table(rows))
         if args.json:
             sizes = {k: v for k, v in vars(args).items() if k not in ("json", "micro_batches")}
-            save(args.json, "pipeline", {"ranks": dist.get_world_size(), **sizes, "rows": rows})
+            save(args.json, "bubbles", {"ranks": dist.get_world_size(), **sizes, "rows": rows})
     dist.barrier()
     dist.destroy_process_group()
 
