@@ -25,6 +25,7 @@ from slipstream.parallel import Pipeline, ideal_bubble, measured_bubble
 from slipstream.trace import chrome
 from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT
 from slipstream.trace.recorder import Recorder
+from slipstream.trace.summary import document
 from tests.harness.ranks import PerRank, Ranks
 from tests.parallel.staged import CASES, SAMPLES, Case
 
@@ -443,6 +444,7 @@ class Weird(nn.Module):
         ),
         ({}, {"args": (torch.ones(5, 3),)}, StrategyError, "batch of 5 samples in 2 micro-batches"),
         ({}, {"args": (), "target": None}, StrategyError, "a batch without a tensor"),
+        ({}, {"args": torch.ones(4, 3)}, StrategyError, r"args is a Tensor; allowed: .* \(x,\)"),
         ({}, {"loss_fn": Weird("vector")}, ModelError, r"stage 1 on rank 1: .* shape \[2, 1\]"),
         ({}, {"loss_fn": Weird("number")}, ModelError, "loss_fn returned a float; allowed: a fl"),
         ({}, {"loss_fn": Weird("constant")}, ModelError, "the loss requires no gradient"),
@@ -468,6 +470,12 @@ def test_ranks_must_give_the_same_settings(two) -> None:
     for error in two.fail(settings_differ, PerRank(["1"], ["2"])).values():
         assert isinstance(error, MismatchError)
         assert "rank 1 differs from rank 0 in cut: ['2'] on rank 1, ['1'] on rank 0" in str(error)
+
+
+def test_ranks_must_give_the_same_shapes(two) -> None:
+    calls = PerRank(*({"args": (torch.ones(n, 3),), "target": torch.ones(n, 1)} for n in (4, 6)))
+    for error in two.fail(refused, {}, calls).values():
+        assert "rank 1 differs from rank 0 in the first micro-batch: float32[3, 3]" in str(error)
 
 
 class Fails(nn.Module):
@@ -540,6 +548,7 @@ def test_every_forward_and_backward_is_recorded(two, schedule, stages, tmp_path)
     assert all(0 < share < 1 for share in bubbles.values())
     chrome.write(trace, tmp_path / "trace.json")
     assert len(chrome.read(tmp_path / "trace.json").events) == len(trace.events)
+    assert document(trace)
 
 
 def test_formulas_of_the_bubble() -> None:
