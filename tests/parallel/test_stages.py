@@ -194,6 +194,11 @@ def test_more_than_one_tensor() -> None:
             ["second", "third"],
             "'third' is registered after 'second'",
         ),
+        (
+            lambda m, x: m.second(m.first(x).mul_(2)),
+            ["second"],
+            "stage 1 on rank 0: the model writes in place to what a module before 'second' ret",
+        ),
         (lambda m, x: 1 / 0, ["second"], "stage 0 on rank 0: ZeroDivisionError: division by zero"),
     ],
 )
