@@ -1,6 +1,6 @@
 """What a pipeline of two stages loses to its bubble, beside the formula of its schedule.
 
-    python benchmarks/bubbles.py --json benchmarks/results/pipeline.json
+    python benchmarks/bubbles.py --json benchmarks/results/bubbles.json
 
 GPT-2 is cut where `balance` says, on two ranks of one thread over loopback. A micro-batch is the
 same in all rows, so more of them make a larger batch. The formulas assume stages of equal time and
@@ -138,7 +138,7 @@ def measure(args: argparse.Namespace) -> None:
         Console(width=120).print(table(rows))
         if args.json:
             sizes = {k: v for k, v in vars(args).items() if k not in ("json", "micro_batches")}
-            save(args.json, "pipeline", {"ranks": dist.get_world_size(), **sizes, "rows": rows})
+            save(args.json, "bubbles", {"ranks": dist.get_world_size(), **sizes, "rows": rows})
     dist.barrier()
     dist.destroy_process_group()
 

@@ -260,7 +260,7 @@ def operators(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def pipeline(facts: Mapping[str, Any]) -> str:
+def bubbles(facts: Mapping[str, Any]) -> str:
     """Bubbles of the pipeline schedules, and what two ranks bring."""
     lines = [
         f"## Pipeline, {facts['date']}",
@@ -363,12 +363,12 @@ def speed_picture(found: Sequence[Mapping[str, Any]]) -> Figure:
 def main() -> None:
     """Render every result."""
     render = {
+        "bubbles": bubbles,
         "convergence": convergence,
         "exchange": exchange,
         "large_batch": large_batch,
         "operators": operators,
         "overhead": overhead,
-        "pipeline": pipeline,
         "prediction": prediction,
         "soak": soak,
         "tuner": tuner,

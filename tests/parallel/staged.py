@@ -182,3 +182,10 @@ CASES = {
         {2: ["middle"], 4: ["twice", "middle", "again"]},
     ),
 }
+
+
+def make(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same weights every time."""
+    torch.manual_seed(0)
+    model = case.build()
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)

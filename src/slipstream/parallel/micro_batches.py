@@ -34,13 +34,16 @@ def micro_batches(
     a mask of positions, is given whole. Exactness: views of the batch.
 
     Raises:
-        StrategyError: no tensor, or a batch that ``count`` does not divide.
+        StrategyError: ``args`` is no tuple, there is no tensor, or a batch that ``count`` does not
+            divide.
 
     Example:
         >>> parts = micro_batches((torch.arange(4),), {"flag": True}, None, 2)
         >>> [part.args for part in parts]
         [(tensor([0, 1]),), (tensor([2, 3]),)]
     """
+    if not isinstance(args, tuple):
+        raise StrategyError(f"args is a {type(args).__name__}; allowed: a tuple, e.g. (x,)")
     given = [x for x in tensors([*args, *kwargs.values(), target]) if x.ndim]
     if not given:
         raise StrategyError("a batch without a tensor; allowed: one whose first dimension counts")

@@ -150,6 +150,8 @@ class Pipeline:
             self._run()
             self.holdings.sum_gradients()
         except Exception as error:
+            if self._group is None:
+                raise
             self._state = "broken by an error"
             raise self._explained(error) from (self._work.error or error)
         for parameter, gradient in before:
@@ -179,7 +181,10 @@ class Pipeline:
         self.holdings.load_full_state_dict(state)
 
     def close(self) -> None:
-        """Every rank has the whole model again, as it is now. Collective; once is enough."""
+        """Every rank has the whole model again, as it is now. Collective; once is enough.
+
+        After an ExchangeError it does nothing: other ranks may be gone; load a checkpoint instead.
+        """
         if self._state == "open":
             self.holdings.restore()
             self._schedule, self._state = None, "closed"

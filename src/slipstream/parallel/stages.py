@@ -139,6 +139,14 @@ class Stages:
                 result = self.model(*args, **kwargs)
         except _Left as left:
             return left.hidden
+        except RuntimeError as error:
+            if "single memory location" in str(error):  # torch's words, of an expanded tensor
+                raise ModelError(
+                    "the model writes in place to what a module before "
+                    f"{self.cuts.paths[run.stage - 1]!r} returned, where only its shape is known; "
+                    "write x = x + y instead of x += y there, or cut before it"
+                ) from error
+            raise
         finally:
             run.ended = True
         missed = self.cuts.paths[run.stage :] if run.entered else self.cuts.paths[run.stage - 1 :]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -94,13 +95,18 @@ def walk(
             step: _Step = pickle.loads(said[0])
             if step.failure:
                 raise ModelError(step.failure) from cause
-            for path, calls in step.seen.items():
+            for path, calls in mapped(step.seen, partial(_here, device), TensorSpec).items():
                 found.seen.setdefault(path, []).extend(calls)
             found.result = mapped(step.result, lambda x: x.to(device))
             if stage < last or loss_fn is not None:
                 hidden = found.result.requires_grad_(step.requires_grad)
                 found.travels.append(TensorSpec.of(hidden))
     return found
+
+
+def _here(device: torch.device, spec: TensorSpec) -> TensorSpec:
+    """On another rank the model is on another device."""
+    return replace(spec, device=device) if spec.device.type == device.type else spec
 
 
 def _loss(loss: object) -> torch.Tensor:

@@ -1,0 +1,138 @@
+"""Mistakes and failures in a pipeline: errors on every rank, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from slipstream.errors import (
+    ExchangeError,
+    MismatchError,
+    ModelError,
+    StrategyError,
+    UsageError,
+)
+from slipstream.parallel import Pipeline
+from tests.harness.ranks import PerRank, Ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2, timeout=60.0) as ranks:
+        yield ranks
+
+
+# Errors.
+
+
+def refused(settings: dict[str, Any], call: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1), nn.Tanh())
+    pipeline = Pipeline(model, **{"cut": ["1"], "micro_batches": 2, **settings})
+    given = {"loss_fn": F.mse_loss, "args": (torch.ones(4, 3),), "target": torch.ones(4, 1)}
+    pipeline.forward_backward(**given | call)
+
+
+class Weird(nn.Module):
+    """A loss that is none, by a name that is its value."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, output: Any, target: Any) -> Any:
+        if self.kind == "raises":
+            raise ValueError("no such label")
+        return {"vector": output, "number": 3.0, "constant": torch.ones(())}[self.kind]
+
+
+@pytest.mark.parametrize(
+    ("settings", "call", "error", "message"),
+    [
+        ({"cut": ["7"]}, {}, ModelError, r"cut at '7', but Sequential has no module .* allowed"),
+        ({"cut": ["1", "2"]}, {}, StrategyError, "2 cuts make 3 stages, on 2 ranks; allowed: 1 cu"),
+        ({"cut": ["1", "2", "3"]}, {}, StrategyError, "1f1b runs one stage a rank, not 2"),
+        ({"schedule": "zb"}, {}, StrategyError, "schedule 'zb'; allowed: gpipe, 1f1b, interl"),
+        ({"micro_batches": 1}, {}, StrategyError, "1 micro-batches on 2 stages; .* 2 or more"),
+        ({"micro_batches": 0, "schedule": "gpipe"}, {}, StrategyError, "allowed: 1 or more"),
+        (
+            {"micro_batches": 5, "schedule": "zero_bubble"},
+            {},
+            StrategyError,
+            "5 micro-batches on 2 ranks; allowed by zero_bubble: a multiple of the ranks, e.g. 4",
+        ),
+        ({}, {"args": (torch.ones(5, 3),)}, StrategyError, "batch of 5 samples in 2 micro-batches"),
+        ({}, {"args": (), "target": None}, StrategyError, "a batch without a tensor"),
+        ({}, {"args": torch.ones(4, 3)}, StrategyError, r"args is a Tensor; allowed: .* \(x,\)"),
+        ({}, {"loss_fn": Weird("vector")}, ModelError, r"stage 1 on rank 1: .* shape \[2, 1\]"),
+        ({}, {"loss_fn": Weird("number")}, ModelError, "loss_fn returned a float; allowed: a fl"),
+        ({}, {"loss_fn": Weird("constant")}, ModelError, "the loss requires no gradient"),
+        ({}, {"loss_fn": Weird("raises")}, ModelError, "stage 1 on rank 1: ValueError: no such la"),
+        ({}, {"args": (torch.ones(4, 5),)}, ModelError, "stage 0 on rank 0: RuntimeError: mat1"),
+    ],
+)
+def test_mistakes_are_errors_on_every_rank(two, settings, call, error, message) -> None:
+    for rank, found in two.fail(refused, settings, call).items():
+        if isinstance(found, MismatchError):  # the others name the rank that has the error
+            assert rank
+            assert "cannot go on" in str(found)
+            continue
+        with pytest.raises(error, match=message):
+            raise found
+
+
+def settings_differ(cut: list[str]) -> None:
+    Pipeline(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)), cut=cut)
+
+
+def test_ranks_must_give_the_same_settings(two) -> None:
+    for error in two.fail(settings_differ, PerRank(["1"], ["2"])).values():
+        assert isinstance(error, MismatchError)
+        assert "rank 1 differs from rank 0 in cut: ['2'] on rank 1, ['1'] on rank 0" in str(error)
+
+
+def test_ranks_must_give_the_same_shapes(two) -> None:
+    calls = PerRank(*({"args": (torch.ones(n, 3),), "target": torch.ones(n, 1)} for n in (4, 6)))
+    for error in two.fail(refused, {}, calls).values():
+        assert "rank 1 differs from rank 0 in the first micro-batch: float32[3, 3]" in str(error)
+
+
+class Fails(nn.Module):
+    """Raises when it gets a number above 100."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.detach().max()) > 100:
+            raise ValueError("too large")
+        return x * 1
+
+
+def fails_later(schedule: str, where: int) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    layers.insert(2 * where, Fails())
+    model = nn.Sequential(*layers)
+    pipeline = Pipeline(model, group, cut=[str(2 - where)], schedule=schedule, micro_batches=2)
+    x, y = torch.ones(4, 3), torch.ones(4, 3)
+    pipeline.forward_backward(F.mse_loss, (x,), target=y)
+    try:
+        pipeline.forward_backward(F.mse_loss, (x * 1e6,), target=y)
+    finally:
+        with pytest.raises(UsageError, match="broken by an error; make a new one"):
+            pipeline.forward_backward(F.mse_loss, (x,), target=y)
+
+
+@pytest.mark.parametrize(("schedule", "where"), [("1f1b", 0), ("zero_bubble", 0), ("gpipe", 0)])
+def test_an_error_in_a_stage_holds_up_nobody(two, schedule, where) -> None:
+    errors = two.fail(fails_later, schedule, where, timeout=30.0)
+    assert all(isinstance(error, ExchangeError) for error in errors.values())
+    assert (
+        str(errors[0]) == "rank 0: stage 0 in the forward of micro-batch 0: ValueError: too large"
+    )
+    assert "rank 1, which runs stages [1], cannot go on" in str(errors[1])
