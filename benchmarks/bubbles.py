@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from slipstream.parallel import Pipeline, balance, ideal_bubble, measured_bubble
-from slipstream.parallel.schedules import ScheduleName
+from slipstream.parallel.pipeline.schedules import ScheduleName
 from slipstream.trace.event import ITERATION
 from slipstream.trace.recorder import Recorder
 

@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from slipstream import comm
-from slipstream.parallel.plans import Plan, known_plan
-from slipstream.parallel.tensor import split_layers
+from slipstream.parallel.tensor.plans import Plan, known_plan
+from slipstream.parallel.tensor.split import split_layers
 from slipstream.strategy.parallel import TensorParallel
 
 Theirs = dict[str, ParallelStyle]

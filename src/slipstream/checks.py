@@ -20,10 +20,10 @@ from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import check_lendable
 from slipstream.optim.layerwise import Layerwise
-from slipstream.parallel.assign import assign
-from slipstream.parallel.cuts import cut_model
-from slipstream.parallel.plans import plan_of
-from slipstream.parallel.schedules import check_schedule
+from slipstream.parallel.pipeline.cuts import cut_model
+from slipstream.parallel.pipeline.schedules import check_schedule
+from slipstream.parallel.tensor.assign import assign
+from slipstream.parallel.tensor.plans import plan_of
 from slipstream.strategy import Adaptive, ByName, Codec, Optimal, Strategy
 from slipstream.strategy.parallel import Sequence, Switch
 

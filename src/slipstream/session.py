@@ -30,7 +30,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
-from slipstream.parallel.pipeline import Pipeline
+from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.recording import Recording
 from slipstream.shared_model import SharedModel
 from slipstream.strategy import Split, Strategy, keeps_state, overview

@@ -15,9 +15,9 @@ from torch import nn
 from slipstream.axes import Axes
 from slipstream.comm import fused, group_of
 from slipstream.parallel.clip import clip_grad_norm_
-from slipstream.parallel.pipeline import Pipeline
-from slipstream.parallel.plans import plan_of
-from slipstream.parallel.tensor import SplitLayers, split_layers
+from slipstream.parallel.pipeline.pipeline import Pipeline
+from slipstream.parallel.tensor.plans import plan_of
+from slipstream.parallel.tensor.split import SplitLayers, split_layers
 from slipstream.strategy import Parallel, Row
 from slipstream.trace.recorder import Recorder
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.parallel.plans import Plan, known_plan
+from slipstream.parallel.tensor.plans import Plan, known_plan
 from slipstream.strategy.parallel import TensorParallel
 
 WORDS, LENGTH = 101, 9  # odd, so that shares of both differ by one

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import StrategyError
-from slipstream.parallel.balance import balance, balanced, candidates
+from slipstream.parallel.pipeline.balance import balance, balanced, candidates
 from tests.parallel.staged import CASES
 
 

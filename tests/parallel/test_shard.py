@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slipstream.cluster.mesh import AXES, Mesh
 from slipstream.errors import StrategyError
-from slipstream.parallel.shard import Shard
+from slipstream.parallel.tensor.shard import Shard
 
 
 @given(st.data())

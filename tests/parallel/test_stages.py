@@ -10,11 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ModelError
-from slipstream.parallel.cuts import cut_model
-from slipstream.parallel.micro_batches import micro_batches
-from slipstream.parallel.stages import Stages
-from slipstream.parallel.stand_ins import TensorSpec, has_nan, mapped, placeholder, replaced
-from slipstream.parallel.walk import walk
+from slipstream.parallel.pipeline.cuts import cut_model
+from slipstream.parallel.pipeline.micro_batches import micro_batches
+from slipstream.parallel.pipeline.stages import Stages
+from slipstream.parallel.pipeline.stand_ins import (
+    TensorSpec,
+    has_nan,
+    mapped,
+    placeholder,
+    replaced,
+)
+from slipstream.parallel.pipeline.walk import walk
 from tests.parallel.staged import CASES, Case
 
 

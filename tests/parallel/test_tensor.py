@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 from slipstream import comm
 from slipstream.errors import CommError, ModelError, StrategyError
-from slipstream.parallel.layers import RowParallel
-from slipstream.parallel.loss import vocabulary_cross_entropy
-from slipstream.parallel.plans import known_plan
-from slipstream.parallel.tensor import SplitLayers, split_layers
+from slipstream.parallel.tensor.layers import RowParallel
+from slipstream.parallel.tensor.loss import vocabulary_cross_entropy
+from slipstream.parallel.tensor.plans import known_plan
+from slipstream.parallel.tensor.split import SplitLayers, split_layers
 from tests.harness.counters import collectives
 from tests.harness.ranks import Ranks
 from tests.parallel.models import CASES, LENGTH, WORDS, Case, gpt2, places

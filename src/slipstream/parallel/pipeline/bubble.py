@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from statistics import median
 
 from slipstream.errors import StrategyError, TraceError
-from slipstream.parallel.schedules import ScheduleName
+from slipstream.parallel.pipeline.schedules import ScheduleName
 from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT, Event
 
 _COMPUTE = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT)

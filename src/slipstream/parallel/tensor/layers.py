@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from slipstream.comm import Group
-from slipstream.parallel import edges
-from slipstream.parallel.shard import Shard
-from slipstream.parallel.streams import Streams
+from slipstream.parallel.tensor import edges
+from slipstream.parallel.tensor.shard import Shard
+from slipstream.parallel.tensor.streams import Streams
 
 SEQUENCE = 1
 """The axis of a sequence: tensors are [batch, sequence, features]."""

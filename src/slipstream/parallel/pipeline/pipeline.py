@@ -23,13 +23,18 @@ from torch import nn
 from slipstream.comm.agreement import agree, together
 from slipstream.comm.groups import group_of
 from slipstream.errors import ExchangeError, ModelError, SlipstreamError, UsageError
-from slipstream.parallel.cuts import cut_model
-from slipstream.parallel.holdings import Holdings
-from slipstream.parallel.micro_batches import MicroBatch, micro_batches
-from slipstream.parallel.schedules import Schedule, ScheduleName, check_schedule, make_schedule
-from slipstream.parallel.stage_module import StageModule, TimedStage, Work
-from slipstream.parallel.stages import Stages
-from slipstream.parallel.walk import Walk, walk
+from slipstream.parallel.pipeline.cuts import cut_model
+from slipstream.parallel.pipeline.holdings import Holdings
+from slipstream.parallel.pipeline.micro_batches import MicroBatch, micro_batches
+from slipstream.parallel.pipeline.schedules import (
+    Schedule,
+    ScheduleName,
+    check_schedule,
+    make_schedule,
+)
+from slipstream.parallel.pipeline.stage_module import StageModule, TimedStage, Work
+from slipstream.parallel.pipeline.stages import Stages
+from slipstream.parallel.pipeline.walk import Walk, walk
 from slipstream.trace.recorder import Recorder
 
 LossFn = Callable[[Any, Any], torch.Tensor]

@@ -14,9 +14,9 @@ from torch import nn
 
 from slipstream.comm.agreement import together
 from slipstream.errors import ModelError
-from slipstream.parallel.cuts import Cuts
-from slipstream.parallel.shared import sum_shared
-from slipstream.parallel.stand_ins import placeholder
+from slipstream.parallel.pipeline.cuts import Cuts
+from slipstream.parallel.pipeline.shared import sum_shared
+from slipstream.parallel.pipeline.stand_ins import placeholder
 
 
 class Holdings:

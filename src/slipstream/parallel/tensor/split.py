@@ -15,9 +15,9 @@ from torch import nn
 from slipstream.comm import Group, fused
 from slipstream.comm.moves import GatherAll, Like
 from slipstream.errors import ModelError
-from slipstream.parallel.assign import Assignment, assign, named_shards
 from slipstream.parallel.clip import clip_grad_norm_
-from slipstream.parallel.layers import (
+from slipstream.parallel.tensor.assign import Assignment, assign, named_shards
+from slipstream.parallel.tensor.layers import (
     Region,
     RowParallel,
     VocabularyParallel,
@@ -25,9 +25,9 @@ from slipstream.parallel.layers import (
     sequence_hooks,
     switch_hooks,
 )
-from slipstream.parallel.plans import Plan
-from slipstream.parallel.shard import Shard
-from slipstream.parallel.streams import Streams
+from slipstream.parallel.tensor.plans import Plan
+from slipstream.parallel.tensor.shard import Shard
+from slipstream.parallel.tensor.streams import Streams
 from slipstream.strategy.parallel import Column, Row, Sequence, Switch, Vocabulary
 
 

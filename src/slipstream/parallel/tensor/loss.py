@@ -8,7 +8,7 @@ import torch
 
 from slipstream import comm
 from slipstream.errors import CommError
-from slipstream.parallel import edges
+from slipstream.parallel.tensor import edges
 
 
 def vocabulary_cross_entropy(

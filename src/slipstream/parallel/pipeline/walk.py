@@ -19,9 +19,9 @@ from torch import nn
 
 from slipstream.comm.agreement import together
 from slipstream.errors import ModelError
-from slipstream.parallel.micro_batches import MicroBatch
-from slipstream.parallel.stages import Seen, Stages
-from slipstream.parallel.stand_ins import TensorSpec, mapped
+from slipstream.parallel.pipeline.micro_batches import MicroBatch
+from slipstream.parallel.pipeline.stages import Seen, Stages
+from slipstream.parallel.pipeline.stand_ins import TensorSpec, mapped
 
 
 @dataclass

@@ -10,9 +10,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from slipstream.errors import StrategyError
-from slipstream.parallel.layers import Kind, kind_of
-from slipstream.parallel.plans import Plan
-from slipstream.parallel.shard import Shard
+from slipstream.parallel.tensor.layers import Kind, kind_of
+from slipstream.parallel.tensor.plans import Plan
+from slipstream.parallel.tensor.shard import Shard
 from slipstream.strategy.parallel import (
     Channels,
     Column,

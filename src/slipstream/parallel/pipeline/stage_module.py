@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from slipstream.parallel.micro_batches import MicroBatch
-from slipstream.parallel.stages import Seen, Stages
+from slipstream.parallel.pipeline.micro_batches import MicroBatch
+from slipstream.parallel.pipeline.stages import Seen, Stages
 from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT
 from slipstream.trace.recorder import Recorder
 

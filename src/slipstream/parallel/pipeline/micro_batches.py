@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import StrategyError
-from slipstream.parallel.stand_ins import mapped, tensors
+from slipstream.parallel.pipeline.stand_ins import mapped, tensors
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""A model cut into stages that run micro-batches on several ranks. `pipeline` runs them."""
