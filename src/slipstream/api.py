@@ -170,14 +170,14 @@ def _compose(
     control: dist.ProcessGroup | None,
 ) -> Session[M, O]:
     """Install the rooms: what comes first is what later ones build on."""
-    axes = Axes.of(cluster, strategy.parallel, control)
+    search = strategy.gradients.split if control is not None else None
     recorder = None  # first, since every room gets it
-    search = strategy.gradients.split if axes.data is not None else None
     if isinstance(search, Optimal):
         recorder = Recorder(cluster.rank, SETTLING, search.steps)
     elif strategy.trace.steps is not None:
         recorder = Recorder(cluster.rank, strategy.trace.skip, strategy.trace.steps)
 
+    axes = Axes.of(cluster, strategy.parallel, control, recorder)
     shared = None  # before the engine, as it changes the shapes of parameters
     if strategy.parallel.active:
         shared = SharedModel(model, optimizer, strategy.parallel, axes, recorder)
@@ -224,7 +224,9 @@ def _compose(
 
     recording = even = None
     if recorder is not None:
-        recording = Recording(recorder, model, strategy.trace, cluster.device, control, live_split)
+        recording = Recording(
+            recorder, model, strategy.trace, cluster.device, control, live_split, axes.mesh.share
+        )
     if loader is not None:  # after the engine: a filler batch is one that the engine does not count
         on_start = recording.iteration_begins if recording is not None else None
         even = EvenLoader(loader, group=axes.data, recorder=recorder, on_start=on_start)

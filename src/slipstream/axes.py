@@ -17,6 +17,7 @@ from slipstream.cluster.mesh import Mesh
 from slipstream.comm.agreement import together
 from slipstream.errors import MismatchError
 from slipstream.strategy import Parallel
+from slipstream.trace.recorder import Recorder
 
 _CLOSE = 1e-5
 
@@ -59,7 +60,13 @@ class Axes:
     new_data_group: Callable[[], dist.ProcessGroup | None]
 
     @classmethod
-    def of(cls, cluster: Cluster, parallel: Parallel, control: dist.ProcessGroup | None) -> Axes:
+    def of(
+        cls,
+        cluster: Cluster,
+        parallel: Parallel,
+        control: dist.ProcessGroup | None,
+        recorder: Recorder | None,
+    ) -> Axes:
         """Every rank of the world calls it."""
         mesh = mesh_of(parallel, cluster.world_size)
 
@@ -82,7 +89,7 @@ class Axes:
             model=group_along(mesh.models(), "gloo"),
             tensor=comm.Group((cluster.rank,), None, False, 0)
             if tensor is None
-            else comm.group_of(tensor, check=False),
+            else comm.group_of(tensor, check=False, recorder=recorder),
             pipeline=group_along(mesh.groups("pipeline"), None),
             new_data_group=lambda: group_along(data, None),
         )

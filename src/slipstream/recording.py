@@ -37,17 +37,21 @@ class Recording:
         device: torch.device,
         control: dist.ProcessGroup | None,
         live: LiveSplit | None,
+        share: int = 1,
     ) -> None:
         self._recorder, self._wish, self._device = recorder, wish, device
-        self._control, self._live = control, live
+        self._control, self._live, self._share = control, live, share
         self._for_user = live is None  # whether this window is the one that the user asked for
         self._iteration = 0
         self._aligned = self._under_way = self._over = False
         self._forward_start: Stamp | None = None
+        self._in_backward = False
         self._start: Stamp = 0.0
         self._end: Stamp = 0.0
         self._batch = self._samples = 0
-        self._hook = model.register_forward_pre_hook(self._forward_begins, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(
+            lambda _, args, kwargs: self.forward_begins(args, kwargs), with_kwargs=True
+        )
         self.iteration_begins()
 
     def iteration_begins(self) -> None:
@@ -63,7 +67,7 @@ class Recording:
 
     def backward_begins(self, *, filler: bool = False) -> None:
         """The forward pass and the loss are over; a filler's samples do not count."""
-        self._under_way = True
+        self._under_way = self._in_backward = True
         self._samples += 0 if filler else self._batch
         self._batch = 0
         if self._recorder.active:
@@ -73,6 +77,7 @@ class Recording:
 
     def backward_ends(self) -> None:
         """All gradients of this rank are there; exchanges may go on."""
+        self._in_backward = False
         if self._recorder.active:
             self._end = self._recorder.stamp(self._device)
 
@@ -93,7 +98,7 @@ class Recording:
         if self._recorder.active:
             now = self._recorder.stamp(self._device)
             self._recorder.add(OPTIMIZER, self._start, now)
-            samples = {"samples": self._samples} if self._samples else {}
+            samples = {"samples": self._samples / self._share} if self._samples else {}
             self._recorder.end_step(now, **samples)
         else:
             self._recorder.end_step()
@@ -145,10 +150,10 @@ class Recording:
         with together("the gathering of the trace"):
             return self._recorder.gather(self._control)
 
-    def _forward_begins(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if self._recorder.active and self._forward_start is None:
+    def forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model is about to get these inputs. Within a backward (stages of a pipeline, blocks
+        that are computed again) it is not news."""
+        if self._recorder.active and self._forward_start is None and not self._in_backward:
             self._forward_start = self._recorder.stamp(self._device)
             self._batch = _batch_size([*args, *kwargs.values()])
 

@@ -222,6 +222,8 @@ class Session(Generic[M, O]):
             self.backward(loss * loss_scale if loss_scale != 1.0 else loss, loss_scale=loss_scale)
             return loss.detach()
         self._check_scale(loss_scale)
+        if self._recording is not None:
+            self._recording.forward_begins(args, kwargs or {})
         scale = loss_scale / self.strategy.gradients.accumulate
         losses: list[torch.Tensor] = []
 

@@ -90,7 +90,7 @@ def apply(name: str, move: Move, x: Maybe, *, wants: bool, after: Maybe = None) 
 def _run(name: str, move: Move, x: Maybe) -> Maybe:
     recorder = move.group.recorder
     try:
-        if recorder is None or not recorder.active:
+        if recorder is None or not recorder.active or getattr(move, "local", False):
             return move(x)
         return _recorded(recorder, name, move, x)
     except RuntimeError as error:

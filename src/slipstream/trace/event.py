@@ -74,7 +74,8 @@ class Event:
     argument that is a time. A ``backward`` that ends in exchanges carries ``gradients_ready``: for
     each gradient, in ready order, the seconds from its start until it was there (None: it never
     came). The spans of a pipeline stage carry its number, ``stage``, and ``micro_batch``. An
-    ``iteration`` carries ``samples``, how many this rank trained on, where it is known. An operator
+    ``iteration`` carries ``samples``, how many this rank trained on (its share, where ranks share
+    a model), where it is known. An operator
     of ``slipstream.comm`` carries ``bytes`` and ``ranks``, how many its group has.
 
     Example:

@@ -18,6 +18,7 @@ from rich.text import Text
 from slipstream.trace.breakdown import Typical, TypicalExchange, typical
 from slipstream.trace.event import Trace, exchange_order
 from slipstream.trace.operators import TypicalOperator, typical_operators
+from slipstream.trace.stages import TypicalStages, typical_stages
 from slipstream.trace.stragglers import Straggler, stragglers
 from slipstream.trace.strip import strip, unit
 from slipstream.trace.throughput import compute_share, samples_per_second, scaling_efficiency
@@ -46,6 +47,10 @@ _MOST_STRAGGLERS = 8
 _EXCHANGE_MEANING = (
     "Start counts from the start of the iteration. Hidden: the share that runs beside forward or "
     "backward. Skew: how long the first rank waits for the last to be ready. Gbit/s: bytes / time."
+)
+_STAGE_MEANING = (
+    "bubble: the share of the time from the first forward to the last backward in which a rank "
+    "computes nothing"
 )
 _OPERATOR_MEANING = (
     "Sums of one iteration, with the wait for the other ranks; it is a part of forward and "
@@ -95,6 +100,8 @@ def summary(
         pieces.append(_rank_table(middle))
     if middle.exchanges:
         pieces.append(_exchange_table(middle.exchanges))
+    if stages := typical_stages(iterations, rank):
+        pieces.append(_stage_table(stages))
     if operators := typical_operators(iterations, rank):
         pieces.append(_operator_table(operators))
     return Group(*(Padding(piece, (0, 0, 1, 0)) for piece in pieces))
@@ -122,6 +129,7 @@ def document(
         "ranks": {str(rank): asdict(parts) for rank, parts in middle.ranks.items()},
         "over_ranks": {part: asdict(middle.spread(part)) for part in _PARTS},
         "exchanges": [asdict(exchange) for exchange in middle.exchanges],
+        "stages": [asdict(stages) for stages in typical_stages(iterations, rank)],
         "operators": [asdict(operator) for operator in typical_operators(iterations, rank)],
         "stragglers": [asdict(straggler) for straggler in slow],
     }
@@ -164,10 +172,22 @@ def _clock_error(meta: Mapping[str, Any]) -> float:
     return max(map(float, meta.get("clock_error") or [0.0]))
 
 
+def _parallel_words(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Of ranks that share a model."""
+    if tensor := settings.get("tensor"):
+        yield f"{tensor['ranks']} tensor ranks"
+    if pipeline := settings.get("pipeline"):
+        parts = pipeline["micro_batches"]
+        yield f"pipeline of {pipeline['ranks']} ranks, {pipeline['schedule']}, {parts} parts a batch"
+
+
 def strategy_words(settings: Mapping[str, Any]) -> Iterator[str]:
     """A strategy in few words: kinds without their fields, no trace settings, no nulls."""
     for name, value in settings.items():
         if name == "trace" or value is None:
+            continue
+        if name == "parallel":
+            yield from _parallel_words(value)
             continue
         if isinstance(value, Mapping):
             yield from [f"{name} {value['kind']}"] if "kind" in value else strategy_words(value)
@@ -251,6 +271,22 @@ def _exchange_table(exchanges: tuple[TypicalExchange, ...]) -> Table:
             skew,
             f"{e.bytes * 8e-9 / e.duration:.2f}" if e.duration else "-",
         )
+    return table
+
+
+def _stage_table(every: tuple[TypicalStages, ...]) -> Table:
+    name, scale, digits = unit(max(s.forward + s.backward + s.waits for s in every))
+    table = _table("Stages of the pipeline", _STAGE_MEANING)
+    for heading in ("rank", "stages", "micro-\nbatches"):
+        table.add_column(heading, justify="right")
+    for heading in ("forward", "backward", "waits"):
+        table.add_column(f"{heading}\n{name}", justify="right")
+    table.add_column("bubble\n%", justify="right")
+    for s in every:
+        seconds = (f"{part * scale:.{digits}f}" for part in (s.forward, s.backward, s.waits))
+        stages = ", ".join(map(str, s.stages))
+        bubble = f"{100 * s.bubble:.1f}"
+        table.add_row(str(s.rank), stages, str(s.micro_batches), *seconds, bubble)
     return table
 
 

@@ -18,7 +18,8 @@ from slipstream.trace.intervals import Intervals, union
 class Iteration:
     """One step of one rank: its bounds in seconds, and the spans inside ordered by start.
 
-    ``samples`` is how many samples it trained on; 0 where that is not known.
+    ``samples`` is how many samples it trained on, its share where ranks share a model; 0 where that
+    is not known.
     """
 
     rank: int
@@ -26,7 +27,7 @@ class Iteration:
     start: float
     end: float
     events: tuple[Event, ...]
-    samples: int = 0
+    samples: float = 0
 
     @property
     def duration(self) -> float:

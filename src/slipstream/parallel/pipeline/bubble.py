@@ -1,51 +1,12 @@
-"""The bubble of a pipeline: the share of its time in which a rank has nothing to compute.
+"""The bubble of a pipeline by its formula: the share of its time in which a rank must wait.
 
-Never measures: it reads the spans that a recorder took, and knows the formulas.
+What a trace shows of it is ``trace.stages``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from statistics import median
-
-from slipstream.errors import StrategyError, TraceError
+from slipstream.errors import StrategyError
 from slipstream.parallel.pipeline.schedules import ScheduleName
-from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT, Event
-
-_COMPUTE = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT)
-
-
-def measured_bubble(events: Iterable[Event]) -> dict[int, float]:
-    """By rank, 1 - busy / window; the median of its steps.
-
-    The window of a step goes from the first forward to the end of the last backward of any rank;
-    busy is what the rank computed in it.
-
-    Raises:
-        TraceError: no span of a stage.
-
-    Example:
-        >>> spans = [(0, 0.0, 1.0), (1, 1.0, 3.0), (0, 3.0, 4.0)]
-        >>> measured_bubble(Event("stage_forward", rank, 0, a, b) for rank, a, b in spans)
-        {0: 0.5, 1: 0.5}
-    """
-    steps: dict[int, list[Event]] = defaultdict(list)
-    for event in events:
-        if event.name in _COMPUTE:
-            steps[event.step].append(event)
-    if not steps:
-        raise TraceError(
-            "no span of a pipeline stage; give the events of a trace whose recorder was given to "
-            "Pipeline(recorder=...)"
-        )
-    found: dict[int, list[float]] = defaultdict(list)
-    for spans in steps.values():
-        window = max(e.end for e in spans) - min(e.start for e in spans)
-        for rank in sorted({e.rank for e in spans}):
-            busy = sum(e.duration for e in spans if e.rank == rank)
-            found[rank].append(1 - busy / window if window else 0.0)
-    return {rank: median(shares) for rank, shares in sorted(found.items())}
 
 
 def ideal_bubble(

@@ -18,6 +18,7 @@ The operators of ``comm`` differentiate the sum of all ranks' losses; here all r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -30,6 +31,7 @@ from slipstream.comm.moves import AllToAll, GatherAll, Like, Maybe, Move, SumAll
 class _Copy:
     """A whole tensor as it is, at the entry of a split region; adjoint: the sum."""
 
+    local: ClassVar[bool] = True  # nothing moves, so nothing is recorded
     group: Group
     output: Like
 
@@ -61,6 +63,7 @@ class _Total:
 class _Cut:
     """This rank's piece of a whole tensor; adjoint: the pieces joined."""
 
+    local: ClassVar[bool] = True
     group: Group
     whole: Like
     axis: int
