@@ -224,9 +224,8 @@ def _compose(
 
     recording = even = None
     if recorder is not None:
-        recording = Recording(
-            recorder, model, strategy.trace, cluster.device, control, live_split, axes.mesh.share
-        )
+        wish, device, share = strategy.trace, cluster.device, axes.mesh.share
+        recording = Recording(recorder, model, wish, device, control, live_split, share)
     if loader is not None:  # after the engine: a filler batch is one that the engine does not count
         on_start = recording.iteration_begins if recording is not None else None
         even = EvenLoader(loader, group=axes.data, recorder=recorder, on_start=on_start)

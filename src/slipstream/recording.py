@@ -27,6 +27,7 @@ class Recording:
 
     An iteration begins where the last one ended, or where an epoch starts: what a script does
     between epochs is not part of it. Where the split is searched for, that has the recorder first.
+    ``share``: how many ranks share a model; each counts its part of the samples.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Recording:
         share: int = 1,
     ) -> None:
         self._recorder, self._wish, self._device = recorder, wish, device
-        self._control, self._live, self._share = control, live, share
+        self._control, self._live, self._part = control, live, 1 / share if share > 1 else 1
         self._for_user = live is None  # whether this window is the one that the user asked for
         self._iteration = 0
         self._aligned = self._under_way = self._over = False
@@ -98,7 +99,7 @@ class Recording:
         if self._recorder.active:
             now = self._recorder.stamp(self._device)
             self._recorder.add(OPTIMIZER, self._start, now)
-            samples = {"samples": self._samples / self._share} if self._samples else {}
+            samples = {"samples": own} if (own := self._samples * self._part) else {}
             self._recorder.end_step(now, **samples)
         else:
             self._recorder.end_step()

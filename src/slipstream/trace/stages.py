@@ -48,8 +48,9 @@ def typical_stages(
 
     Example:
         >>> from slipstream.trace.timeline import timeline
-        >>> spans = [("iteration", 0.0, 9.0), ("stage_forward", 1.0, 2.0), ("stage_backward", 3.0, 5.0)]
-        >>> [stage] = typical_stages(timeline(Event(n, 0, 2, a, b) for n, a, b in spans))
+        >>> spans = [Event("iteration", 0, 2, 0.0, 9.0), Event("stage_forward", 0, 2, 1.0, 2.0)]
+        >>> spans += [Event("stage_backward", 0, 2, 3.0, 5.0)]
+        >>> [stage] = typical_stages(timeline(spans))
         >>> stage.forward, stage.backward, stage.waits, stage.bubble
         (1.0, 2.0, 1.0, 0.25)
     """

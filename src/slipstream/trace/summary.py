@@ -177,8 +177,8 @@ def _parallel_words(settings: Mapping[str, Any]) -> Iterator[str]:
     if tensor := settings.get("tensor"):
         yield f"{tensor['ranks']} tensor ranks"
     if pipeline := settings.get("pipeline"):
-        parts = pipeline["micro_batches"]
-        yield f"pipeline of {pipeline['ranks']} ranks, {pipeline['schedule']}, {parts} parts a batch"
+        ranks, parts = pipeline["ranks"], pipeline["micro_batches"]
+        yield f"pipeline of {ranks} ranks, {pipeline['schedule']}, {parts} micro-batches"
 
 
 def strategy_words(settings: Mapping[str, Any]) -> Iterator[str]:
