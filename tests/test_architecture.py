@@ -40,6 +40,7 @@ LEVELS = {
     "outcome": 5,
     "recording": 5,
     "session": 5,
+    "window": 5,
     "shared_model": 5,
     "api": 5,
     "testbed": 5,
@@ -67,6 +68,7 @@ IN_ORDER = (
     "outcome",
     "recording",
     "shared_model",
+    "window",
     "session",
     "api",
 )

@@ -6,7 +6,6 @@ Never composes techniques (``api`` does) and never averages a gradient itself (t
 from __future__ import annotations
 
 import atexit
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +34,7 @@ from slipstream.recording import Recording
 from slipstream.shared_model import SharedModel
 from slipstream.strategy import Split, Strategy, keeps_state, overview
 from slipstream.strategy.overview import plain_text
+from slipstream.window import Window
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
@@ -98,10 +98,7 @@ class Session(Generic[M, O]):
         self._names = installed.trainable_names
         self._parameters = tuple(model.parameters())
         self._steps = 0
-        self._micro_step = 0
-        self._contributions = 0  # micro-batches of all ranks in this accumulation window
-        self._counted = False  # whether this micro-step's are among them
-        self._loss_scale = 1.0
+        self._window = Window(self.strategy.gradients.accumulate, self.data_size, self._loader)
         self._unscaled = False  # on one process, as the engine does it by the way
         self.skipped = 0
         self._backward_done = False
@@ -168,7 +165,7 @@ class Session(Generic[M, O]):
                 "session.forward_backward(loss_fn, (inputs,), target=target) instead of forward, "
                 "loss and backward"
             )
-        self._check_scale(loss_scale)
+        self._window.check_scale(loss_scale)
         self._compare(loss)
         accumulate = self.strategy.gradients.accumulate
 
@@ -221,7 +218,7 @@ class Session(Generic[M, O]):
             loss = loss_fn(self.model(*args, **(kwargs or {})), target)
             self.backward(loss * loss_scale if loss_scale != 1.0 else loss, loss_scale=loss_scale)
             return loss.detach()
-        self._check_scale(loss_scale)
+        self._window.check_scale(loss_scale)
         if self._recording is not None:
             self._recording.forward_begins(args, kwargs or {})
         scale = loss_scale / self.strategy.gradients.accumulate
@@ -241,14 +238,12 @@ class Session(Generic[M, O]):
 
     def _exchange_after(self, run: Callable[[], None], loss_scale: float) -> None:
         """``run`` a backward; where an update follows it, average the gradients."""
-        filler = self._count_contribution()
+        filler = self._window.count()
         if self._recording is not None:
             self._recording.backward_begins(filler=filler)
-        accumulate = self.strategy.gradients.accumulate
-        exchange = self._micro_step == accumulate - 1 and not self._local
+        exchange = self._window.last and not self._local
         if self._engine is not None:
-            scale = accumulate / self._contributions / loss_scale
-            self._engine.begin(exchange=exchange, scale=scale)
+            self._engine.begin(exchange=exchange, scale=self._window.scale)
         elif self._unscaled and self._gradients():  # averages to which this backward adds
             torch._foreach_mul_(self._gradients(), loss_scale)
         try:
@@ -289,9 +284,7 @@ class Session(Generic[M, O]):
         self._backward_done = False
         if self._local:
             return False
-        self._counted = False
-        self._micro_step = (self._micro_step + 1) % self.strategy.gradients.accumulate
-        if self._micro_step:
+        if not self._window.advance():
             return False
         overflowed = self._overflowed()
         self._update(skip=overflowed)
@@ -329,7 +322,7 @@ class Session(Generic[M, O]):
             ExchangeError: another rank is gone.
         """
         self._must_be_open("state_dict")
-        if self._contributions:
+        if self._window.contributions:
             raise UsageError(
                 "state_dict() inside an accumulation window would lose the gradients gathered so "
                 "far; call it after a step() that returned True"
@@ -461,31 +454,12 @@ class Session(Generic[M, O]):
                 f"{verb}() after close(); call slipstream.accelerate() again for a new session"
             )
 
-    def _count_contribution(self) -> bool:
-        """Add this micro-step's batches of all ranks, once; whether this rank's is a filler."""
-        loader = self._loader  # compared with None, for one without a length has no truth value
-        if not self._counted:
-            self._contributions += self.data_size if loader is None else loader.active
-            self._counted = True
-        return loader is not None and loader.filler
-
     def _compare(self, loss: torch.Tensor) -> None:
         """Ranks that share layers must have the same batches: compare their first losses."""
         if self._shared is not None and not self._compared:
             assert self._axes is not None
             self._axes.must_be_equal(loss)
             self._compared = True
-
-    def _check_scale(self, loss_scale: float) -> None:
-        if not 0 < loss_scale < math.inf:
-            raise UsageError(f"loss_scale is {loss_scale}; allowed: a finite number above 0")
-        if (self._counted or self._contributions) and loss_scale != self._loss_scale:
-            raise UsageError(
-                f"loss_scale went from {self._loss_scale} to {loss_scale} although no update came "
-                "between; gradients of both would be added up: change it after a step() that ended "
-                "the accumulation window"
-            )
-        self._loss_scale = loss_scale
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self._parameters if p.grad is not None]
@@ -494,7 +468,7 @@ class Session(Generic[M, O]):
         """Whether this update must not happen; the same on every rank."""
         if self._engine is not None and self._engine.overflowed:
             return True  # on all ranks that share this model
-        if self._loss_scale == 1.0:
+        if self._window.loss_scale == 1.0:
             return False
         values = [g._values() if g.is_sparse else g for g in self._gradients()]
         assert self._axes is not None
@@ -511,7 +485,7 @@ class Session(Generic[M, O]):
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:  # those that the optimizer does not hold, too
             parameter.grad = None
-        self._contributions = 0
+        self._window.close()
         self._unscaled = False
         if self._engine is not None:
             self._engine.updated(self._steps)

@@ -345,7 +345,7 @@ def replicas_stay_alike(plan: str, codec: dict[str, Any], split: object) -> None
             loss = session.model(*CASES["gpt2"].batch(2 * number + session.data_rank))
             session.backward(loss)
             session.step()
-        shared = session._shared.shards
+        shared = session._shared.split.shards
         replicas = {n: p.detach() for n, p in model.named_parameters() if n not in shared}
         assert len(replicas) > 10
         every: list[Any] = [None] * 4

@@ -170,7 +170,7 @@ def test_full_yaml_shows_every_setting_in_order():
         "  transport: {kind: flat}\n"
         "  codec: null\n"
         "  accumulate: 1\n"
-        "parallel: {tensor: null}\n"
+        "parallel: {tensor: null, pipeline: null}\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )
 
