@@ -41,6 +41,8 @@ M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
+_partial: WeakSet[nn.Module] = WeakSet()
+"""Models that ranks shared, and that were not made whole again."""
 
 
 def accelerate(
@@ -86,6 +88,11 @@ def accelerate(
         raise UsageError(
             "this model is accelerated already; close() its session before a second accelerate()"
         )
+    if any(module in _partial for module in model.modules()):
+        raise UsageError(
+            "this model was shared between ranks by a session that ended with an error, so this "
+            "rank has a part of it only; build it anew, and load a checkpoint"
+        )
     cluster = connect(from_environ(), device)
     try:
         control = cluster.new_group(backend="gloo") if cluster.world_size > 1 else None
@@ -94,8 +101,14 @@ def accelerate(
     except BaseException:
         cluster.close()
         raise
-    _accelerated.update(model.modules())
     return session
+
+
+def _release(modules: list[nn.Module], *, whole: bool) -> None:
+    """A session is over; the model is ``whole`` on this rank, or was shared and is not."""
+    _accelerated.difference_update(modules)
+    if whole:
+        _partial.difference_update(modules)
 
 
 def data_share(
@@ -170,6 +183,7 @@ def _compose(
     control: dist.ProcessGroup | None,
 ) -> Session[M, O]:
     """Install the rooms: what comes first is what later ones build on."""
+    modules = list(model.modules())  # the user's, some of which are replaced
     search = strategy.gradients.split if control is not None else None
     recorder = None  # first, since every room gets it
     if isinstance(search, Optimal):
@@ -180,6 +194,7 @@ def _compose(
     axes = Axes.of(cluster, strategy.parallel, control, recorder)
     shared = None  # before the engine, as it changes the shapes of parameters
     if strategy.parallel.active:
+        _partial.update(modules)
         shared = SharedModel(model, optimizer, strategy.parallel, axes, recorder)
 
     channel = engine = live_split = verdict = None
@@ -229,6 +244,7 @@ def _compose(
     if loader is not None:  # after the engine: a filler batch is one that the engine does not count
         on_start = recording.iteration_begins if recording is not None else None
         even = EvenLoader(loader, group=axes.data, recorder=recorder, on_start=on_start)
+    _accelerated.update(modules)
     return Session(
         model,
         optimizer,
@@ -245,6 +261,6 @@ def _compose(
             lent=lent,
             verdict=verdict,
             recording=recording,
-            on_close=partial(_accelerated.difference_update, list(model.modules())),
+            on_close=partial(_release, modules),
         ),
     )

@@ -5,8 +5,9 @@ share one model. Never moves a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,24 @@ def mesh_of(parallel: Parallel, world_size: int) -> Mesh:
     tensor = parallel.tensor.ranks if parallel.tensor else 1
     pipeline = parallel.pipeline.ranks if parallel.pipeline else 1
     return Mesh.of(world_size, pipeline=pipeline, tensor=tensor)
+
+
+def checksum(batch: object) -> int:
+    """Of the tensors in nested tuples, lists and mappings.
+
+    Example:
+        >>> checksum((torch.ones(2), {"x": [torch.zeros(1)]})) == checksum((torch.ones(2),))
+        False
+    """
+    match batch:
+        case torch.Tensor():
+            values = batch.detach().cpu().contiguous().reshape(-1)
+            return crc32(values.view(torch.uint8).numpy().tobytes(), batch.dim())
+        case Mapping():
+            return checksum([*batch.values()])
+        case tuple() | list():
+            return crc32(repr([checksum(part) for part in batch]).encode())
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +127,27 @@ class Axes:
             dist.all_reduce(up, op=dist.ReduceOp.MAX, group=self.model)
         return bool(up)
 
+    def must_share(self, batch: object) -> None:
+        """Refuse batches that differ between ranks that share a model.
+
+        Raises:
+            MismatchError: names two ranks; on every rank alike.
+        """
+        if self.control is None:
+            return
+        own = torch.tensor([checksum(batch)])
+        every = own.new_empty(self.control.size())
+        with together("the comparison of batches"):
+            dist.all_gather(list(every.split(1)), own, group=self.control)
+        for first, *others in self.mesh.models():
+            for other in others:
+                if every[first] != every[other]:
+                    raise MismatchError(
+                        f"ranks {first} and {other} share one model, but got different first "
+                        "batches; give both the same: shard the data by "
+                        "slipstream.data_share(strategy), and draw random inputs by it"
+                    )
+
     def must_be_equal(self, loss: torch.Tensor) -> None:
         """Refuse losses that differ between ranks that share all layers: their batches do.
 
@@ -123,7 +163,10 @@ class Axes:
         losses = every.tolist()
         for first, *others in self.mesh.groups("tensor"):
             for other in others:
-                if not math.isclose(losses[first], losses[other], rel_tol=_CLOSE, abs_tol=_CLOSE):
+                pair = losses[first], losses[other]
+                if all(map(math.isnan, pair)):
+                    continue
+                if not math.isclose(*pair, rel_tol=_CLOSE, abs_tol=_CLOSE):
                     raise MismatchError(
                         f"ranks {first} and {other} share the layers of one model, but their first "
                         f"losses are {losses[first]:.8g} and {losses[other]:.8g}; give both the "

@@ -20,12 +20,19 @@ from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import check_lendable
 from slipstream.optim.layerwise import Layerwise
-from slipstream.parallel.pipeline.cuts import cut_model
+from slipstream.parallel.pipeline.cuts import Cuts, cut_model
 from slipstream.parallel.pipeline.schedules import check_schedule
 from slipstream.parallel.tensor.assign import assign
 from slipstream.parallel.tensor.plans import plan_of
-from slipstream.strategy import Adaptive, ByName, Codec, Optimal, Strategy
+from slipstream.strategy import Adaptive, ByIndex, ByName, Codec, Optimal, Strategy
 from slipstream.strategy.parallel import Sequence, Switch
+
+_OF_WHOLE_PARAMETERS = (
+    Layerwise,
+    torch.optim.Adafactor,
+    torch.optim.LBFGS,
+    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
+)
 
 _DTYPES = (
     torch.float32,
@@ -113,10 +120,16 @@ def _check_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
                 "stage does not know how long the whole is that an earlier one has split; allowed: "
                 "one of the two"
             )
-    if tensor is not None and isinstance(optimizer, Layerwise):
+        _check_stages(model, cut_model(model, pipeline.cut), pipeline.ranks)
+        if isinstance(strategy.gradients.split, ByIndex):
+            raise StrategyError(
+                "parallel.pipeline with gradients.split by_index: each stage has gradients of its "
+                "own number; use a split that does not count them (by_bytes, by_percent)"
+            )
+    if tensor is not None and isinstance(optimizer, _OF_WHOLE_PARAMETERS):
         raise StrategyError(
-            f"parallel.tensor with {type(optimizer).__name__}: its trust ratio is that of a whole "
-            "parameter, but a rank holds a share of it; use another optimizer"
+            f"parallel.tensor with {type(optimizer).__name__}: it works with whole parameters, but "
+            "a rank holds a share of them; use one that treats values one by one (SGD, AdamW)"
         )
     if isinstance(strategy.gradients.split, Optimal):
         raise StrategyError(
@@ -128,6 +141,18 @@ def _check_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
             "parallel with gradients.codec adaptive: it measures the network between all "
             "ranks, not between those that exchange gradients here; use its codec as it is"
         )
+
+
+def _check_stages(model: nn.Module, cuts: Cuts, ranks: int) -> None:
+    """Refuse a pipeline in which a rank would have nothing to train."""
+    holders = cuts.holders(model)
+    trained = [holders[name] for name, p in model.named_parameters() if p.requires_grad]
+    for rank in range(ranks):
+        if not any(stage % ranks == rank for stages in trained for stage in stages):
+            raise ModelError(
+                f"parallel.pipeline: the stages of pipeline rank {rank} have no parameter that "
+                "requires a gradient; cut such that every rank has one"
+            )
 
 
 def _check_model(model: nn.Module) -> None:

@@ -56,7 +56,7 @@ class Installed:
     lent: Lent
     verdict: Verdict | None
     recording: Recording | None
-    on_close: Callable[[], None]
+    on_close: Callable[..., None]
 
 
 class Session(Generic[M, O]):
@@ -219,6 +219,10 @@ class Session(Generic[M, O]):
             self.backward(loss * loss_scale if loss_scale != 1.0 else loss, loss_scale=loss_scale)
             return loss.detach()
         self._window.check_scale(loss_scale)
+        if not self._compared:
+            assert self._axes is not None
+            self._axes.must_share((args, kwargs, target))
+            self._compared = True
         if self._recording is not None:
             self._recording.forward_begins(args, kwargs or {})
         scale = loss_scale / self.strategy.gradients.accumulate
@@ -233,7 +237,6 @@ class Session(Generic[M, O]):
         self._exchange_after(run, loss_scale)
         if not losses:  # a filler: this batch was counted before
             return torch.zeros(())
-        self._compare(losses[0])
         return losses[0]
 
     def _exchange_after(self, run: Callable[[], None], loss_scale: float) -> None:
@@ -406,6 +409,44 @@ class Session(Generic[M, O]):
         else:
             self._shared.load_full_state_dict(state)
 
+    def full_optimizer_state_dict(self) -> dict[str, Any]:
+        """``optimizer.state_dict()`` as of the whole model, on every rank, for any number of ranks.
+
+        Where ranks share a model, all of them must call it; else it is the optimizer's own.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self._must_be_open("full_optimizer_state_dict")
+        if self._shared is None:
+            return self.optimizer.state_dict()
+        return self._shared.full_optimizer_state_dict()
+
+    def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Take this rank's part of what `full_optimizer_state_dict` gave.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self._must_be_open("load_full_optimizer_state_dict")
+        if self._shared is None:
+            self.optimizer.load_state_dict(state)
+        else:
+            self._shared.load_full_optimizer_state_dict(state)
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, without a graph, also where it is cut into stages: then every
+        rank gives the same batch and gets the result.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self._must_be_open("evaluate")
+        if self._pipeline is None:
+            return self.model(*args, **kwargs)
+        return self._pipeline.evaluate(args, kwargs)
+
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As ``torch.nn.utils.clip_grad_norm_`` on the whole model, also where ranks share it; call
         it between ``backward()`` and ``step()``. Returns the norm before.
@@ -524,6 +565,7 @@ class Session(Generic[M, O]):
         if self._loader is not None:
             self._loader.detach()
         self._lent.give_back()
+        shared = self._shared is not None
         if self._shared is not None and whole:
             self._shared.close()
         # No reference may outlive this: a gloo group ends its threads when it is freed, and one
@@ -533,4 +575,4 @@ class Session(Generic[M, O]):
         self._axes = self._shared = None
         if cluster is not None and not in_flight:  # freeing a group that waits for a peer hangs
             cluster.close()
-        self._on_close()
+        self._on_close(whole=whole or not shared)

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from slipstream.axes import Axes
 from slipstream.comm import fused, group_of
+from slipstream.comm.agreement import together
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.parallel.tensor.plans import plan_of
@@ -38,7 +40,7 @@ class SharedModel:
         axes: Axes,
         recorder: Recorder | None,
     ) -> None:
-        self._model, self._axes = model, axes
+        self._model, self._axes, self._optimizer = model, axes, optimizer
         self._numel = sum(p.numel() for p in model.parameters())
         if axes.model is not None:
             fused.broadcast([*model.parameters(), *model.buffers()], axes.model)
@@ -91,6 +93,32 @@ class SharedModel:
             own = state if self.split is None else self.split.cut(state)
             self.pipeline.load_full_state_dict(dict(own))
 
+    def full_optimizer_state_dict(self) -> dict[str, Any]:
+        """``optimizer.state_dict()`` as of the whole model, on every rank; all of them call it."""
+        state = self._optimizer.state_dict()
+        if self.split is not None:
+            state = self.split.full_optimizer_state_dict(self._optimizer)
+        if self.pipeline is None or self._axes.pipeline is None:
+            return state
+        named = {p: name for name, p in self._model.named_parameters()}
+        order = [named[p] for group in self._optimizer.param_groups for p in group["params"]]
+        own = {i: kept for i, kept in state["state"].items() if self.holds(order[i])}
+        every: list[Any] = [None] * self._axes.mesh.pipeline
+        with together("the gathering of the optimizer's state"):
+            dist.all_gather_object(every, own, group=self._axes.pipeline)
+        return {**state, "state": {i: kept for part in reversed(every) for i, kept in part.items()}}
+
+    def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Take this rank's part of what `full_optimizer_state_dict` gave."""
+        named = {p: name for name, p in self._model.named_parameters()}
+        order = [named[p] for group in self._optimizer.param_groups for p in group["params"]]
+        own = {i: kept for i, kept in state["state"].items() if self.holds(order[i])}
+        if self.split is None:
+            self._optimizer.load_state_dict({**state, "state": own})
+        else:
+            part = {**state, "state": own}
+            self.split.load_full_optimizer_state_dict(self._optimizer, part)
+
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the norm of the whole model's is at most ``max_norm``."""
         counted = [
@@ -103,11 +131,14 @@ class SharedModel:
         return clip_grad_norm_(self._model.parameters(), counted, max_norm, group)
 
     def close(self) -> None:
-        """Every rank has the whole model again; all of them call it."""
+        """Every rank has the whole model and its optimizer's state again; all of them call it."""
+        state = self.full_optimizer_state_dict() if self.pipeline is not None else None
         if self.pipeline is not None:
             self.pipeline.close()
         if self.split is not None:
             self.split.close()
+        if state is not None:
+            self._optimizer.load_state_dict(state)
 
     @property
     def row(self) -> Row:

@@ -425,6 +425,67 @@ def test_all_ranks_may_share_one_model(four: Ranks) -> None:
     four.run(alone_on_the_data_axis)
 
 
+def sessions_that_end_in_an_error() -> None:
+    """What is left is a part of the model, which no session takes for the whole."""
+    for tensor, schedule in ((True, None), (False, "1f1b")):
+        parallel = shared("gpt2", tensor=tensor, schedule=schedule)
+        model = TASKS["gpt2"].build()
+        session = slipstream.accelerate(model, sgd(model), strategy={"parallel": parallel})
+        with pytest.raises(ZeroDivisionError), session:
+            raise ZeroDivisionError
+        with pytest.raises(UsageError, match="has a part of it only; build it anew"):
+            slipstream.accelerate(model, sgd(model))
+        model = TASKS["gpt2"].build()
+        slipstream.accelerate(model, sgd(model), strategy={"parallel": parallel}).close()
+        slipstream.accelerate(model, sgd(model), strategy={"parallel": parallel}).close()
+
+
+def test_a_part_of_a_model_is_not_taken_for_the_whole(four: Ranks) -> None:
+    four.run(sessions_that_end_in_an_error)
+
+
+def evaluates_and_resumes(parallel: dict[str, Any]) -> None:
+    """Evaluation between updates, and an optimizer's state that outlives the session."""
+    task = TASKS["gpt2"]
+    runs = []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        model = task.build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        wish = {"parallel": parallel}
+        session = slipstream.accelerate(model, optimizer, strategy=wish)
+        for number in range(4):
+            x, y = task.batch(number)
+            if interrupted and number == 2:
+                saved = session.full_state_dict(), session.full_optimizer_state_dict()
+                session.close()
+                kept = optimizer.state_dict()["state"]
+                for index, values in saved[1]["state"].items():
+                    assert all(map(torch.equal, values.values(), kept[index].values()))
+                model = task.build()
+                optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+                session = slipstream.accelerate(model, optimizer, strategy=wish)
+                session.load_full_state_dict(saved[0])
+                session.load_full_optimizer_state_dict(saved[1])
+            loss = session.forward_backward(task.loss, (x,), target=y)
+            session.step()
+        logits = session.evaluate(task.batch(9)[0])
+        assert not logits.requires_grad
+        if "pipeline" in parallel:
+            with pytest.raises(UsageError, match="cut into stages; allowed: forward_backward"):
+                session.model(x)
+        runs.append((float(loss), logits))
+        session.close()
+        torch.testing.assert_close(model.eval()(task.batch(9)[0]), logits)
+    assert runs[0][0] == runs[1][0]
+    assert torch.equal(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b"], ids=["split", "split and staged"])
+def test_models_are_evaluated_and_optimizers_resumed(four: Ranks, schedule) -> None:
+    four.run(evaluates_and_resumes, shared("gpt2", tensor=True, schedule=schedule))
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "ranks": ({"parallel": {"tensor": {"ranks": 3}}}, "take 3 ranks, but 4 were started"),
     "optimal": ({**TENSOR, "gradients": {"split": "optimal"}}, "with gradients.split optimal"),
@@ -468,8 +529,20 @@ def test_what_does_not_go_together_is_refused_with_the_reason(four, wish, said) 
 
 def lamb_is_refused() -> None:
     model = CASES["gpt2"].build()
-    with pytest.raises(StrategyError, match="with Lamb: its trust ratio"):
+    with pytest.raises(StrategyError, match="with Lamb: it works with whole"):
         slipstream.accelerate(model, Lamb(model.named_parameters(), lr=0.01), strategy=TENSOR)
+    with pytest.raises(StrategyError, match="with Adafactor: it works with whole"):
+        slipstream.accelerate(model, torch.optim.Adafactor(model.parameters()), strategy=TENSOR)
+    frozen = TASKS["gpt2"].build()
+    frozen.inner.transformer.requires_grad_(False)
+    frozen.inner.transformer.h[3].requires_grad_(True)
+    wish = {"parallel": shared("gpt2", tensor=False, schedule="1f1b")}
+    with pytest.raises(ModelError, match="pipeline rank 0 have no parameter that requires"):
+        slipstream.accelerate(frozen, sgd(frozen), strategy=wish)
+    whole = TASKS["gpt2"].build()
+    indices = {**wish, "gradients": {"split": {"kind": "by_index", "last": [1, 51]}}}
+    with pytest.raises(StrategyError, match=r"with gradients\.split by_index"):
+        slipstream.accelerate(whole, sgd(whole), strategy=indices)
     plan = {} if dist.get_rank() else {"parallel": {"tensor": {"ranks": 2}}}
     with pytest.raises(MismatchError, match="the strategy"):
         slipstream.accelerate(model, sgd(model), strategy=plan)
@@ -477,6 +550,15 @@ def lamb_is_refused() -> None:
 
 def test_layerwise_optimizers_and_strategies_that_differ_are_refused(four: Ranks) -> None:
     four.run(lamb_is_refused)
+
+
+def different_batches_of_stages() -> None:
+    task, model = TASKS["gpt2"], TASKS["gpt2"].build()
+    wish = {"parallel": shared("gpt2", tensor=False, schedule="1f1b")}
+    with slipstream.accelerate(model, sgd(model), strategy=wish) as session:
+        x, y = task.batch(dist.get_rank())
+        with pytest.raises(MismatchError, match="ranks 0 and 1 share one model, but got different"):
+            session.forward_backward(task.loss, (x,), target=y)
 
 
 def different_batches() -> None:
@@ -490,3 +572,4 @@ def different_batches() -> None:
 
 def test_ranks_that_share_a_model_must_train_on_the_same_batches(four: Ranks) -> None:
     four.run(different_batches)
+    four.run(different_batches_of_stages)

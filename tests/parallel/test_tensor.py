@@ -257,6 +257,31 @@ def test_recomputing_a_split_region_draws_the_same_numbers(two: Ranks) -> None:
     two.run(recomputed)
 
 
+def checkpoints_inside_regions() -> None:
+    """Recomputing stops at the last saved tensor, in the middle of a split region."""
+    words = CASES["gpt2"].batch(0)
+    for sequence in (False, True):
+        gradients = []
+        for checkpointed in (False, True):
+            torch.manual_seed(0)
+            model = gpt2(dropout=0.3)
+            split_layers(model, world(), known_plan(model.inner.config, sequence=sequence))
+            if checkpointed:
+                model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+            torch.manual_seed(1)
+            model(*words).backward()
+            model.eval()
+            state = torch.get_rng_state()
+            model(*words)
+            assert torch.equal(state, torch.get_rng_state())
+            gradients.append([p.grad for p in model.parameters()])
+        assert all(map(torch.equal, *gradients))
+
+
+def test_gradients_of_checkpointed_blocks_with_dropout(two: Ranks) -> None:
+    two.run(checkpoints_inside_regions)
+
+
 def dropout_keeps_replicas_equal() -> None:
     torch.manual_seed(10 + dist.get_rank())
     for sequence in (False, True):
@@ -373,6 +398,86 @@ def test_gradients_that_are_there_are_cut_and_joined(two: Ranks) -> None:
     two.run(keeps_gradients)
 
 
+def graphs_that_are_still_alive() -> None:
+    """A loss from before the layers were split, or from before they were whole again."""
+    model = mlp(4, 8, 4)
+    x = torch.randn(3, 4)
+    before = model(x).sum()
+    split = split_layers(model, world(), places({"0": "column", "1": "row"}))
+    after = model(x).sum()
+    after.backward()
+    split.close()
+    again = model(x).sum()
+    again.backward()
+    assert model[0].weight.grad.shape == (8, 4)
+    del before
+
+
+def test_graphs_that_are_still_alive_do_not_disturb(two: Ranks) -> None:
+    two.run(graphs_that_are_still_alive)
+
+
+class Twice(nn.Module):
+    """A module under two names, and a parameter in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.alias = self.up
+        self.down = nn.Linear(8, 4)
+        self.norms = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4)])
+        self.norms[1].weight = self.norms[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm in self.norms:
+            x = norm(x)
+        return self.down(self.alias(x))
+
+
+def registered_twice() -> None:
+    torch.manual_seed(0)
+    whole = Twice()
+    model = copy.deepcopy(whole)
+    part = {"kind": "sequence"}
+    plan = {
+        "up": {"kind": "column", "sequence": True},
+        "down": "row",
+        "norms.0": {**part, "enter": True},
+        "norms.1": part,
+    }
+    split = split_layers(model, world(), places(plan))
+    x = torch.randn(2, 3, 4)
+    torch.testing.assert_close(copy.deepcopy(model)(x), whole(x))
+    model(x).square().sum().backward()
+    whole(x).square().sum().backward()
+    split.close()
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    assert model.alias is model.up
+
+
+def test_modules_and_parameters_that_are_registered_twice(two: Ranks) -> None:
+    two.run(registered_twice)
+
+
+def half_precision() -> None:
+    model = mlp(4, 8, 4)
+    x = torch.randn(2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = model(x)
+    split = split_layers(model, world(), places({"0": "column", "1": "row"}))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert y.dtype == wanted.dtype == torch.bfloat16
+    split.model.eval()
+    split.close()
+    assert not any(module.training for module in model.modules())
+
+
+def test_a_row_is_as_its_layer_under_autocast_and_in_eval(two: Ranks) -> None:
+    two.run(half_precision)
+
+
 # Cross entropy.
 
 
@@ -442,6 +547,11 @@ def test_a_tied_vocabulary_stays_split_from_embedding_to_loss(two: Ranks) -> Non
 # Mistakes: found before anything is changed, so one process can tell.
 
 
+class Adapted(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 MISTAKES: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "no such module": (mlp(4, 4), {"up": "column"}, "no module matches 'up'"),
     "outputs": (mlp(4, 5), {"0": "column"}, "has 5 outputs; allowed: a multiple of 2"),
@@ -475,6 +585,27 @@ MISTAKES: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
         "padding_mode 'circular'; allowed: zeros",
     ),
     "switch": (mlp(4, 4), {"0": "switch"}, "has parameters; allowed: a module without"),
+    "its own forward": (nn.Sequential(Adapted(4, 4)), {"0": "row"}, "has Adapted; allowed: Linear"),
+    "parametrised": (
+        nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
+        {"0": "column"},
+        "ParametrizedLinear; allowed: Linear",
+    ),
+    "batch statistics": (
+        nn.Sequential(nn.BatchNorm1d(4)),
+        {"0": "sequence"},
+        "has BatchNorm1d; allowed: modules that treat samples one by one",
+    ),
+    "statistics of all ranks": (
+        nn.Sequential(nn.SyncBatchNorm(4)),
+        {"0": "channels"},
+        "has SyncBatchNorm; allowed: BatchNorm",
+    ),
+    "sparse": (
+        nn.Sequential(nn.Embedding(4, 4, sparse=True)),
+        {"0": "vocabulary"},
+        "sparse=True; allowed: False",
+    ),
     "no embedding": (mlp(4, 4), {"0": "vocabulary"}, "has Linear; allowed: an Embedding"),
     "max norm": (
         nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)),

@@ -29,7 +29,8 @@ def clip_grad_norm_(
     Returns:
         The norm before, in fp64, the same on every rank.
     """
-    norms = [p.grad.double().norm().to(group.device) for p in counted if p.grad is not None]
+    gradients = [p.grad for p in counted if p.grad is not None]
+    norms = [torch.linalg.vector_norm(g).double().to(group.device) for g in gradients]
     square = torch.zeros((), dtype=torch.float64, device=group.device)
     if norms:
         square = torch.stack(norms).square().sum()

@@ -106,6 +106,7 @@ class Pipeline:
         self._schedule: Schedule | StageModule | None = None
         self._state = "open"
         self.holdings.release()
+        self._hook = model.register_forward_pre_hook(self._refuse)
 
     def forward_backward(
         self,
@@ -191,6 +192,7 @@ class Pipeline:
         After an ExchangeError it does nothing: other ranks may be gone; load a checkpoint instead.
         """
         if self._state == "open":
+            self._hook.remove()
             self.holdings.restore()
             self._schedule, self._state = None, "closed"
 
@@ -200,6 +202,14 @@ class Pipeline:
             agree(facts, self._group, error)
         if error is not None:
             raise error
+
+    def _refuse(self, *_: object) -> None:
+        """A call of the model from outside would compute with what other ranks hold."""
+        if not self._stages.running and self._group is not None:
+            raise UsageError(
+                "a call of a model that is cut into stages; allowed: forward_backward(), and "
+                "evaluate() for what it returns"
+            )
 
     def _must_be_open(self, verb: str) -> None:
         if self._state != "open":

@@ -71,6 +71,7 @@ class Stages:
 
     def __init__(self, model: nn.Module, cuts: Cuts) -> None:
         self.model, self.cuts = model, cuts
+        self.running = False
         numbers = range(cuts.stages)
         self._before = [cuts.before(stage) for stage in numbers]
         self._after = [cuts.after(stage) for stage in numbers]
@@ -134,6 +135,7 @@ class Stages:
         kwargs: dict[str, Any],
         seen: Mapping[str, list[Any]],
     ) -> Any:
+        self.running = True
         try:
             with replaced(self.model, self._acts(run, seen)):
                 result = self.model(*args, **kwargs)
@@ -148,7 +150,7 @@ class Stages:
                 ) from error
             raise
         finally:
-            run.ended = True
+            run.ended, self.running = True, False
         missed = self.cuts.paths[run.stage :] if run.entered else self.cuts.paths[run.stage - 1 :]
         if missed:
             raise ModelError(

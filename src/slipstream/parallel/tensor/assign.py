@@ -44,7 +44,7 @@ def assign(model: nn.Module, plan: Plan, ranks: int) -> list[Assignment]:
         StrategyError: a pattern without a module, a style that does not fit its module, a size that
             cannot be divided, or a tied parameter that is cut in two ways.
     """
-    paths = dict(model.named_modules())
+    paths = dict(model.named_modules(remove_duplicate=False))
     for place in plan:
         if not any(fnmatchcase(path, place.match) for path in paths):
             near = get_close_matches(place.match.replace("*", ""), paths, 3, cutoff=0.3)
@@ -52,8 +52,10 @@ def assign(model: nn.Module, plan: Plan, ranks: int) -> list[Assignment]:
                 f"parallel.tensor.plan: no module matches {place.match!r}; "
                 f"near it: {', '.join(near) or ', '.join(list(paths)[1:4])}"
             )
-    found = []
+    found: list[Assignment] = []
     for path, module in paths.items():
+        if any(one.module is module for one in found):
+            continue  # the same module under another name
         style = next((p.style for p in plan if fnmatchcase(path, p.match)), None)
         if style is not None:
             found.append(_Case(path, module, style, ranks).assignment())
@@ -90,7 +92,7 @@ class _Case:
             case Heads():
                 shards, attributes = {}, self._heads(self.style)
             case Sequence():
-                shards, attributes = {}, {}
+                shards, attributes = self._sequence(), {}
             case Switch():
                 shards, attributes = self._switch(), {}
         return Assignment(self.path, self.module, self.style, shards, attributes)
@@ -122,6 +124,8 @@ class _Case:
         match layer:
             case nn.GroupNorm():
                 widths = ["num_groups", "num_channels"]
+            case nn.SyncBatchNorm():
+                raise self._wrong("SyncBatchNorm", "BatchNorm: its statistics are of all ranks")
             case nn.modules.batchnorm._NormBase():
                 widths = ["num_features"]
             case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if layer.groups > 1:
@@ -138,8 +142,11 @@ class _Case:
 
     def _vocabulary(self) -> dict[str, Shard]:
         layer = self.module
-        if not isinstance(layer, nn.Embedding) or layer.max_norm is not None:
+        plain = type(layer).forward is nn.Embedding.forward
+        if not plain or not isinstance(layer, nn.Embedding) or layer.max_norm is not None:
             raise self._wrong(type(layer).__name__, "an Embedding without max_norm")
+        if layer.sparse:
+            raise self._wrong("sparse=True", "False: the rows of a rank are dense")
         if layer.scale_grad_by_freq:
             raise self._wrong("scale_grad_by_freq=True", "False: words are counted on one rank")
         if layer.num_embeddings < self.ranks:
@@ -157,6 +164,15 @@ class _Case:
             name: (getattr(self.module, name) // self.ranks,) * self.ranks for name in style.divide
         }
 
+    def _sequence(self) -> dict[str, Shard]:
+        for name, module in self.module.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                raise self._wrong(
+                    f"{type(module).__name__} {name}".rstrip(),
+                    "modules that treat samples one by one: its statistics would be of a part",
+                )
+        return {}
+
     def _switch(self) -> dict[str, Shard]:
         if next(self.module.parameters(), None) is not None:
             raise self._wrong("parameters", "a module without, such as an activation or Flatten")
@@ -167,7 +183,10 @@ class _Case:
     def _kind(self) -> Kind:
         kind = kind_of(self.module)
         if kind is None:
-            raise self._wrong(type(self.module).__name__, "Linear, Conv1d, Conv2d, Conv3d, Conv1D")
+            raise self._wrong(
+                type(self.module).__name__,
+                "Linear, Conv1d, Conv2d, Conv3d, Conv1D, with torch's forward and a plain weight",
+            )
         if getattr(self.module, "groups", 1) > 1:
             raise self._wrong(
                 f"a convolution of {self.module.groups} groups",
@@ -211,16 +230,18 @@ def _product(style: Column, ranks: int) -> str:
 
 def _check_ties(model: nn.Module, found: list[Assignment]) -> None:
     """A parameter under two names must be cut the same under both."""
-    wishes = dict(named_shards(found))
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), name)
-        if wishes.get(name) != wishes.get(other):
-            raise StrategyError(
-                f"parallel.tensor.plan: {other} and {name} are one tied parameter, but the plan "
-                f"cuts {other} {_shown(wishes.get(other))} and {name} {_shown(wishes.get(name))}; "
-                "split both modules the same way (vocabulary and column), or neither"
-            )
+    wishes = {id(one.module): one.shards for one in found}
+    first: dict[int, tuple[str, Shard | None]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for local, parameter in module.named_parameters(recurse=False):
+            name, wish = f"{path}.{local}", wishes.get(id(module), {}).get(local)
+            other, due = first.setdefault(id(parameter), (name, wish))
+            if wish != due:
+                raise StrategyError(
+                    f"parallel.tensor.plan: {other} and {name} are one tied parameter, but the "
+                    f"plan cuts {other} {_shown(due)} and {name} {_shown(wish)}; split both "
+                    "modules the same way (vocabulary and column), or neither"
+                )
 
 
 def _shown(shard: Shard | None) -> str:

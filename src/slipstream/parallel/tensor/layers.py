@@ -7,7 +7,7 @@ once, behind the sum over ranks, and an embedding knows a part of the words only
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from slipstream.comm import Group
+from slipstream.errors import UsageError
 from slipstream.parallel.tensor import edges
 from slipstream.parallel.tensor.shard import Shard
 from slipstream.parallel.tensor.streams import Streams
@@ -35,6 +36,8 @@ class Region:
     group: Group
     streams: Streams
     lengths: dict[int, int] = field(default_factory=dict)
+    added_up: set[int] = field(default_factory=set)
+    """Parameters, by ``id``, whose gradients are added up."""
     _entered: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
 
     def enter(self, x: torch.Tensor, *, sequence: bool) -> torch.Tensor:
@@ -52,8 +55,27 @@ class Region:
         return inside
 
     def parts(self, axis: int) -> tuple[int, ...]:
-        """The ranks' parts of the batch or the sequence."""
+        """The ranks' parts of the batch or the sequence.
+
+        Raises:
+            UsageError: nothing has cut it.
+        """
+        if axis not in self.lengths:
+            raise UsageError(
+                f"a layer takes its input split along axis {axis}, but nothing has cut it there; "
+                "allowed: a plan with {kind: sequence, enter: true} at a module before it"
+            )
         return edges.even(self.lengths[axis], self.group)
+
+    def add_up(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
+        """Hooks by which gradients are the sums of those of the ranks."""
+        new = {id(p): p for p in parameters if p.requires_grad and id(p) not in self.added_up}
+        self.added_up |= new.keys()
+        return [p.register_hook(summed(self.group)) for p in new.values()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
+        """A copy of the model has the same ranks."""
+        return self
 
     def end(self) -> None:
         """What follows is whole again; nothing where it is already."""
@@ -73,12 +95,16 @@ class Kind:
 
 
 def kind_of(layer: nn.Module) -> Kind | None:
-    """How ``layer`` is split; None where it cannot be. ``Conv1D`` is that of transformers."""
-    match layer:
-        case nn.Linear():
-            return Kind(0, 1, -1, {"out_features": 0, "in_features": 1})
-        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
-            return Kind(0, 1, 1, {"out_channels": 0, "in_channels": 1})
+    """How ``layer`` is split; None where it cannot be, such as a subclass with a forward of its
+    own. ``Conv1D`` is that of transformers.
+    """
+    if not isinstance(dict(layer.named_parameters(recurse=False)).get("weight"), nn.Parameter):
+        return None  # e.g. parametrised
+    forward = type(layer).forward
+    if forward is nn.Linear.forward:
+        return Kind(0, 1, -1, {"out_features": 0, "in_features": 1})
+    if forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
+        return Kind(0, 1, 1, {"out_channels": 0, "in_channels": 1})
     if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):
         return Kind(1, 0, -1, {"nf": 1, "nx": 0})
     return None
@@ -137,9 +163,7 @@ def sequence_hooks(
         layer.register_forward_pre_hook(before),
         layer.register_forward_hook(after),
     ]
-    add_up = summed(region.group)
-    hooks += [p.register_hook(add_up) for p in layer.parameters() if p.requires_grad]
-    return hooks
+    return hooks + region.add_up(layer.parameters())
 
 
 def switch_hooks(
@@ -150,7 +174,7 @@ def switch_hooks(
     def switched(x: Any, to: str) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        features, length = x.dim() - 1, region.lengths[axis]
+        features, length = x.dim() - 1, sum(region.parts(axis))
         if to == "features":
             return edges.switch(x, region.group, split=features, joined=axis, length=length)
         whole = x.shape[-1] * region.group.size
@@ -190,12 +214,11 @@ class RowParallel(nn.Module):
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, nn.Parameter)
         assert bias is None or isinstance(bias, nn.Parameter)
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias: nn.Parameter | None = bias
         self._compute, self._spatial = product_of(layer), weight.dim() - 2
         self._region, self._sequence = region, sequence
-        self._hook: Any = None
-        if sequence and self.bias is not None and self.bias.requires_grad:
-            self._hook = self.bias.register_hook(summed(region.group))
+        self._hooks = region.add_up([self.bias]) if sequence and self.bias is not None else []
         self.train(layer.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -204,12 +227,14 @@ class RowParallel(nn.Module):
         y = self._compute(x, self.weight)
         group = self._region.group
         y = edges.sum_cut(y, group, SEQUENCE) if self._sequence else edges.sum_out(y, group)
-        return y if self.bias is None else y + self.bias.view(-1, *[1] * self._spatial)
+        if self.bias is None:
+            return y
+        return y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial)
 
     def remove(self) -> None:
         """Take the hook off the bias."""
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def extra_repr(self) -> str:
         shape, size = list(self.weight.shape), self._region.group.size

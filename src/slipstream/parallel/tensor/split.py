@@ -168,11 +168,13 @@ class SplitLayers:
                 self._undo += [hook.remove for hook in hooks]
 
     def _replace(self, module: nn.Module, by: nn.Module) -> None:
-        for parent in list(self.model.modules()):
-            for name, child in list(parent.named_children()):
-                if child is module:
-                    setattr(parent, name, by)
-                    self._undo.append(_setter(parent, name, module))
+        for path, child in list(self.model.named_modules(remove_duplicate=False)):
+            if child is module:
+                parent, _, name = path.rpartition(".")
+                owner = self.model.get_submodule(parent)
+                setattr(owner, name, by)
+                self._undo.append(_setter(owner, name, module))
+        self._undo.append(lambda: module.train(by.training))
 
     @torch.no_grad()
     def _change(self, change: Callable[[Shard, torch.Tensor], torch.Tensor]) -> None:
@@ -186,7 +188,12 @@ class SplitLayers:
             gradient = tensor.grad if tensor.requires_grad else None
             if gradient is not None:
                 tensor.grad = None
-            tensor.data = change(shard, tensor.data)
+            values = change(shard, tensor.data)
+            # Graphs that are still alive hold a node of the parameter, which knows its shape; torch
+            # makes another one where the dtype has changed.
+            other = torch.float32 if tensor.dtype != torch.float32 else torch.float64
+            tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+            tensor.data = values
             if gradient is not None:
                 tensor.grad = change(shard, gradient)
             state = self._optimizer.state.get(tensor, {}) if self._optimizer is not None else {}

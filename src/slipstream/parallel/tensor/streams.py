@@ -8,9 +8,6 @@ back to the common stream: so recomputing it draws the same again. Source: Megat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from slipstream.comm import Group
@@ -26,39 +23,38 @@ class Streams:
         self._group = group
         self._generator = _generator(device)
         self._common: torch.Tensor | None = None
+        self._own = 0  # the seed of this rank's stream
 
     def unify(self) -> None:
-        """Every rank goes on with the common stream of the group's first rank."""
-        state = self._generator.get_state()
-        if self._group.size > 1:
-            on_wire = state.to(self._group.device)
+        """Every rank goes on with the common streams of the group's first rank."""
+        if self._group.size == 1:
+            return
+        for generator in {torch.default_generator, self._generator}:
+            on_wire = generator.get_state().to(self._group.device)
             root = self._group.places[0]
             torch.distributed.broadcast(on_wire, group=self._group.members, group_src=root)
-            self._generator.set_state(on_wire.cpu())
+            generator.set_state(on_wire.cpu())
 
     def split(self) -> None:
         """From here on this rank draws its own numbers; nothing if it does already."""
-        if self._common is not None:
+        if self._is_split:
             return
-        device = self._generator.device
-        drawn = torch.randint(_LARGE, (), generator=self._generator, device=device)
+        drawn = int(torch.randint(_LARGE, ()))  # on the CPU, for that of a GPU would wait for it
         self._common = self._generator.get_state()
-        self._generator.manual_seed(int(drawn) + _STRIDE * (self._group.rank + 1))
+        self._own = drawn + _STRIDE * (self._group.rank + 1)
+        self._generator.manual_seed(self._own)
 
     def whole(self) -> None:
         """From here on all ranks draw the same numbers again."""
-        if self._common is not None:
+        if self._is_split:
+            assert self._common is not None
             self._generator.set_state(self._common)
-            self._common = None
+        self._common = None
 
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Inside, this rank draws its own numbers."""
-        self.split()
-        try:
-            yield
-        finally:
-            self.whole()
+    @property
+    def _is_split(self) -> bool:
+        """Recomputing may leave a split region in its middle, and puts torch's state back then."""
+        return self._common is not None and self._generator.initial_seed() == self._own
 
 
 def _generator(device: torch.device) -> torch.Generator:
