@@ -288,6 +288,29 @@ def bubbles(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tensor_parallel(facts: Mapping[str, Any]) -> str:
+    """Split layers beside DTensor's."""
+    lines = [
+        f"## Split layers, {facts['date']}",
+        "",
+        f"Milliseconds of forward and backward on {facts['ranks']} ranks of one thread over "
+        "loopback, medians: whole on every rank, split by torch's `parallelize_module`, split by "
+        f"slipstream. torch {facts['versions']['torch']}. `{facts['command']}`",
+        "",
+        *_header("module", "whole", "torch", "slipstream", "quartiles", "times as fast as torch"),
+    ]
+    for r in facts["rows"]:
+        low, median, high = (1e3 * seconds for seconds in r["slipstream"])
+        whole, torchs = 1e3 * r["whole"][1], 1e3 * r["torch"][1]
+        lines.append(
+            _row(
+                r["module"], f"{whole:.2f}", f"{torchs:.2f}", f"{median:.2f}",
+                f"{low:.2f}..{high:.2f}", f"{torchs / median:.2f}",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
 def operator_cells(row: Mapping[str, Any]) -> list[str]:
     """What the columns show, in microseconds."""
     found = {
@@ -371,6 +394,7 @@ def main() -> None:
         "overhead": overhead,
         "prediction": prediction,
         "soak": soak,
+        "tensor_parallel": tensor_parallel,
         "tuner": tuner,
     }
     parts = [HEAD]

@@ -29,7 +29,8 @@ class Streams:
         """Every rank goes on with the common streams of the group's first rank."""
         if self._group.size == 1:
             return
-        for generator in {torch.default_generator, self._generator}:
+        aside = [] if self._generator is torch.default_generator else [torch.default_generator]
+        for generator in [self._generator, *aside]:
             on_wire = generator.get_state().to(self._group.device)
             root = self._group.places[0]
             torch.distributed.broadcast(on_wire, group=self._group.members, group_src=root)
