@@ -24,6 +24,7 @@ def team(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def swap(shape: tuple[int, ...], dtype: torch.dtype, members: int) -> torch.Tensor | None:
     """Row ``i`` of rank ``r`` is ``10 r + i``; exchanged by the first ``members`` ranks."""
     group = dist.new_group(list(range(members)))
+    dist.barrier()  # a rank that is done must not leave while another still connects
     rank = dist.get_rank()
     if rank >= members:
         return None
