@@ -70,6 +70,9 @@ def apply(name: str, move: Move, x: Maybe, *, wants: bool, after: Maybe = None) 
     """
     if not wants:
         return _run(name, move, x.detach() if x is not None and x.requires_grad else x)
+    straight = not move.group.check and after is None and move.output is not None
+    if straight and x is not None and x.requires_grad:
+        return _straight(name, move, x)
     anchor = after
     if after is None and (x is None or not x.requires_grad):
         anchor = torch.empty(0, requires_grad=True)
@@ -85,6 +88,19 @@ def apply(name: str, move: Move, x: Maybe, *, wants: bool, after: Maybe = None) 
         call.waiting = weakref.ref(graph), graph.add(token)
     result: Maybe = y
     return result
+
+
+def _straight(name: str, move: Move, x: torch.Tensor) -> torch.Tensor:
+    """Where ranks do not compare notes: no token, as each of them uses what it gets."""
+    call = _Call(name, move)
+    y: torch.Tensor
+    try:
+        y = _StraightStep.apply(x, call)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        if call.begun:
+            raise
+        _, y = _TransformedStep.apply(None, x, call)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _run(name: str, move: Move, x: Maybe) -> Maybe:
@@ -155,6 +171,30 @@ class _Step(torch.autograd.Function):
             x, y = values
             back = torch.where(x == y, back, 0)
         return None, back, None
+
+
+class _StraightStep(torch.autograd.Function):
+    """As `_Step`, from this rank's tensor to its result alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: _Call) -> torch.Tensor:
+        call.begun = True
+        ctx.call = call
+        y = _run(call.name, call.move, x)
+        assert y is not None
+        if isinstance(call.move, Extreme):
+            ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Maybe, None]:
+        call: _Call = ctx.call
+        wants, name = torch.is_grad_enabled(), f"backward of {call.name}"
+        back = apply(name, call.move.adjoint, gradient, wants=wants)
+        if isinstance(call.move, Extreme) and back is not None:
+            x, y = ctx.saved_tensors
+            back = torch.where(x == y, back, 0)
+        return back, None
 
 
 class _TransformedStep(_Step):
