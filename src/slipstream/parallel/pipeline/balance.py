@@ -6,7 +6,7 @@ Never cuts a model: it returns the paths to give to `Pipeline`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -157,7 +157,10 @@ def _times(model: nn.Module, batch: MicroBatch, places: Sequence[str]) -> list[f
     """Seconds of one forward up to the first place, from each to the next, and from the last on."""
     marks: list[float] = []
     clock = partial(_now, _device(model))
-    mark: Callable[..., None] = lambda *_: marks.append(clock())  # noqa: E731
+
+    def mark(*_: object) -> None:
+        marks.append(clock())
+
     handles = [model.get_submodule(path).register_forward_pre_hook(mark) for path in places]
     try:
         with torch.no_grad():
