@@ -196,7 +196,8 @@ class Session(Generic[M, O]):
             loss_scale: gradients are computed of ``loss * loss_scale``; see `backward`.
 
         Returns:
-            The loss, not scaled, without a graph.
+            The loss, not scaled, without a graph; in a pipeline NaN for a filler of the loader,
+            which is not computed once more.
 
         Raises:
             UsageError: as `backward`.
@@ -235,9 +236,7 @@ class Session(Generic[M, O]):
             )
 
         self._exchange_after(run, loss_scale)
-        if not losses:  # a filler: this batch was counted before
-            return torch.zeros(())
-        return losses[0]
+        return losses[0] if losses else torch.full((), torch.nan)
 
     def _exchange_after(self, run: Callable[[], None], loss_scale: float) -> None:
         """``run`` a backward; where an update follows it, average the gradients."""

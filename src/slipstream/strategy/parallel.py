@@ -6,7 +6,6 @@ Never acts: the room ``parallel`` splits what these values name.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -159,8 +158,8 @@ class TensorParallel(Setting):
 
     Example:
         >>> plan = {"*.c_fc": "column", "*.mlp.c_proj": "row"}
-        >>> TensorParallel(ranks=2, plan=plan).style_of("h.0.mlp.c_proj")
-        Row(kind='row', sequence=False)
+        >>> TensorParallel(ranks=2, plan=plan).plan[1]
+        Place(match='*.mlp.c_proj', style=Row(kind='row', sequence=False))
     """
 
     ranks: int = Field(ge=2)
@@ -176,10 +175,6 @@ class TensorParallel(Setting):
 
     sequence: bool = False
     """With a known plan: also split the sequence between the split layers."""
-
-    def style_of(self, path: str) -> Style | None:
-        """The style of a module, by its path and the plan."""
-        return next((p.style for p in self.plan or () if fnmatchcase(path, p.match)), None)
 
 
 class PipelineParallel(Setting):
