@@ -7,6 +7,10 @@ torch.autograd.Function that one writes by hand; the operator in a group without
 what the bar is for; and with it. A turn is some calls one behind the other: the code of a single
 call between two barriers comes from memory, not from the caches, which takes ten times as long as
 to run it.
+
+What Python adds is also measured alone: in one process, with collectives that return at once. There
+the forward pass is held against the bare call, and both passes, which are two operators and a run
+of autograd, against those written by hand.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from tables import OPERATOR_COLUMNS, operator_cells, save
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from slipstream import comm
 from slipstream.comm.graphs import current
@@ -35,6 +40,7 @@ SIZES = {"1 KB": 2**8, "16 KB": 2**12, "256 KB": 2**16, "1 MB": 2**18, "16 MB": 
 BLOCK = 2**19
 """Elements that the calls of a turn move, if these are no more than 10."""
 ROWS = 16
+RANKS = 2
 BARS = (1.05, 20e-6)
 WARM = 5
 
@@ -54,7 +60,7 @@ class ByHand(torch.autograd.Function):
 
 
 def passes(
-    case: Case, x: torch.Tensor, unchecked: comm.Group, checked: comm.Group
+    case: Case, x: torch.Tensor, unchecked: comm.Group, checked: comm.Group | None
 ) -> dict[str, dict[str, Call]]:
     """What takes turns: forward alone, and forward and backward."""
     plain = x.detach()
@@ -80,25 +86,49 @@ def passes(
         else:
             torch.autograd.backward(y, gradient)
 
-    return {
-        "forward": {
-            "bare": lambda: case.forward(plain),
-            "by hand": recorded,
-            "ours": lambda: case.ours(x, unchecked),
-            "checked": lambda: case.ours(x, checked),
-        },
-        "forward, backward": {
-            "bare": bare,
-            "by hand": by_hand,
-            "ours": lambda: ours(unchecked),
-            "checked": lambda: ours(checked),
-        },
+    forward: dict[str, Call] = {
+        "bare": lambda: case.forward(plain),
+        "by hand": recorded,
+        "ours": lambda: case.ours(x, unchecked),
     }
+    both: dict[str, Call] = {"bare": bare, "by hand": by_hand, "ours": lambda: ours(unchecked)}
+    if checked is not None:
+        forward["checked"] = lambda: case.ours(x, checked)
+        both["checked"] = lambda: ours(checked)
+    return {"forward": forward, "forward, backward": both}
+
+
+def python_alone(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What each call costs where collectives return at once, on the slower of two ranks."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for rank in range(RANKS):
+        dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
+        group = comm.group(check=False)
+        x = torch.ones(ROWS, ROWS, requires_grad=True)
+        for name, case in cases(x.detach()).items():
+            if args.only not in name:
+                continue
+            for which, calls in passes(case, x, group, None).items():
+                row = take_turns(calls, x, args.seconds / 5, 20)
+                before = found.get((name, which))
+                if before is None or excess(row, which) > excess(before, which):
+                    within = excess(row, which) <= BARS[1]
+                    found[name, which] = {**row, "within": within, "rank": rank}
+        dist.destroy_process_group()
+    return [{"operator": o, "size": "", "pass": which, **r} for (o, which), r in found.items()]
+
+
+def excess(row: Mapping[str, Any], which: str) -> float:
+    """Seconds that an operator takes more than what it is held against."""
+    if which == "forward":
+        return float(row["ours"][1] - row["bare"][1])
+    return float(row["ours"][1] - row["by hand"][1]) / 2
 
 
 def measure(args: argparse.Namespace) -> None:
     """What one rank does; rank 0 writes."""
     torch.set_num_threads(1)
+    alone = python_alone(args) if os.environ["RANK"] == "0" else []
     dist.init_process_group("gloo")
     groups = comm.group(check=False), comm.group()
     rows = []
@@ -113,9 +143,10 @@ def measure(args: argparse.Namespace) -> None:
                     found = take_turns(calls, x, args.seconds, block)
                     rows.append({"operator": name, "size": size, "pass": which, **found})
     if dist.get_rank() == 0:
-        Console(width=140).print(table(rows))
+        over = f"{RANKS} ranks over loopback"
+        Console(width=140).print(table(rows, over), table(alone, "Python alone"))
         if args.json:
-            save(args.json, "operators", {"ranks": dist.get_world_size(), "rows": rows})
+            save(args.json, "operators", {"ranks": RANKS, "rows": rows, "alone": alone})
     dist.barrier()
     dist.destroy_process_group()
 
@@ -163,9 +194,9 @@ def take_turns(
     }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def table(rows: list[dict[str, Any]], where: str) -> Table:
     """What a person reads: microseconds."""
-    drawn = Table(title="operators beside torch.distributed, 2 ranks, loopback, microseconds")
+    drawn = Table(title=f"operators beside torch.distributed, {where}, microseconds")
     for number, heading in enumerate(OPERATOR_COLUMNS):
         drawn.add_column(heading, justify="left" if number < 3 else "right")
     for row in rows:
@@ -184,7 +215,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(args)
         return 0
-    return on_loopback(__file__, sys.argv[1:], 2)
+    return on_loopback(__file__, sys.argv[1:], RANKS)
 
 
 if __name__ == "__main__":

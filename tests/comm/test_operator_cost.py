@@ -36,15 +36,15 @@ class Log(TorchDispatchMode):
 
 
 VIEWS = {"aten::view", "aten::split_with_sizes", "aten::detach"}
-ALLOCATIONS = {"aten::empty", "aten::new_empty"}
+ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_like"}
 
 
-def work(name: str, axes: tuple[int, ...]) -> list[str]:
+def work(name: str, rows: int) -> list[str]:
     """The operations that touch the elements of a tensor, and the collectives."""
     group = comm.group(check=False)
-    x = torch.ones(4, 4)
+    x = torch.ones(rows, 4)
     with Log() as log, patch.object(Header, "of", side_effect=AssertionError("a header")):
-        getattr(comm, name)(x, group, *axes)
+        getattr(comm, name)(x, group)
     return [word for word in log.names if word not in VIEWS | ALLOCATIONS]
 
 
@@ -52,14 +52,19 @@ WORK = {
     "all_reduce_sum": ["aten::clone", "c10d::allreduce_"],
     "all_reduce_max": ["aten::clone", "c10d::allreduce_"],
     "all_gather": ["c10d::_allgather_base_"],
-    "all_to_all": ["c10d::recv_", "c10d::send", "aten::copy_"],
+    "all_to_all": ["c10d::alltoall_base_"],
     "reduce_scatter_sum": ["c10d::recv_", "c10d::send", "aten::add_"],
 }
 
 
 @pytest.mark.parametrize("name", WORK)
 def test_along_the_first_axis_nothing_is_copied_twice(team: Ranks, name) -> None:
-    assert team.run(work, name, ()) == [WORK[name]] * SIZE
+    assert team.run(work, name, 4) == [WORK[name]] * SIZE
+
+
+def test_large_pieces_are_sent_and_received(team: Ranks) -> None:
+    sent = ["c10d::recv_", "c10d::send", "aten::copy_"]
+    assert team.run(work, "all_to_all", 2**16) == [sent] * SIZE
 
 
 def recorded_work() -> tuple[list[str], list[str]]:

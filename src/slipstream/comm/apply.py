@@ -70,12 +70,12 @@ def apply(name: str, move: Move, x: Maybe, *, wants: bool, after: Maybe = None) 
     """
     if not wants:
         return _run(name, move, x.detach() if x is not None and x.requires_grad else x)
-    straight = not move.group.check and after is None and move.output is not None
-    if straight and x is not None and x.requires_grad:
-        return _straight(name, move, x)
     anchor = after
     if after is None and (x is None or not x.requires_grad):
         anchor = torch.empty(0, requires_grad=True)
+    straight = not move.group.check and after is None and move.output is not None
+    if straight and (x is None or x.requires_grad):  # a map that takes no tensor ignores the anchor
+        return _straight(name, move, anchor if x is None else x)
     call = _Call(name, move)
     try:
         token, y = _Step.apply(anchor, x, call)  # type: ignore[no-untyped-call]
@@ -90,7 +90,7 @@ def apply(name: str, move: Move, x: Maybe, *, wants: bool, after: Maybe = None) 
     return result
 
 
-def _straight(name: str, move: Move, x: torch.Tensor) -> torch.Tensor:
+def _straight(name: str, move: Move, x: Maybe) -> torch.Tensor:
     """Where ranks do not compare notes: no token, as each of them uses what it gets."""
     call = _Call(name, move)
     y: torch.Tensor

@@ -93,9 +93,10 @@ def exchanged(
     split_axis: int,
     concat_axis: int,
     sizes: Sequence[int] | None,
-) -> tuple[int, int, Sizes, Sizes, bool]:
+) -> tuple[int, int, Sizes, Sizes, bool, bool]:
     """Of an all-to-all: both axes, the sizes of the pieces that go along the first and of those
-    that come along the second, and whether any rank wants a gradient.
+    that come along the second, whether all pieces of all ranks are alike, and whether any rank
+    wants a gradient.
 
     The ranks' tensors may differ along the axis where pieces are joined, unless that is also the
     one where they are cut, into equal pieces.
@@ -107,12 +108,12 @@ def exchanged(
         if every:
             same(every, group, f"calls {operator} with", str)
         own = pieces_of(operator, x.shape[cut], cut, group, None)
-        return cut, join, own, own, wants
+        return cut, join, own, own, True, wants
     lengths = _lengths(operator, every, shape, join, group)
     own = pieces_of(operator, x.shape[cut], cut, group, sizes)
     if cut == join:
         come = tuple(row[group.rank] for row in consult_sizes(own, group))
-        return cut, join, own, come, wants
+        return cut, join, own, come, False, wants
     if every and sizes is not None:
         rows = [tuple(row) for row in consult_sizes(own, group)]
         if len(set(rows)) > 1:
@@ -120,7 +121,8 @@ def exchanged(
                 f"{operator}: pieces of {rows[0]} and {max(rows, key=rows[0].__ne__)} along axis "
                 f"{cut}, to be joined along axis {join}; allowed: the same sizes on every rank"
             )
-    return cut, join, own, lengths, wants
+    alike = len(set(own)) == len(set(lengths)) == 1
+    return cut, join, own, lengths, alike, wants
 
 
 def sent(x: torch.Tensor, to: int, group: Group) -> bool:

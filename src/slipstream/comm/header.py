@@ -143,7 +143,7 @@ def consult(own: Header, group: Group) -> list[Header]:
     mine = torch.tensor(own.numbers(), device=group.device)
     every = mine.new_empty(group.size, LENGTH)
     with together(own.operator, "in", group):
-        gather_all(every, mine, group.members)
+        gather_all(every.view(-1), mine, group.members)
     rows = every.tolist()
     headers = [Header.read(rows[place]) for place in group.places]
     same(headers, group, "calls", lambda h: h.operator)
@@ -193,6 +193,6 @@ def consult_sizes(sizes: Sequence[int], group: Group) -> list[list[int]]:
     mine = torch.tensor(sizes, dtype=torch.int64, device=group.device)
     every = mine.new_empty(group.size, group.size)
     with together("the comparison of sizes in", group):
-        gather_all(every, mine, group.members)
+        gather_all(every.view(-1), mine, group.members)
     rows: list[list[int]] = every.tolist()
     return [rows[place] for place in group.places]

@@ -221,6 +221,8 @@ def all_to_all(
     """
     name = "all_to_all"
     group = member(group, name)
-    cut, join, sent, received, wants = exchanged(name, x, group, split_axis, concat_axis, sizes)
-    move = AllToAll(group, Like.of(x), cut, join, sent, received)
+    cut, join, sent, received, alike, wants = exchanged(
+        name, x, group, split_axis, concat_axis, sizes
+    )
+    move = AllToAll(group, Like.of(x), cut, join, sent, received, alike)
     return everywhere(name, move, x, wants=wants)

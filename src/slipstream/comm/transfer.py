@@ -37,7 +37,7 @@ def transfer(
         meanwhile: what to do while they travel, a copy say.
     """
     works: list[dist.Work | None] = []
-    if not any(t.is_cuda for t in (*receives.values(), *sends.values())):
+    if not any(t.is_cuda for tensors in (receives, sends) for t in tensors.values()):
         works += [dist.irecv(t, group=group, group_src=r) for r, t in receives.items() if t.numel()]
         works += [dist.isend(t, group=group, group_dst=r) for r, t in sends.items() if t.numel()]
     else:  # NCCL: all at once, or the first would wait for its peer alone
@@ -58,9 +58,17 @@ def transfer(
 def gather_all(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Every rank's ``send``, one behind the other in the order of ``group``, fills ``receive``.
 
-    Both are contiguous; of a list of tensors gloo would make copies.
+    Both are contiguous, and differ along the first axis alone. Of a list of tensors gloo would make
+    copies.
     """
-    getattr(dist, _GATHER)(receive.view(-1), send.view(-1), group=group)
+    getattr(dist, _GATHER)(receive, send, group=group)
+
+
+def swap(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Equal parts of ``send`` along its first axis, one for each rank; what comes fills ``receive``
+    in the order of ``group``. Both are contiguous.
+    """
+    dist.all_to_all_single(receive, send, group=group)
 
 
 def all_to_all(

@@ -145,4 +145,4 @@ def carry(exchange: Exchange, group: dist.ProcessGroup) -> None:
             case Swap(send, receive):
                 all_to_all(receive.unbind(), send.unbind(), group)
             case Gather(send, receive):
-                gather_all(receive, send, group)
+                gather_all(receive.view(-1), send.view(-1), group)

@@ -135,7 +135,8 @@ def switch(x: torch.Tensor, group: Group, *, split: int, joined: int, length: in
     and split along axis ``split``; backward is the same, back. Exactness: bitwise.
     """
     sent, received = even(x.shape[split], group), even(length, group)
-    return _run("switch", AllToAll(group, Like.of(x), split, joined, sent, received), x)
+    alike = len(set(sent)) == len(set(received)) == 1
+    return _run("switch", AllToAll(group, Like.of(x), split, joined, sent, received, alike), x)
 
 
 def even(length: int, group: Group) -> tuple[int, ...]:
