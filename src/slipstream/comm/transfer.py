@@ -37,7 +37,8 @@ def transfer(
         meanwhile: what to do while they travel, a copy say.
     """
     works: list[dist.Work | None] = []
-    if not any(t.is_cuda for tensors in (receives, sends) for t in tensors.values()):
+    here = next(iter(sends.values() or receives.values()), None)
+    if here is None or not here.is_cuda:
         works += [dist.irecv(t, group=group, group_src=r) for r, t in receives.items() if t.numel()]
         works += [dist.isend(t, group=group, group_dst=r) for r, t in sends.items() if t.numel()]
     else:  # NCCL: all at once, or the first would wait for its peer alone
