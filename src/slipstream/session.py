@@ -20,7 +20,7 @@ from slipstream import checkpoint, outcome
 from slipstream.adaptive import Verdict
 from slipstream.axes import Axes
 from slipstream.cluster.connect import Cluster
-from slipstream.codecs.coder import is_finite
+from slipstream.codecs.coder import any_infinite
 from slipstream.comm.agreement import agree
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
@@ -30,6 +30,7 @@ from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
 from slipstream.parallel.pipeline.pipeline import Pipeline
+from slipstream.precision.model_precision import ModelPrecision
 from slipstream.recording import Recording
 from slipstream.shared_model import SharedModel
 from slipstream.strategy import Split, Strategy, keeps_state, overview
@@ -51,6 +52,7 @@ class Installed:
     channel: Channel | None
     axes: Axes
     shared: SharedModel | None
+    precision: ModelPrecision
     loader: EvenLoader | None
     live_split: LiveSplit | None
     lent: Lent
@@ -89,6 +91,7 @@ class Session(Generic[M, O]):
         self.data_rank, self.data_size = installed.axes.data_rank, installed.axes.data_size
         self._control = installed.axes.control
         self._shared = installed.shared
+        self._precision = installed.precision
         self._loader = installed.loader
         self._live_split = installed.live_split
         self._lent = installed.lent
@@ -146,11 +149,13 @@ class Session(Generic[M, O]):
             loss: a tensor of one element.
             retain_graph: as torch's.
             loss_scale: by what ``loss`` was multiplied, so that small gradients survive in fp16;
-                averages come out divided by it. ``step()`` skips the update if one overflowed.
+                averages come out divided by it. ``step()`` skips the update if one overflowed. With
+                a loss scale in the strategy the session does both by itself.
 
         Raises:
             UsageError: the session is closed, ``loss`` is not a scalar, the scale changed inside
-            an accumulation window, or a codec has sent this update's gradients already.
+            an accumulation window, there is one in the strategy, too, or a codec has sent this
+            update's gradients already.
             MismatchError: ranks that share layers have different first losses.
             ExchangeError: another rank is gone, or the graph changed in a way that overlap cannot
             follow.
@@ -165,12 +170,14 @@ class Session(Generic[M, O]):
                 "session.forward_backward(loss_fn, (inputs,), target=target) instead of forward, "
                 "loss and backward"
             )
+        loss_scale = self._precision.take(loss_scale)
         self._window.check_scale(loss_scale)
         self._compare(loss)
         accumulate = self.strategy.gradients.accumulate
 
         def run() -> None:
-            share = loss / accumulate if accumulate > 1 else loss
+            share = self._precision.scaled(loss)
+            share = share / accumulate if accumulate > 1 else share
             share.backward(retain_graph=retain_graph)
 
         self._exchange_after(run, loss_scale)
@@ -219,6 +226,7 @@ class Session(Generic[M, O]):
             loss = loss_fn(self.model(*args, **(kwargs or {})), target)
             self.backward(loss * loss_scale if loss_scale != 1.0 else loss, loss_scale=loss_scale)
             return loss.detach()
+        loss_scale = self._precision.take(loss_scale)
         self._window.check_scale(loss_scale)
         if not self._compared:
             assert self._axes is not None
@@ -245,7 +253,8 @@ class Session(Generic[M, O]):
             self._recording.backward_begins(filler=filler)
         exchange = self._window.last and not self._local
         if self._engine is not None:
-            self._engine.begin(exchange=exchange, scale=self._window.scale)
+            scale = self._window.scale
+            self._engine.begin(exchange=exchange, scale=scale, loss_scale=loss_scale)
         elif self._unscaled and self._gradients():  # averages to which this backward adds
             torch._foreach_mul_(self._gradients(), loss_scale)
         try:
@@ -313,8 +322,8 @@ class Session(Generic[M, O]):
     # State, report, end.
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on bit for bit: count of updates, ready order, split, and
-        what the codecs of every rank keep.
+        """What a resumed run needs to go on bit for bit: count of updates, ready order, split, loss
+        scale, and what the codecs of every rank keep.
 
         The same on every rank; the model's and the optimizer's state are theirs to save. Where a
         codec keeps something, every rank must call it, as it is gathered from all.
@@ -336,6 +345,7 @@ class Session(Generic[M, O]):
             assert self._control is not None
             codecs = checkpoint.gathered(kept, self._control)
         state = checkpoint.state_of(self._steps, self._chosen_split(), order, self._names, codecs)
+        state["loss_scale"] = self._precision.state_dict()
         if self._pipeline is not None:
             assert self._control is not None
             state["ready_order"] = checkpoint.joined_order(state["ready_order"], self._control)
@@ -366,6 +376,7 @@ class Session(Generic[M, O]):
                 stacklevel=2,
             )
         self._steps = state["steps"]
+        self._precision.load_state_dict(state.get("loss_scale"))
         order = checkpoint.order_of(state, self._names)
         if self._engine is not None:
             self._engine.updated(self._steps)
@@ -463,6 +474,7 @@ class Session(Generic[M, O]):
         rows = outcome.rows(
             self._engine, self.segments, self._live_split, self._verdict, self.skipped
         )
+        rows = self._precision.rows(self.skipped) + rows
         if self._shared is not None:
             rows.insert(0, self._shared.row)
         return plain_text(overview(self.strategy, rows))
@@ -508,11 +520,12 @@ class Session(Generic[M, O]):
         """Whether this update must not happen; the same on every rank."""
         if self._engine is not None and self._engine.overflowed:
             return True  # on all ranks that share this model
-        if self._window.loss_scale == 1.0:
+        if self._window.loss_scale == 1.0 and not self._precision.scales:
             return False
         values = [g._values() if g.is_sparse else g for g in self._gradients()]
+        infinite = [any_infinite(value) for value in values]
         assert self._axes is not None
-        return self._axes.anywhere(not all(map(is_finite, values)))
+        return self._axes.anywhere(bool(infinite) and bool(torch.stack(infinite).any()))
 
     def _update(self, skip: bool) -> None:
         if self._recording is not None:
@@ -526,6 +539,7 @@ class Session(Generic[M, O]):
         for parameter in self._parameters:  # those that the optimizer does not hold, too
             parameter.grad = None
         self._window.close()
+        self._precision.updated(skip)
         self._unscaled = False
         if self._engine is not None:
             self._engine.updated(self._steps)
@@ -564,6 +578,7 @@ class Session(Generic[M, O]):
         if self._loader is not None:
             self._loader.detach()
         self._lent.give_back()
+        self._precision.close()
         shared = self._shared is not None
         if self._shared is not None and whole:
             self._shared.close()
