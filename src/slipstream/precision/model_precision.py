@@ -155,8 +155,8 @@ class ModelPrecision:
             found.append(Row("fp32", f"{len(paths)} modules", ", ".join(paths[:_SHOWN]) + more))
         if self._scaler is not None:
             scale, good, _ = self._scaler.state
-            note = f"{good} updates since it changed or one was skipped; {skipped} skipped"
-            found.append(Row("loss scale", f"{scale:g}", note))
+            note = f"{good} good updates since it changed or one was skipped"
+            found.append(Row("loss scale", f"{scale:g}, {skipped} updates skipped", note))
         if self._compute.tf32:
             here = torch.cuda.is_available()
             note = "products and convolutions" if here else "there is no CUDA device here"
