@@ -1,6 +1,6 @@
-"""What holds for every precision, whatever it is combined with: add a row, it gets the whole battery.
+"""What holds for every precision, whatever it goes with: add a row, it gets the whole battery.
 
-    holds(CASES["half_weights, fp16, dgc"], "cpu")      # on any number of ranks, asserts
+holds(CASES["half_weights, fp16, dgc"], "cpu")      # on any number of ranks, asserts
 """
 
 from __future__ import annotations

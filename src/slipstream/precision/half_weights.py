@@ -47,14 +47,23 @@ class HalfWeights:
         self.masters: dict[nn.Parameter, torch.Tensor] = {}
         self._halves: list[torch.Tensor] = []
         self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        self._widened: list[tuple[nn.Module, str]] = []
         for module in self._modules:
             for parameter in module.parameters(recurse=False):
-                if parameter not in self.masters and parameter.dtype in (torch.float32, dtype):
-                    self._narrow(parameter)
+                if parameter not in self._former and parameter.dtype in (torch.float32, dtype):
+                    self._change(parameter, dtype)
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.dtype == torch.float32:
                     self._buffers[module, name] = buffer.detach().clone()
                     buffer.data = buffer.data.to(dtype)
+        for module in inside:  # of a model that was 16 bits wide before
+            for parameter in module.parameters(recurse=False):
+                if parameter.dtype == dtype:
+                    self._change(parameter, torch.float32)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.dtype == dtype:
+                    self._widened.append((module, name))
+                    buffer.data = buffer.data.float()
         self._stepping = False
         self._undo = [*self._hooks()]
 
@@ -75,27 +84,32 @@ class HalfWeights:
         for (module, name), former in self._buffers.items():
             buffer = module.get_buffer(name)
             buffer.data = self._wide(buffer, former)
-        for parameter, master in self.masters.items():
-            former_dtype, gradient = self._former[parameter], parameter.grad
-            parameter.grad = None
-            self._recast(parameter, former_dtype)
-            parameter.data = master.to(former_dtype)
-            parameter.grad_dtype = former_dtype
-            parameter.grad = None if gradient is None else gradient.to(former_dtype)
-        self.masters, self._halves, self._buffers = {}, [], {}
+        for module, name in self._widened:
+            buffer = module.get_buffer(name)
+            buffer.data = buffer.data.to(self._dtype)
+        for parameter, dtype in self._former.items():
+            gradient, parameter.grad = parameter.grad, None
+            self._recast(parameter, dtype)
+            parameter.data = self.masters.get(parameter, parameter.data).to(dtype)
+            parameter.grad_dtype = dtype
+            parameter.grad = None if gradient is None else gradient.to(dtype)
+        self.masters, self._halves, self._former = {}, [], {}
+        self._buffers, self._widened = {}, []
 
     # Inside.
 
-    def _narrow(self, parameter: nn.Parameter) -> None:
+    def _change(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Let the model compute with a parameter in ``dtype``, and the optimizer in fp32."""
         gradient, parameter.grad = parameter.grad, None
         self._former[parameter] = parameter.dtype
-        master = parameter.data.float()
-        half = parameter.data.to(self._dtype)
         self._recast(parameter, torch.float32)
-        parameter.data, parameter.grad_dtype = half, torch.float32
+        values = parameter.data.to(dtype)
+        if dtype != torch.float32:
+            self.masters[parameter] = parameter.data.float()
+            self._halves.append(values)
+        parameter.data = values
+        parameter.grad_dtype = torch.float32
         parameter.grad = None if gradient is None else gradient.float()
-        self.masters[parameter] = master
-        self._halves.append(half)
 
     def _recast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """What the optimizer keeps of a parameter that was 16 bits wide before has its type."""
