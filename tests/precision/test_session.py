@@ -17,7 +17,7 @@ from tests.harness.counters import collectives
 from tests.harness.models import MODELS
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest as bits
-from tests.precision.battery import CASES, TYPES, build, here, holds, same_everywhere, train
+from tests.precision.battery import CASES, TYPES, build, here, holds, losses, same_everywhere, train
 
 FP16 = {"dtype": "fp16", "emulate": True}
 KINDS = pytest.mark.parametrize("kind", ["autocast", "half_weights"])
@@ -43,6 +43,12 @@ def test_every_precision_holds_on_two_ranks(two: Ranks, name: str) -> None:
 def opened(model: nn.Module, lr: float = 0.1, loader: Any = None, **wish: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     return slipstream.accelerate(model, optimizer, loader, wish)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "plain" in n])
+def test_it_learns(name: str) -> None:
+    first, last = losses(CASES[name], "cpu")
+    assert last < 0.5 * first
 
 
 # Against training in fp32.
