@@ -99,14 +99,14 @@ def warn_of_idle_rules(model: nn.Module, codec: Codec | None) -> None:
 
 
 def warn_of_slow_types(model: nn.Module, wish: Precision | None) -> None:
-    """Say where 16 bits take longer than 32: a CPU without instructions for bf16."""
-    if wish is None or wish.dtype != "bf16" or device_of(model).type != "cpu" or has_bf16():
-        return
-    warnings.warn(
-        "precision.dtype bf16 on a CPU without instructions for it is slower than fp32; "
-        "precision: null is faster here",
-        stacklevel=4,
-    )
+    """Say where 16 bits take longer than 32: without instructions for bf16."""
+    device = device_of(model)
+    if wish is not None and wish.dtype == "bf16" and not has_bf16(device):
+        warnings.warn(
+            f"precision.dtype bf16 on a {device.type} without instructions for it is slower than "
+            "fp32; precision: null is faster here",
+            stacklevel=4,
+        )
 
 
 def facts(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> dict[str, str]:

@@ -344,8 +344,14 @@ class Session(Generic[M, O]):
         if self._codecs_keep():
             assert self._control is not None
             codecs = checkpoint.gathered(kept, self._control)
-        state = checkpoint.state_of(self._steps, self._chosen_split(), order, self._names, codecs)
-        state["loss_scale"] = self._precision.state_dict()
+        state = checkpoint.state_of(
+            self._steps,
+            self._chosen_split(),
+            order,
+            self._names,
+            codecs,
+            self._precision.state_dict(),
+        )
         if self._pipeline is not None:
             assert self._control is not None
             state["ready_order"] = checkpoint.joined_order(state["ready_order"], self._control)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slipstream.errors import ModelError, StrategyError, UsageError
+from slipstream.optim import Lamb
 from slipstream.precision.half_weights import half_weights
 from tests.harness.models import MODELS
 from tests.harness.reference import OPTIMIZERS
@@ -67,11 +68,15 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def make(optimizer: str, parameters: Any) -> torch.optim.Optimizer:
     if optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    if optimizer == "lamb":
+        return Lamb(parameters, lr=0.01)
+    if optimizer == "fused":
+        return torch.optim.AdamW(parameters, lr=0.01, fused=True)
     return torch.optim.AdamW(parameters, lr=0.01, foreach=optimizer == "foreach")
 
 
 @DTYPES
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "foreach"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "foreach", "fused", "lamb"])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_it_is_the_loop_by_hand_bit_for_bit(optimizer: str, dtype: str, scale: float) -> None:
     """Accumulating two batches, with gradient clipping by torch's own function."""
@@ -145,6 +150,19 @@ def update(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     net(batches()[0][0]).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def test_a_copy_of_the_model_has_masters_of_its_own() -> None:
+    net, optimizer, half = small()
+    x = batches()[0][0]
+    twin = copy.deepcopy(net)
+    assert torch.equal(twin(x), net(x))
+    update(net, optimizer)
+    assert not torch.equal(twin(x), net(x))
+    twin.load_state_dict(net.state_dict())
+    assert torch.equal(twin(x), net(x))
+    half.close()
+    assert twin.first.weight.dtype == torch.bfloat16
 
 
 def test_small_updates_are_not_lost() -> None:

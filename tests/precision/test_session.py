@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -195,6 +196,43 @@ def test_a_window_by_hand_is_that_of_the_strategy(two: Ranks, kind: str) -> None
         assert by_hand == by_strategy
 
 
+def two_losses(precision: Case) -> list[Tensor]:
+    """Gradients of two losses one after the other, and of their sum."""
+    found = []
+    for calls in (2, 1):
+        model, _ = build("cpu")
+        with opened(model, precision=precision) as session:
+            for _ in range(2):  # the first lays out the segments
+                for number in range(calls):
+                    output = session.model(torch.full((2, 6), here() + 1))["logits"]
+                    losses = [output.square().mean(), output.mean()]
+                    session.backward(losses[number] if calls == 2 else losses[0] + losses[1])
+                weight = model.embedding.weight
+                assert weight.grad is not None
+                found.append(weight.grad.clone())
+                session.step()
+    return [(a - b).norm() / b.norm() for a, b in zip(found[:2], found[2:], strict=True)]
+
+
+@KINDS
+def test_losses_one_after_the_other_add_up(two: Ranks, kind: str) -> None:
+    precision = {"kind": kind, **FP16, "loss_scale": {"kind": "static", "scale": 1024}}
+    for far in two.run(two_losses, precision):
+        assert max(far) < 0.01
+
+
+def traced(folder: str) -> None:
+    model, _ = build("cpu")
+    trace = {"steps": 2, "skip": 1, "folder": folder}
+    with opened(model, precision="half_weights", trace=trace) as session:
+        assert train(session, "cpu", range(4)) == [True] * 4
+
+
+def test_it_is_traced(two: Ranks, tmp_path: Path) -> None:
+    two.run(traced, str(tmp_path))
+    assert list(tmp_path.iterdir())
+
+
 def uneven(precision: Case) -> tuple[int, bool]:
     """Rank 1 has one batch less; the last update is of rank 0's batch alone."""
     model, _ = build("cpu")
@@ -287,7 +325,7 @@ REFUSED: dict[str, tuple[Case, list[str]]] = {
 def test_what_does_not_fit_is_refused(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_precision, "has_fp16", lambda: False)
+    monkeypatch.setattr(model_precision, "has_fp16", lambda device: False)
     settings, words = REFUSED[name]
     model, _ = build("cpu")
     if kind == "autocast" and "tied" in name:
@@ -305,7 +343,7 @@ def test_a_function_that_is_none_is_refused() -> None:
 
 
 def test_bf16_on_a_machine_without_it_is_slow_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.checks.has_bf16", lambda: False)
+    monkeypatch.setattr("slipstream.checks.has_bf16", lambda device: False)
     with pytest.warns(UserWarning, match="slower than fp32"):
         opened(build("cpu")[0], precision="autocast").close()
 

@@ -255,15 +255,11 @@ class SparseBucket(Bucket):
         self.parameter.grad, self._gradient = self._gradient, None
 
     def _no_rows(self) -> torch.Tensor:
-        shape = self.parameter.shape
+        shape, device = self.parameter.shape, self.parameter.device
+        dtype = gradient_dtype(self.parameter)
         return torch.sparse_coo_tensor(
-            torch.empty(self._sparse_dim, 0, dtype=torch.int64, device=self.parameter.device),
-            torch.empty(
-                0,
-                *shape[self._sparse_dim :],
-                dtype=gradient_dtype(self.parameter),
-                device=self.parameter.device,
-            ),
+            torch.empty(self._sparse_dim, 0, dtype=torch.int64, device=device),
+            torch.empty(0, *shape[self._sparse_dim :], dtype=dtype, device=device),
             shape,
             check_invariants=False,
         )

@@ -45,21 +45,29 @@ def check_precision(
                 "allowed: dtype fp16, or model.float() before accelerate()"
             )
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cpu" and not wish.emulate and wish.dtype == "fp16" and not has_fp16():
+    if wish.dtype == "fp16" and not wish.emulate and not has_fp16(device):
         raise StrategyError(
             "precision.dtype fp16 on a CPU without instructions for it takes hundreds of times as "
             "long; allowed: dtype bf16, or emulate: true, e.g. to test"
         )
 
 
-def has_fp16() -> bool:
-    """Whether this CPU multiplies matrices of fp16 by instructions of its own."""
-    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+def has_fp16(device: torch.device) -> bool:
+    """Whether a device multiplies matrices of fp16 by instructions of its own."""
+    if device.type != "cpu":
+        return True
+    available = torch.backends.mkldnn.is_available()
+    return bool(available and torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def has_bf16() -> bool:
-    """Whether this CPU has instructions that bf16 needs not to be slower than fp32."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies matrices of bf16 by instructions of its own."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return True
+    available = torch.backends.mkldnn.is_available()
+    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class ModelPrecision:
