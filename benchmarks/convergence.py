@@ -176,8 +176,8 @@ def train(
             model.train()
             loss = task.loss(model, task.batch(seed, step, rank))
             session.backward(loss)
-            session.step()
-            schedule.step()
+            if session.step():  # else the schedule would run ahead of the updates
+                schedule.step()
             window.append(float(loss.detach()))
             if len(window) == max(steps // 50, 1):
                 mean = torch.tensor(fmean(window))

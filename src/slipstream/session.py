@@ -6,7 +6,6 @@ Never composes techniques (``api`` does) and never averages a gradient itself (t
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import nn
 
-from slipstream import checkpoint, outcome
+from slipstream import outcome
 from slipstream.adaptive import Verdict
 from slipstream.axes import Axes
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs.coder import any_infinite
-from slipstream.comm.agreement import agree
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
@@ -32,8 +30,9 @@ from slipstream.live_split import LiveSplit
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.recording import Recording
+from slipstream.saving import Saving
 from slipstream.shared_model import SharedModel
-from slipstream.strategy import Split, Strategy, keeps_state, overview
+from slipstream.strategy import Strategy, overview
 from slipstream.strategy.overview import plain_text
 from slipstream.window import Window
 
@@ -89,7 +88,6 @@ class Session(Generic[M, O]):
         self._channel = installed.channel
         self._axes: Axes | None = installed.axes
         self.data_rank, self.data_size = installed.axes.data_rank, installed.axes.data_size
-        self._control = installed.axes.control
         self._shared = installed.shared
         self._precision = installed.precision
         self._loader = installed.loader
@@ -98,7 +96,16 @@ class Session(Generic[M, O]):
         self._verdict = installed.verdict
         self._recording = installed.recording
         self._on_close = installed.on_close
-        self._names = installed.trainable_names
+        self._saving: Saving | None = Saving(
+            model,
+            installed.strategy,
+            installed.trainable_names,
+            installed.engine,
+            installed.axes,
+            installed.shared,
+            installed.live_split,
+            installed.precision,
+        )
         self._parameters = tuple(model.parameters())
         self._steps = 0
         self._window = Window(self.strategy.gradients.accumulate, self.data_size, self._loader)
@@ -338,24 +345,8 @@ class Session(Generic[M, O]):
                 "state_dict() inside an accumulation window would lose the gradients gathered so "
                 "far; call it after a step() that returned True"
             )
-        order = self._engine.order if self._engine else None
-        kept = self._engine.codec_state() if self._engine else {}
-        codecs = []
-        if self._codecs_keep():
-            assert self._control is not None
-            codecs = checkpoint.gathered(kept, self._control)
-        state = checkpoint.state_of(
-            self._steps,
-            self._chosen_split(),
-            order,
-            self._names,
-            codecs,
-            self._precision.state_dict(),
-        )
-        if self._pipeline is not None:
-            assert self._control is not None
-            state["ready_order"] = checkpoint.joined_order(state["ready_order"], self._control)
-        return state
+        assert self._saving is not None
+        return self._saving.state(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict()``; every rank loads the same state, on any number of ranks.
@@ -368,36 +359,8 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
-        ranks = self.world_size if self._shared is not None else None
-        every = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        error = checkpoint.refusal(state, every, ranks)
-        if self._control is not None:
-            agree({"state": checkpoint.digest(state)}, self._control, error)
-        elif error is not None:
-            raise error
-        if state["codecs"] and not self._codecs_keep():
-            warnings.warn(
-                "the state holds what codecs have not sent yet, but this run has no such codec: "
-                "that part of the gradients is lost",
-                stacklevel=2,
-            )
-        self._steps = state["steps"]
-        self._precision.load_state_dict(state.get("loss_scale"))
-        order = checkpoint.order_of(state, self._names)
-        if self._engine is not None:
-            self._engine.updated(self._steps)
-            if order is not None:
-                self._engine.install(order)
-        if self._live_split is not None and state["split"] is not None:
-            chosen = Strategy.load({"gradients": {"split": state["split"]}}).gradients.split
-            self._live_split.settle(chosen, "chosen before the checkpoint")
-        if self._engine is not None and self._codecs_keep() and state["codecs"]:
-            # behind the last change of the layout: who serves which piece depends on it
-            kept = state["codecs"]
-            if self._shared is not None and self._axes is not None:
-                kept = [kept[rank] for rank in self._axes.data_ranks]
-            kept = checkpoint.dealt_out(kept, self.data_rank, self.data_size)
-            self._engine.load_codec_state(kept)
+        assert self._saving is not None
+        self._steps = self._saving.load(state)
 
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` of the whole model, on every rank, for any number of ranks.
@@ -552,16 +515,6 @@ class Session(Generic[M, O]):
         if self._recording is not None:
             self._recording.update_ends(self._traced)
 
-    def _codecs_keep(self) -> bool:
-        """Whether codecs keep something; the same on every rank, whatever they keep so far."""
-        return self._control is not None and keeps_state(self.strategy.gradients.codec)
-
-    def _chosen_split(self) -> Split | None:
-        """What the search for the best split has settled on, if it has."""
-        if self._live_split is None or self._engine is None or not self._live_split.settled:
-            return None
-        return self._engine.split
-
     def _traced(self) -> dict[str, Any]:
         """What a trace says of the session."""
         return outcome.trace_meta(self.model, self.strategy, self._engine, self.segments)
@@ -591,7 +544,7 @@ class Session(Generic[M, O]):
         # No reference may outlive this: a gloo group ends its threads when it is freed, and one
         # still there when the interpreter ends aborts the process after a run that went well.
         cluster, self._cluster = self._cluster, None
-        self._engine = self._channel = self._control = self._live_split = self._recording = None
+        self._engine = self._channel = self._saving = self._live_split = self._recording = None
         self._axes = self._shared = None
         if cluster is not None and not in_flight:  # freeing a group that waits for a peer hangs
             cluster.close()

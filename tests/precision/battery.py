@@ -138,7 +138,7 @@ def states(session: Any) -> Any:
 def holds(case: dict[str, Any], device: str) -> None:
     """The whole battery for one strategy, on every rank."""
     model, optimizer = build(device)
-    before = {name: p for name, p in model.named_parameters()}
+    before = dict(model.named_parameters())
     params = [[*group["params"]] for group in optimizer.param_groups]
     session = slipstream.accelerate(model, optimizer, None, case)
     assert train(session, device, range(POISONED)) == [True] * POISONED
