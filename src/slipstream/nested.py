@@ -6,7 +6,8 @@ Never changes what it gets: containers are copied.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, MutableMapping
+from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) 
     """
     if isinstance(value, kind):
         return change(value)
-    if isinstance(value, MutableMapping):
+    if isinstance(value, dict | UserDict):
         found = copy.copy(value)
         for key, item in value.items():
             found[key] = mapped(item, change, kind)
