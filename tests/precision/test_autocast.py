@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -115,12 +117,21 @@ def test_a_forward_that_is_left_leaves_autocast() -> None:
     casts.close()
 
 
-def test_a_copy_of_the_model_is_its_own() -> None:
+def pickled(net: Net) -> Net:
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    found: Net = torch.load(file, weights_only=False)
+    return found
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copy_of_the_model_is_its_own(copied: Callable[[Net], Net]) -> None:
     net = Net()
     before = inspect.signature(net.forward)
     casts = autocast(net)
     assert inspect.signature(net.forward) == before
-    twin = copy.deepcopy(net)
+    twin = copied(net)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()

@@ -260,7 +260,7 @@ def test_the_scale_stays_in_a_window_and_a_loss_may_be_called_twice() -> None:
             for _ in range(2):  # two losses of one pass
                 session.backward(session.model(torch.ones(2, 6).long())["logits"].mean())
             session.step()
-            scales.append(session._precision.loss_scale)
+            scales.append(session._precision.take(1.0))
     assert scales == [64, 128, 128, 256, 256, 512]
 
 
@@ -290,6 +290,7 @@ def test_the_overview_says_what_became_of_it() -> None:
     with opened(model, precision=precision, compute={"tf32": True}) as session:
         rows = {row.setting: row for row in session._precision.rows(3)}
         report = session.report()
+    assert session.report() == report  # closed
     assert rows["precision"].value == "fp16 weights"
     assert "0.000308 of 0.000484 M parameters are fp16" in rows["precision"].note
     assert rows["fp32"].note == "first, layer_norm, batch_norm"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -103,8 +104,15 @@ class Surrounded:
     def __init__(self, module: nn.Module, around: Around) -> None:
         self.module, self._around = module, around
         self._before = vars(module).get("forward")
-        self.__wrapped__ = module.forward  # for whoever looks at its signature
         vars(module)["forward"] = self
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, also for whoever looks at its signature.
+
+        Looked up each time: a bound method that is kept would not survive pickling.
+        """
+        return self._before or MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self.__wrapped__, args, kwargs)

@@ -31,6 +31,8 @@ class HalfWeights:
     Attributes:
         masters: the fp32 values, by parameter.
         floats: the modules that stay fp32, by path.
+        num_half: how many values of parameters are 16 bits wide.
+        master_bytes: memory of the masters.
     """
 
     def __init__(
@@ -64,18 +66,10 @@ class HalfWeights:
                 if buffer.dtype == dtype:
                     self._widened.append((module, name))
                     buffer.data = buffer.data.float()
+        self.num_half = sum(half.numel() for half in self._halves)
+        self.master_bytes = sum(master.nbytes for master in self.masters.values())
         self._stepping = False
         self._undo = [*self._hooks()]
-
-    @property
-    def num_half(self) -> int:
-        """How many values are 16 bits wide."""
-        return sum(half.numel() for half in self._halves)
-
-    @property
-    def master_bytes(self) -> int:
-        """Memory of the masters."""
-        return sum(master.nbytes for master in self.masters.values())
 
     def close(self) -> None:
         """Parameters hold their masters, in their former types; twice is once."""

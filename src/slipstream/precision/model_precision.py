@@ -112,11 +112,6 @@ class ModelPrecision:
                 )
         self._undo = allow_tf32() if compute.tf32 and torch.cuda.is_available() else None
 
-    @property
-    def loss_scale(self) -> float:
-        """What losses are multiplied by until the next update."""
-        return self._scaler.scale if self._scaler is not None else 1.0
-
     def take(self, loss_scale: float) -> float:
         """The loss scale of a backward pass for which the user gave ``loss_scale``.
 
