@@ -2,7 +2,9 @@
 
 Both are applied from outside, to any module, and taken off again:
 
-    half = half_weights(model, optimizer, "bf16")     # or autocast(model, "bf16")
-    ...                                               # the training loop stays as it is
+    from slipstream.precision.half_weights import half_weights  # or autocast, from autocast
+
+    half = half_weights(model, optimizer, "bf16")
+    ...                                                         # the training loop stays as it is
     half.close()
 """
