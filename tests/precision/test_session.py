@@ -90,7 +90,7 @@ def test_half_weights_train_as_fp32_within_their_rounding(
 
 
 def wire(precision: Case, codec: Any) -> list[int]:
-    """Bytes of the exchange of 4096 weights and a flag, in bits of 16 each."""
+    """Bytes of the exchange of 4096 weights, and of them and a flag as it was sent."""
     model = nn.Linear(64, 64, bias=False)
     with opened(model, precision=precision, gradients={"codec": codec}) as session:
         for _ in range(2):
