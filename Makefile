@@ -50,6 +50,8 @@ bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/r
 	    --json $(RESULTS)/codecs-$$model-$$rate.json || exit 1; done; done
 	$(BIN)/python benchmarks/convergence.py --task digits --json $(RESULTS)/convergence-digits.json
 	$(BIN)/python benchmarks/convergence.py --task text --ranks 2 --steps 1600 --json $(RESULTS)/convergence-text.json
+	for task in digits text speed; do \
+	    $(BIN)/python benchmarks/precision.py --task $$task --json $(RESULTS)/precision-$$task.json || exit 1; done
 	$(BIN)/python benchmarks/large_batch.py --json $(RESULTS)/large-batch.json
 	$(BIN)/python benchmarks/soak.py --json $(RESULTS)/soak.json
 	$(BIN)/python benchmarks/prediction.py --json $(RESULTS)/prediction.json

@@ -72,12 +72,13 @@ class Task:
 class Run:
     """One training: score on held-out data, losses on the way (mean of the ranks), seconds."""
 
-    codec: str
+    name: str
     seed: int
     score: float
     losses: list[float]
     seconds: float
     megabytes: float
+    skipped: int
 
 
 def digits_task(batch: int = 16) -> Task:
@@ -154,18 +155,20 @@ def text_task(batch: int = 4) -> Task:
 TASKS = {"digits": digits_task, "text": text_task}
 
 
-def train(task: Task, codec: str, seed: int, steps: int) -> Run:
-    """One training on all ranks."""
-    rank = dist.get_rank()
+def train(
+    task: Task, name: str, seed: int, steps: int, strategy: Mapping[str, Any], *, sgd: bool = False
+) -> Run:
+    """One training on all ranks, with SGD also where the task has another optimizer."""
+    alone = not dist.is_initialized()
+    rank = 0 if alone else dist.get_rank()
     torch.manual_seed(seed)
     model = task.model()
-    optimizer = task.optimizer(model, BASELINE[codec] == "dense, SGD" or codec == "dense, SGD")
+    optimizer = task.optimizer(model, sgd)
     warmup = steps // 20
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda s: min(s / warmup, 1.0) * 0.5 * (1 + math.cos(math.pi * min(s / steps, 1.0))),
     )
-    strategy = {"gradients": {"codec": CODECS[codec]}}
     losses: list[float] = []
     start, window = time.perf_counter(), []
     with slipstream.accelerate(model, optimizer, None, strategy) as session:
@@ -173,19 +176,21 @@ def train(task: Task, codec: str, seed: int, steps: int) -> Run:
             model.train()
             loss = task.loss(model, task.batch(seed, step, rank))
             session.backward(loss)
-            session.step()
-            schedule.step()
+            if session.step():  # else the schedule would run ahead of the updates
+                schedule.step()
             window.append(float(loss.detach()))
             if len(window) == max(steps // 50, 1):
                 mean = torch.tensor(fmean(window))
-                dist.all_reduce(mean)
-                losses.append(float(mean) / dist.get_world_size())
+                if not alone:
+                    dist.all_reduce(mean.div_(dist.get_world_size()))
+                losses.append(float(mean))
                 window = []
         megabytes = sum(segment.wire_bytes for segment in session.segments) / 2**20
     model.eval()
     with torch.no_grad():
         score = task.score(model)
-    return Run(codec, seed, score, losses, time.perf_counter() - start, megabytes)
+    seconds = time.perf_counter() - start
+    return Run(name, seed, score, losses, seconds, megabytes, session.skipped)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -199,7 +204,9 @@ def measure(args: argparse.Namespace) -> None:
         plans = [(name, seed) for name, seed in plans if name != "dense, SGD"]
     console = Console(stderr=True, quiet=dist.get_rank() != 0)
     for name, seed in track(plans, args.task, console=console):
-        runs.append(train(task, name, seed, args.steps))
+        strategy = {"gradients": {"codec": CODECS[name]}}
+        sgd = "dense, SGD" in (name, BASELINE[name])
+        runs.append(train(task, name, seed, args.steps, strategy, sgd=sgd))
     if dist.get_rank() == 0:
         write(args, runs)
     dist.barrier()
@@ -208,20 +215,20 @@ def measure(args: argparse.Namespace) -> None:
 
 def write(args: argparse.Namespace, runs: Sequence[Run]) -> None:
     """Table, JSON, picture."""
-    rows = [row for name in CODECS if (row := summary(args.task, name, runs))]
+    baselines = dict.fromkeys(CODECS, "dense") if args.task == "digits" else BASELINE
+    rows = [row for name in CODECS if (row := summary(args.task, name, baselines[name], runs))]
     Console(width=130).print(table(args, rows))
     if args.json:
         facts = {"task": args.task, "steps": args.steps, "ranks": dist.get_world_size()}
         facts["seeds"] = args.seeds
         save(args.json, "convergence", {**facts, "rows": rows, "runs": [asdict(r) for r in runs]})
-        picture(args.task, runs).savefig(Path(args.json).with_suffix(".png"))
+        picture(args.task, list(CODECS), runs).savefig(Path(args.json).with_suffix(".png"))
 
 
-def summary(task: str, name: str, runs: Sequence[Run]) -> dict[str, Any] | None:
-    """A codec over all seeds, and against its baseline."""
-    own = [r for r in runs if r.codec == name]
-    baseline = "dense" if task == "digits" else BASELINE[name]
-    dense = [r.score for r in runs if r.codec == baseline]
+def summary(task: str, name: str, baseline: str, runs: Sequence[Run]) -> dict[str, Any] | None:
+    """A codec (or what else runs differ in) over all seeds, and against its baseline."""
+    own = [r for r in runs if r.name == name]
+    dense = [r.score for r in runs if r.name == baseline]
     if not own or not dense:
         return None
     scores, reference = [r.score for r in own], fmean(dense)
@@ -234,6 +241,7 @@ def summary(task: str, name: str, runs: Sequence[Run]) -> dict[str, Any] | None:
         "within": gap >= -0.005 if task == "digits" else gap <= 0.02,
         "megabytes": own[0].megabytes,
         "seconds": fmean(r.seconds for r in own),
+        "skipped": fmean(r.skipped for r in own),
     }
 
 
@@ -256,15 +264,15 @@ def table(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> Table:
     return drawn
 
 
-def picture(task: str, runs: Sequence[Run]) -> Figure:
-    """Losses on the way, a line a codec: the mean over seeds."""
+def picture(task: str, names: Sequence[str], runs: Sequence[Run]) -> Figure:
+    """Losses on the way, a line a name: the mean over seeds."""
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
     axes = figure.subplots()
-    for name in CODECS:
-        own = [r.losses for r in runs if r.codec == name]
+    for name in names:
+        own = [r.losses for r in runs if r.name == name]
         if own:
             means = [fmean(values) for values in zip(*own, strict=True)]
-            width = 2.5 if name.startswith("dense") else 1.2
+            width = 2.5 if name.startswith(("dense", "fp32")) else 1.2
             axes.plot(range(1, len(means) + 1), means, label=name, linewidth=width)
     axes.set(xlabel="fiftieths of the training", ylabel="training loss", title=task, yscale="log")
     axes.legend(frameon=False)

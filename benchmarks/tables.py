@@ -178,6 +178,47 @@ def tuner(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def precision(facts: Mapping[str, Any]) -> str:
+    """What 16 bits do to the result of a training, or to its speed."""
+    title = f"## Precision, {facts['task']}, {facts['date']}"
+    versions = f"torch {facts['versions']['torch']}. `{facts['command']}`"
+    if facts["task"] == "speed":
+        head = (
+            f"One process with {facts['threads']} threads on a CPU with {facts['instructions']}; a "
+            f"BERT of {facts['layers']} layers and {facts['parameters'] / 1e6:.0f} M parameters, "
+            f"{facts['batch']} x {facts['length']} words, {facts['rounds']} rounds. {versions}"
+        )
+        lines = [title, "", head, "", *_header("precision", "median s", "x fp32", "quartiles")]
+        for r in facts["rows"]:
+            low, middle, high = r["times"]
+            lines.append(
+                _row(r["name"], f"{r['seconds']:.3f}", f"{middle:.2f}", f"{low:.2f}..{high:.2f}")
+            )
+        return "\n".join(lines)
+    digits = facts["task"] == "digits"
+    allowed = "0.5 points below" if digits else "2 % above"
+    lines = [
+        title,
+        "",
+        f"{facts['steps']} updates on one process, {facts['seeds']} seeds; allowed: {allowed} "
+        f"fp32. fp16 is emulated. {versions}",
+        "",
+        f"![losses on the way](precision-{facts['task']}.png)",
+        "",
+        *_header(
+            "precision", "held-out accuracy" if digits else "held-out loss",
+            "deviation of the seeds", "against fp32", "within", "updates skipped",
+        ),
+    ]  # fmt: skip
+    for r in facts["rows"]:
+        gap = f"{100 * r['gap']:+.2f} points" if digits else f"{r['gap']:+.2%}"
+        score = f"{r['score']:.2%}" if digits else f"{r['score']:.4f}"
+        deviation = f"{r['deviation']:.2%}" if digits else f"{r['deviation']:.4f}"
+        within = "yes" if r["within"] else "**no**"
+        lines.append(_row(r["codec"], score, deviation, gap, within, f"{r['skipped']:.1f}"))
+    return "\n".join(lines)
+
+
 def convergence(facts: Mapping[str, Any]) -> str:
     """What each codec does to the result of a training."""
     digits = facts["task"] == "digits"
@@ -399,6 +440,7 @@ def main() -> None:
         "large_batch": large_batch,
         "operators": operators,
         "overhead": overhead,
+        "precision": precision,
         "prediction": prediction,
         "soak": soak,
         "tensor_parallel": tensor_parallel,

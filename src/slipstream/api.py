@@ -18,7 +18,7 @@ from torch import nn
 
 from slipstream.adaptive import measure
 from slipstream.axes import Axes, mesh_of
-from slipstream.checks import check, device_of, facts, warn_of_idle_rules
+from slipstream.checks import check, device_of, facts, warn_of_idle_rules, warn_of_slow_types
 from slipstream.cluster.connect import Cluster, connect, from_environ
 from slipstream.codecs import Ranks
 from slipstream.comm import flat, fused
@@ -28,9 +28,10 @@ from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.coded import Coding
 from slipstream.gradients.engine import Engine
-from slipstream.gradients.shipment import parameters_of
+from slipstream.gradients.shipment import as_wide_as_gradients, parameters_of
 from slipstream.lent import Lent
 from slipstream.live_split import SETTLING, LiveSplit
+from slipstream.precision.model_precision import ModelPrecision
 from slipstream.recording import Recording
 from slipstream.session import Installed, Session
 from slipstream.shared_model import SharedModel
@@ -162,6 +163,7 @@ def _agree_on_strategy(
         check(model, optimizer, strategy)
         if control is None or dist.get_rank(control) == 0:
             warn_of_idle_rules(model, strategy.gradients.codec)
+            warn_of_slow_types(model, strategy.precision)
         common = facts(model, optimizer, strategy) | {
             "the loader": "none" if loader is None else "given"
         }
@@ -198,16 +200,23 @@ def _compose(
         shared = SharedModel(model, optimizer, strategy.parallel, axes, recorder)
 
     channel = engine = live_split = verdict = None
+    codec = strategy.gradients.codec if axes.data is not None else None
+    stages = STAGES.get(cluster.device.type, 1) if codec is not None else 1
+    groups = [group for _ in range(1 + stages) if (group := axes.new_data_group()) is not None]
+    if groups:  # one start for all, in full width
+        held = shared.held if shared is not None else [*model.parameters(), *model.buffers()]
+        fused.broadcast(held, groups[0])
+    # before the engine, as it changes the types of parameters
+    precision = ModelPrecision(model, optimizer, strategy.precision, strategy.compute)
+
     trainables = parameters_of(model, trainable=True, shares=shared.shares if shared else None)
     if shared is not None:
         trainables = [t for t in trainables if shared.holds(t.name)]
-    codec = strategy.gradients.codec if axes.data is not None else None
+    if precision.exchanges_wide:
+        trainables = as_wide_as_gradients(trainables)
     lent = Lent(optimizer, trainables, codec, axes.data_size)
     if axes.data is not None:
-        stages = STAGES.get(cluster.device.type, 1) if codec is not None else 1
-        direct, *staged = [group for _ in range(1 + stages) if (group := axes.new_data_group())]
-        held = shared.held if shared is not None else [*model.parameters(), *model.buffers()]
-        fused.broadcast(held, direct)  # one start for all
+        direct, *staged = groups
         channel = Channel(direct, staged, cluster.device, recorder)
         if isinstance(codec, Adaptive):
             verdict = measure(codec, cluster)
@@ -216,6 +225,7 @@ def _compose(
             Ranks(axes.data_rank, axes.data_size),
             lent.momenta,
             verdict.pays if verdict else lambda num_bytes: True,
+            narrow=not precision.exchanges_wide,
         )
         engine = Engine(  # its hooks are the last on the parameters
             trainables,
@@ -256,6 +266,7 @@ def _compose(
             channel=channel,
             axes=axes,
             shared=shared,
+            precision=precision,
             loader=even,
             live_split=live_split,
             lent=lent,

@@ -37,6 +37,7 @@ def state_of(
     order: ReadyOrder | None,
     names: Sequence[str],
     codecs: Sequence[NamedState] = (),
+    loss_scale: list[float] | None = None,
 ) -> dict[str, Any]:
     """What a resumed run needs; parameters go by name, so that it may list them in another order.
 
@@ -46,6 +47,7 @@ def state_of(
         order: the ready order, if it was observed.
         names: of the trainable parameters.
         codecs: what they keep, by rank.
+        loss_scale: its state; None: there is none.
     """
     return {
         "version": VERSION,
@@ -59,6 +61,7 @@ def state_of(
             "sparse_dims": [order.sparse_dims[i] for i in order.order],
         },
         "codecs": list(codecs),
+        "loss_scale": loss_scale,
     }
 
 

@@ -24,7 +24,17 @@ from slipstream.parallel.pipeline.cuts import Cuts, cut_model
 from slipstream.parallel.pipeline.schedules import check_schedule
 from slipstream.parallel.tensor.assign import assign
 from slipstream.parallel.tensor.plans import plan_of
-from slipstream.strategy import Adaptive, ByIndex, ByName, Codec, Optimal, Strategy
+from slipstream.precision.model_precision import check_precision, has_bf16
+from slipstream.strategy import (
+    Adaptive,
+    ByIndex,
+    ByName,
+    Codec,
+    HalfWeights,
+    Optimal,
+    Precision,
+    Strategy,
+)
 from slipstream.strategy.parallel import Sequence, Switch
 
 _OF_WHOLE_PARAMETERS = (
@@ -60,7 +70,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
 
     Raises:
         ModelError: names the parameter by its path.
-        StrategyError: the split does not fit the number of gradients.
+        StrategyError: the split does not fit the number of gradients, or the precision the machine.
     """
     _check_model(model)
     _check_buffers(model)
@@ -69,6 +79,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     gradients = [Gradient(t.name, t.layer, t.parameter.nbytes) for t in trainables]
     plan_segments(gradients, strategy.gradients.split)
     check_lendable(optimizer, trainables, strategy.gradients.codec)
+    check_precision(model, optimizer, strategy.precision)
     _check_parallel(model, optimizer, strategy)
 
 
@@ -85,6 +96,17 @@ def warn_of_idle_rules(model: nn.Module, codec: Codec | None) -> None:
                 f"parameter ({known}); * and ? stand for anything",
                 stacklevel=4,
             )
+
+
+def warn_of_slow_types(model: nn.Module, wish: Precision | None) -> None:
+    """Say where 16 bits take longer than 32: without instructions for bf16."""
+    device = device_of(model)
+    if wish is not None and wish.dtype == "bf16" and not has_bf16(device):
+        warnings.warn(
+            f"precision.dtype bf16 on a {device.type} without instructions for it is slower than "
+            "fp32; precision: null is faster here",
+            stacklevel=4,
+        )
 
 
 def facts(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> dict[str, str]:
@@ -125,6 +147,11 @@ def _check_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
             raise StrategyError(
                 "parallel.pipeline with gradients.split by_index: each stage has gradients of its "
                 "own number; use a split that does not count them (by_bytes, by_percent)"
+            )
+        if isinstance(strategy.precision, HalfWeights):
+            raise StrategyError(
+                "parallel.pipeline with precision half_weights: a rank knows the parameters of its "
+                "own stages alone, and gathers them without their masters; use precision autocast"
             )
     if tensor is not None and isinstance(optimizer, _OF_WHOLE_PARAMETERS):
         raise StrategyError(

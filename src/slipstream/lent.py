@@ -88,7 +88,9 @@ class Lent:
                 buffer = optimizer.state[parameter].pop("momentum_buffer", None)
                 if buffer is not None:
                     ahead = lent["momentum"] if lent["nesterov"] else 1.0
-                    in_order = memory_order(torch.empty_like(parameter).copy_(buffer))
+                    in_order = memory_order(
+                        torch.empty_like(parameter, dtype=buffer.dtype).copy_(buffer)
+                    )
                     self.buffers[name] = {"momentum": in_order * (ahead / world_size)}
             group.update(_SETTINGS, **{LENT: lent})
             self._numbers.add(number)

@@ -6,7 +6,6 @@ Never composes techniques (``api`` does) and never averages a gradient itself (t
 from __future__ import annotations
 
 import atexit
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import nn
 
-from slipstream import checkpoint, outcome
+from slipstream import outcome
 from slipstream.adaptive import Verdict
 from slipstream.axes import Axes
 from slipstream.cluster.connect import Cluster
-from slipstream.codecs.coder import is_finite
-from slipstream.comm.agreement import agree
+from slipstream.codecs.coder import any_infinite
 from slipstream.comm.channel import Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
@@ -30,9 +28,11 @@ from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
 from slipstream.parallel.pipeline.pipeline import Pipeline
+from slipstream.precision.model_precision import ModelPrecision
 from slipstream.recording import Recording
+from slipstream.saving import Saving
 from slipstream.shared_model import SharedModel
-from slipstream.strategy import Split, Strategy, keeps_state, overview
+from slipstream.strategy import Strategy, overview
 from slipstream.strategy.overview import plain_text
 from slipstream.window import Window
 
@@ -51,6 +51,7 @@ class Installed:
     channel: Channel | None
     axes: Axes
     shared: SharedModel | None
+    precision: ModelPrecision
     loader: EvenLoader | None
     live_split: LiveSplit | None
     lent: Lent
@@ -87,15 +88,24 @@ class Session(Generic[M, O]):
         self._channel = installed.channel
         self._axes: Axes | None = installed.axes
         self.data_rank, self.data_size = installed.axes.data_rank, installed.axes.data_size
-        self._control = installed.axes.control
         self._shared = installed.shared
+        self._precision = installed.precision
         self._loader = installed.loader
         self._live_split = installed.live_split
         self._lent = installed.lent
         self._verdict = installed.verdict
         self._recording = installed.recording
         self._on_close = installed.on_close
-        self._names = installed.trainable_names
+        self._saving: Saving | None = Saving(
+            model,
+            installed.strategy,
+            installed.trainable_names,
+            installed.engine,
+            installed.axes,
+            installed.shared,
+            installed.live_split,
+            installed.precision,
+        )
         self._parameters = tuple(model.parameters())
         self._steps = 0
         self._window = Window(self.strategy.gradients.accumulate, self.data_size, self._loader)
@@ -146,11 +156,13 @@ class Session(Generic[M, O]):
             loss: a tensor of one element.
             retain_graph: as torch's.
             loss_scale: by what ``loss`` was multiplied, so that small gradients survive in fp16;
-                averages come out divided by it. ``step()`` skips the update if one overflowed.
+                averages come out divided by it. ``step()`` skips the update if one overflowed. With
+                a loss scale in the strategy the session does both by itself.
 
         Raises:
             UsageError: the session is closed, ``loss`` is not a scalar, the scale changed inside
-            an accumulation window, or a codec has sent this update's gradients already.
+            an accumulation window, there is one in the strategy, too, or a codec has sent this
+            update's gradients already.
             MismatchError: ranks that share layers have different first losses.
             ExchangeError: another rank is gone, or the graph changed in a way that overlap cannot
             follow.
@@ -165,12 +177,14 @@ class Session(Generic[M, O]):
                 "session.forward_backward(loss_fn, (inputs,), target=target) instead of forward, "
                 "loss and backward"
             )
+        loss_scale = self._precision.take(loss_scale)
         self._window.check_scale(loss_scale)
         self._compare(loss)
         accumulate = self.strategy.gradients.accumulate
 
         def run() -> None:
-            share = loss / accumulate if accumulate > 1 else loss
+            share = self._precision.scaled(loss)
+            share = share / accumulate if accumulate > 1 else share
             share.backward(retain_graph=retain_graph)
 
         self._exchange_after(run, loss_scale)
@@ -219,6 +233,7 @@ class Session(Generic[M, O]):
             loss = loss_fn(self.model(*args, **(kwargs or {})), target)
             self.backward(loss * loss_scale if loss_scale != 1.0 else loss, loss_scale=loss_scale)
             return loss.detach()
+        loss_scale = self._precision.take(loss_scale)
         self._window.check_scale(loss_scale)
         if not self._compared:
             assert self._axes is not None
@@ -245,7 +260,8 @@ class Session(Generic[M, O]):
             self._recording.backward_begins(filler=filler)
         exchange = self._window.last and not self._local
         if self._engine is not None:
-            self._engine.begin(exchange=exchange, scale=self._window.scale)
+            scale = self._window.scale
+            self._engine.begin(exchange=exchange, scale=scale, loss_scale=loss_scale)
         elif self._unscaled and self._gradients():  # averages to which this backward adds
             torch._foreach_mul_(self._gradients(), loss_scale)
         try:
@@ -313,8 +329,8 @@ class Session(Generic[M, O]):
     # State, report, end.
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to go on bit for bit: count of updates, ready order, split, and
-        what the codecs of every rank keep.
+        """What a resumed run needs to go on bit for bit: count of updates, ready order, split, loss
+        scale, and what the codecs of every rank keep.
 
         The same on every rank; the model's and the optimizer's state are theirs to save. Where a
         codec keeps something, every rank must call it, as it is gathered from all.
@@ -329,17 +345,8 @@ class Session(Generic[M, O]):
                 "state_dict() inside an accumulation window would lose the gradients gathered so "
                 "far; call it after a step() that returned True"
             )
-        order = self._engine.order if self._engine else None
-        kept = self._engine.codec_state() if self._engine else {}
-        codecs = []
-        if self._codecs_keep():
-            assert self._control is not None
-            codecs = checkpoint.gathered(kept, self._control)
-        state = checkpoint.state_of(self._steps, self._chosen_split(), order, self._names, codecs)
-        if self._pipeline is not None:
-            assert self._control is not None
-            state["ready_order"] = checkpoint.joined_order(state["ready_order"], self._control)
-        return state
+        assert self._saving is not None
+        return self._saving.state(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from ``state_dict()``; every rank loads the same state, on any number of ranks.
@@ -352,35 +359,8 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
-        ranks = self.world_size if self._shared is not None else None
-        every = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        error = checkpoint.refusal(state, every, ranks)
-        if self._control is not None:
-            agree({"state": checkpoint.digest(state)}, self._control, error)
-        elif error is not None:
-            raise error
-        if state["codecs"] and not self._codecs_keep():
-            warnings.warn(
-                "the state holds what codecs have not sent yet, but this run has no such codec: "
-                "that part of the gradients is lost",
-                stacklevel=2,
-            )
-        self._steps = state["steps"]
-        order = checkpoint.order_of(state, self._names)
-        if self._engine is not None:
-            self._engine.updated(self._steps)
-            if order is not None:
-                self._engine.install(order)
-        if self._live_split is not None and state["split"] is not None:
-            chosen = Strategy.load({"gradients": {"split": state["split"]}}).gradients.split
-            self._live_split.settle(chosen, "chosen before the checkpoint")
-        if self._engine is not None and self._codecs_keep() and state["codecs"]:
-            # behind the last change of the layout: who serves which piece depends on it
-            kept = state["codecs"]
-            if self._shared is not None and self._axes is not None:
-                kept = [kept[rank] for rank in self._axes.data_ranks]
-            kept = checkpoint.dealt_out(kept, self.data_rank, self.data_size)
-            self._engine.load_codec_state(kept)
+        assert self._saving is not None
+        self._steps = self._saving.load(state)
 
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` of the whole model, on every rank, for any number of ranks.
@@ -463,6 +443,7 @@ class Session(Generic[M, O]):
         rows = outcome.rows(
             self._engine, self.segments, self._live_split, self._verdict, self.skipped
         )
+        rows = self._precision.rows(self.skipped) + rows
         if self._shared is not None:
             rows.insert(0, self._shared.row)
         return plain_text(overview(self.strategy, rows))
@@ -508,11 +489,12 @@ class Session(Generic[M, O]):
         """Whether this update must not happen; the same on every rank."""
         if self._engine is not None and self._engine.overflowed:
             return True  # on all ranks that share this model
-        if self._window.loss_scale == 1.0:
+        if self._window.loss_scale == 1.0 and not self._precision.scales:
             return False
         values = [g._values() if g.is_sparse else g for g in self._gradients()]
+        infinite = [any_infinite(value) for value in values]
         assert self._axes is not None
-        return self._axes.anywhere(not all(map(is_finite, values)))
+        return self._axes.anywhere(bool(infinite) and bool(torch.stack(infinite).any()))
 
     def _update(self, skip: bool) -> None:
         if self._recording is not None:
@@ -526,21 +508,12 @@ class Session(Generic[M, O]):
         for parameter in self._parameters:  # those that the optimizer does not hold, too
             parameter.grad = None
         self._window.close()
+        self._precision.updated(skip)
         self._unscaled = False
         if self._engine is not None:
             self._engine.updated(self._steps)
         if self._recording is not None:
             self._recording.update_ends(self._traced)
-
-    def _codecs_keep(self) -> bool:
-        """Whether codecs keep something; the same on every rank, whatever they keep so far."""
-        return self._control is not None and keeps_state(self.strategy.gradients.codec)
-
-    def _chosen_split(self) -> Split | None:
-        """What the search for the best split has settled on, if it has."""
-        if self._live_split is None or self._engine is None or not self._live_split.settled:
-            return None
-        return self._engine.split
 
     def _traced(self) -> dict[str, Any]:
         """What a trace says of the session."""
@@ -564,13 +537,14 @@ class Session(Generic[M, O]):
         if self._loader is not None:
             self._loader.detach()
         self._lent.give_back()
+        self._precision.close()
         shared = self._shared is not None
         if self._shared is not None and whole:
             self._shared.close()
         # No reference may outlive this: a gloo group ends its threads when it is freed, and one
         # still there when the interpreter ends aborts the process after a run that went well.
         cluster, self._cluster = self._cluster, None
-        self._engine = self._channel = self._control = self._live_split = self._recording = None
+        self._engine = self._channel = self._saving = self._live_split = self._recording = None
         self._axes = self._shared = None
         if cluster is not None and not in_flight:  # freeing a group that waits for a peer hangs
             cluster.close()

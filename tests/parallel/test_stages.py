@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ModelError
+from slipstream.nested import mapped
 from slipstream.parallel.pipeline.cuts import cut_model
 from slipstream.parallel.pipeline.micro_batches import micro_batches
 from slipstream.parallel.pipeline.stages import Stages
 from slipstream.parallel.pipeline.stand_ins import (
     TensorSpec,
     has_nan,
-    mapped,
     placeholder,
     replaced,
 )

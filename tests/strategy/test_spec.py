@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from math import inf
 from typing import Any, get_args
 
 import pytest
@@ -13,18 +14,23 @@ from hypothesis import strategies as st
 
 from slipstream.errors import StrategyError
 from slipstream.strategy import (
+    Autocast,
     ByBytes,
     ByIndex,
     ByLayers,
     ByPercent,
+    Compute,
+    DynamicScale,
     Exactness,
     Flat,
     Gradients,
+    HalfWeights,
     Optimal,
     PerGradient,
     PerLayer,
     Setting,
     Single,
+    StaticScale,
     Strategy,
     Trace,
     Variant,
@@ -32,7 +38,8 @@ from slipstream.strategy import (
 )
 
 VARIANTS = [ByBytes, ByPercent, ByIndex, ByLayers, PerLayer, PerGradient, Single, Optimal, Flat]
-SETTINGS = [*VARIANTS, Gradients, Trace, Strategy]
+PRECISIONS = [Autocast, HalfWeights, DynamicScale, StaticScale]
+SETTINGS = [*VARIANTS, *PRECISIONS, Compute, Gradients, Trace, Strategy]
 
 
 def _percents(weights: list[int]) -> tuple[float, ...]:
@@ -55,8 +62,26 @@ splits = st.one_of(
     st.builds(Optimal, steps=st.integers(1, 99)),
     st.sampled_from([PerLayer(), PerGradient(), Single()]),
 )
+scales = st.one_of(
+    st.sampled_from([None, "auto", "dynamic"]),
+    st.builds(StaticScale, scale=sizes),
+    st.builds(DynamicScale, init=st.floats(1, 2**24), decr_every_n=st.integers(1)),
+)
+half = {
+    "dtype": st.sampled_from(["bf16", "fp16"]),
+    "loss_scale": scales,
+    "float_modules": st.lists(st.text(), max_size=3),
+    "emulate": st.booleans(),
+}
+precisions = st.one_of(
+    st.none(),
+    st.builds(Autocast, **half, float_ops=st.sampled_from([(), ("gelu",)])),
+    st.builds(HalfWeights, **half, exchange=st.sampled_from(["half", "fp32"])),
+)
 wishes = st.builds(
     Strategy,
+    precision=precisions,
+    compute=st.builds(Compute, tf32=st.booleans()),
     gradients=st.builds(
         Gradients, split=splits, overlap=st.booleans(), accumulate=st.integers(1, 99)
     ),
@@ -74,6 +99,7 @@ def accepts(schema: dict[str, Any], value: Any, defs: dict[str, Any]) -> bool:
     known = {"$ref", "$schema", "$defs", "anyOf", "const", "enum", "type", "title", "description"}
     known |= {"default", "examples", "properties", "required", "additionalProperties", "items"}
     known |= {"minimum", "exclusiveMinimum", "minLength", "minItems"}
+    known |= {"exclusiveMaximum", "maximum", "discriminator"}
     assert schema.keys() <= known, "teach this validator the rest"
     types = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None)}
     types |= {"integer": int, "number": (int, float)}
@@ -99,7 +125,10 @@ def accepts(schema: dict[str, Any], value: Any, defs: dict[str, Any]) -> bool:
             len(value) >= schema.get("minLength", 0)
         )
     return value is None or (
-        value >= schema.get("minimum", value) and value > schema.get("exclusiveMinimum", value - 1)
+        value >= schema.get("minimum", value)
+        and value <= schema.get("maximum", value)
+        and value > schema.get("exclusiveMinimum", -inf)
+        and value < schema.get("exclusiveMaximum", inf)
     )
 
 
@@ -124,6 +153,9 @@ def test_round_trips(wish, full):
         {"gradients": {"split": {"kind": "by_layers"}}},
         {"gradients": {"overlap": "yes"}},
         {"gradients": {"accumulate": 0}},
+        {"precision": {"dtype": "bf16"}},
+        {"precision": {"kind": "autocast", "loss_scale": {"kind": "static"}}},
+        {"precision": {"kind": "autocast", "exchange": "half"}},
         {"trace": {"step": 3}},
     ],
 )
@@ -171,6 +203,8 @@ def test_full_yaml_shows_every_setting_in_order():
         "  codec: null\n"
         "  accumulate: 1\n"
         "parallel: {tensor: null, pipeline: null}\n"
+        "precision: null\n"
+        "compute: {tf32: false}\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )
 

@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from slipstream.codecs.coder import Coder, Ranks
+from slipstream.codecs.coder import Coder, Ranks, real_dtype
 from slipstream.codecs.dgc import DgcCodec, DgcCoder, Momentum
 from slipstream.codecs.half import HalfCodec
 from slipstream.codecs.int8 import Int8Codec
@@ -114,7 +114,7 @@ def wire_bytes(wish: PlainCodec | None, parameter: torch.Tensor) -> int:
             return DgcCodec(wish.density).wire_bytes(prod(shape), dtype)
         case PowerSgd():
             values = PowerSgdCodec(wish.rank, wish.min_compression_rate).wire_values(shape)
-            return values * parameter.nbytes // max(prod(shape), 1)
+            return values * real_dtype(dtype).itemsize
         case _:
             return parameter.nbytes
 

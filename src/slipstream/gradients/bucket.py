@@ -25,6 +25,17 @@ from slipstream.comm import sparse
 SMALL_GRADIENT = 64 * 1024
 """Bytes a gradient, on average in a bucket, below which the calls cost more than the copies."""
 
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The type of its gradient: fp32 where half weights have fp32 masters, else its own.
+
+    Example:
+        >>> gradient_dtype(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))
+        torch.bfloat16
+    """
+    return parameter.grad_dtype or parameter.dtype
+
+
 Transport = Callable[[torch.Tensor, dist.ProcessGroup], Sequence[dist.Work]]
 
 
@@ -32,7 +43,8 @@ class Bucket(ABC):
     """Gradients that travel together: ``fill`` one by one, ``complete``, exchange, ``finish``."""
 
     may_overflow = False
-    """Whether finite gradients may have an infinite sum in what travels."""
+    """Whether what travels is fp16: finite gradients may have an infinite sum, and a loss scale
+    stays on."""
 
     num_bytes: int
     """Bytes of this rank's gradients, flags of use left out; 0 where it is not known beforehand."""
@@ -56,7 +68,7 @@ class Bucket(ABC):
 
 
 class DenseBucket(Bucket):
-    """One flat tensor: the gradients of parameters of one dtype, then one flag a gradient.
+    """One flat tensor: gradients of one dtype, then one flag a gradient.
 
     ``parameter.grad`` becomes a view of it, in the parameter's own memory format; where the flat
     tensor has another dtype, the one that travels, of a second one to which averages are copied
@@ -65,8 +77,8 @@ class DenseBucket(Bucket):
     cache; small ones all at once, in a quarter of the calls.
 
     Args:
-        parameters: of one dtype.
-        dtype: of the flat tensor, real; None: the parameters' own.
+        parameters: of one dtype, as their gradients are.
+        dtype: of the flat tensor, real; None: the gradients' own.
         padded: its length in front of the flags; None: as many values as the gradients have.
     """
 
@@ -78,32 +90,33 @@ class DenseBucket(Bucket):
     ) -> None:
         self.parameters = list(parameters)
         first = parameters[0]
+        own = gradient_dtype(first)
         pairs = first.is_complex() and dtype is not None
         sizes = [p.numel() * (2 if pairs else 1) for p in parameters]
         rest = 0 if padded is None else padded - sum(sizes)
         self.flat = torch.zeros(
             sum(sizes) + rest + len(sizes),
-            dtype=dtype or first.dtype,
+            dtype=dtype or own,
             device=first.device,
             requires_grad=False,
         )
         *parts, _, self._flags = self.flat.split([*sizes, rest, len(sizes)])
-        self._copies_back = dtype not in (None, first.dtype, first.dtype.to_real())
+        self._copies_back = dtype not in (None, own, own.to_real())
         self._views = [
             _pairs(part, p, self._copies_back) if pairs else _shaped_like(part, p)
             for part, p in zip(parts, parameters, strict=True)
         ]
         self._grads = self._views
         if self._copies_back:
-            own = torch.zeros(
-                sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
+            averages = torch.zeros(
+                sum(p.numel() for p in parameters), dtype=own, device=first.device
             )
-            own_parts = own.split([p.numel() for p in parameters])
+            own_parts = averages.split([p.numel() for p in parameters])
             self._grads = [
                 _shaped_like(part, p) for part, p in zip(own_parts, parameters, strict=True)
             ]
         self.may_overflow = self._copies_back and self.flat.dtype == torch.float16
-        self._widens = self.flat.itemsize > first.itemsize
+        self._widens = self.flat.itemsize > own.itemsize
         self._filled: set[int] = set()
         self._unused: list[int] = []
         self.num_bytes = sum(p.nbytes for p in parameters)
@@ -180,6 +193,12 @@ class DenseBucket(Bucket):
                 [self._gradient(slot) for slot in present], [self._views[slot] for slot in present]
             )
 
+    def unscale(self, loss_scale: float) -> None:
+        """Take a loss scale off the sum in ``parameter.grad``."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if gradients and loss_scale != 1.0:
+            torch._foreach_mul_(gradients, 1 / loss_scale)
+
 
 def _cast(gradient: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
     """The gradient times ``scale`` in another dtype, rounded once.
@@ -236,10 +255,11 @@ class SparseBucket(Bucket):
         self.parameter.grad, self._gradient = self._gradient, None
 
     def _no_rows(self) -> torch.Tensor:
-        shape = self.parameter.shape
+        shape, device = self.parameter.shape, self.parameter.device
+        dtype = gradient_dtype(self.parameter)
         return torch.sparse_coo_tensor(
-            torch.empty(self._sparse_dim, 0, dtype=torch.int64, device=self.parameter.device),
-            self.parameter.new_empty(0, *shape[self._sparse_dim :]).detach(),
+            torch.empty(self._sparse_dim, 0, dtype=torch.int64, device=device),
+            torch.empty(0, *shape[self._sparse_dim :], dtype=dtype, device=device),
             shape,
             check_invariants=False,
         )

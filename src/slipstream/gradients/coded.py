@@ -33,7 +33,7 @@ from slipstream.codecs import (
     wire_bytes,
 )
 from slipstream.comm.transfer import all_to_all, gather_all
-from slipstream.gradients.bucket import DenseBucket
+from slipstream.gradients.bucket import DenseBucket, gradient_dtype
 from slipstream.strategy import Half, PlainCodec
 
 NamedState = Mapping[str, Mapping[str, torch.Tensor]]
@@ -49,6 +49,9 @@ class Coding:
     momenta: Mapping[str, Momentum] = field(default_factory=dict)
     pays: Callable[[int], bool] = lambda num_bytes: True
     """Whether a segment of so many bytes is to be coded."""
+    narrow: bool = True
+    """Whether gradients without a codec travel in the type of their parameters, where that is
+    narrower than their own."""
 
     def for_segment(self, num_bytes: int) -> Coding:
         """How the gradients of one segment are coded, if they are."""
@@ -57,7 +60,9 @@ class Coding:
     def of(self, name: str, parameter: torch.Tensor) -> PlainCodec | None:
         """The codec of one gradient, or None where it makes nothing smaller."""
         codec = self.codec_of(name)
-        if isinstance(codec, Half) and wire_bytes(codec, parameter) >= parameter.nbytes:
+        plain = parameter.dtype if self.narrow else gradient_dtype(parameter)
+        num_bytes = parameter.numel() * plain.itemsize
+        if isinstance(codec, Half) and wire_bytes(codec, parameter) >= num_bytes:
             return None
         return codec
 
@@ -68,7 +73,8 @@ class Coding:
         codec = self.of(names[0], parameters[0])
         match codec:
             case None:
-                return DenseBucket(parameters)
+                wire, own = parameters[0].dtype, gradient_dtype(parameters[0])
+                return DenseBucket(parameters, wire if self.narrow and wire != own else None)
             case Half():
                 return DenseBucket(parameters, HalfCodec(codec.dtype).wire_dtype)
         momenta = [self.momenta.get(name, Momentum(0.0)) for name in names]

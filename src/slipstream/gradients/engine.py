@@ -58,6 +58,7 @@ class _Backward:
 
     exchange: bool
     scale: torch.Tensor  # of no axes: half the cost of a Python number, once a gradient
+    raised: torch.Tensor  # the same with the loss scale, which fp16 keeps while it travels
     fills: bool = False  # whether gradients go into their buckets as they come
     due: list[int] = field(default_factory=list)
     next_shipment: int = 0
@@ -118,6 +119,7 @@ class Engine:
         self._ready: list[Stamp | None] | None = None
         self._kept: NamedState = {}  # of codecs, as long as there are no buckets
         self._lossy = False  # whether finite gradients may come back infinite, or codecs remember
+        self._loss_scale = 1.0
         self.overflowed = False
         self.step = 0
         self._hooks = [
@@ -127,8 +129,11 @@ class Engine:
 
     # What the session calls, in this order.
 
-    def begin(self, *, exchange: bool, scale: float) -> None:
+    def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
         """Open a backward pass; with ``exchange`` it ends in sums over ranks times ``scale``.
+
+        ``loss_scale``: of which ``scale`` takes the inverse; what travels in fp16 loses it only
+        when it is there, as small gradients would be 0 without it.
 
         A second one before ``updated`` adds to the averages of the first, but not where codecs
         would take those for gradients of this rank.
@@ -140,7 +145,9 @@ class Engine:
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
         if thawed:
             raise frozen_no_more(thawed)
-        self._backward = _Backward(exchange, torch.tensor(scale, dtype=torch.float64))
+        self._loss_scale = loss_scale
+        factors = torch.tensor([scale, scale * loss_scale], dtype=torch.float64)
+        self._backward = _Backward(exchange, *factors)
         self._ready = None
         if not exchange:
             return
@@ -309,7 +316,8 @@ class Engine:
                 raise came_again(self._at, self._trainables[index].name, self._order.firings[index])
             return
         place = self._places[index]
-        place.bucket.fill(place.slot, backward.scale)
+        bucket = place.bucket
+        bucket.fill(place.slot, backward.raised if bucket.may_overflow else backward.scale)
         shipment = place.shipment
         shipment.missing -= 1
         if not shipment.missing:
@@ -331,7 +339,7 @@ class Engine:
             if shipment.missing and not everything:
                 return
             for bucket in shipment.buckets:
-                bucket.complete(backward.scale)
+                bucket.complete(backward.raised if bucket.may_overflow else backward.scale)
             if self._recorder is not None and self._recorder.active:
                 shipment.ready = self._recorder.stamp(self._device)
             self._start(backward.next_shipment)
@@ -358,6 +366,8 @@ class Engine:
         if self._lossy and not bucket.sound:
             self.overflowed = True
         bucket.finish()
+        if bucket.may_overflow and isinstance(bucket, DenseBucket):
+            bucket.unscale(self._loss_scale)
 
     def _facts(self, index: int, bucket: Bucket) -> dict[str, object]:
         """What the trace says of an exchange."""

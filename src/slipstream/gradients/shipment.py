@@ -6,13 +6,13 @@ Never communicates, and never decides which gradients share a segment (``layout`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from slipstream.codecs import wire_bytes
-from slipstream.gradients.bucket import Bucket, DenseBucket, make_buckets
+from slipstream.gradients.bucket import Bucket, DenseBucket, gradient_dtype, make_buckets
 from slipstream.gradients.coded import Coding
 from slipstream.gradients.failure import sparse_without_momentum
 from slipstream.gradients.layout import Gradient, plan_segments
@@ -27,7 +27,7 @@ class Trainable:
 
     [Note: Ranks that share a model] each hold shares of some parameters, and replicas of others,
     which must stay bit for bit alike although each rank averages its own with other ranks. So all
-    of them lay out the same segments (``widest`` is the largest share), and replicas travel in
+    of them lay out the same segments (``widest`` is like the largest share), and replicas travel in
     buckets of their own: the same sums in the same order, and blocks of a codec with the same
     values.
     """
@@ -60,6 +60,16 @@ def parameters_of(
         else Trainable(name, p, torch.empty(tuple(shape), dtype=p.dtype, device="meta"))
         for (name, p), shape in zip(chosen, shapes, strict=True)
     ]
+
+
+def as_wide_as_gradients(trainables: Sequence[Trainable]) -> list[Trainable]:
+    """``trainables`` whose gradients travel in their own type, wider than that of parameters."""
+
+    def wide(trainable: Trainable) -> torch.Tensor:
+        dtype = gradient_dtype(trainable.parameter)
+        return torch.empty(trainable.widest.shape, dtype=dtype, device="meta")
+
+    return [replace(trainable, widest=wide(trainable)) for trainable in trainables]
 
 
 def gradients_of(

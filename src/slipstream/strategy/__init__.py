@@ -19,6 +19,16 @@ from slipstream.strategy.codec import (
 )
 from slipstream.strategy.overview import Row, overview
 from slipstream.strategy.parallel import Parallel, PipelineParallel, TensorParallel
+from slipstream.strategy.precision import (
+    Autocast,
+    Compute,
+    DynamicScale,
+    HalfType,
+    HalfWeights,
+    LossScale,
+    Precision,
+    StaticScale,
+)
 from slipstream.strategy.presets import Preset, presets
 from slipstream.strategy.setting import Exactness, Setting, Variant
 from slipstream.strategy.spec import Flat, Gradients, Strategy, Trace, Transport
@@ -36,18 +46,24 @@ from slipstream.strategy.split import (
 
 __all__ = [
     "Adaptive",
+    "Autocast",
     "ByBytes",
     "ByIndex",
     "ByLayers",
     "ByName",
     "ByPercent",
     "Codec",
+    "Compute",
     "Dgc",
+    "DynamicScale",
     "Exactness",
     "Flat",
     "Gradients",
     "Half",
+    "HalfType",
+    "HalfWeights",
     "Int8",
+    "LossScale",
     "OneBit",
     "Optimal",
     "Parallel",
@@ -56,12 +72,14 @@ __all__ = [
     "PipelineParallel",
     "PlainCodec",
     "PowerSgd",
+    "Precision",
     "Preset",
     "Row",
     "Rule",
     "Setting",
     "Single",
     "Split",
+    "StaticScale",
     "Strategy",
     "TensorParallel",
     "Trace",

@@ -25,9 +25,9 @@ class Half(Variant):
     exactness: ClassVar[Exactness] = "lossy"
 
     dtype: Literal["bf16", "fp16"] = "bf16"
-    """bf16 has the range of fp32; fp16 is finer, but holds 6e-8 to 65504: a mean below that becomes
-    0, whatever the loss scale, which is taken off first, and one above infinite (with a loss scale
-    the update is skipped then)."""
+    """bf16 has the range of fp32; fp16 is finer, but holds 6e-8 to 65504: a mean (times the loss
+    scale, which is taken off behind the wire) below that becomes 0, and one above infinite (with a
+    loss scale the update is skipped then)."""
 
 
 class Int8(Variant):

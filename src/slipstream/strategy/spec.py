@@ -16,6 +16,7 @@ from slipstream.errors import StrategyError
 from slipstream.strategy.codec import Codec
 from slipstream.strategy.overview import overview, plain_text
 from slipstream.strategy.parallel import Parallel
+from slipstream.strategy.precision import Compute, Precision
 from slipstream.strategy.presets import preset
 from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
 from slipstream.strategy.split import ByBytes, Split
@@ -118,6 +119,12 @@ class Strategy(Setting):
     parallel: Parallel = Parallel()
     """Which ranks share one model."""
 
+    precision: Precision | None = None
+    """Which values are computed and kept in 16 bits."""
+
+    compute: Compute = Compute()
+    """How the device computes."""
+
     trace: Trace = Trace()
     """What is recorded, and where."""
 
@@ -125,8 +132,10 @@ class Strategy(Setting):
     def exactness(self) -> Exactness:
         """The weakest exactness of the chosen variants."""
         wish = self.gradients
-        chosen = [v.exactness for v in (wish.split, wish.transport, wish.codec) if v is not None]
-        return max(chosen, key=get_args(Exactness).index)
+        variants = (wish.split, wish.transport, wish.codec, self.precision)
+        chosen = [v.exactness for v in variants if v is not None]
+        tf32: list[Exactness] = ["lossy"] if self.compute.tf32 else []
+        return max(chosen + tf32, key=get_args(Exactness).index)
 
     @classmethod
     def load(cls, source: Strategy | Mapping[str, object] | Path | str | None) -> Strategy:

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from slipstream.errors import ModelError
+from slipstream.nested import mapped
 from slipstream.parallel.pipeline.cuts import Cuts
 from slipstream.parallel.pipeline.stand_ins import (
     Act,
     TensorSpec,
     has_nan,
-    mapped,
     placeholder,
     replaced,
 )

@@ -5,7 +5,6 @@ Never stays: when the run ends, by an exception or not, the model has its own mo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from slipstream.nested import tensors
 
 Act = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """What happens when the module is called: it, its positional and its keyword arguments."""
@@ -50,33 +51,6 @@ def placeholder(like: TensorSpec | torch.Tensor) -> torch.Tensor:
     """
     value = float("nan") if like.dtype.is_floating_point or like.dtype.is_complex else 0
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(like.shape)
-
-
-def mapped(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
-    """``value`` with ``change`` applied to each ``kind`` in its tuples, lists and mappings.
-
-    Example:
-        >>> mapped({"a": (torch.ones(2), 3)}, lambda x: tuple(x.shape))
-        {'a': ((2,), 3)}
-    """
-    if isinstance(value, kind):
-        return change(value)
-    if isinstance(value, dict):
-        found = copy.copy(value)
-        for key, item in value.items():
-            found[key] = mapped(item, change, kind)
-        return found
-    if isinstance(value, tuple | list):
-        items = [mapped(item, change, kind) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in tuples, lists and mappings, in order."""
-    found: list[torch.Tensor] = []
-    mapped(value, found.append)
-    return found
 
 
 def has_nan(value: Any) -> bool:

@@ -19,9 +19,10 @@ from torch import nn
 
 from slipstream.comm.agreement import together
 from slipstream.errors import ModelError
+from slipstream.nested import mapped
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
 from slipstream.parallel.pipeline.stages import Seen, Stages
-from slipstream.parallel.pipeline.stand_ins import TensorSpec, mapped
+from slipstream.parallel.pipeline.stand_ins import TensorSpec
 
 
 @dataclass

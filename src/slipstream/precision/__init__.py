@@ -1,0 +1,10 @@
+"""16 bits instead of 32: autocast, or half weights with fp32 masters, and the scale of losses.
+
+Both are applied from outside, to any module, and taken off again:
+
+    from slipstream.precision.half_weights import half_weights  # or autocast, from autocast
+
+    half = half_weights(model, optimizer, "bf16")
+    ...                                                         # the training loop stays as it is
+    half.close()
+"""

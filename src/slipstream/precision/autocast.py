@@ -1,0 +1,110 @@
+"""Autocast around a model's forward, from outside: matrix products in 16 bits, weights in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.precision.casts import HALF_TYPES, cast
+from slipstream.precision.float_modules import Surrounded, float_modules
+from slipstream.precision.op_casts import OpCasts, check_ops
+from slipstream.strategy import HalfType
+
+
+class Autocast:
+    """A model under autocast; made by `autocast`.
+
+    Attributes:
+        floats: the modules that stay fp32, by path.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype,
+        ops: dict[str, torch.dtype],
+        floats: dict[str, nn.Module],
+    ) -> None:
+        self._device = next((p.device.type for p in model.parameters()), "cpu")
+        self._dtype, self.floats = dtype, floats
+        self._ops = OpCasts(ops, self._device) if ops else None
+        self._seeing = False
+        # Functions are seen from every module: a checkpoint that recomputes a block in backward
+        # brings autocast back, but not what is around the model.
+        inner = [m for m in model.modules() if m is not model] if ops else []
+        self._forwards = [Surrounded(module, self._with_ops) for module in inner]
+        self._forwards += [Surrounded(module, self._in_float) for module in floats.values()]
+        self._forwards.append(Surrounded(model, self._in_half))
+
+    def _in_half(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with torch.autocast(self._device, self._dtype):
+            return cast(self._with_ops(forward, args, kwargs), torch.float32)
+
+    def _in_float(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with torch.autocast(self._device, enabled=False):
+            return forward(*cast(args, torch.float32), **cast(kwargs, torch.float32))
+
+    def _with_ops(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            if self._ops is not None and not self._seeing:
+                self._seeing = True
+                stack.callback(setattr, self, "_seeing", False)
+                stack.enter_context(self._ops)
+            return forward(*args, **kwargs)
+
+    def close(self) -> None:
+        """The model computes as before; twice is once."""
+        while self._forwards:
+            self._forwards.pop().remove()
+
+
+def autocast(
+    model: nn.Module,
+    dtype: HalfType = "bf16",
+    *,
+    float_ops: Sequence[str] = (),
+    half_ops: Sequence[str] = (),
+    float_modules: Sequence[str] = (),
+) -> Autocast:
+    """Run the forward of ``model`` under ``torch.autocast``, and return its outputs in fp32.
+
+    So a loss that is computed of them outside is computed in fp32, where torch's autocast would
+    compute the losses of torch, too. Weights, gradients and the optimizer stay fp32. With fp16,
+    multiply the loss, e.g. by ``torch.amp.GradScaler`` or by a session's loss scale.
+
+    Args:
+        model: any module; ``close()`` gives it its own forward back.
+        dtype: what matrix products and convolutions compute in.
+        float_ops: names of functions of torch that compute in fp32 besides those of autocast.
+        half_ops: names of functions that compute in ``dtype`` besides those of autocast.
+        float_modules: patterns of the paths of modules that compute in fp32; their outputs stay
+            fp32, as those of autocast's own fp32 functions.
+
+    Exactness: lossy.
+
+    Raises:
+        StrategyError: a pattern or a name fits nothing.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+        >>> model[0].register_forward_hook(lambda module, x, y: print(y.dtype)) and None
+        >>> cast = autocast(model, "bf16")
+        >>> model(torch.ones(1, 2)).dtype
+        torch.bfloat16
+        torch.float32
+        >>> cast.close()
+
+    Source: opt level O1 of https://github.com/NVIDIA/apex, by torch's own means.
+    """
+    check_ops([*float_ops, *half_ops])
+    half = HALF_TYPES[dtype]
+    ops = dict.fromkeys(float_ops, torch.float32) | dict.fromkeys(half_ops, half)
+    return Autocast(model, half, ops, _floats(model, float_modules))
+
+
+def _floats(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    return float_modules(model, patterns, normalisation=False)

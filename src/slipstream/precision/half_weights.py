@@ -1,0 +1,273 @@
+"""Weights and activations in 16 bits, fp32 masters for the optimizer: ``half_weights``.
+
+[Note: One parameter, two values]
+Parameters stay the user's objects, in the model and in the optimizer's groups; what changes is the
+tensor behind them. It is 16 bits wide wherever the model computes. While the optimizer steps or
+loads a state it is the fp32 master, so that the optimizer's own state is fp32, too; afterwards the
+masters are rounded into the 16-bit tensors, which never move. Gradients are fp32 from the moment
+autograd adds them up (``Tensor.grad_dtype``), for several backward passes and for clipping.
+
+What ``model.state_dict()`` gives and what ``load_state_dict()`` takes are the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import ModelError, UsageError
+from slipstream.precision.casts import HALF_TYPES, cast
+from slipstream.precision.float_modules import check_unshared, float_modules
+from slipstream.strategy import HalfType
+
+
+class HalfWeights:
+    """A model whose weights are 16 bits wide; made by `half_weights`.
+
+    Attributes:
+        masters: the fp32 values, by parameter.
+        floats: the modules that stay fp32, by path.
+        num_half: how many values of parameters are 16 bits wide.
+        master_bytes: memory of the masters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dtype: torch.dtype,
+        floats: dict[str, nn.Module],
+    ) -> None:
+        self._model, self._optimizer, self._dtype, self.floats = model, optimizer, dtype, floats
+        inside = {m for module in floats.values() for m in module.modules()}
+        self._modules = [m for m in model.modules() if m not in inside]
+        self._former: dict[nn.Parameter, torch.dtype] = {}
+        self.masters: dict[nn.Parameter, torch.Tensor] = {}
+        self._halves: list[torch.Tensor] = []
+        self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
+        self._widened: list[tuple[nn.Module, str]] = []
+        for module in self._modules:
+            for parameter in module.parameters(recurse=False):
+                if parameter not in self._former and parameter.dtype in (torch.float32, dtype):
+                    self._change(parameter, dtype)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.dtype == torch.float32:
+                    self._buffers[module, name] = buffer.detach().clone()
+                    buffer.data = buffer.data.to(dtype)
+        for module in inside:  # of a model that was 16 bits wide before
+            for parameter in module.parameters(recurse=False):
+                if parameter.dtype == dtype:
+                    self._change(parameter, torch.float32)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.dtype == dtype:
+                    self._widened.append((module, name))
+                    buffer.data = buffer.data.float()
+        self.num_half = sum(half.numel() for half in self._halves)
+        self.master_bytes = sum(master.nbytes for master in self.masters.values())
+        self._stepping = False
+        self._undo = [*self._hooks()]
+
+    def close(self) -> None:
+        """Parameters hold their masters, in their former types; twice is once."""
+        while self._undo:
+            self._undo.pop()()
+        for (module, name), former in self._buffers.items():
+            buffer = module.get_buffer(name)
+            buffer.data = self._wide(buffer, former)
+        for module, name in self._widened:
+            buffer = module.get_buffer(name)
+            buffer.data = buffer.data.to(self._dtype)
+        for parameter, dtype in self._former.items():
+            gradient, parameter.grad = parameter.grad, None
+            self._recast(parameter, dtype)
+            parameter.data = self.masters.get(parameter, parameter.data).to(dtype)
+            parameter.grad_dtype = dtype
+            parameter.grad = None if gradient is None else gradient.to(dtype)
+        self.masters, self._halves, self._former = {}, [], {}
+        self._buffers, self._widened = {}, []
+
+    # Inside.
+
+    def _change(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """Let the model compute with a parameter in ``dtype``, and the optimizer in fp32."""
+        gradient, parameter.grad = parameter.grad, None
+        self._former[parameter] = parameter.dtype
+        self._recast(parameter, torch.float32)
+        values = parameter.data.to(dtype)
+        if dtype != torch.float32:
+            self.masters[parameter] = parameter.data.float()
+            self._halves.append(values)
+        parameter.data = values
+        parameter.grad_dtype = torch.float32
+        parameter.grad = None if gradient is None else gradient.float()
+
+    def _recast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
+        """What the optimizer keeps of a parameter that was 16 bits wide before has its type."""
+        if self._former[parameter] == torch.float32:
+            return
+        state = self._optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                state[key] = value.to(dtype)
+
+    def _hooks(self) -> Iterator[Callable[[], None]]:
+        """Install what casts and what exchanges the two values; what takes it off again."""
+        model, optimizer = self._model, self._optimizer
+        for module in self.floats.values():
+            yield module.register_forward_pre_hook(self._to_float, with_kwargs=True).remove
+            yield module.register_forward_hook(self._to_half).remove
+        yield model.register_forward_pre_hook(self._enter, with_kwargs=True).remove
+        yield model.register_forward_hook(self._leave).remove
+        yield optimizer.register_step_pre_hook(self._step_begins).remove
+        yield optimizer.register_step_post_hook(self._halves_in).remove
+        yield optimizer.register_load_state_dict_pre_hook(self._masters_in).remove
+        yield optimizer.register_load_state_dict_post_hook(self._halves_in).remove
+        for module in self._modules:
+            # partial: torch notes something on the hook, which a method does not allow
+            yield module.register_state_dict_post_hook(partial(self._save)).remove
+            yield module.register_load_state_dict_pre_hook(self._load).remove
+
+    def _to_float(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast(args, torch.float32), cast(kwargs, torch.float32)
+
+    def _to_half(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast(output, self._dtype)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._stepping:  # a step that raised
+            self._halves_in()
+        return cast(args, self._dtype), cast(kwargs, self._dtype)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return cast(output, torch.float32)
+
+    def _step_begins(self, optimizer: object, args: Any, kwargs: Any) -> None:
+        if any(x is not None for x in [*args[1:], *kwargs.values()]):
+            raise UsageError(
+                "optimizer.step(closure) with half weights: the closure would compute with the "
+                "fp32 masters; compute loss and gradients before optimizer.step()"
+            )
+        self._masters_in()
+
+    def _masters_in(self, *_: object) -> None:
+        self._stepping = True
+        for parameter, master in self.masters.items():
+            parameter.data = master
+
+    @torch.no_grad()
+    def _halves_in(self, *_: object) -> None:
+        if self._halves:
+            torch._foreach_copy_(self._halves, [*self.masters.values()])
+        for parameter, half in zip(self.masters, self._halves, strict=True):
+            parameter.data = half
+        self._stepping = False
+
+    def _save(self, module: nn.Module, state: Any, prefix: str, _: object) -> None:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter in self.masters:
+                state[prefix + name] = self.masters[parameter].detach()
+        for name, buffer in module.named_buffers(recurse=False):
+            if (module, name) in self._buffers and prefix + name in state:
+                state[prefix + name] = self._wide(buffer, self._buffers[module, name])
+
+    def _load(
+        self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: object
+    ) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                "load_state_dict(assign=True) with half weights would replace them by what is "
+                "loaded; leave assign at False"
+            )
+        own: dict[str, torch.Tensor] = {
+            name: self.masters[p]
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            if p in self.masters
+        }
+        own |= {name: kept for (owner, name), kept in self._buffers.items() if owner is module}
+        for name, master in own.items():
+            value = state.get(prefix + name)
+            if isinstance(value, torch.Tensor) and value.shape == master.shape:
+                master.copy_(value.detach())
+
+    def _wide(self, buffer: torch.Tensor, former: torch.Tensor) -> torch.Tensor:
+        """A buffer in fp32: its former value, unless it has changed since."""
+        if former.shape == buffer.shape and torch.equal(former.to(buffer.dtype), buffer):
+            return former
+        return buffer.detach().float()
+
+
+def half_weights(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dtype: HalfType = "bf16",
+    *,
+    float_modules: Sequence[str] = (),
+) -> HalfWeights:
+    """Compute ``model`` in 16 bits while ``optimizer`` works on fp32 masters of its parameters.
+
+    Parameters and buffers of 32 bits become ``dtype``, but for those of normalisation layers;
+    those that are ``dtype`` already get masters, too, and any other type stays. Tensors are cast
+    where they enter the model or leave a part of it that stays fp32, and its outputs are fp32.
+    The training loop stays as it is; with fp16, multiply the loss, e.g. by
+    ``torch.amp.GradScaler`` or by a session's loss scale. A buffer that must be exact, e.g. of
+    rotary positions, belongs to a module that is named in ``float_modules``.
+
+    Args:
+        model: any module; ``close()`` gives it back in fp32.
+        optimizer: of its parameters; what it keeps stays its own.
+        dtype: of weights and activations.
+        float_modules: patterns of the paths of modules that stay fp32, too.
+
+    Exactness: lossy.
+
+    Raises:
+        StrategyError: a pattern fits no module, or half of a tied parameter.
+        ModelError: the optimizer is none of torch's kind, or one that computes gradients itself.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 1))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> half = half_weights(model, optimizer)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> optimizer.step()
+        >>> weight = model[0].weight
+        >>> weight.dtype, weight.grad.dtype, model.state_dict()["0.weight"].dtype
+        (torch.bfloat16, torch.float32, torch.float32)
+        >>> half.close()
+        >>> weight.dtype
+        torch.float32
+
+    Source: opt level O2 of https://github.com/NVIDIA/apex, which copies gradients to masters that
+    stand in the optimizer's groups and keeps batch normalisation alone in fp32.
+    """
+    check_optimizer(optimizer)
+    floats = _floats(model, float_modules)
+    check_unshared(model, floats)
+    return HalfWeights(model, optimizer, HALF_TYPES[dtype], floats)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that cannot be handed masters for the time of a step.
+
+    Raises:
+        ModelError: names it.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(
+            f"precision half_weights with {name}, which is no torch.optim.Optimizer, so nothing "
+            "tells when it steps; use one, or precision autocast"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(
+            f"precision half_weights with {name}: it computes losses inside its step, which would "
+            "use the fp32 masters; use another optimizer, or precision autocast"
+        )
+
+
+def _floats(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    return float_modules(model, patterns, normalisation=True)

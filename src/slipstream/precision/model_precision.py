@@ -1,0 +1,185 @@
+"""What a strategy's precision has come to on a model: which technique, which loss scale.
+
+Never casts by itself: ``autocast``, ``half_weights`` and ``tf32`` do, ``loss_scale`` knows when a
+scale changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import ModelError, StrategyError, UsageError
+from slipstream.precision import autocast, float_modules, half_weights, op_casts
+from slipstream.precision.loss_scale import LossScaler, ScaleState
+from slipstream.precision.tf32 import allow_tf32
+from slipstream.strategy import Autocast, Compute, HalfWeights, Precision, Row
+
+_SHOWN = 4  # modules
+
+
+def check_precision(
+    model: nn.Module, optimizer: torch.optim.Optimizer, wish: Precision | None
+) -> None:
+    """Refuse what does not fit this model, this optimizer or this machine.
+
+    Raises:
+        StrategyError: a name or a pattern fits nothing, or fp16 on a CPU without instructions.
+        ModelError: an optimizer that half weights cannot serve.
+    """
+    if wish is None:
+        return
+    floats = float_modules.float_modules(
+        model, wish.float_modules, normalisation=isinstance(wish, HalfWeights)
+    )
+    if isinstance(wish, Autocast):
+        op_casts.check_ops([*wish.float_ops, *wish.half_ops])
+    else:
+        half_weights.check_optimizer(optimizer)
+        float_modules.check_unshared(model, floats)
+        if any(p.dtype == torch.float16 for p in model.parameters()) and wish.dtype == "bf16":
+            raise ModelError(
+                "precision half_weights with dtype bf16 on a model with fp16 parameters; "
+                "allowed: dtype fp16, or model.float() before accelerate()"
+            )
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if wish.dtype == "fp16" and not wish.emulate and not has_fp16(device):
+        raise StrategyError(
+            "precision.dtype fp16 on a CPU without instructions for it takes hundreds of times as "
+            "long; allowed: dtype bf16, or emulate: true, e.g. to test"
+        )
+
+
+def has_fp16(device: torch.device) -> bool:
+    """Whether a device multiplies matrices of fp16 by instructions of its own."""
+    if device.type != "cpu":
+        return True
+    available = torch.backends.mkldnn.is_available()
+    return bool(available and torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether a device multiplies matrices of bf16 by instructions of its own."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return True
+    available = torch.backends.mkldnn.is_available()
+    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+class ModelPrecision:
+    """The precision of a model in training.
+
+    Args:
+        model: as ``check_precision`` accepts it.
+        optimizer: of the model.
+        wish: None: nothing is cast.
+        compute: how the device computes.
+
+    Attributes:
+        scales: whether losses are multiplied, and gradients checked before an update.
+        exchanges_wide: whether gradients of 16-bit parameters travel as fp32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        wish: Precision | None,
+        compute: Compute,
+    ) -> None:
+        self._wish, self._compute = wish, compute
+        self._scaler = LossScaler(wish.scale) if wish is not None and wish.scale else None
+        self.scales = self._scaler is not None
+        self.exchanges_wide = isinstance(wish, HalfWeights) and wish.exchange == "fp32"
+        self._numel = sum(p.numel() for p in model.parameters())
+        self._casts: autocast.Autocast | half_weights.HalfWeights | None = None
+        match wish:
+            case Autocast():
+                self._casts = autocast.autocast(
+                    model,
+                    wish.dtype,
+                    float_ops=wish.float_ops,
+                    half_ops=wish.half_ops,
+                    float_modules=wish.float_modules,
+                )
+            case HalfWeights():
+                self._casts = half_weights.half_weights(
+                    model, optimizer, wish.dtype, float_modules=wish.float_modules
+                )
+        self._undo = allow_tf32() if compute.tf32 and torch.cuda.is_available() else None
+
+    def take(self, loss_scale: float) -> float:
+        """The loss scale of a backward pass for which the user gave ``loss_scale``.
+
+        Raises:
+            UsageError: there is one in the strategy as well.
+        """
+        if self._scaler is None:
+            return loss_scale
+        if loss_scale != 1.0:
+            raise UsageError(
+                f"loss_scale={loss_scale} beside precision.loss_scale of the strategy, which "
+                "multiplies the loss itself; leave one of both out"
+            )
+        return self._scaler.scale
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale, in 32 bits or more."""
+        if self._scaler is None:
+            return loss
+        return (loss.float() if loss.itemsize < 4 else loss) * self._scaler.scale
+
+    def updated(self, overflowed: bool) -> None:
+        """An update is over; it was skipped where gradients ``overflowed``."""
+        if self._scaler is not None:
+            self._scaler.update(overflowed)
+
+    def state_dict(self) -> list[float] | None:
+        """The state of the loss scale: the scale, good and bad updates; None: there is none."""
+        return None if self._scaler is None else [*self._scaler.state]
+
+    def load_state_dict(self, state: list[Any] | None) -> None:
+        """Go on from ``state_dict()``, if both runs have a loss scale."""
+        if self._scaler is not None and state is not None:
+            self._scaler.state = ScaleState(*state)
+
+    def rows(self, skipped: int) -> list[Row]:
+        """What became of it, for the overview."""
+        found = []
+        if self._wish is not None:
+            found.append(self._row(self._wish))
+        if self._casts is not None and self._casts.floats:
+            paths = [*self._casts.floats]
+            more = f", ... ({len(paths)} in all)" if len(paths) > _SHOWN else ""
+            found.append(Row("fp32", f"{len(paths)} modules", ", ".join(paths[:_SHOWN]) + more))
+        if self._scaler is not None:
+            scale, good, _ = self._scaler.state
+            note = f"{good} good updates since it changed or one was skipped"
+            found.append(Row("loss scale", f"{scale:g}, {skipped} updates skipped", note))
+        if self._compute.tf32:
+            here = torch.cuda.is_available()
+            note = "products and convolutions" if here else "there is no CUDA device here"
+            found.append(Row("tf32", "active" if here else "inactive", note))
+        return found
+
+    def _row(self, wish: Precision) -> Row:
+        if not isinstance(self._casts, half_weights.HalfWeights):
+            return Row("precision", f"{wish.dtype} autocast", "weights are fp32", wish.exactness)
+        megabytes = self._casts.master_bytes / 2**20
+        note = (
+            f"{self._casts.num_half / 1e6:.3g} of {self._numel / 1e6:.3g} M parameters are "
+            f"{wish.dtype}; their fp32 masters take {megabytes:.1f} MB"
+        )
+        return Row("precision", f"{wish.dtype} weights", note, wish.exactness)
+
+    def close(self) -> None:
+        """Everything is as it was before; twice is once."""
+        if self._casts is not None:
+            self._casts.close()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None

@@ -1,0 +1,33 @@
+"""TF32: fp32 products and convolutions on CUDA round their inputs to 10 bits of mantissa."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def allow_tf32() -> Callable[[], None]:
+    """Let matrix products and convolutions of this process use TF32; returns what undoes it.
+
+    Exactness: lossy. Without CUDA it changes nothing that is computed.
+
+    Example:
+        >>> undo = allow_tf32()
+        >>> torch.backends.cuda.matmul.fp32_precision
+        'tf32'
+        >>> undo()
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html
+    """
+    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    places = (torch.backends.cuda.matmul, convolutions)
+    before = [place.fp32_precision for place in places]
+    for place in places:
+        place.fp32_precision = "tf32"
+
+    def undo() -> None:
+        for place, precision in zip(places, before, strict=True):
+            place.fp32_precision = precision
+
+    return undo

@@ -1,0 +1,57 @@
+"""Precision as a wish: what it means by default, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.errors import StrategyError
+from slipstream.strategy import DynamicScale, StaticScale, Strategy
+
+REFUSED = {
+    "another type": ({"dtype": "fp32"}, ["precision.dtype", "'fp32'", "bf16 or fp16"]),
+    "a slip": ({"flot_ops": []}, ["no such setting", "'float_ops'"]),
+    "both lists": (
+        {"float_ops": ["gelu"], "half_ops": ["gelu"]},
+        ["'gelu' is among float_ops and half_ops"],
+    ),
+    "init below min": (
+        {"loss_scale": {"kind": "dynamic", "init": 0.5}},
+        ["init 0.5 lies outside min 1", "min <= init <= max"],
+    ),
+    "falls upwards": (
+        {"loss_scale": {"kind": "dynamic", "decr_ratio": 2.0}},
+        ["decr_ratio", "> 0 and < 1"],
+    ),
+    "grows downwards": (
+        {"loss_scale": {"kind": "dynamic", "incr_ratio": 1.0}},
+        ["incr_ratio", "> 1"],
+    ),
+    "static of nothing": ({"loss_scale": {"kind": "static"}}, ["scale: missing", "e.g. scale"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_makes_no_sense_is_refused(name: str) -> None:
+    settings, words = REFUSED[name]
+    with pytest.raises(StrategyError) as caught:
+        Strategy.load({"precision": {"kind": "autocast", **settings}})
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("kind", ["autocast", "half_weights"])
+def test_fp16_has_a_dynamic_scale_unless_it_is_told_otherwise(kind: str) -> None:
+    def scale(**settings: object) -> object:
+        wish = Strategy.load({"precision": {"kind": kind, **settings}}).precision
+        assert wish is not None
+        return wish.scale
+
+    assert scale() is None
+    assert scale(dtype="fp16") == DynamicScale()
+    assert scale(dtype="fp16", loss_scale=None) is None
+    assert scale(loss_scale="dynamic") == DynamicScale()
+    assert scale(loss_scale={"kind": "static", "scale": 8}) == StaticScale(scale=8.0)
+
+
+@pytest.mark.parametrize("wish", [{"precision": "autocast"}, {"compute": {"tf32": True}}])
+def test_it_is_lossy(wish: dict[str, object]) -> None:
+    assert Strategy.load(wish).exactness == "lossy"
