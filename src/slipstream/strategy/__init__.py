@@ -17,6 +17,7 @@ from slipstream.strategy.codec import (
     codec_of,
     keeps_state,
 )
+from slipstream.strategy.memory import Budget, BudgetBytes, Checkpoints, Every, Memory, Recompute
 from slipstream.strategy.overview import Row, overview
 from slipstream.strategy.parallel import Parallel, PipelineParallel, TensorParallel
 from slipstream.strategy.presets import Preset, presets
@@ -36,18 +37,23 @@ from slipstream.strategy.split import (
 
 __all__ = [
     "Adaptive",
+    "Budget",
+    "BudgetBytes",
     "ByBytes",
     "ByIndex",
     "ByLayers",
     "ByName",
     "ByPercent",
+    "Checkpoints",
     "Codec",
     "Dgc",
+    "Every",
     "Exactness",
     "Flat",
     "Gradients",
     "Half",
     "Int8",
+    "Memory",
     "OneBit",
     "Optimal",
     "Parallel",
@@ -57,6 +63,7 @@ __all__ = [
     "PlainCodec",
     "PowerSgd",
     "Preset",
+    "Recompute",
     "Row",
     "Rule",
     "Setting",

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.codec import Codec
+from slipstream.strategy.memory import Memory
 from slipstream.strategy.overview import overview, plain_text
 from slipstream.strategy.parallel import Parallel
 from slipstream.strategy.presets import preset
@@ -117,6 +118,9 @@ class Strategy(Setting):
 
     parallel: Parallel = Parallel()
     """Which ranks share one model."""
+
+    memory: Memory = Memory()
+    """What becomes of activations between forward and backward."""
 
     trace: Trace = Trace()
     """What is recorded, and where."""
