@@ -29,6 +29,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
+from slipstream.memory import Recomputed
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.recording import Recording
 from slipstream.shared_model import SharedModel
@@ -51,6 +52,7 @@ class Installed:
     channel: Channel | None
     axes: Axes
     shared: SharedModel | None
+    recomputed: Recomputed | None
     loader: EvenLoader | None
     live_split: LiveSplit | None
     lent: Lent
@@ -89,6 +91,7 @@ class Session(Generic[M, O]):
         self.data_rank, self.data_size = installed.axes.data_rank, installed.axes.data_size
         self._control = installed.axes.control
         self._shared = installed.shared
+        self._recomputed = installed.recomputed
         self._loader = installed.loader
         self._live_split = installed.live_split
         self._lent = installed.lent
@@ -463,6 +466,8 @@ class Session(Generic[M, O]):
         rows = outcome.rows(
             self._engine, self.segments, self._live_split, self._verdict, self.skipped
         )
+        if self._recomputed is not None:
+            rows.insert(0, self._recomputed.row)
         if self._shared is not None:
             rows.insert(0, self._shared.row)
         return plain_text(overview(self.strategy, rows))
@@ -564,6 +569,8 @@ class Session(Generic[M, O]):
         if self._loader is not None:
             self._loader.detach()
         self._lent.give_back()
+        if self._recomputed is not None:
+            self._recomputed.close()
         shared = self._shared is not None
         if self._shared is not None and whole:
             self._shared.close()
