@@ -150,6 +150,13 @@ def rows(step: int) -> dict[str, Tensor]:
     }
 
 
+def forwards(module: nn.Module) -> list[int]:
+    """A list that grows by one each time that ``module`` is called."""
+    calls: list[int] = []
+    module.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
 MODELS = {
     "gpt2": Case(gpt2, words, "transformer.h.*", 5),
     "bert": Case(bert, masked_words, "bert.encoder.layer.*", 4),

@@ -42,7 +42,7 @@ def _plans(first: int, end: int, *, whole: bool) -> Iterator[Parts]:
     if first == end:
         yield ()
         return
-    for after in every_plan(first + 1, end) if whole or end - first > 1 else [()]:
+    for after in every_plan(first + 1, end):
         yield (first, *after)
     for stop in range(first + 1, end + (1 if whole else 0)):
         for inner in _plans(first, stop, whole=False):

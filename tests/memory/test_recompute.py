@@ -24,7 +24,7 @@ from slipstream.memory.chain import Chain
 from slipstream.memory.links import Call, Observer
 from slipstream.memory.measure import Saved, measure, tensors
 from slipstream.strategy import Budget, BudgetBytes, Every, Memory, Recompute
-from tests.memory.models import MODELS, Blocks, Case, masked_words, rows, words
+from tests.memory.models import MODELS, Blocks, Case, forwards, masked_words, rows, words
 
 WISHES: dict[str, dict[str, Any]] = {
     "every": {"every": 1},
@@ -406,13 +406,6 @@ def test_several_forwards_may_go_before_a_backward_and_a_backward_may_go_twice()
         losses[1].backward()
         results.append(({n: p.grad for n, p in model.named_parameters()}, start))
     assert_same(results[1][0], results[0][0])
-
-
-def forwards(module: nn.Module) -> list[int]:
-    """A list that grows by one each time that ``module`` is called."""
-    calls: list[int] = []
-    module.register_forward_pre_hook(lambda *_: calls.append(1))
-    return calls
 
 
 @pytest.mark.parametrize("wish", [Every(), Every(every=2), Budget(budget=0.5)])
