@@ -60,8 +60,8 @@ def bert(hidden: int, layers: int, heads: int) -> nn.Module:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         intermediate_size=4 * hidden,
-        attn_implementation="eager",
     )
+    config._attn_implementation = "eager"
     model: nn.Module = BertForMaskedLM(config)
     return model.train()
 
