@@ -75,14 +75,14 @@ def gpt2() -> nn.Module:
 
 def swin() -> nn.Module:
     """Blocks of four sizes."""
-    model: nn.Module = SwinForImageClassification(SwinConfig(embed_dim=48, image_size=112))
+    model: nn.Module = SwinForImageClassification(SwinConfig(embed_dim=48, image_size=224))
     return model.train()
 
 
 def images(batch: int) -> Batch:
     """Random images of class 0."""
     return {
-        "pixel_values": torch.randn(batch, 3, 112, 112),
+        "pixel_values": torch.randn(batch, 3, 224, 224),
         "labels": torch.zeros(batch, dtype=torch.long),
     }
 
@@ -90,7 +90,7 @@ def images(batch: int) -> Batch:
 MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "bert": (partial(bert, 256, 6, 4), partial(words, 30000, 4, 256)),
     "gpt2": (gpt2, partial(words, 4000, 4, 256)),
-    "swin": (swin, partial(images, 4)),
+    "swin": (swin, partial(images, 2)),
 }
 
 
