@@ -26,6 +26,7 @@ LEVELS = {
     "gradients": 3,
     "optim": 3,
     "data": 3,
+    "memory": 3,
     "parallel": 3,
     "precision": 3,
     "planner": 4,

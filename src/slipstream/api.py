@@ -22,7 +22,7 @@ from slipstream.checks import check, device_of, facts, warn_of_idle_rules, warn_
 from slipstream.cluster.connect import Cluster, connect, from_environ
 from slipstream.codecs import Ranks
 from slipstream.comm import flat, fused
-from slipstream.comm.agreement import agree
+from slipstream.comm.agreement import agree, of_first
 from slipstream.comm.channel import STAGES, Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
@@ -31,6 +31,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import as_wide_as_gradients, parameters_of
 from slipstream.lent import Lent
 from slipstream.live_split import SETTLING, LiveSplit
+from slipstream.memory import recompute
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.recording import Recording
 from slipstream.session import Installed, Session
@@ -208,6 +209,10 @@ def _compose(
         fused.broadcast(held, groups[0])
     # before the engine, as it changes the types of parameters
     precision = ModelPrecision(model, optimizer, strategy.precision, strategy.compute)
+    recomputed = None  # around layers as they are by now
+    if strategy.memory.recompute is not None:
+        same = partial(of_first, group=control) if control is not None else None
+        recomputed = recompute(model, strategy.memory.recompute, agree=same)
 
     trainables = parameters_of(model, trainable=True, shares=shared.shares if shared else None)
     if shared is not None:
@@ -267,6 +272,7 @@ def _compose(
             axes=axes,
             shared=shared,
             precision=precision,
+            recomputed=recomputed,
             loader=even,
             live_split=live_split,
             lent=lent,

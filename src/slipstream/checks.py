@@ -19,6 +19,7 @@ from slipstream.errors import ModelError, StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import check_lendable
+from slipstream.memory.recompute import check_recompute
 from slipstream.optim.layerwise import Layerwise
 from slipstream.parallel.pipeline.cuts import Cuts, cut_model
 from slipstream.parallel.pipeline.schedules import check_schedule
@@ -29,7 +30,9 @@ from slipstream.strategy import (
     Adaptive,
     ByIndex,
     ByName,
+    Checkpoints,
     Codec,
+    Every,
     HalfWeights,
     Optimal,
     Precision,
@@ -81,6 +84,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     check_lendable(optimizer, trainables, strategy.gradients.codec)
     check_precision(model, optimizer, strategy.precision)
     _check_parallel(model, optimizer, strategy)
+    _check_memory(model, strategy)
 
 
 def warn_of_idle_rules(model: nn.Module, codec: Codec | None) -> None:
@@ -167,6 +171,20 @@ def _check_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
         raise StrategyError(
             "parallel with gradients.codec adaptive: it measures the network between all "
             "ranks, not between those that exchange gradients here; use its codec as it is"
+        )
+
+
+def _check_memory(model: nn.Module, strategy: Strategy) -> None:
+    """Refuse what does not fit the model, and what does not go with a pipeline."""
+    wish = strategy.memory.recompute
+    if wish is None:
+        return
+    check_recompute(model, wish)
+    one_by_one = isinstance(wish, Checkpoints) or (isinstance(wish, Every) and wish.every == 1)
+    if strategy.parallel.pipeline is not None and not one_by_one:
+        raise StrategyError(
+            f"memory.recompute {wish.kind} with parallel.pipeline: a region of several blocks "
+            "could reach over a cut; allowed: {every: 1} and checkpoints"
         )
 
 

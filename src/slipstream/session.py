@@ -27,6 +27,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
+from slipstream.memory import Recomputed
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.recording import Recording
@@ -52,6 +53,7 @@ class Installed:
     axes: Axes
     shared: SharedModel | None
     precision: ModelPrecision
+    recomputed: Recomputed | None
     loader: EvenLoader | None
     live_split: LiveSplit | None
     lent: Lent
@@ -90,6 +92,7 @@ class Session(Generic[M, O]):
         self.data_rank, self.data_size = installed.axes.data_rank, installed.axes.data_size
         self._shared = installed.shared
         self._precision = installed.precision
+        self._recomputed = installed.recomputed
         self._loader = installed.loader
         self._live_split = installed.live_split
         self._lent = installed.lent
@@ -444,6 +447,8 @@ class Session(Generic[M, O]):
             self._engine, self.segments, self._live_split, self._verdict, self.skipped
         )
         rows = self._precision.rows(self.skipped) + rows
+        if self._recomputed is not None:
+            rows.insert(0, self._recomputed.row)
         if self._shared is not None:
             rows.insert(0, self._shared.row)
         return plain_text(overview(self.strategy, rows))
@@ -537,6 +542,8 @@ class Session(Generic[M, O]):
         if self._loader is not None:
             self._loader.detach()
         self._lent.give_back()
+        if self._recomputed is not None:
+            self._recomputed.close()
         self._precision.close()
         shared = self._shared is not None
         if self._shared is not None and whole:

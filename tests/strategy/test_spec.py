@@ -204,6 +204,7 @@ def test_full_yaml_shows_every_setting_in_order():
         "  accumulate: 1\n"
         "parallel: {tensor: null, pipeline: null}\n"
         "precision: null\n"
+        "memory: {recompute: null}\n"
         "compute: {tf32: false}\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )

@@ -17,6 +17,7 @@ from slipstream.strategy.codec import (
     codec_of,
     keeps_state,
 )
+from slipstream.strategy.memory import Budget, BudgetBytes, Checkpoints, Every, Memory, Recompute
 from slipstream.strategy.overview import Row, overview
 from slipstream.strategy.parallel import Parallel, PipelineParallel, TensorParallel
 from slipstream.strategy.precision import (
@@ -47,15 +48,19 @@ from slipstream.strategy.split import (
 __all__ = [
     "Adaptive",
     "Autocast",
+    "Budget",
+    "BudgetBytes",
     "ByBytes",
     "ByIndex",
     "ByLayers",
     "ByName",
     "ByPercent",
+    "Checkpoints",
     "Codec",
     "Compute",
     "Dgc",
     "DynamicScale",
+    "Every",
     "Exactness",
     "Flat",
     "Gradients",
@@ -64,6 +69,7 @@ __all__ = [
     "HalfWeights",
     "Int8",
     "LossScale",
+    "Memory",
     "OneBit",
     "Optimal",
     "Parallel",
@@ -74,6 +80,7 @@ __all__ = [
     "PowerSgd",
     "Precision",
     "Preset",
+    "Recompute",
     "Row",
     "Rule",
     "Setting",

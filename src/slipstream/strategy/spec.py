@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, NonNegativeInt
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.codec import Codec
+from slipstream.strategy.memory import Memory
 from slipstream.strategy.overview import overview, plain_text
 from slipstream.strategy.parallel import Parallel
 from slipstream.strategy.precision import Compute, Precision
@@ -121,6 +122,9 @@ class Strategy(Setting):
 
     precision: Precision | None = None
     """Which values are computed and kept in 16 bits."""
+
+    memory: Memory = Memory()
+    """What becomes of activations between forward and backward."""
 
     compute: Compute = Compute()
     """How the device computes."""

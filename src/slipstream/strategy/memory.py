@@ -1,0 +1,128 @@
+"""Memory: which activations are not kept until backward, and where they come from then.
+
+Never acts: the room ``memory`` does what these values ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PositiveInt
+
+from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
+
+Operation = Literal["matmul", "convolution", "attention"]
+
+Kept = Annotated[
+    tuple[Operation, ...], Field(default=(), strict=False, examples=[["matmul", "attention"]])
+]
+"""Operations whose results are kept all the same (selective recomputation)."""
+
+
+class Every(Variant):
+    """Of so many blocks at a time only the input is kept, the rest is computed again.
+
+    Blocks are the repeated ones that are found in the model, such as the layers of a transformer.
+
+    Example:
+        >>> Every(every=2, keep=("matmul",)).keep
+        ('matmul',)
+    """
+
+    kind: Literal["every"] = "every"
+    exactness: ClassVar[Exactness] = "bitwise"
+
+    every: PositiveInt = 1
+    """Blocks that are computed again together; more of them: fewer inputs to keep, but the
+    activations of all of them at a time."""
+
+    keep: Kept = ()
+    """Operations whose results are kept all the same."""
+
+
+class Checkpoints(Variant):
+    """Of the named modules only the input is kept, the rest is computed again.
+
+    Example:
+        >>> Checkpoints(checkpoints=("encoder.layer.*",)).kind
+        'checkpoints'
+    """
+
+    kind: Literal["checkpoints"] = "checkpoints"
+    exactness: ClassVar[Exactness] = "bitwise"
+
+    checkpoints: tuple[str, ...] = Field(min_length=1, strict=False, examples=[["encoder.layer.*"]])
+    """Paths of modules; ``*`` and ``?`` stand for anything."""
+
+    keep: Kept = ()
+    """Operations whose results are kept all the same."""
+
+
+class Budget(Variant):
+    """The fastest choice of blocks whose activations fit a share of their bytes.
+
+    Example:
+        >>> Budget(budget=0.5).budget
+        0.5
+    """
+
+    kind: Literal["budget"] = "budget"
+    exactness: ClassVar[Exactness] = "bitwise"
+
+    budget: float = Field(gt=0, le=1, examples=[0.5])
+    """Share of the bytes that they take where nothing is computed again."""
+
+
+class BudgetBytes(Variant):
+    """The fastest choice of blocks whose activations fit a number of bytes.
+
+    Example:
+        >>> BudgetBytes(budget_bytes=2**30).kind
+        'budget_bytes'
+    """
+
+    kind: Literal["budget_bytes"] = "budget_bytes"
+    exactness: ClassVar[Exactness] = "bitwise"
+
+    budget_bytes: PositiveInt = Field(examples=[2**30])
+    """Bytes for activations of blocks at any time, on each rank."""
+
+
+_KINDS = ("every", "checkpoints", "budget", "budget_bytes")
+
+
+def _kind_of(value: object) -> object:
+    """Reads ``{every: 2}`` as ``{kind: every, every: 2}``; passes anything else on."""
+    if isinstance(value, Mapping) and "kind" not in value:
+        named = [kind for kind in _KINDS if kind in value]
+        return {"kind": named[0], **value} if len(named) == 1 else value
+    return from_kind(value)
+
+
+Recompute = Annotated[
+    Every | Checkpoints | Budget | BudgetBytes,
+    Field(discriminator="kind"),
+    BeforeValidator(
+        _kind_of,
+        json_schema_input_type=Every | Checkpoints | Budget | BudgetBytes | Literal["every"],
+    ),
+]
+"""What is computed again; its kind may be left out, as its first setting has the same name."""
+
+
+class Memory(Setting):
+    """What becomes of activations between forward and backward.
+
+    Example:
+        >>> Memory(recompute={"every": 2}).recompute
+        Every(kind='every', every=2, keep=())
+    """
+
+    recompute: Recompute | None = None
+    """Activations that are computed again instead of kept."""
+
+    @property
+    def active(self) -> bool:
+        """True where something is not kept."""
+        return self.recompute is not None
