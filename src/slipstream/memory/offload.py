@@ -228,7 +228,7 @@ class Offloader:
     def _unpack(self, packed: _Kept | _Sent) -> torch.Tensor:
         """The tensor again; the first one of a block fetches those of the blocks before it."""
         call = packed.call
-        if self._closed:
+        if self._closed and isinstance(packed, _Sent):
             raise UsageError(
                 f"backward through {call.path} after its activations were given up: close() the "
                 "offloader, or the session, after the last backward"
