@@ -21,6 +21,7 @@ class HeldStore(DiskStore):
 
     def __init__(self, *args, **kwargs):
         self.may_write, self.may_read = threading.Event(), threading.Event()
+        self.reads = threading.Event()
         self.began = []
         super().__init__(*args, **kwargs)
 
@@ -31,6 +32,7 @@ class HeldStore(DiskStore):
 
     def _read(self, buffer, position):
         self.began.append("read")
+        self.reads.set()
         assert self.may_read.wait(60)
         super()._read(buffer, position)
 
@@ -129,6 +131,7 @@ def test_a_place_is_not_reused_while_it_is_read(store):
     store.settle(ticket)
     store.fetch(ticket)
     read = ticket.read
+    assert store.reads.wait(60)
     store.drop(ticket)
     assert store.put(some(), "y").slot != ticket.slot
     store.may_read.set()

@@ -70,7 +70,7 @@ def offload(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if store is None:
         store = _store(wish, device, local_ranks, rank)
-    policy = Policy(len(blocks), wish.keep_last, wish.prefetch)
+    policy = Policy(wish.keep_last, wish.prefetch)
     return Offloader(blocks, policy, store, device, wish.min_bytes)
 
 
@@ -117,8 +117,6 @@ class Offloader:
 
     Several forwards may go before a backward, a graph may be used twice or never.
 
-    Attributes:
-        blocks: paths of the blocks whose activations leave.
     """
 
     def __init__(
@@ -130,7 +128,8 @@ class Offloader:
         min_bytes: int,
     ) -> None:
         self._policy, self._store, self._device, self._min = policy, store, device, min_bytes
-        self.blocks = [path for i, path in enumerate(blocks) if policy.leaves(i)]
+        self._paths = tuple(blocks)
+        self._saving = set(range(len(blocks)))  # positions of those that save anything
         self._pass = _Pass()
         self._last: _Call | None = None  # whose tensors are on their way out
         self._reached: ReferenceType[_Call] = ref(_Call("", 0, self._pass))  # dead already
@@ -140,6 +139,11 @@ class Offloader:
             Replaced(module, partial(self._forward, position, path, module))
             for position, (path, module) in enumerate(blocks.items())
         ]
+
+    @property
+    def blocks(self) -> list[str]:
+        """Paths of the blocks whose activations leave, as far as is known yet."""
+        return [self._paths[i] for i in sorted(self._saving) if self._leaves(i)]
 
     @property
     def traffic(self) -> Traffic:
@@ -181,17 +185,9 @@ class Offloader:
         """A block's forward, in which autograd saves what `_pack` makes of tensors."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        if position <= self._pass.position:
-            self._pass = _Pass()
-        self._pass.position = position
-        call = _Call(path, position, self._pass)
-        self._pass.calls[position] = call
-        pack: Callable[[torch.Tensor], _Kept | _Sent]
-        if self._policy.leaves(position):
-            own = {t.untyped_storage() for t in (*module.parameters(), *module.buffers())}
-            pack = partial(self._pack, call, own)
-        else:
-            pack = partial(_Kept, call)
+        call = self._begin(position, path)
+        own = {t.untyped_storage() for t in (*module.parameters(), *module.buffers())}
+        pack = partial(self._pack, call, own) if self._leaves(position) else partial(_Kept, call)
         with saved_tensors_hooks(pack, self._unpack):
             result = forward(*args, **kwargs)
         # One block is under way while the next computes: its memory is free from here on.
@@ -199,6 +195,19 @@ class Offloader:
             self._last.settle(self._store)
         self._last = call
         return result
+
+    def _leaves(self, position: int) -> bool:
+        return self._policy.leaves(position, self._saving)
+
+    def _begin(self, position: int, path: str) -> _Call:
+        """A block is called, maybe as the first of a pass."""
+        last = self._pass
+        if position <= last.position:
+            if last.position == len(self._paths) - 1:  # it was a whole one
+                self._saving = last.saving or self._saving
+            self._pass = _Pass()
+        self._pass.position = position
+        return _Call(path, position, self._pass)
 
     def _pack(self, call: _Call, own: set[Any], tensor: torch.Tensor) -> _Kept | _Sent:
         """What autograd is to keep in the place of ``tensor``."""
@@ -235,18 +244,19 @@ class Offloader:
             )
         if self._reached() is not call:
             self._reached = ref(call)
-            for position in self._policy.ahead(call.position):
-                if (earlier := call.within.calls.get(position)) is not None:
-                    earlier.fetch(self._store)
+            earlier = dict(call.within.away)
+            for position in self._policy.ahead(call.position, earlier):
+                earlier[position].fetch(self._store)
         return packed.tensor()
 
 
 class _Pass:
-    """One forward of the model: the calls of its blocks, as long as something needs them."""
+    """One forward of the model: what its blocks have sent away, as long as something needs it."""
 
     def __init__(self) -> None:
-        self.position = -1
-        self.calls: WeakValueDictionary[int, _Call] = WeakValueDictionary()
+        self.position = -1  # of the last call
+        self.saving: set[int] = set()
+        self.away: WeakValueDictionary[int, _Call] = WeakValueDictionary()
 
 
 class _Call:
@@ -283,6 +293,7 @@ class _Away:
         self.raw: torch.Tensor | None = None
         self.changed = False
         call.sent.append(ref(self))
+        call.within.away[call.position] = call
 
     def settle(self, store: Store) -> None:
         """It no longer takes up memory; what was changed while it was copied is no good."""
@@ -314,6 +325,7 @@ class _Kept:
     """A tensor that stays."""
 
     def __init__(self, call: _Call, tensor: torch.Tensor) -> None:
+        call.within.saving.add(call.position)
         # Detached, for a tensor that holds its own graph would never be freed.
         self.call, self._tensor, self._version = call, tensor.detach(), tensor._version
 
@@ -331,6 +343,7 @@ class _Sent:
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()
         away.users += 1
+        call.within.saving.add(call.position)
 
     def tensor(self) -> torch.Tensor:
         raw = self._away.take()
