@@ -471,11 +471,18 @@ def test_a_folder_needs_a_disk():
         Offload(folder="/tmp")
 
 
-def test_too_little_disk_is_said_in_the_first_forward(monkeypatch):
-    monkeypatch.setattr("slipstream.memory.offload.free_disk_bytes", lambda folder: 2**20)
-    model = squares()
+def test_too_little_room_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr("slipstream.memory.place.free_disk_bytes", lambda folder: 2**30)
+    with pytest.raises(
+        OffloadError, match=r"rank 2: .* 1\.00 GiB are free for 4 ranks .*each needs 0\.25 GiB"
+    ):
+        offload(squares(), ALL, local_ranks=4, rank=2)
+
+
+def test_what_does_not_fit_is_said_in_the_first_forward():
+    model, store = squares(), Logged(None, 2**20)
     with (
-        offload(model, ALL, local_ranks=4, rank=2),
-        pytest.raises(OffloadError, match=r"rank 2: .* of 0 to .*; make room there"),
+        offload(model, ALL, store=store),
+        pytest.raises(OffloadError, match=r"rank 0: .* of 0 to .*; make room there"),
     ):
         model(start())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
-from weakref import ReferenceType, WeakKeyDictionary, WeakValueDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -16,13 +16,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.blocks import blocks_of, matching
-from slipstream.memory.disk_store import DiskStore
-from slipstream.memory.free_space import free_disk_bytes, free_host_bytes, share
-from slipstream.memory.host_store import HostStore
+from slipstream.memory.place import open_store
 from slipstream.memory.policy import Policy
 from slipstream.memory.replaced import Replaced
+from slipstream.memory.saved import Away, Call, Kept, Pass, Sent
 from slipstream.memory.store import Store, Traffic
-from slipstream.strategy import Offload
+from slipstream.strategy import Offload, Row
 
 
 def offload(
@@ -66,10 +65,9 @@ def offload(
         True
     """
     wish = Offload() if wish is None else wish
-    blocks = offloaded_blocks(model, wish)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    blocks, device = offloaded_blocks(model, wish), _device(model)
     if store is None:
-        store = _store(wish, device, local_ranks, rank)
+        store = open_store(wish, device, local_ranks, rank)
     policy = Policy(wish.keep_last, wish.prefetch)
     return Offloader(blocks, policy, store, device, wish.min_bytes)
 
@@ -81,8 +79,7 @@ def offloaded_blocks(model: nn.Module, wish: Offload) -> dict[str, nn.Module]:
     Raises:
         StrategyError: as of `offload`.
     """
-    device = next((p.device.type for p in model.parameters()), "cpu")
-    if wish.to == "host" and device == "cpu":
+    if wish.to == "host" and _device(model).type == "cpu":
         raise StrategyError(
             "memory.offload to host: the model is on the CPU, whose activations are in the host's "
             "memory already; use {to: disk}, or move the model to a GPU before"
@@ -104,12 +101,18 @@ def offloaded_blocks(model: nn.Module, wish: Offload) -> dict[str, nn.Module]:
     return {path: model.get_submodule(path) for path in paths}
 
 
-def _store(wish: Offload, device: torch.device, local_ranks: int, rank: int) -> Store:
-    """The place that ``wish`` names; it takes no more than its share of what is free."""
-    if wish.to == "host":
-        return HostStore(device, share(free_host_bytes(), local_ranks), rank)
-    budget = share(free_disk_bytes(wish.folder), local_ranks)
-    return DiskStore(wish.folder, budget, rank)
+def check_place(model: nn.Module, wish: Offload, local_ranks: int = 1, rank: int = 0) -> None:
+    """Find out, before anything is installed, that `offload` would refuse.
+
+    Raises:
+        StrategyError, OffloadError: as of `offload`.
+    """
+    offloaded_blocks(model, wish)
+    open_store(wish, _device(model), local_ranks, rank).close()
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 class Offloader:
@@ -130,10 +133,10 @@ class Offloader:
         self._policy, self._store, self._device, self._min = policy, store, device, min_bytes
         self._paths = tuple(blocks)
         self._saving = set(range(len(blocks)))  # positions of those that save anything
-        self._pass = _Pass()
-        self._last: _Call | None = None  # whose tensors are on their way out
-        self._reached: ReferenceType[_Call] = ref(_Call("", 0, self._pass))  # dead already
-        self._known: WeakKeyDictionary[Any, ReferenceType[_Away]] = WeakKeyDictionary()
+        self._pass, self._furthest = Pass(), 0
+        self._last: Call | None = None  # whose tensors are on their way out
+        self._reached: ReferenceType[Call] = ref(Call("", 0, self._pass))  # dead already
+        self._known: WeakKeyDictionary[Any, ReferenceType[Away]] = WeakKeyDictionary()
         self._closed = False
         self._around = [
             Replaced(module, partial(self._forward, position, path, module))
@@ -154,6 +157,19 @@ class Offloader:
     def reserved_bytes(self) -> int:
         """What the store takes up, of host memory or disk."""
         return self._store.reserved_bytes
+
+    @property
+    def row(self) -> Row:
+        """What became of it, for the overview."""
+        gone, traffic, left = self.blocks, self.traffic, len(self._paths) - len(self.blocks)
+        value = f"{len(gone)} blocks leave, {left} stay"
+        if not traffic.bytes_out:
+            return Row("memory.offload", value, f"{gone[0]} to {gone[-1]}" if gone else "")
+        note = (
+            f"{traffic.bytes_out / 2**30:.3g} GiB out, {traffic.bytes_back / 2**30:.3g} back; "
+            f"waited {traffic.seconds_waited:.3g} s; takes {self.reserved_bytes / 2**30:.3g} GiB"
+        )
+        return Row("memory.offload", value, note)
 
     def close(self) -> None:
         """Take everything off the model; what is away is lost, so no backward may be pending."""
@@ -187,7 +203,7 @@ class Offloader:
             return forward(*args, **kwargs)
         call = self._begin(position, path)
         own = {t.untyped_storage() for t in (*module.parameters(), *module.buffers())}
-        pack = partial(self._pack, call, own) if self._leaves(position) else partial(_Kept, call)
+        pack = partial(self._pack, call, own) if self._leaves(position) else partial(Kept, call)
         with saved_tensors_hooks(pack, self._unpack):
             result = forward(*args, **kwargs)
         # One block is under way while the next computes: its memory is free from here on.
@@ -199,29 +215,30 @@ class Offloader:
     def _leaves(self, position: int) -> bool:
         return self._policy.leaves(position, self._saving)
 
-    def _begin(self, position: int, path: str) -> _Call:
+    def _begin(self, position: int, path: str) -> Call:
         """A block is called, maybe as the first of a pass."""
         last = self._pass
         if position <= last.position:
-            if last.position == len(self._paths) - 1:  # it was a whole one
+            if last.position == self._furthest:  # it was a whole one
                 self._saving = last.saving or self._saving
-            self._pass = _Pass()
+            self._pass = Pass()
+        self._furthest = max(self._furthest, position)
         self._pass.position = position
-        return _Call(path, position, self._pass)
+        return Call(path, position, self._pass)
 
-    def _pack(self, call: _Call, own: set[Any], tensor: torch.Tensor) -> _Kept | _Sent:
+    def _pack(self, call: Call, own: set[Any], tensor: torch.Tensor) -> Kept | Sent:
         """What autograd is to keep in the place of ``tensor``."""
         if not self._may_leave(tensor):
-            return _Kept(call, tensor)
+            return Kept(call, tensor)
         storage = tensor.untyped_storage()
         if storage in own or storage.nbytes() < self._min:
-            return _Kept(call, tensor)
+            return Kept(call, tensor)
         known = self._known.get(storage)
         away = known() if known is not None else None
         if away is None or away.version != tensor._version:
-            away = _Away(self._store, call, tensor)
+            away = Away(self._store, call, tensor)
             self._known[storage] = ref(away)
-        return _Sent(call, tensor, away)
+        return Sent(call, tensor, away)
 
     def _may_leave(self, tensor: torch.Tensor) -> bool:
         """Whether it is a plain dense tensor, whose bytes are all there is to it."""
@@ -234,10 +251,10 @@ class Offloader:
 
     # Backward.
 
-    def _unpack(self, packed: _Kept | _Sent) -> torch.Tensor:
+    def _unpack(self, packed: Kept | Sent) -> torch.Tensor:
         """The tensor again; the first one of a block fetches those of the blocks before it."""
         call = packed.call
-        if self._closed and isinstance(packed, _Sent):
+        if self._closed and isinstance(packed, Sent):
             raise UsageError(
                 f"backward through {call.path} after its activations were given up: close() the "
                 "offloader, or the session, after the last backward"
@@ -248,121 +265,3 @@ class Offloader:
             for position in self._policy.ahead(call.position, earlier):
                 earlier[position].fetch(self._store)
         return packed.tensor()
-
-
-class _Pass:
-    """One forward of the model: what its blocks have sent away, as long as something needs it."""
-
-    def __init__(self) -> None:
-        self.position = -1  # of the last call
-        self.saving: set[int] = set()
-        self.away: WeakValueDictionary[int, _Call] = WeakValueDictionary()
-
-
-class _Call:
-    """One forward of a block, and what it has sent away."""
-
-    def __init__(self, path: str, position: int, within: _Pass) -> None:
-        self.path, self.position, self.within = path, position, within
-        self.sent: list[ReferenceType[_Away]] = []  # weak: autograd alone says what is needed
-
-    def settle(self, store: Store) -> None:
-        """What it has sent no longer takes up the device's memory."""
-        for away in self._alive():
-            away.settle(store)
-
-    def fetch(self, store: Store) -> None:
-        """Begin to bring everything back, in the order in which backward needs it."""
-        for away in reversed(self._alive()):
-            if away.raw is None:
-                store.fetch(away.ticket)
-
-    def _alive(self) -> list[_Away]:
-        return [away for weak in self.sent if (away := weak()) is not None]
-
-
-class _Away:
-    """A storage that has left, for all tensors that share it."""
-
-    def __init__(self, store: Store, call: _Call, tensor: torch.Tensor) -> None:
-        self._store, self.version = store, tensor._version
-        self._original: torch.Tensor | None = tensor.detach()  # knows of changes while it leaves
-        self.ticket = store.put(_bytes_of(tensor), call.path)
-        self.users = 0  # tensors that were saved
-        self._served = 0  # of them since it is back
-        self.raw: torch.Tensor | None = None
-        self.changed = False
-        call.sent.append(ref(self))
-        call.within.away[call.position] = call
-
-    def settle(self, store: Store) -> None:
-        """It no longer takes up memory; what was changed while it was copied is no good."""
-        store.settle(self.ticket)
-        self._check()
-        self._original = None
-
-    def take(self) -> torch.Tensor:
-        """Its bytes; kept until all who share it have them."""
-        self._check()
-        if self.raw is None:
-            self.raw, self._served = self._store.take(self.ticket), 0
-        raw = self.raw
-        self._served += 1
-        if self._served >= self.users:
-            self.raw = None
-        return raw
-
-    def _check(self) -> None:
-        if self._original is not None and self._original._version != self.version:
-            self.changed = True
-
-    def __del__(self) -> None:
-        if hasattr(self, "ticket"):  # the store may have refused it
-            self._store.drop(self.ticket)
-
-
-class _Kept:
-    """A tensor that stays."""
-
-    def __init__(self, call: _Call, tensor: torch.Tensor) -> None:
-        call.within.saving.add(call.position)
-        # Detached, for a tensor that holds its own graph would never be freed.
-        self.call, self._tensor, self._version = call, tensor.detach(), tensor._version
-
-    def tensor(self) -> torch.Tensor:
-        if self._tensor._version != self._version:
-            raise _changed(self._tensor.shape, self.call.path)
-        return self._tensor
-
-
-class _Sent:
-    """A tensor whose storage has left: how it lies in there."""
-
-    def __init__(self, call: _Call, tensor: torch.Tensor, away: _Away) -> None:
-        self.call, self._away, self._original = call, away, ref(tensor)
-        self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
-        self._offset = tensor.storage_offset()
-        away.users += 1
-        call.within.saving.add(call.position)
-
-    def tensor(self) -> torch.Tensor:
-        raw = self._away.take()
-        original = self._original()
-        moved_on = original is not None and original._version != self._away.version
-        if moved_on or self._away.changed:
-            raise _changed(self._shape, self.call.path)
-        empty = torch.empty(0, dtype=self._dtype, device=raw.device)
-        return empty.set_(raw.untyped_storage(), self._offset, self._shape, self._stride)
-
-
-def _changed(shape: torch.Size, path: str) -> RuntimeError:
-    """What torch says in this case."""
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: a tensor of shape {list(shape)} that {path} has saved"
-    )
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor as bytes, one axis."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
