@@ -171,6 +171,7 @@ def test_full_yaml_shows_every_setting_in_order():
         "  codec: null\n"
         "  accumulate: 1\n"
         "parallel: {tensor: null, pipeline: null}\n"
+        "memory: {recompute: null}\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )
 

@@ -28,7 +28,7 @@ WRONG: list[tuple[object, list[str]]] = [
     ({"gradients": {"zzz": True}}, ["zzz: no such setting; allowed: split, overlap, transport"]),
     (_split(kind="by_bytes", megabyte=3), ["split.megabyte:", "did you mean 'megabytes'?"]),
     (_split(kind="single", single=3), ["gradients.split.single: no such setting; allowed: kind"]),
-    ({1: 2}, ["1: no such setting; allowed: gradients, parallel, trace"]),
+    ({1: 2}, ["1: no such setting; allowed: gradients, parallel, memory, trace"]),
     ({"trace": {1: 2}}, ["trace.1: no such setting; allowed: steps"]),
     # kinds
     (_split(kind="by_bites"), ["gradients.split.kind: got 'by_bites'; did you mean 'by_bytes'?"]),

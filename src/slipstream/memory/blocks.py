@@ -28,7 +28,7 @@ def blocks_of(model: nn.Module) -> list[str]:
         >>> blocks_of(nn.Sequential(nn.Linear(4, 8), nn.ModuleList(layers)))
         ['1.0', '1.1', '1.2']
     """
-    classes = set()
+    classes: set[type[nn.Module]] = set()
     for module in model.modules():
         if _is_list(module):
             shapes = Counter(_shape(child) for child in module.children() if _may_repeat(child))

@@ -37,7 +37,7 @@ class Replaced:
         self._module, self._around = module, around
         self.forward: Forward = module.forward
         self._had_own = "forward" in vars(module)
-        module.forward = self  # type: ignore[method-assign,assignment]
+        module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self.forward, *args, **kwargs)
@@ -54,7 +54,7 @@ class Replaced:
                 "that off first"
             )
         if self._had_own:
-            self._module.forward = self.forward  # type: ignore[method-assign]
+            self._module.forward = self.forward
         else:
             del self._module.forward
 

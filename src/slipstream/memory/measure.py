@@ -1,0 +1,121 @@
+"""What a block takes: seconds and bytes, measured on the arguments that it is called with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.memory.budget import Cost
+from slipstream.memory.buffers import StandIns, buffers_of
+from slipstream.memory.links import Call
+from slipstream.memory.replaced import Forward
+
+RUNS = 3
+
+
+class Saved:
+    """Counts what is saved for backward, every storage once; a context.
+
+    Args:
+        aside: tensors that do not count, such as parameters.
+
+    Example:
+        >>> x = torch.ones(4, requires_grad=True)
+        >>> with Saved([x]) as saved:
+        ...     y = (2 * x).exp().sum()
+        >>> saved.num_bytes  # of the exponential, which its own backward needs
+        16
+    """
+
+    def __init__(self, aside: Any = ()) -> None:
+        self._aside = {_storage(tensor) for tensor in aside}
+        self._sizes: dict[int, int] = {}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the storages, as long as the graph is there."""
+        return sum(self._sizes.values())
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """One more that is kept."""
+        place = _storage(tensor)
+        if place not in self._aside:
+            self._sizes[place] = tensor.untyped_storage().nbytes()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.count(tensor)
+        return tensor
+
+    def __enter__(self) -> Saved:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._hooks.__exit__(*raised)
+
+
+def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
+    """What ``module`` takes in this call: bytes, and medians of a few forwards and backwards.
+
+    Gradients, buffers and random states stay as they are.
+    """
+    values = [_apart(value) for value in call.values]
+    own = Call(tuple(values), call.names)
+    given = [value for value in values if isinstance(value, torch.Tensor)]
+    wanted = [tensor for tensor in (*given, *module.parameters()) if tensor.requires_grad]
+    device = next((tensor.device for tensor in given), torch.device("cpu"))
+    buffers = buffers_of(module.modules())
+    forwards, backwards = [], []
+    saved = Saved((*given, *module.parameters(), *module.buffers()))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with StandIns(buffers), saved:  # the warm-up counts
+            outputs = tensors(forward(*own.args, **own.kwargs))
+            sizes = {_storage(output): output.untyped_storage().nbytes() for output in outputs}
+            for output in outputs:
+                saved.count(output)
+        del outputs
+        for _ in range(RUNS):
+            with StandIns(buffers):
+                start = _now(device)
+                outputs = tensors(forward(*own.args, **own.kwargs))
+                middle = _now(device)
+                ends = [output for output in outputs if output.requires_grad]
+                if ends and wanted:
+                    ones = [torch.ones_like(output) for output in ends]
+                    torch.autograd.grad(ends, wanted, ones, allow_unused=True)
+                forwards.append(middle - start)
+                backwards.append(_now(device) - middle)
+    return Cost(median(forwards), median(backwards), sum(sizes.values()), saved.num_bytes)
+
+
+def tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a module returns, in lists and mappings too."""
+    if isinstance(output, torch.Tensor):
+        return [output]
+    inner = output.values() if isinstance(output, Mapping) else output
+    if not isinstance(output, Mapping | tuple | list):
+        return []
+    return [tensor for part in inner for tensor in tensors(part)]
+
+
+def _apart(value: Any) -> Any:
+    """A tensor without what led to it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

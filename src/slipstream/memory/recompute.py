@@ -1,0 +1,255 @@
+"""Activations that are computed again in backward instead of kept, as a strategy says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from slipstream.errors import StrategyError, UsageError
+from slipstream.memory.blocks import blocks_of, matching
+from slipstream.memory.budget import Cost, Parts, cheapest, peak_bytes, seconds, segments
+from slipstream.memory.chain import Chain
+from slipstream.memory.links import Call, Observer
+from slipstream.memory.measure import measure
+from slipstream.memory.replaced import Forward
+from slipstream.strategy import Row
+from slipstream.strategy.memory import Budget, BudgetBytes, Checkpoints, Every, Recompute
+
+Decision = tuple[Sequence[str], Parts] | StrategyError
+"""The blocks in order and what becomes of them, or why that cannot be."""
+
+
+def recompute(
+    model: nn.Module, wish: Recompute, *, agree: Callable[[Decision], Decision] = lambda own: own
+) -> Recomputed:
+    """Compute activations of ``model`` again in backward, as ``wish`` says, from now on.
+
+    On ``torch.utils.checkpoint``: random numbers and autocast are the same the second time, and
+    buffers such as running statistics are updated once. Regions of several blocks and budgets are
+    settled at the end of the first forward in training mode, from how blocks follow one another and
+    what they take; until then blocks are computed again one by one. Exactness: bitwise.
+
+    Args:
+        model: its names, hooks and classes stay; to be called itself, not only parts of it.
+        wish: which modules, or which budget.
+        agree: called with the decision of this rank, where it returns that of all; collective if
+            it is.
+
+    Raises:
+        StrategyError: no module matches, or nothing repeats; on the first forward: the budget is
+            too low.
+        UsageError: the model does this itself already; on a forward: the model calls blocks in a
+            way that cannot be followed.
+
+    Example:
+        >>> import torch
+        >>> layers = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)]
+        >>> model = nn.Sequential(*layers)
+        >>> recomputed = recompute(model, Every(every=2))
+        >>> model(torch.ones(3, 1, 8)).sum().backward()
+        >>> recomputed.regions
+        (('0', '1'), ('2', '3'))
+        >>> recomputed.close()
+    """
+    return Recomputed(model, wish, agree)
+
+
+def targets(model: nn.Module, wish: Recompute) -> list[str]:
+    """Paths of the modules that ``wish`` is about.
+
+    Raises:
+        StrategyError: no module matches, or nothing repeats.
+        UsageError: the model does this itself already.
+    """
+    for path, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise UsageError(
+                f"memory.recompute: {path or 'the model'} computes activations again itself; call "
+                "model.gradient_checkpointing_disable()"
+            )
+    if isinstance(wish, Checkpoints):
+        return matching(model, wish.checkpoints, "memory.recompute.checkpoints")
+    found = blocks_of(model)
+    if not found:
+        raise StrategyError(
+            f"memory.recompute {wish.kind}: {type(model).__name__} has no repeated blocks (modules "
+            "of one class and size in a ModuleList or Sequential); name what to compute again: "
+            "memory.recompute: {checkpoints: [path, ...]}"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the blocks of a model take in an iteration; see ``budget``.
+
+    Attributes:
+        num_bytes: the most that they hold at a time.
+        plain_bytes: where everything is kept.
+        seconds: of their forward and backward.
+        plain_seconds: where nothing is computed again.
+    """
+
+    num_bytes: int
+    plain_bytes: int
+    seconds: float
+    plain_seconds: float
+
+
+class Recomputed:
+    """What `recompute` put on a model; ``close()`` takes it off."""
+
+    def __init__(
+        self, model: nn.Module, wish: Recompute, agree: Callable[[Decision], Decision]
+    ) -> None:
+        paths = targets(model, wish)
+        keep = () if isinstance(wish, Budget | BudgetBytes) else wish.keep
+        self._chain = Chain({path: model.get_submodule(path) for path in paths}, keep)
+        self._settling: _Settling | None = None
+        if not isinstance(wish, Checkpoints) and wish != Every(keep=keep):
+            self._settling = self._chain.watch = _Settling(self._chain, wish, agree)
+        self._handles = [
+            model.register_forward_pre_hook(self._begins),
+            model.register_forward_hook(self._ends),
+        ]
+
+    @property
+    def regions(self) -> tuple[tuple[str, ...], ...]:
+        """Modules of which only the input is kept, those together that are one region."""
+        return self._chain.regions
+
+    @property
+    def prediction(self) -> Prediction | None:
+        """What was measured and chosen, of a budget after the first forward."""
+        return self._settling.prediction if self._settling is not None else None
+
+    @property
+    def row(self) -> Row:
+        """What became of it, for the overview."""
+        regions, kept = self.regions, len(self._chain.kept)
+        again = sum(map(len, regions))
+        value = f"{again} modules computed again in {len(regions)} regions, {kept} kept"
+        if self._chain.watch is not None:
+            return Row("memory.recompute", value, "until the end of the first forward")
+        if self.prediction is None:
+            return Row("memory.recompute", value, ", ".join(map(_span, regions)))
+        found = self.prediction
+        note = (
+            f"at most {found.num_bytes / 2**20:.3g} of {found.plain_bytes / 2**20:.3g} MiB, and "
+            f"{found.seconds:.3g} instead of {found.plain_seconds:.3g} s, as predicted"
+        )
+        return Row("memory.recompute", value, note)
+
+    def close(self) -> None:
+        """Every module has its own forward again."""
+        for handle in self._handles:
+            handle.remove()
+        self._chain.close()
+
+    def _begins(self, *_: object) -> None:
+        self._chain.forget()
+        if self._settling is not None and self._chain.watch is not None:
+            self._settling.restart()
+
+    def _ends(self, *_: object) -> None:
+        if self._settling is not None and self._chain.watch is not None:
+            self._settling.settle()
+
+
+class _Settling:
+    """Watches blocks in a first forward, and decides on regions; a ``Watch`` of a chain."""
+
+    def __init__(
+        self,
+        chain: Chain,
+        wish: Every | Budget | BudgetBytes,
+        agree: Callable[[Decision], Decision],
+    ) -> None:
+        self._chain, self._wish, self._agree = chain, wish, agree
+        self._inside = False  # of a forward of the model
+        self.prediction: Prediction | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._observer, self._costs = Observer(), list[Cost]()
+
+    def restart(self) -> None:
+        """A forward of the model begins; what another has left does not count."""
+        self._reset()
+        self._inside = True
+
+    def begins(self, name: str, forward: Forward, call: Call) -> None:
+        """A block is about to run: see how it follows the one before it, and measure it.
+
+        Raises:
+            UsageError: it runs a second time, so that a budget cannot be kept.
+        """
+        if name in self._observer.order:
+            if self._inside and not isinstance(self._wish, Every):
+                raise UsageError(
+                    f"memory.recompute {self._wish.kind}: {name} is called twice in one forward, "
+                    "but a budget is divided among blocks that are called once; use "
+                    "memory.recompute: {every: 1}"
+                )
+            self.settle()
+            return
+        self._observer.before(name, call)
+        if not isinstance(self._wish, Every):
+            self._costs.append(measure(self._chain.blocks[name], forward, call))
+
+    def ends(self, call: Call, output: Any) -> None:
+        """It has run."""
+        self._observer.after(call, output)
+
+    def settle(self) -> None:
+        """Choose the regions, the same on all ranks.
+
+        Raises:
+            StrategyError: the budget is too low.
+        """
+        self._inside = False
+        if not self._observer.order:
+            return  # in eval mode, or without gradients
+        try:
+            own: Decision = (tuple(self._observer.order), self._parts())
+        except StrategyError as error:
+            own = error
+        decided = self._agree(own)
+        if isinstance(decided, StrategyError):
+            self._reset()
+            raise decided
+        order, parts = decided
+        links = self._observer.links if list(order) == self._observer.order else {}
+        self._chain.watch = None
+        self._chain.install(order, parts, links)
+        if self._costs:
+            plain = tuple(range(len(self._costs)))
+            self.prediction = Prediction(
+                peak_bytes(parts, self._costs),
+                peak_bytes(plain, self._costs),
+                seconds(parts, self._costs),
+                seconds(plain, self._costs),
+            )
+        self._reset()
+
+    def _parts(self) -> Parts:
+        order, links = self._observer.order, self._observer.links
+        borders = {number for number, name in enumerate(order) if name not in links}
+        match self._wish:
+            case Every():
+                return segments(len(order), self._wish.every, borders)
+            case Budget():
+                limit = int(self._wish.budget * sum(cost.saved for cost in self._costs))
+            case BudgetBytes():
+                limit = self._wish.budget_bytes
+        try:
+            return cheapest(self._costs, limit, borders)
+        except StrategyError as error:
+            raise StrategyError(f"memory.recompute.{self._wish.kind}: {error}") from None
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
