@@ -13,10 +13,12 @@ from torch import nn
 from slipstream.errors import OffloadError, StrategyError, UsageError
 from slipstream.memory.disk_store import DiskStore
 from slipstream.memory.offload import offload
-from slipstream.strategy import Offload
-from tests.memory.architectures import ARCHITECTURES
+from slipstream.memory.recompute import recompute
+from slipstream.strategy import Checkpoints, Every, Offload
+from tests.memory.models import MODELS
 
 ALL = Offload(to="disk", min_bytes=0)
+REAL = ("bert", "gpt2", "resnet", "swin")
 
 
 class Logged(DiskStore):
@@ -64,13 +66,14 @@ def start(size=64):
     return torch.linspace(0.9, 1.1, size, requires_grad=True)
 
 
-def trained(model, loss_of, steps=2):
+def trained(name, model, steps=2):
     """Losses, gradients and buffers of some steps."""
+    case = MODELS[name]
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
     for step in range(steps):
-        loss = loss_of(model, 2 + step)
+        loss = case.loss(model, case.batch(step))
         loss.backward()
         seen += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
         optimizer.step()
@@ -84,20 +87,42 @@ def same(first, second):
 
 def built(name):
     torch.manual_seed(0)
-    return ARCHITECTURES[name].build().train()
+    return MODELS[name].build().train()
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", REAL)
 def test_bitwise_equal_to_the_plain_run(name, prefetch):
-    plain = trained(built(name), ARCHITECTURES[name].loss)
+    plain = trained(name, built(name))
     model = built(name)
     wish = Offload(to="disk", min_bytes=64, prefetch=prefetch)
     with offload(model, wish) as offloader:
-        ours = trained(model, ARCHITECTURES[name].loss)
+        ours = trained(name, model)
     assert same(plain, ours)
     assert offloader.traffic.bytes_out == offloader.traffic.bytes_back > 0
-    assert len(offloader.blocks) == ARCHITECTURES[name].blocks - 1
+    assert len(offloader.blocks) == MODELS[name].count - 1
+
+
+WISHES = [Every(), Every(every=2), Checkpoints(checkpoints=("*attention",))]
+
+
+@pytest.mark.parametrize(
+    "wish", WISHES, ids=lambda wish: f"{wish.kind}-{getattr(wish, 'every', 0)}"
+)
+@pytest.mark.parametrize("name", REAL)
+def test_with_recomputation_bitwise_equal_to_the_plain_run(name, wish):
+    if isinstance(wish, Checkpoints) and name == "resnet":
+        wish = Checkpoints(checkpoints=("*.layers.?.layer",))
+    if isinstance(wish, Checkpoints) and name == "gpt2":
+        wish = Checkpoints(checkpoints=("*.attn",))
+    plain = trained(name, built(name), steps=3)
+    model = built(name)
+    recomputed = recompute(model, wish)
+    with offload(model, Offload(to="disk", min_bytes=64)) as offloader:
+        ours = trained(name, model, steps=3)
+    recomputed.close()
+    assert same(plain, ours)
+    assert offloader.traffic.bytes_out == offloader.traffic.bytes_back > 0
 
 
 def saved_storages(model, run, paths, min_bytes):
@@ -123,15 +148,18 @@ def saved_storages(model, run, paths, min_bytes):
     return sum(storage.nbytes() for storage in seen)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", REAL)
 def test_each_storage_leaves_once(name):
     model = built(name)
     with offload(model, Offload(to="disk", min_bytes=64)) as offloader:
         torch.manual_seed(1)
-        ARCHITECTURES[name].loss(model).backward()
+        MODELS[name].loss(model, MODELS[name].batch(0)).backward()
     torch.manual_seed(1)
     expected = saved_storages(
-        model, lambda: ARCHITECTURES[name].loss(model), offloader.blocks, min_bytes=64
+        model,
+        lambda: MODELS[name].loss(model, MODELS[name].batch(0)),
+        offloader.blocks,
+        min_bytes=64,
     )
     assert offloader.traffic.bytes_out == expected
 
