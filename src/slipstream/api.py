@@ -31,6 +31,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import Lent
 from slipstream.live_split import SETTLING, LiveSplit
+from slipstream.memory.offload import check_place, offload
 from slipstream.recording import Recording
 from slipstream.session import Installed, Session
 from slipstream.shared_model import SharedModel
@@ -96,7 +97,7 @@ def accelerate(
     cluster = connect(from_environ(), device)
     try:
         control = cluster.new_group(backend="gloo") if cluster.world_size > 1 else None
-        agreed = _agree_on_strategy(model, optimizer, loader, strategy, control)
+        agreed = _agree_on_strategy(model, optimizer, loader, strategy, cluster, control)
         session = _compose(model, optimizer, loader, agreed, cluster, control)
     except BaseException:
         cluster.close()
@@ -150,6 +151,7 @@ def _agree_on_strategy(
     optimizer: torch.optim.Optimizer,
     loader: Iterable[Any] | None,
     source: Strategy | str | Path | Mapping[str, Any] | None,
+    cluster: Cluster,
     control: dist.ProcessGroup | None,
 ) -> Strategy:
     """The strategy, fit for this model and the same on all ranks; else an error on all of them."""
@@ -160,6 +162,9 @@ def _agree_on_strategy(
         strategy = _strategy_of(source)
         mesh_of(strategy.parallel, 1 if control is None else dist.get_world_size(control))
         check(model, optimizer, strategy)
+        if strategy.memory.offload is not None:
+            neighbours = cluster.environment.local_world_size
+            check_place(model, strategy.memory.offload, neighbours, cluster.rank)
         if control is None or dist.get_rank(control) == 0:
             warn_of_idle_rules(model, strategy.gradients.codec)
         common = facts(model, optimizer, strategy) | {
@@ -196,6 +201,13 @@ def _compose(
     if strategy.parallel.active:
         _partial.update(modules)
         shared = SharedModel(model, optimizer, strategy.parallel, axes, recorder)
+
+    offloader = None  # around what is computed again, whose inputs then leave
+    if strategy.memory.offload is not None:
+        neighbours = cluster.environment.local_world_size
+        offloader = offload(
+            model, strategy.memory.offload, local_ranks=neighbours, rank=cluster.rank
+        )
 
     channel = engine = live_split = verdict = None
     trainables = parameters_of(model, trainable=True, shares=shared.shares if shared else None)
@@ -261,6 +273,7 @@ def _compose(
             lent=lent,
             verdict=verdict,
             recording=recording,
+            offloader=offloader,
             on_close=partial(_release, modules),
         ),
     )

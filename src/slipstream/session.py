@@ -29,6 +29,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
+from slipstream.memory.offload import Offloader
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.recording import Recording
 from slipstream.shared_model import SharedModel
@@ -56,6 +57,7 @@ class Installed:
     lent: Lent
     verdict: Verdict | None
     recording: Recording | None
+    offloader: Offloader | None
     on_close: Callable[..., None]
 
 
@@ -94,6 +96,7 @@ class Session(Generic[M, O]):
         self._lent = installed.lent
         self._verdict = installed.verdict
         self._recording = installed.recording
+        self._offloader = installed.offloader
         self._on_close = installed.on_close
         self._names = installed.trainable_names
         self._parameters = tuple(model.parameters())
@@ -463,6 +466,8 @@ class Session(Generic[M, O]):
         rows = outcome.rows(
             self._engine, self.segments, self._live_split, self._verdict, self.skipped
         )
+        if self._offloader is not None:
+            rows.insert(0, self._offloader.row)
         if self._shared is not None:
             rows.insert(0, self._shared.row)
         return plain_text(overview(self.strategy, rows))
@@ -564,6 +569,8 @@ class Session(Generic[M, O]):
         if self._loader is not None:
             self._loader.detach()
         self._lent.give_back()
+        if self._offloader is not None:
+            self._offloader.close()
         shared = self._shared is not None
         if self._shared is not None and whole:
             self._shared.close()

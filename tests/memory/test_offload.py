@@ -8,13 +8,17 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import slipstream
 from slipstream.errors import OffloadError, StrategyError, UsageError
+from slipstream.memory import place
 from slipstream.memory.disk_store import DiskStore
 from slipstream.memory.offload import offload
 from slipstream.memory.recompute import recompute
 from slipstream.strategy import Checkpoints, Every, Offload
+from tests.harness.ranks import Ranks
 from tests.memory.models import MODELS
 
 ALL = Offload(to="disk", min_bytes=0)
@@ -500,7 +504,7 @@ def test_a_folder_needs_a_disk():
 
 
 def test_too_little_room_is_refused_at_once(monkeypatch):
-    monkeypatch.setattr("slipstream.memory.place.free_disk_bytes", lambda folder: 2**30)
+    monkeypatch.setattr(place, "free_disk_bytes", lambda folder: 2**30)
     with pytest.raises(
         OffloadError, match=r"rank 2: .* 1\.00 GiB are free for 4 ranks .*each needs 0\.25 GiB"
     ):
@@ -514,3 +518,50 @@ def test_what_does_not_fit_is_said_in_the_first_forward():
         pytest.raises(OffloadError, match=r"rank 0: .* of 0 to .*; make room there"),
     ):
         model(start())
+
+
+def batches(name, count=3):
+    return [MODELS[name].batch(step) for step in range(count)]
+
+
+def test_a_session_offloads_what_its_strategy_says():
+    seen = []
+    for memory in ({}, {"offload": {"to": "disk", "min_bytes": 0}}):
+        model = built("gpt2")
+        names = list(model.state_dict())
+        torch.manual_seed(7)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = {"memory": memory}
+        with slipstream.accelerate(model, optimizer, batches("gpt2"), strategy) as session:
+            for batch in session.loader:
+                session.backward(session.model(**batch).loss)
+                session.step()
+            report = session.report()
+        seen.append([p.detach() for p in model.parameters()])
+        assert list(model.state_dict()) == names
+        assert not any("forward" in vars(block) for block in model.transformer.h)
+    assert same(*seen)
+    assert "4 blocks leave, 1 stay" in report
+    assert "GiB out" in report
+
+
+def refused(memory):
+    model = squares()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    slipstream.accelerate(model, optimizer, strategy={"memory": {"offload": memory}})
+
+
+def little_room_on_rank_1(memory):
+    if dist.get_rank() == 1:
+        place.free_disk_bytes = lambda folder: 2**29
+    refused(memory)
+
+
+def test_what_cannot_be_is_refused_by_all_ranks_before_training(tmp_path):
+    with Ranks(2) as ranks:
+        for error in ranks.fail(refused, {"to": "host"}).values():
+            assert "use {to: disk}" in str(error)
+        for error in ranks.fail(refused, {"to": "disk", "folder": str(tmp_path / "no")}).values():
+            assert "No such file" in str(error)
+        for error in ranks.fail(little_room_on_rank_1, {"to": "disk"}).values():
+            assert "rank 1: memory.offload to disk: 0.50 GiB are free for 2 ranks" in str(error)
