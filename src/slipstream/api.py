@@ -22,7 +22,7 @@ from slipstream.checks import check, device_of, facts, warn_of_idle_rules
 from slipstream.cluster.connect import Cluster, connect, from_environ
 from slipstream.codecs import Ranks
 from slipstream.comm import flat, fused
-from slipstream.comm.agreement import agree
+from slipstream.comm.agreement import agree, of_first
 from slipstream.comm.channel import STAGES, Channel
 from slipstream.data.even import EvenLoader
 from slipstream.errors import UsageError
@@ -31,7 +31,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import Lent
 from slipstream.live_split import SETTLING, LiveSplit
-from slipstream.memory.offload import check_place, offload
+from slipstream.memory import check_offload, offload, recompute
 from slipstream.recording import Recording
 from slipstream.session import Installed, Session
 from slipstream.shared_model import SharedModel
@@ -164,7 +164,7 @@ def _agree_on_strategy(
         check(model, optimizer, strategy)
         if strategy.memory.offload is not None:
             neighbours = cluster.environment.local_world_size
-            check_place(model, strategy.memory.offload, neighbours, cluster.rank)
+            check_offload(model, strategy.memory.offload, neighbours, cluster.rank)
         if control is None or dist.get_rank(control) == 0:
             warn_of_idle_rules(model, strategy.gradients.codec)
         common = facts(model, optimizer, strategy) | {
@@ -202,7 +202,12 @@ def _compose(
         _partial.update(modules)
         shared = SharedModel(model, optimizer, strategy.parallel, axes, recorder)
 
-    offloader = None  # around what is computed again, whose inputs then leave
+    recomputed = None  # around layers as they are by now
+    if strategy.memory.recompute is not None:
+        same = partial(of_first, group=control) if control is not None else None
+        recomputed = recompute(model, strategy.memory.recompute, agree=same)
+
+    offloader = None  # around what is computed again, whose inputs leave then
     if strategy.memory.offload is not None:
         neighbours = cluster.environment.local_world_size
         offloader = offload(
@@ -268,6 +273,7 @@ def _compose(
             channel=channel,
             axes=axes,
             shared=shared,
+            recomputed=recomputed,
             loader=even,
             live_split=live_split,
             lent=lent,

@@ -19,12 +19,22 @@ from slipstream.errors import ModelError, StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.shipment import parameters_of
 from slipstream.lent import check_lendable
+from slipstream.memory.recompute import check_recompute
 from slipstream.optim.layerwise import Layerwise
 from slipstream.parallel.pipeline.cuts import Cuts, cut_model
 from slipstream.parallel.pipeline.schedules import check_schedule
 from slipstream.parallel.tensor.assign import assign
 from slipstream.parallel.tensor.plans import plan_of
-from slipstream.strategy import Adaptive, ByIndex, ByName, Codec, Optimal, Strategy
+from slipstream.strategy import (
+    Adaptive,
+    ByIndex,
+    ByName,
+    Checkpoints,
+    Codec,
+    Every,
+    Optimal,
+    Strategy,
+)
 from slipstream.strategy.parallel import Sequence, Switch
 
 _OF_WHOLE_PARAMETERS = (
@@ -70,6 +80,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     plan_segments(gradients, strategy.gradients.split)
     check_lendable(optimizer, trainables, strategy.gradients.codec)
     _check_parallel(model, optimizer, strategy)
+    _check_memory(model, strategy)
 
 
 def warn_of_idle_rules(model: nn.Module, codec: Codec | None) -> None:
@@ -140,6 +151,20 @@ def _check_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
         raise StrategyError(
             "parallel with gradients.codec adaptive: it measures the network between all "
             "ranks, not between those that exchange gradients here; use its codec as it is"
+        )
+
+
+def _check_memory(model: nn.Module, strategy: Strategy) -> None:
+    """Refuse what does not fit the model, and what does not go with a pipeline."""
+    wish = strategy.memory.recompute
+    if wish is None:
+        return
+    check_recompute(model, wish)
+    one_by_one = isinstance(wish, Checkpoints) or (isinstance(wish, Every) and wish.every == 1)
+    if strategy.parallel.pipeline is not None and not one_by_one:
+        raise StrategyError(
+            f"memory.recompute {wish.kind} with parallel.pipeline: a region of several blocks "
+            "could reach over a cut; allowed: {every: 1} and checkpoints"
         )
 
 

@@ -29,7 +29,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
-from slipstream.memory.offload import Offloader
+from slipstream.memory import Offloader, Recomputed
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.recording import Recording
 from slipstream.shared_model import SharedModel
@@ -52,6 +52,7 @@ class Installed:
     channel: Channel | None
     axes: Axes
     shared: SharedModel | None
+    recomputed: Recomputed | None
     loader: EvenLoader | None
     live_split: LiveSplit | None
     lent: Lent
@@ -91,6 +92,7 @@ class Session(Generic[M, O]):
         self.data_rank, self.data_size = installed.axes.data_rank, installed.axes.data_size
         self._control = installed.axes.control
         self._shared = installed.shared
+        self._recomputed = installed.recomputed
         self._loader = installed.loader
         self._live_split = installed.live_split
         self._lent = installed.lent
@@ -468,6 +470,8 @@ class Session(Generic[M, O]):
         )
         if self._offloader is not None:
             rows.insert(0, self._offloader.row)
+        if self._recomputed is not None:
+            rows.insert(0, self._recomputed.row)
         if self._shared is not None:
             rows.insert(0, self._shared.row)
         return plain_text(overview(self.strategy, rows))
@@ -571,6 +575,8 @@ class Session(Generic[M, O]):
         self._lent.give_back()
         if self._offloader is not None:
             self._offloader.close()
+        if self._recomputed is not None:
+            self._recomputed.close()
         shared = self._shared is not None
         if self._shared is not None and whole:
             self._shared.close()

@@ -112,7 +112,7 @@ class Block(nn.Module):
         return x + self.drop(self.back(hidden))
 
 
-class Chain(nn.Module):
+class Blocks(nn.Module):
     """Blocks one after another; subclasses differ in what is between them."""
 
     def __init__(self, blocks: int = 4, width: int = 6) -> None:
@@ -132,7 +132,7 @@ class Chain(nn.Module):
         return F.cross_entropy(self.head(x), y)
 
 
-class Collected(Chain):
+class Collected(Blocks):
     """Uses what every block returns."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -155,6 +155,6 @@ MODELS = {
     "bert": Case(bert, masked_words, "bert.encoder.layer.*", 4),
     "resnet": Case(resnet, images, "resnet.encoder.stages.*.layers.*", 6),
     "swin": Case(swin, images, "swin.encoder.layers.*.blocks.*", 5),
-    "chain": Case(Chain, rows, "blocks.*", 4),
+    "chain": Case(Blocks, rows, "blocks.*", 4),
     "collected": Case(Collected, rows, "blocks.*", 4),
 }

@@ -83,7 +83,7 @@ def plan(
     """
     check_output(output)
     if predicted is not None:
-        check_place("--predicted", predicted)
+        check_offload("--predicted", predicted)
     bits = None if rate is None else float(parse_rate(rate))
     recorded = chrome.read(trace)
     base = traced_strategy(recorded)
@@ -169,10 +169,10 @@ def check_output(output: Path | None) -> None:
         raise StrategyError(
             f"--output {output}: a strategy file ends in {', '.join(SUFFIXES)}; rename it"
         )
-    check_place("--output", output)
+    check_offload("--output", output)
 
 
-def check_place(option: str, file: Path) -> None:
+def check_offload(option: str, file: Path) -> None:
     """Find out before the work that a file cannot be written.
 
     Raises:

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ import torch.distributed as dist
 from slipstream.errors import ExchangeError, MismatchError, SlipstreamError
 
 _SHOWN = 5
+
+T = TypeVar("T")
 
 
 def agree(
@@ -44,6 +47,19 @@ def agree(
     if error is not None:
         raise error
     raise MismatchError("\n".join(complaints))
+
+
+def of_first(value: T, group: dist.ProcessGroup) -> T:
+    """The ``value`` of the first rank of a group, on all of them.
+
+    Args:
+        value: can be pickled.
+        group: a group of CPU tensors.
+    """
+    said = [value]
+    with together("the agreement on what the first rank has decided"):
+        dist.broadcast_object_list(said, group=group, group_src=0)
+    return said[0]
 
 
 @contextmanager

@@ -11,19 +11,16 @@ return are outputs of the region, so that a model may use them all.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import UsageError
-from slipstream.memory import selective
-from slipstream.memory.budget import Parts, Region, segments
-from slipstream.memory.buffers import UpdatedOnce
+from slipstream.memory.budget import Parts, Region
+from slipstream.memory.layout import Layout
 from slipstream.memory.links import Call, Link, same
 from slipstream.memory.replaced import Forward, Replaced
 from slipstream.strategy.memory import Operation
@@ -49,7 +46,7 @@ class Chain:
 
     Attributes:
         blocks: as given.
-        parts: what is kept, and the regions.
+        layout: what is kept, and the regions.
         watch: sees calls, while there is one.
     """
 
@@ -57,10 +54,10 @@ class Chain:
         self.blocks, self._keep = blocks, keep
         self.watch: Watch | None = None
         self._ahead: dict[str, _Ahead] = {}
-        self.install(tuple(blocks), segments(len(blocks), 1), {})
         self._replaced = {
             name: Replaced(module, partial(self._call, name)) for name, module in blocks.items()
         }
+        self.install((), (), {})
 
     def install(self, order: Sequence[str], parts: Parts, links: Mapping[str, Link]) -> None:
         """From the next call on blocks run in these regions, and those not in ``order`` one by one.
@@ -68,34 +65,12 @@ class Chain:
         Raises:
             UsageError: a region over blocks that are not linked.
         """
-        rest = [name for name in self.blocks if name not in order]
-        alone = (Region((len(order) + number,)) for number in range(len(rest)))
-        self._order, self.parts, self._links = (*order, *rest), (*parts, *alone), links
-        self._regions: dict[str, Region] = {}
-        self._inside: dict[str, str] = {}
-        self._once: dict[Region, UpdatedOnce] = {}
-        for region in self.parts:
-            if isinstance(region, Region):
-                first, *others = (self._order[number] for number in region.blocks)
-                self._regions[first] = region
-                self._inside |= dict.fromkeys(others, first)
-        for name in self._inside.keys() - links.keys():
-            raise UsageError(
-                f"{name} is to be computed again together with the block before it, but is not "
-                "called with what that returns on this rank, unlike on the first; use "
-                "memory.recompute: {every: 1}"
-            )
-
-    @property
-    def regions(self) -> tuple[tuple[str, ...], ...]:
-        """The blocks that are computed again, those together that are one region."""
-        found = (part.blocks for part in self.parts if isinstance(part, Region))
-        return tuple(tuple(self._order[number] for number in numbers) for numbers in found)
-
-    @property
-    def kept(self) -> tuple[str, ...]:
-        """The others."""
-        return tuple(self._order[part] for part in self.parts if isinstance(part, int))
+        every = dict.fromkeys([*order, *self.blocks])
+        alone = tuple(Region((number,)) for number in range(len(order), len(every)))
+        forwards = {name: replaced.forward for name, replaced in self._replaced.items()}
+        self.layout = Layout(
+            tuple(every), (*parts, *alone), links, self.blocks, forwards, self._keep
+        )
 
     def forget(self) -> None:
         """Let go of what a forward that ended early has left."""
@@ -118,60 +93,21 @@ class Chain:
         ahead = self._ahead.pop(name, None)
         if ahead is not None:
             return ahead.output_for(call)
-        if name in self._inside:
+        if name in self.layout.first_of:
             raise UsageError(
-                f"{name} was called without {self._inside[name]} before it, unlike in the first "
-                "forward, but both are computed again together; a model whose blocks are not "
+                f"{name} was called without {self.layout.first_of[name]} before it, unlike in the "
+                "first forward, but both are computed again together; a model whose blocks are not "
                 "always called in turn needs memory.recompute: {every: 1}"
             )
-        if name not in self._regions:
+        if name not in self.layout.regions:
             return forward(*args, **kwargs)
-        region = self._regions[name]
-        output, *others = self._region(region, call)
-        one, returned = call, output
-        for number, result in enumerate(others, region.blocks[1] if others else 0):
-            later = self._order[number]
-            one, returned = self._links[later].call(one, returned), result
+        region = self.layout.regions[name]
+        (_, output), *others = self.layout.run(region, call)
+        for later, (one, result) in zip(self.layout.names(region)[1:], others, strict=True):
             self._ahead[later] = _Ahead(later, name, one, _versions(one), result)
         if self.watch is not None:
             self.watch.ends(call, output)
         return output
-
-    def _region(self, region: Region, call: Call) -> list[Any]:
-        """What the blocks of a region return; of it only the arguments are kept."""
-        run = partial(self._run, region, call.names)
-        contexts = partial(self._contexts, region)
-        outputs: list[Any] = checkpoint(run, *call.values, use_reentrant=False, context_fn=contexts)
-        return outputs
-
-    def _run(self, region: Region, names: tuple[str, ...], *values: Any) -> list[Any]:
-        """Run the blocks and the inner regions of a region."""
-        call, outputs = Call(values, names), list[Any]()
-        last = region.blocks[-1]
-        for part in region.parts:
-            if isinstance(part, Region):
-                first, got = part.blocks[0], self._region(part, call)
-            else:
-                forward = self._replaced[self._order[part]].forward
-                first, got = part, [forward(*call.args, **call.kwargs)]
-            for number, output in enumerate(got, first):
-                outputs.append(output)
-                if number < last:
-                    call = self._links[self._order[number + 1]].call(call, output)
-        return outputs
-
-    def _contexts(
-        self, region: Region
-    ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Of the first run of a region, and of its repetitions."""
-        if region not in self._once:
-            modules = [self.blocks[self._order[number]] for number in region.blocks]
-            self._once[region] = UpdatedOnce(modules)
-        first, again = self._once[region].contexts()
-        if not self._keep:
-            return first, again
-        caching, cached = selective.contexts(self._keep)
-        return _Both(first, caching), _Both(again, cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,20 +138,6 @@ class _Ahead:
                 "changes what it does between blocks needs memory.recompute: {every: 1}"
             )
         return self.output
-
-
-class _Both:
-    """Two contexts as one that may be entered several times."""
-
-    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self._contexts, self._stack = contexts, ExitStack()
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *raised: Any) -> None:
-        self._stack.__exit__(*raised)
 
 
 def _versions(call: Call) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -32,7 +32,7 @@ class Saved:
         16
     """
 
-    def __init__(self, aside: Any = ()) -> None:
+    def __init__(self, aside: Iterable[torch.Tensor] = ()) -> None:
         self._aside = {_storage(tensor) for tensor in aside}
         self._sizes: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
@@ -47,6 +47,11 @@ class Saved:
         place = _storage(tensor)
         if place not in self._aside:
             self._sizes[place] = tensor.untyped_storage().nbytes()
+
+    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These do not count after all."""
+        for tensor in tensors:
+            self._sizes.pop(_storage(tensor), None)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         self.count(tensor)
@@ -72,10 +77,10 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
     device = next((tensor.device for tensor in given), torch.device("cpu"))
     buffers = buffers_of(module.modules())
     forwards, backwards = [], []
-    saved = Saved((*given, *module.parameters(), *module.buffers()))
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        with StandIns(buffers), saved:  # the warm-up counts
-            outputs = tensors(forward(*own.args, **own.kwargs))
+        with StandIns(buffers):  # the warm-up counts
+            with Saved((*given, *module.parameters(), *module.buffers())) as saved:
+                outputs = tensors(forward(*own.args, **own.kwargs))
             sizes = {_storage(output): output.untyped_storage().nbytes() for output in outputs}
             for output in outputs:
                 saved.count(output)

@@ -101,7 +101,7 @@ def offloaded_blocks(model: nn.Module, wish: Offload) -> dict[str, nn.Module]:
     return {path: model.get_submodule(path) for path in paths}
 
 
-def check_place(model: nn.Module, wish: Offload, local_ranks: int = 1, rank: int = 0) -> None:
+def check_offload(model: nn.Module, wish: Offload, local_ranks: int = 1, rank: int = 0) -> None:
     """Find out, before anything is installed, that `offload` would refuse.
 
     Raises:

@@ -10,11 +10,11 @@ from torch import nn
 
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.blocks import blocks_of, matching
-from slipstream.memory.budget import Cost, Parts, cheapest, peak_bytes, seconds, segments
+from slipstream.memory.budget import Cost, Parts, Region, cheapest, peak_bytes, seconds, segments
 from slipstream.memory.chain import Chain
 from slipstream.memory.links import Call, Observer
 from slipstream.memory.measure import measure
-from slipstream.memory.replaced import Forward
+from slipstream.memory.replaced import Forward, Replaced
 from slipstream.strategy import Row
 from slipstream.strategy.memory import Budget, BudgetBytes, Checkpoints, Every, Recompute
 
@@ -23,7 +23,7 @@ Decision = tuple[Sequence[str], Parts] | StrategyError
 
 
 def recompute(
-    model: nn.Module, wish: Recompute, *, agree: Callable[[Decision], Decision] = lambda own: own
+    model: nn.Module, wish: Recompute, *, agree: Callable[[Decision], Decision] | None = None
 ) -> Recomputed:
     """Compute activations of ``model`` again in backward, as ``wish`` says, from now on.
 
@@ -35,13 +35,13 @@ def recompute(
     Args:
         model: its names, hooks and classes stay; to be called itself, not only parts of it.
         wish: which modules, or which budget.
-        agree: called with the decision of this rank, where it returns that of all; collective if
-            it is.
+        agree: gives the decision that all ranks follow for that of this rank; None: its own.
+            Called once in the first forward.
 
     Raises:
         StrategyError: no module matches, or nothing repeats; on the first forward: the budget is
             too low.
-        UsageError: the model does this itself already; on a forward: the model calls blocks in a
+        UsageError: the model does this already; on a forward: the model calls blocks in a
             way that cannot be followed.
 
     Example:
@@ -54,22 +54,32 @@ def recompute(
         (('0', '1'), ('2', '3'))
         >>> recomputed.close()
     """
-    return Recomputed(model, wish, agree)
+    check_recompute(model, wish)
+    return Recomputed(model, wish, agree or (lambda own: own))
 
 
-def targets(model: nn.Module, wish: Recompute) -> list[str]:
-    """Paths of the modules that ``wish`` is about.
+def check_recompute(model: nn.Module, wish: Recompute) -> None:
+    """Find out, before anything is installed, that `recompute` would refuse.
 
     Raises:
-        StrategyError: no module matches, or nothing repeats.
-        UsageError: the model does this itself already.
+        StrategyError, UsageError: as of `recompute`.
     """
     for path, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), Replaced):
+            raise UsageError(
+                f"memory.recompute: the forward of {path or 'the model'} is replaced already; "
+                "close() what did it, and recompute before you offload"
+            )
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UsageError(
                 f"memory.recompute: {path or 'the model'} computes activations again itself; call "
                 "model.gradient_checkpointing_disable()"
             )
+    _targets(model, wish)
+
+
+def _targets(model: nn.Module, wish: Recompute) -> list[str]:
+    """Paths of the modules that ``wish`` is about."""
     if isinstance(wish, Checkpoints):
         return matching(model, wish.checkpoints, "memory.recompute.checkpoints")
     found = blocks_of(model)
@@ -105,21 +115,25 @@ class Recomputed:
     def __init__(
         self, model: nn.Module, wish: Recompute, agree: Callable[[Decision], Decision]
     ) -> None:
-        paths = targets(model, wish)
+        paths = _targets(model, wish)
         keep = () if isinstance(wish, Budget | BudgetBytes) else wish.keep
         self._chain = Chain({path: model.get_submodule(path) for path in paths}, keep)
         self._settling: _Settling | None = None
+        self._around: Replaced | None = None
         if not isinstance(wish, Checkpoints) and wish != Every(keep=keep):
             self._settling = self._chain.watch = _Settling(self._chain, wish, agree)
-        self._handles = [
-            model.register_forward_pre_hook(self._begins),
-            model.register_forward_hook(self._ends),
-        ]
+            self._around = Replaced(model, self._forward)  # no hook, for that would be copied
 
     @property
     def regions(self) -> tuple[tuple[str, ...], ...]:
         """Modules of which only the input is kept, those together that are one region."""
-        return self._chain.regions
+        layout = self._chain.layout
+        return tuple(layout.names(part) for part in layout.parts if isinstance(part, Region))
+
+    @property
+    def parts(self) -> Parts:
+        """The same with blocks that are kept, and with regions in regions, by number of blocks."""
+        return self._chain.layout.parts
 
     @property
     def prediction(self) -> Prediction | None:
@@ -129,8 +143,8 @@ class Recomputed:
     @property
     def row(self) -> Row:
         """What became of it, for the overview."""
-        regions, kept = self.regions, len(self._chain.kept)
-        again = sum(map(len, regions))
+        regions, again = self.regions, sum(map(len, self.regions))
+        kept = len(self._chain.blocks) - again
         value = f"{again} modules computed again in {len(regions)} regions, {kept} kept"
         if self._chain.watch is not None:
             return Row("memory.recompute", value, "until the end of the first forward")
@@ -145,18 +159,20 @@ class Recomputed:
 
     def close(self) -> None:
         """Every module has its own forward again."""
-        for handle in self._handles:
-            handle.remove()
+        if self._around is not None:
+            self._around.remove()
         self._chain.close()
 
-    def _begins(self, *_: object) -> None:
+    def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the model's own forward."""
         self._chain.forget()
-        if self._settling is not None and self._chain.watch is not None:
-            self._settling.restart()
-
-    def _ends(self, *_: object) -> None:
-        if self._settling is not None and self._chain.watch is not None:
+        if self._settling is None or self._chain.watch is None:
+            return forward(*args, **kwargs)
+        self._settling.restart()
+        output = forward(*args, **kwargs)
+        if self._chain.watch is not None:
             self._settling.settle()
+        return output
 
 
 class _Settling:

@@ -36,6 +36,7 @@ class Replaced:
     def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
         self._module, self._around = module, around
         self.forward: Forward = module.forward
+        self.__wrapped__ = self.forward  # for inspect.signature
         self._had_own = "forward" in vars(module)
         module.forward = self
 

@@ -21,7 +21,7 @@ Kept = Annotated[
 
 
 class Every(Variant):
-    """Of every so many blocks only the input is kept, the rest is computed again in backward.
+    """Of so many blocks at a time only the input is kept, the rest is computed again.
 
     Blocks are the repeated ones that are found in the model, such as the layers of a transformer.
 
@@ -42,7 +42,7 @@ class Every(Variant):
 
 
 class Checkpoints(Variant):
-    """Of the named modules only the input is kept, the rest is computed again in backward.
+    """Of the named modules only the input is kept, the rest is computed again.
 
     Example:
         >>> Checkpoints(checkpoints=("encoder.layer.*",)).kind
@@ -60,8 +60,7 @@ class Checkpoints(Variant):
 
 
 class Budget(Variant):
-    """What is computed again is chosen such that the blocks' activations fit a share of what they
-    take now, in the least time.
+    """The fastest choice of blocks whose activations fit a share of their bytes.
 
     Example:
         >>> Budget(budget=0.5).budget
@@ -76,8 +75,7 @@ class Budget(Variant):
 
 
 class BudgetBytes(Variant):
-    """What is computed again is chosen such that the blocks' activations fit a number of bytes, in
-    the least time.
+    """The fastest choice of blocks whose activations fit a number of bytes.
 
     Example:
         >>> BudgetBytes(budget_bytes=2**30).kind

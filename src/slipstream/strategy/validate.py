@@ -151,6 +151,8 @@ def _words(schema: dict[str, Any]) -> str:
         return " or ".join(_words(option) for option in schema["anyOf"])
     if "const" in schema:
         return str(schema["const"])
+    if "enum" in schema:
+        return " or ".join(map(str, schema["enum"]))
     if schema["type"] == "array":
         items = _words(schema["items"]).removeprefix("a ").replace("number", "numbers")
         return f"{'a non-empty list' if 'minItems' in schema else 'a list'} of {items}"
