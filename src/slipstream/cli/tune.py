@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.cli._tune_display import Display, table
-from slipstream.cli.plan import check_offload, check_output, write_strategy
+from slipstream.cli.plan import check_output, check_place, write_strategy
 from slipstream.cluster.environment import Environment
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, TestbedError
@@ -99,7 +99,7 @@ def tune(
     _refuse_ranks()
     check_output(output)
     _check_not_lost(output, strategy)
-    check_offload("--log", log)
+    check_place("--log", log)
     seconds = parse_budget(budget)
     base = _start(Strategy.load(strategy))
     known = Cluster.load(cluster) if cluster else None

@@ -69,8 +69,8 @@ class Saved:
         """The most bytes at a time that are saved: where backward computes a region again, with all
         that is kept for it and the regions before it; less what has left.
 
-        Exact for the saved tensors themselves, unless a block saves what an earlier one has saved,
-        too, and it has left by then.
+        Never too low for saved tensors: what is saved outside of blocks counts throughout, though
+        that behind them is used up first.
         """
         parts = [*regions, *([p] for p in self.blocks if all(p not in r for r in regions))]
         order = {path: number for number, path in enumerate(self.blocks)}
