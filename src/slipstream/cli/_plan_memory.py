@@ -24,9 +24,9 @@ COUNT = "slipstream.cli._plan_count"
 OPTIMIZERS = ("adamw", "sgd", "momentum", "adagrad", "rmsprop", "lamb", "lars")
 _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _MEANING = (
-    "Counted on shapes, before anything runs. In backward, tensors on their way: twice the largest "
-    "one that is saved, a rule of thumb. Left out are buffers of libraries and what an allocator "
-    "loses. Offload: the last block stays, one is fetched ahead."
+    "Counted on shapes, before anything runs; with a gradient as large as the largest tensor that "
+    "is saved, a rule of thumb. Left out are buffers of libraries and what an allocator loses. "
+    "Offload: the last block stays, one is fetched ahead."
 )
 
 
@@ -117,7 +117,7 @@ def by_kind(found: Mapping[str, Any], optimizer: str) -> Table:
             name = f"{paths[0]} to {paths[-1]}, each of {len(paths)}"
         table.add_row(Text(name), size(fixed), size(each))
     passing = found["passing"]
-    table.add_row("in backward, on their way", size(passing["fixed"]), size(passing["each"]))
+    table.add_row("a gradient in backward", size(passing["fixed"]), size(passing["each"]))
     return table
 
 

@@ -72,10 +72,10 @@ class Estimate:
 
     @property
     def passing(self) -> Affine:
-        """What backward needs besides: a gradient that comes and one that goes, each as large as
-        the largest tensor saved. A rule of thumb.
+        """What backward needs besides: a gradient as large as the largest tensor saved. A rule of
+        thumb, rather too much: most gradients come when part of what is saved has gone.
         """
-        return _affine(2 * self.two.largest, 2 * self.three.largest)
+        return _affine(self.two.largest, self.three.largest)
 
     def total(self, regions: Regions = (), wish: Offload | None = None) -> Affine:
         """All of it. Left out are buffers of libraries and what the allocator loses."""
