@@ -20,6 +20,8 @@ from slipstream.strategy import (
     Exactness,
     Flat,
     Gradients,
+    Memory,
+    Offload,
     Optimal,
     PerGradient,
     PerLayer,
@@ -32,7 +34,7 @@ from slipstream.strategy import (
 )
 
 VARIANTS = [ByBytes, ByPercent, ByIndex, ByLayers, PerLayer, PerGradient, Single, Optimal, Flat]
-SETTINGS = [*VARIANTS, Gradients, Trace, Strategy]
+SETTINGS = [*VARIANTS, Gradients, Memory, Offload, Trace, Strategy]
 
 
 def _percents(weights: list[int]) -> tuple[float, ...]:
@@ -59,6 +61,18 @@ wishes = st.builds(
     Strategy,
     gradients=st.builds(
         Gradients, split=splits, overlap=st.booleans(), accumulate=st.integers(1, 99)
+    ),
+    memory=st.builds(
+        Memory,
+        offload=st.none()
+        | st.builds(
+            Offload,
+            to=st.just("disk"),
+            keep_last=st.integers(0, 9),
+            min_bytes=st.integers(0),
+            modules=st.none() | st.lists(st.text(min_size=1), min_size=1, max_size=3).map(tuple),
+            folder=st.none() | st.text(min_size=1),
+        ),
     ),
     trace=st.builds(
         Trace,
@@ -171,7 +185,7 @@ def test_full_yaml_shows_every_setting_in_order():
         "  codec: null\n"
         "  accumulate: 1\n"
         "parallel: {tensor: null, pipeline: null}\n"
-        "memory: {recompute: null}\n"
+        "memory: {recompute: null, offload: null}\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )
 
