@@ -171,6 +171,20 @@ def test_a_failing_write_is_told_by_whoever_waits_for_it(tmp_path, monkeypatch):
     store.close()
 
 
+def test_whatever_goes_wrong_in_a_thread_is_told(tmp_path, monkeypatch):
+    def oops(*_):
+        raise ValueError("oops")
+
+    store = DiskStore(tmp_path)
+    ticket = store.put(some(), "encoder.4")
+    store.settle(ticket)
+    monkeypatch.setattr(os, "preadv", oops)
+    for _ in range(2):
+        with pytest.raises(OffloadError, match=r"cannot read .* encoder\.4 from .*oops"):
+            store.take(ticket)
+    store.close()
+
+
 def test_a_short_read_is_an_error(tmp_path):
     store = DiskStore(tmp_path)
     ticket = store.put(some(), "encoder.4")

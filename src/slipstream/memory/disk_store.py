@@ -36,7 +36,7 @@ class _Spooled:
     written: threading.Event = field(default_factory=threading.Event)
     target: torch.Tensor | None = None
     read: threading.Event | None = None
-    error: OSError | None = None
+    error: Exception | None = None
     dropped: bool = False
 
 
@@ -165,7 +165,7 @@ class DiskStore:
                 assert ticket.source is not None
                 self._write(ticket.source.numpy().data, self._position(ticket))
                 ticket.source = None
-        except OSError as error:
+        except Exception as error:  # whatever it is: somebody waits for this thread
             ticket.error = error
         finally:
             ticket.written.set()
@@ -178,7 +178,7 @@ class DiskStore:
         try:
             if not ticket.dropped:
                 self._read(ticket.target.numpy().data, self._position(ticket))
-        except OSError as error:
+        except Exception as error:
             ticket.error = error
         finally:
             done.set()
@@ -212,11 +212,12 @@ class DiskStore:
             event.wait()
             self.traffic.seconds_waited += time.perf_counter() - start
 
-    def _failure(self, what: str, verb: str, error: OSError) -> OffloadError:
+    def _failure(self, what: str, verb: str, error: Exception) -> OffloadError:
         reserved = self.reserved_bytes / 2**30
+        reason = getattr(error, "strerror", None) or error
         return OffloadError(
             f"rank {self._rank}: memory.offload cannot {verb} an activation of {what} "
-            f"{'from' if verb == 'read' else 'to'} {self._folder}: {error.strerror or error} (the "
+            f"{'from' if verb == 'read' else 'to'} {self._folder}: {reason} (the "
             f"file takes {reserved:.2f} GiB); make room there, name another folder, or offload "
             "less (a smaller batch, a larger keep_last, fewer modules)"
         )
