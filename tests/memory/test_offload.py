@@ -17,7 +17,7 @@ from slipstream.memory import place
 from slipstream.memory.disk_store import DiskStore
 from slipstream.memory.offload import offload
 from slipstream.memory.recompute import recompute
-from slipstream.strategy import Checkpoints, Every, Offload
+from slipstream.strategy import Budget, Checkpoints, Every, Offload
 from tests.harness.ranks import Ranks
 from tests.memory.models import MODELS
 
@@ -107,7 +107,7 @@ def test_bitwise_equal_to_the_plain_run(name, prefetch):
     assert len(offloader.blocks) == MODELS[name].count - 1
 
 
-WISHES = [Every(), Every(every=2), Checkpoints(checkpoints=("*attention",))]
+WISHES = [Every(), Every(every=2), Budget(budget=0.7), Checkpoints(checkpoints=("*attention",))]
 
 
 @pytest.mark.parametrize(
