@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import UsageError
+from slipstream.errors import OffloadError, UsageError
 from slipstream.memory.estimate import Regions, optimizer_bytes
 from slipstream.memory.saved_bytes import Inputs, saved_by
 from slipstream.strategy import Offload
@@ -29,8 +29,8 @@ def max_batch(
 ) -> int:
     """The largest batch of which an iteration fits: doubled until it does not, then halved between.
 
-    On a GPU an iteration is run, with room taken for the optimizer's state, until memory is out;
-    recomputation and offload are as they are installed. On a CPU, where memory is not out at a
+    On a GPU an iteration is run, with room taken for the optimizer's state, until memory is out,
+    of the GPU or of the host; recomputation and offload are as they are installed. On a CPU, where memory is not out at a
     definite point, a forward is run without keeping anything, and what it would have saved is
     counted against ``memory_bytes``, as it would be with ``regions`` and ``wish``. Gradients are
     cleared; running statistics and random states go on.
@@ -127,7 +127,7 @@ class _Trial:
         """Whether a batch goes forward and backward; what it took is given back."""
         try:
             self._iterate(batch)
-        except torch.cuda.OutOfMemoryError:
+        except (torch.cuda.OutOfMemoryError, OffloadError):
             return False
         finally:
             self._model.zero_grad(set_to_none=True)
