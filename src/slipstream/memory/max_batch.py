@@ -30,10 +30,10 @@ def max_batch(
     """The largest batch of which an iteration fits: doubled until it does not, then halved between.
 
     On a GPU an iteration is run, with room taken for the optimizer's state, until memory is out,
-    of the GPU or of the host; recomputation and offload are as they are installed. On a CPU, where memory is not out at a
-    definite point, a forward is run without keeping anything, and what it would have saved is
-    counted against ``memory_bytes``, as it would be with ``regions`` and ``wish``. Gradients are
-    cleared; running statistics and random states go on.
+    of the GPU or of the host; recomputation and offload are as they are installed. On a CPU, where
+    memory is not out at a definite point, a forward is run without keeping anything, and what it
+    would have saved is counted against ``memory_bytes``, as it would be with ``regions`` and
+    ``wish``. Gradients are cleared; running statistics and random states go on.
 
     Args:
         model: in training mode, on its device.
