@@ -359,6 +359,62 @@ def tensor_parallel(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def offload(facts: Mapping[str, Any]) -> str:
+    """Bytes of a sample, time on the CPU, and batches on a GPU, with recomputation and offload."""
+    lines = [
+        f"## Recompute and offload, {facts['date']}",
+        "",
+        f"torch {facts['versions']['torch']}. `{facts['command']}`",
+    ]
+    if (part := facts.get("bytes")) is not None:
+        lines += [
+            "",
+            "BERT-Large, 512 tokens, eager attention, AdamW, fp32: what is saved of a sample, as "
+            "counted on shapes; by how much a process grows for a sample in forward and backward, "
+            f"as measured; and the batches that follow for {part['limit'] / 2**30:.0f} GiB.",
+            "",
+            *_header("variant", "saved MiB", "batch", "measured MiB", "batch", "times"),
+        ]
+        lines += [
+            _row(
+                r["name"], f"{r['saved_each'] / 2**20:.0f}", r["estimated_batch"],
+                f"{r['measured_each'] / 2**20:.0f}", r["measured_batch"],
+                f"{r['measured_batch'] / part['rows'][0]['measured_batch']:.1f}",
+            )
+            for r in part["rows"]
+        ]  # fmt: skip
+    if (part := facts.get("time")) is not None:
+        width, layers, heads, length = part["shape"]
+        lines += [
+            "",
+            f"BERT of {layers} layers, width {width}, {heads} heads, {length} tokens, batch "
+            f"{part['batch']} on the CPU, {part['rounds']} rounds; offload to disk; peak: by how "
+            "much the process grows in forward and backward.",
+            "",
+            *_header("variant", "median s", "quartiles", "ratio", "quartiles", "peak MiB"),
+        ]
+        for r in part["rows"]:
+            (low, median, high), (ratio_low, ratio, ratio_high) = r["seconds"], r["ratio"]
+            lines.append(
+                _row(
+                    r["name"], f"{median:.3f}", f"{low:.3f}..{high:.3f}", f"{ratio:.3f}",
+                    f"{ratio_low:.3f}..{ratio_high:.3f}", f"{r['peak'] / 2**20:.0f}",
+                )
+            )  # fmt: skip
+    if (part := facts.get("cuda")) is not None:
+        lines += [
+            "",
+            f"BERT-Large, 512 tokens, bf16 autocast, {part['gpu']} limited to "
+            f"{part['limit'] / 2**30:.0f} GiB: the largest batch, and sequences a second with it.",
+            "",
+            *_header("variant", "batch", "sequences/s", "quartiles"),
+        ]
+        for r in part["rows"]:
+            low, median, high = r["speed"]
+            lines.append(_row(r["name"], r["batch"], f"{median:.2f}", f"{low:.2f}..{high:.2f}"))
+    return "\n".join(lines)
+
+
 def operator_cells(row: Mapping[str, Any]) -> list[str]:
     """What the columns show, in microseconds."""
     found = {
@@ -438,6 +494,7 @@ def main() -> None:
         "convergence": convergence,
         "exchange": exchange,
         "large_batch": large_batch,
+        "offload": offload,
         "operators": operators,
         "overhead": overhead,
         "precision": precision,

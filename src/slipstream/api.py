@@ -31,7 +31,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import as_wide_as_gradients, parameters_of
 from slipstream.lent import Lent
 from slipstream.live_split import SETTLING, LiveSplit
-from slipstream.memory import recompute
+from slipstream.memory import check_offload, offload, recompute
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.recording import Recording
 from slipstream.session import Installed, Session
@@ -98,7 +98,7 @@ def accelerate(
     cluster = connect(from_environ(), device)
     try:
         control = cluster.new_group(backend="gloo") if cluster.world_size > 1 else None
-        agreed = _agree_on_strategy(model, optimizer, loader, strategy, control)
+        agreed = _agree_on_strategy(model, optimizer, loader, strategy, cluster, control)
         session = _compose(model, optimizer, loader, agreed, cluster, control)
     except BaseException:
         cluster.close()
@@ -152,6 +152,7 @@ def _agree_on_strategy(
     optimizer: torch.optim.Optimizer,
     loader: Iterable[Any] | None,
     source: Strategy | str | Path | Mapping[str, Any] | None,
+    cluster: Cluster,
     control: dist.ProcessGroup | None,
 ) -> Strategy:
     """The strategy, fit for this model and the same on all ranks; else an error on all of them."""
@@ -162,6 +163,9 @@ def _agree_on_strategy(
         strategy = _strategy_of(source)
         mesh_of(strategy.parallel, 1 if control is None else dist.get_world_size(control))
         check(model, optimizer, strategy)
+        if strategy.memory.offload is not None:
+            neighbours = cluster.environment.local_world_size
+            check_offload(model, strategy.memory.offload, neighbours, cluster.rank)
         if control is None or dist.get_rank(control) == 0:
             warn_of_idle_rules(model, strategy.gradients.codec)
             warn_of_slow_types(model, strategy.precision)
@@ -213,6 +217,13 @@ def _compose(
     if strategy.memory.recompute is not None:
         same = partial(of_first, group=control) if control is not None else None
         recomputed = recompute(model, strategy.memory.recompute, agree=same)
+
+    offloader = None  # around what is computed again, whose inputs leave then
+    if strategy.memory.offload is not None:
+        neighbours = cluster.environment.local_world_size
+        offloader = offload(
+            model, strategy.memory.offload, local_ranks=neighbours, rank=cluster.rank
+        )
 
     trainables = parameters_of(model, trainable=True, shares=shared.shares if shared else None)
     if shared is not None:
@@ -278,6 +289,7 @@ def _compose(
             lent=lent,
             verdict=verdict,
             recording=recording,
+            offloader=offloader,
             on_close=partial(_release, modules),
         ),
     )

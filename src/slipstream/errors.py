@@ -9,6 +9,7 @@
     |-- MismatchError   (RuntimeError)  ranks disagree about the model or the strategy
     |-- CommError       (ValueError)    an operator of comm cannot take what it got
     |-- ExchangeError   (RuntimeError)  an exchange failed: names rank, step, segment and parameters
+    |-- OffloadError    (RuntimeError)  activations cannot be put away, or not be brought back
     |-- LaunchError     (RuntimeError)  a script could not be started
     `-- TestbedError    (RuntimeError)  hosts and links cannot be emulated on this machine
 
@@ -50,6 +51,10 @@ class CommError(SlipstreamError, ValueError):
 
 class ExchangeError(SlipstreamError, RuntimeError):
     """An exchange between ranks failed; names rank, step, segment and parameters."""
+
+
+class OffloadError(SlipstreamError, RuntimeError):
+    """Activations cannot be put away or brought back: no memory, no disk; names rank and module."""
 
 
 class LaunchError(SlipstreamError, RuntimeError):

@@ -27,7 +27,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.shipment import Exchanged
 from slipstream.lent import Lent
 from slipstream.live_split import LiveSplit
-from slipstream.memory import Recomputed
+from slipstream.memory import Offloader, Recomputed
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.recording import Recording
@@ -59,6 +59,7 @@ class Installed:
     lent: Lent
     verdict: Verdict | None
     recording: Recording | None
+    offloader: Offloader | None
     on_close: Callable[..., None]
 
 
@@ -98,6 +99,7 @@ class Session(Generic[M, O]):
         self._lent = installed.lent
         self._verdict = installed.verdict
         self._recording = installed.recording
+        self._offloader = installed.offloader
         self._on_close = installed.on_close
         self._saving: Saving | None = Saving(
             model,
@@ -447,6 +449,8 @@ class Session(Generic[M, O]):
             self._engine, self.segments, self._live_split, self._verdict, self.skipped
         )
         rows = self._precision.rows(self.skipped) + rows
+        if self._offloader is not None:
+            rows.insert(0, self._offloader.row)
         if self._recomputed is not None:
             rows.insert(0, self._recomputed.row)
         if self._shared is not None:
@@ -542,6 +546,8 @@ class Session(Generic[M, O]):
         if self._loader is not None:
             self._loader.detach()
         self._lent.give_back()
+        if self._offloader is not None:
+            self._offloader.close()
         if self._recomputed is not None:
             self._recomputed.close()
         self._precision.close()

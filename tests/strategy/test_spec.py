@@ -25,6 +25,8 @@ from slipstream.strategy import (
     Flat,
     Gradients,
     HalfWeights,
+    Memory,
+    Offload,
     Optimal,
     PerGradient,
     PerLayer,
@@ -39,7 +41,7 @@ from slipstream.strategy import (
 
 VARIANTS = [ByBytes, ByPercent, ByIndex, ByLayers, PerLayer, PerGradient, Single, Optimal, Flat]
 PRECISIONS = [Autocast, HalfWeights, DynamicScale, StaticScale]
-SETTINGS = [*VARIANTS, *PRECISIONS, Compute, Gradients, Trace, Strategy]
+SETTINGS = [*VARIANTS, *PRECISIONS, Compute, Gradients, Memory, Offload, Trace, Strategy]
 
 
 def _percents(weights: list[int]) -> tuple[float, ...]:
@@ -84,6 +86,18 @@ wishes = st.builds(
     compute=st.builds(Compute, tf32=st.booleans()),
     gradients=st.builds(
         Gradients, split=splits, overlap=st.booleans(), accumulate=st.integers(1, 99)
+    ),
+    memory=st.builds(
+        Memory,
+        offload=st.none()
+        | st.builds(
+            Offload,
+            to=st.just("disk"),
+            keep_last=st.integers(0, 9),
+            min_bytes=st.integers(0),
+            modules=st.none() | st.lists(st.text(min_size=1), min_size=1, max_size=3).map(tuple),
+            folder=st.none() | st.text(min_size=1),
+        ),
     ),
     trace=st.builds(
         Trace,
@@ -204,7 +218,7 @@ def test_full_yaml_shows_every_setting_in_order():
         "  accumulate: 1\n"
         "parallel: {tensor: null, pipeline: null}\n"
         "precision: null\n"
-        "memory: {recompute: null}\n"
+        "memory: {recompute: null, offload: null}\n"
         "compute: {tf32: false}\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )

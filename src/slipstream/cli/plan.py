@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.bar import Bar
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli._plan_memory import plan_memory
+from slipstream.cli._plan_tables import curve, ranking, ranks
 from slipstream.errors import ClusterError, StrategyError
-from slipstream.planner.candidates import TOLERANCE, candidates, label
+from slipstream.planner.candidates import candidates, label
 from slipstream.planner.cost import Cluster
 from slipstream.planner.exchange import Plan
 from slipstream.planner.plan import (
@@ -35,22 +35,19 @@ from slipstream.planner.simulate import simulate
 from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy
 from slipstream.strategy.yaml import SUFFIXES
-from slipstream.testbed import format_rate, parse_rate
+from slipstream.testbed import parse_rate
 from slipstream.trace import Trace, chrome
 
-SHOWN = 12
 PREDICTED_STEPS = 3
-_MEANING = (
-    "Predicted. Efficiency: the speed of all ranks over the sum of the speeds that they would have "
-    "alone, without any exchange. Memory: gradients and their flags, on each rank. Of strategies "
-    f"within {TOLERANCE:.1%} of each other the one with the fewest segments comes first. * the "
-    "strategy of the trace."
-)
 
 
 def plan(
-    trace: Annotated[Path, typer.Option(help="A trace of the training: .json or .json.gz.")],
-    cluster: Annotated[Path, typer.Option(help="cluster.yaml of `slipstream doctor network`.")],
+    trace: Annotated[
+        Path | None, typer.Option(help="A trace of the training: .json or .json.gz.")
+    ] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="cluster.yaml of `slipstream doctor network`.")
+    ] = None,
     nodes: Annotated[int | None, typer.Option(min=1, help="Another number of hosts.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each.")] = None,
     rate: Annotated[str | None, typer.Option(help="Other links: 300mbit, 25gbit ...")] = None,
@@ -72,15 +69,44 @@ def plan(
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The numbers as JSON.")] = False,
+    memory: Annotated[
+        str | None, typer.Option(help="Of a rank's device: the largest batch that fits instead.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="With --memory: a known model, or FILE.py:FUNCTION.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=1, help="With --memory: tokens of a text, or pixels a side.")
+    ] = None,
+    optimizer: Annotated[
+        str, typer.Option(help="With --memory: adamw, sgd, momentum, lamb ...")
+    ] = "adamw",
+    dtype: Annotated[
+        str, typer.Option(help="With --memory: of activations; fp32, bf16 or fp16.")
+    ] = "fp32",
 ) -> None:
-    """Predict what each strategy would bring, and rank them.
+    """Predict what each strategy would bring, and rank them; or how large a batch may be.
 
     The cluster is the one that was measured, or, with --nodes, --ranks-per-node or --rate, another
     one: the numbers are then extrapolated, and say so.
 
     [dim]slipstream plan --trace trace.json --cluster cluster.yaml -o strategy.yaml[/dim]
     [dim]slipstream plan --trace trace.json --cluster cluster.yaml --nodes 64 --rate 25gbit[/dim]
+
+    With --memory no trace is needed: the model is counted on shapes, without memory. FUNCTION
+    returns it and a function that makes its arguments by name for a batch of so many samples.
+
+    [dim]slipstream plan --memory 32GiB --model bert-large[/dim]
+    [dim]slipstream plan --memory 80GB --model train.py:build --optimizer lamb --dtype bf16[/dim]
     """
+    if memory is not None:
+        plan_memory(memory, model, length, optimizer, dtype, as_json)
+        return
+    if trace is None or cluster is None:
+        raise StrategyError(
+            "plan needs --trace and --cluster, to predict times; or --memory and --model, to find "
+            "the largest batch"
+        )
     check_output(output)
     if predicted is not None:
         check_place("--predicted", predicted)
@@ -113,18 +139,18 @@ def plan(
         typer.echo(json.dumps(_document(found, by_nodes, by_rate, where), indent=2))
         return
     console = Console()
-    console.print(_ranking(found, base, where))
+    console.print(ranking(found, base, where))
     for doubt in where.doubts:
         console.print(Text(f"warning: {doubt}", style="yellow"))
     if where.extrapolated:
         console.print(Text(f"Extrapolated: {where.extrapolated}", style="yellow"))
     name = label(best)
     if by_nodes:
-        title = f"{name}: more and fewer nodes, {_ranks(where.ranks_per_host)} each"
-        console.print(_curve(title, by_nodes, "nodes"))
+        title = f"{name}: more and fewer nodes, {ranks(where.ranks_per_host)} each"
+        console.print(curve(title, by_nodes, "nodes"))
     if by_rate:
-        title = f"{name}: other links, {_ranks(where.world_size)}"
-        console.print(_curve(title, by_rate, "rate"))
+        title = f"{name}: other links, {ranks(where.world_size)}"
+        console.print(curve(title, by_rate, "rate"))
     if output is not None:
         console.print(Text(f"The best one is in {output}."), soft_wrap=True)
 
@@ -189,55 +215,6 @@ def write_strategy(strategy: Strategy, output: Path) -> None:
     output.write_text(strategy.to_json() if is_json else strategy.to_yaml())
 
 
-def _ranking(found: Sequence[Prediction], base: Strategy, where: Cluster) -> Table:
-    """The strategies, the fastest first; that of the trace is always among those shown."""
-    per_node = f" on {where.hosts} hosts" if where.hosts > 1 else ""
-    table = Table(
-        title=f"{len(found)} strategies, {_ranks(where.world_size)}{per_node}",
-        caption=_MEANING,
-        title_justify="left",
-        caption_justify="left",
-    )
-    table.add_column("strategy")
-    for heading in ("segments", "iteration", "samples/s", "efficiency", "memory"):
-        table.add_column(heading, justify="right")
-    table.add_column("exactness")
-    for place, one in enumerate(found):
-        is_base = one.strategy == base
-        if place >= SHOWN and not is_base:
-            continue
-        table.add_row(
-            Text(label(one.strategy) + (" *" if is_base else "")),
-            str(one.segments),
-            _seconds(one.seconds),
-            _speed(one.samples_per_second),
-            f"{one.efficiency:.1%}",
-            f"{one.memory_bytes / 2**20:.1f} MB",
-            one.exactness,
-            style="bold" if is_base or place == 0 else None,
-        )
-    return table
-
-
-def _curve(title: str, points: Sequence[Point], over: str) -> Table:
-    """One strategy on other clusters, with a bar of its efficiency."""
-    table = Table(title=title, title_justify="left")
-    for heading in (over, "ranks", "iteration", "samples/s", "efficiency"):
-        table.add_column(heading, justify="right")
-    table.add_column("", min_width=20)
-    for point in points:
-        one = point.prediction
-        table.add_row(
-            str(point.nodes) if over == "nodes" else format_rate(point.rate or 0),
-            str(point.ranks),
-            _seconds(one.seconds),
-            _speed(one.samples_per_second),
-            f"{one.efficiency:.1%}",
-            Bar(1.0, 0.0, min(one.efficiency, 1.0), width=20),
-        )
-    return table
-
-
 def _document(
     found: Sequence[Prediction],
     by_nodes: Sequence[Point],
@@ -268,15 +245,3 @@ def _point(point: Point) -> dict[str, Any]:
         "samples_per_second": one.samples_per_second,
         "efficiency": one.efficiency,
     }
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
-
-
-def _speed(samples_per_second: float) -> str:
-    return f"{samples_per_second:.4g}" if samples_per_second else "-"
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -77,6 +77,7 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
     device = next((tensor.device for tensor in given), torch.device("cpu"))
     buffers = buffers_of(module.modules())
     forwards, backwards = [], []
+    kept = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         with StandIns(buffers):  # the warm-up counts
             with Saved((*given, *module.parameters(), *module.buffers())) as saved:
@@ -86,7 +87,7 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
                 saved.count(output)
         del outputs
         for _ in range(RUNS):
-            with StandIns(buffers):
+            with StandIns(buffers), kept:  # whatever becomes of saved tensors around this
                 start = _now(device)
                 outputs = tensors(forward(*own.args, **own.kwargs))
                 middle = _now(device)

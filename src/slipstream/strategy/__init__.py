@@ -17,7 +17,15 @@ from slipstream.strategy.codec import (
     codec_of,
     keeps_state,
 )
-from slipstream.strategy.memory import Budget, BudgetBytes, Checkpoints, Every, Memory, Recompute
+from slipstream.strategy.memory import (
+    Budget,
+    BudgetBytes,
+    Checkpoints,
+    Every,
+    Memory,
+    Offload,
+    Recompute,
+)
 from slipstream.strategy.overview import Row, overview
 from slipstream.strategy.parallel import Parallel, PipelineParallel, TensorParallel
 from slipstream.strategy.precision import (
@@ -70,6 +78,7 @@ __all__ = [
     "Int8",
     "LossScale",
     "Memory",
+    "Offload",
     "OneBit",
     "Optimal",
     "Parallel",

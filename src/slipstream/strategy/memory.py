@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
 
@@ -111,6 +111,44 @@ Recompute = Annotated[
 """What is computed again; its kind may be left out, as its first setting has the same name."""
 
 
+class Offload(Setting):
+    """What blocks keep for backward leaves the device's memory in forward, and is back in time.
+
+    Together with recomputation that is the inputs of what is computed again. The bits stay the
+    same.
+
+    Example:
+        >>> Offload(to="disk").prefetch
+        1
+    """
+
+    to: Literal["host", "disk"] = "host"
+    """Pinned host memory, for models on a GPU; or a spool file."""
+
+    keep_last: NonNegativeInt = 1
+    """Blocks at the end whose activations stay, as backward begins with them."""
+
+    prefetch: NonNegativeInt = 1
+    """Blocks ahead of backward that are brought back."""
+
+    min_bytes: NonNegativeInt = 2**20
+    """Smaller tensors stay."""
+
+    modules: tuple[str, ...] | None = Field(
+        default=None, min_length=1, strict=False, examples=[["encoder.layer.*"]]
+    )
+    """Paths of the blocks, ``*`` and ``?`` stand for anything; null: those that repeat."""
+
+    folder: str | None = Field(default=None, min_length=1)
+    """Where the spool file lies; null: the system's folder for temporary files."""
+
+    @model_validator(mode="after")
+    def _folder_of_disk(self) -> Offload:
+        if self.folder is not None and self.to != "disk":
+            raise ValueError(f"folder with to {self.to}: only {{to: disk}} writes a file")
+        return self
+
+
 class Memory(Setting):
     """What becomes of activations between forward and backward.
 
@@ -122,7 +160,10 @@ class Memory(Setting):
     recompute: Recompute | None = None
     """Activations that are computed again instead of kept."""
 
+    offload: Offload | None = None
+    """Activations that leave the device's memory until backward needs them."""
+
     @property
     def active(self) -> bool:
         """True where something is not kept."""
-        return self.recompute is not None
+        return self.recompute is not None or self.offload is not None

@@ -1,0 +1,328 @@
+"""What recomputation and offload save of memory, and what they cost in time.
+
+    python benchmarks/offload.py --json benchmarks/results/offload.json
+
+Three parts, each with torch's own means beside ours:
+
+- bytes: BERT-Large, 512 tokens, eager attention: what an iteration takes for each sample, as
+  estimated from shapes and as measured (the peak of the process's memory in forward and backward,
+  gradients allocated before), and the batch that follows for 32 GiB;
+- time: a smaller BERT on the CPU, all variants in turn on one model: seconds an iteration and the
+  measured peak; here ours offload to disk;
+- cuda: BERT-Large on a GPU limited to 32 GiB: the largest batch of each variant, and sequences a
+  second with it. Left out where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from iteration import quartiles
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tables import save
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForSequenceClassification
+
+from slipstream.memory import estimate, max_batch, offload, recompute
+from slipstream.memory.blocks import blocks_of
+from slipstream.memory.replaced import Replaced
+from slipstream.strategy import Every, Offload
+
+LIMIT = 32 * 2**30
+LARGE = (1024, 24, 16, 512)
+SMALL = (512, 8, 8, 256)
+SMALL_BATCH = 8
+
+Installed = Callable[[nn.Module], AbstractContextManager[object]]
+
+
+def bert(width: int, layers: int, heads: int, length: int) -> nn.Module:
+    """BERT with a classification head and eager attention, random weights, dropout on."""
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        max_position_embeddings=length,
+    )
+    config._attn_implementation = "eager"
+    config.problem_type = "single_label_classification"
+    model: nn.Module = BertForSequenceClassification(config)
+    return model.train()
+
+
+def inputs(length: int, device: str, batch: int) -> dict[str, torch.Tensor]:
+    """Words of so many texts, and their labels."""
+    words = torch.zeros(batch, length, dtype=torch.long, device=device)
+    return {"input_ids": words, "labels": words[:, 0]}
+
+
+@contextmanager
+def ours(model: nn.Module, again: bool, wish: Offload | None) -> Iterator[None]:
+    """slipstream's recomputation of every block, offload, or both."""
+    recomputed = recompute(model, Every()) if again else None
+    offloader = offload(model, wish) if wish is not None else None
+    yield
+    if offloader is not None:
+        offloader.close()
+    if recomputed is not None:
+        recomputed.close()
+
+
+@contextmanager
+def torchs(model: nn.Module, again: bool, to_cpu: bool) -> Iterator[None]:
+    """torch's checkpoint of every block, ``save_on_cpu`` around the model, or both."""
+
+    def repeated(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    def moved(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return forward(*args, **kwargs)
+
+    around = [Replaced(model, moved)] if to_cpu else []
+    around += [Replaced(model.get_submodule(p), repeated) for p in blocks_of(model) if again]
+    yield
+    for replaced in reversed(around):
+        replaced.remove()
+
+
+def variants(wish: Offload) -> dict[str, Installed]:
+    """All that take turns, by name."""
+    return {
+        "keep all": lambda model: nullcontext(),
+        "torch: save_on_cpu": partial(torchs, again=False, to_cpu=True),
+        "torch: checkpoint": partial(torchs, again=True, to_cpu=False),
+        "torch: checkpoint + save_on_cpu": partial(torchs, again=True, to_cpu=True),
+        "recompute": partial(ours, again=True, wish=None),
+        "offload": partial(ours, again=False, wish=wish),
+        "recompute + offload": partial(ours, again=True, wish=wish),
+    }
+
+
+OURS = ("keep all", "recompute", "recompute + offload")
+
+
+# Bytes
+
+
+def peak_of(name: str, shape: tuple[int, int, int, int], batch: int) -> int:
+    """Bytes by which this process grows in one forward and backward, gradients made before."""
+    model, length = bert(*shape), shape[-1]
+    model(**inputs(8, "cpu", 1)).loss.backward()
+    with variants(Offload(to="disk"))[name](model):
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+        before = _status("VmRSS")
+        model(**inputs(length, "cpu", batch)).loss.backward()
+        return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
+def peak_apart(name: str, shape: tuple[int, int, int, int], batch: int) -> int:
+    """As `peak_of`, in a process of its own."""
+    settings = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what is freed goes back at once
+    job = json.dumps([name, shape, batch])
+    told = subprocess.run(
+        [sys.executable, __file__, "--peak", job],
+        env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return int(told.stdout.split()[-1])
+
+
+def count_bytes() -> dict[str, Any]:
+    """BERT-Large: estimated and measured bytes of a sample, and the batch in 32 GiB."""
+    with torch.device("meta"):
+        model = bert(*LARGE)
+    found = estimate(
+        model, partial(inputs, LARGE[-1], "meta"), torch.optim.AdamW(model.parameters())
+    )
+    blocks = [[path] for path in found.blocks]
+    ways: dict[str, tuple[Any, Offload | None]] = {
+        "keep all": ((), None), "recompute": (blocks, None),
+        "recompute + offload": (blocks, Offload()),
+    }  # fmt: skip
+    rows = []
+    for name in track(OURS, "bytes", console=Console(stderr=True)):
+        one, two = (peak_apart(name, LARGE, batch) for batch in (1, 2))
+        saved = found.activations(*ways[name])
+        rows.append(
+            {
+                "name": name,
+                "saved_each": saved.each,
+                "estimated_batch": found.max_batch(LIMIT, *ways[name]),
+                "peaks": [one, two],
+                "measured_each": two - one,
+                "measured_batch": int((LIMIT - found.state - (2 * one - two)) // (two - one)),
+            }
+        )
+    return {"limit": LIMIT, "state": found.state, "rows": rows}
+
+
+# Time on the CPU
+
+
+def measure_time(rounds: int) -> dict[str, Any]:
+    """Seconds an iteration of every variant in turn on one model, and the peak of each."""
+    model = bert(*SMALL)
+    given = inputs(SMALL[-1], "cpu", SMALL_BATCH)
+    every = variants(Offload(to="disk"))
+    del every["torch: checkpoint + save_on_cpu"]  # nothing is copied from CPU to CPU
+    seconds: dict[str, list[float]] = {name: [] for name in every}
+    shuffle = random.Random(0)
+    for turn in track(range(1 + rounds), "time", console=Console(stderr=True)):
+        for name in shuffle.sample(list(every), len(every)):
+            with every[name](model):
+                model(**given).loss.backward()  # as each starts anew
+                start = time.perf_counter()
+                model(**given).loss.backward()
+                spent = time.perf_counter() - start
+            if turn:
+                seconds[name].append(spent)
+    first = seconds["keep all"]
+    rows = []
+    for name, values in seconds.items():
+        ratios = [value / base for value, base in zip(values, first, strict=True)]
+        rows.append(
+            {
+                "name": name,
+                "seconds": quartiles(values),
+                "ratio": quartiles(ratios),
+                "peak": peak_apart(name, SMALL, SMALL_BATCH),
+            }
+        )
+    return {"shape": SMALL, "batch": SMALL_BATCH, "rounds": rounds, "rows": rows}
+
+
+# Batch and time on a GPU
+
+
+def measure_cuda(rounds: int) -> dict[str, Any] | None:
+    """The largest batch in 32 GiB of every variant, and sequences a second with it."""
+    if not torch.cuda.is_available():
+        print("cuda: no GPU here, so this part is left out", file=sys.stderr)
+        return None
+    device = torch.device("cuda")
+    model = bert(*LARGE).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    given = partial(inputs, LARGE[-1], "cuda")
+    rows = []
+    whole = torch.cuda.get_device_properties(device).total_memory
+    amp = partial(torch.autocast, "cuda", torch.bfloat16)
+    around = Replaced(model, lambda forward, *args, **kwargs: _under(amp(), forward, kwargs))
+    every = variants(Offload())
+    del every["torch: save_on_cpu"]  # would take all of the host's memory
+    for name, install in every.items():
+        with install(model):
+            batch = max_batch(model, given, optimizer, memory_bytes=LIMIT, most=2**12)
+            torch.cuda.set_per_process_memory_fraction(min(LIMIT / whole, 1.0), device)
+            seconds = [_timed(model, optimizer, given(batch)) for _ in range(2 + rounds)][2:]
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        low, median, high = quartiles([batch / value for value in seconds])
+        rows.append({"name": name, "batch": batch, "speed": [low, median, high]})
+        optimizer.state.clear()
+        torch.cuda.empty_cache()
+    around.remove()
+    return {"gpu": torch.cuda.get_device_name(), "limit": LIMIT, "rounds": rounds, "rows": rows}
+
+
+def _under(context: Any, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    with context:
+        return forward(**kwargs)
+
+
+def _timed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Mapping[str, torch.Tensor]
+) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    model(**given).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+# For people
+
+
+def tables(facts: Mapping[str, Any]) -> Iterator[Table]:
+    """What a person reads."""
+    if (part := facts.get("bytes")) is not None:
+        drawn = _table("BERT-Large, 512 tokens: bytes of a sample, batch in 32 GiB",
+                       "saved MiB", "batch", "measured MiB", "batch")  # fmt: skip
+        for row in part["rows"]:
+            drawn.add_row(
+                row["name"], f"{row['saved_each'] / 2**20:.0f}", str(row["estimated_batch"]),
+                f"{row['measured_each'] / 2**20:.0f}", str(row["measured_batch"]),
+            )  # fmt: skip
+        yield drawn
+    if (part := facts.get("time")) is not None:
+        drawn = _table("A smaller BERT on the CPU, offload to disk", "seconds", "ratio", "peak MiB")
+        for row in part["rows"]:
+            drawn.add_row(
+                row["name"], f"{row['seconds'][1]:.3f}", f"{row['ratio'][1]:.3f}",
+                f"{row['peak'] / 2**20:.0f}",
+            )  # fmt: skip
+        yield drawn
+    if (part := facts.get("cuda")) is not None:
+        drawn = _table(f"BERT-Large, {part['gpu']} limited to 32 GiB", "batch", "sequences/s")
+        for row in part["rows"]:
+            drawn.add_row(row["name"], str(row["batch"]), f"{row['speed'][1]:.2f}")
+        yield drawn
+
+
+def _table(title: str, *headings: str) -> Table:
+    drawn = Table(title=title, title_justify="left")
+    drawn.add_column("variant")
+    for heading in headings:
+        drawn.add_column(heading, justify="right")
+    return drawn
+
+
+def main() -> None:
+    """Measure what is asked for, or be the process whose peak is measured."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--parts", nargs="+", default=["bytes", "time", "cuda"])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.peak:
+        name, shape, batch = json.loads(args.peak)
+        print(peak_of(name, tuple(shape), batch))
+        return
+    measures: dict[str, Callable[[], dict[str, Any] | None]] = {
+        "bytes": count_bytes,
+        "time": lambda: measure_time(args.rounds),
+        "cuda": lambda: measure_cuda(args.rounds),
+    }
+    facts = {part: measures[part]() for part in args.parts}
+    for drawn in tables(facts):
+        Console(width=100).print(drawn)
+    if args.json:
+        save(args.json, "offload", facts)
+
+
+if __name__ == "__main__":
+    main()
