@@ -60,6 +60,9 @@ bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/r
 	$(BIN)/python benchmarks/operators.py --json $(RESULTS)/operators.json
 	$(BIN)/python benchmarks/tensor_parallel.py --json $(RESULTS)/tensor-parallel.json
 	$(BIN)/python benchmarks/bubbles.py --json $(RESULTS)/bubbles.json
+	$(BIN)/python benchmarks/recompute.py batch --json $(RESULTS)/recompute-bert-large.json
+	for model in bert gpt2 swin; do \
+	    $(BIN)/python benchmarks/recompute.py time --model $$model --json $(RESULTS)/recompute-$$model.json || exit 1; done
 	$(BIN)/python benchmarks/offload.py --json $(RESULTS)/offload.json
 	$(BIN)/python benchmarks/torch_operators.py --markdown docs/operators.md
 	$(BIN)/python benchmarks/tables.py

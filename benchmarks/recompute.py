@@ -5,6 +5,10 @@
 
 ``batch`` counts every storage that a forward of one sample keeps for backward. With ``every: 1``
 the activations of one block at a time come on top while it is computed again.
+
+``time`` compares, in turns: everything kept, torch's checkpoint around every block, every block by
+slipstream, groups of sqrt(n) blocks, and budgets that may hold no more than the last two do, as
+``budget.peak_bytes`` counts what blocks hold at a time.
 """
 
 from __future__ import annotations
@@ -15,12 +19,15 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from math import isqrt
 from typing import Any
 
 import torch
-from iteration import Iterate, plain
+from iteration import Iterate, plain, quartiles
+from rich.progress import track
 from tables import save
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -31,18 +38,10 @@ from transformers import (
 )
 
 from slipstream.memory import recompute
+from slipstream.memory.blocks import blocks_of
+from slipstream.memory.budget import peak_bytes, segments
 from slipstream.memory.measure import Saved
 from slipstream.strategy import Memory
-
-WISHES: Mapping[str, Mapping[str, Any] | None] = {
-    "none": None,
-    "every block": {"every": 1},
-    "every 3": {"every": 3},
-    "selective": {"every": 1, "keep": ["matmul", "convolution", "attention"]},
-    "budget 0.75": {"budget": 0.75},
-    "budget 0.5": {"budget": 0.5},
-    "budget 0.25": {"budget": 0.25},
-}
 
 Batch = dict[str, torch.Tensor]
 
@@ -109,9 +108,16 @@ def loss_of(batch: Batch, model: nn.Module) -> torch.Tensor:
     return loss
 
 
-def wish_of(name: str) -> Any:
+def wish_of(recompute: Mapping[str, Any]) -> Any:
     """The settings of a contender."""
-    return Memory.model_validate({"recompute": WISHES[name]}).recompute
+    return Memory.model_validate({"recompute": recompute}).recompute
+
+
+def by_torch(model: nn.Module) -> None:
+    """Torch's checkpoint around every block."""
+    for path in blocks_of(model):
+        block = model.get_submodule(path)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def batches() -> dict[str, Any]:
@@ -126,7 +132,7 @@ def batches() -> dict[str, Any]:
         output = block(hidden)
     one_block = saved.num_bytes
     del output
-    recomputed = recompute(model, wish_of("every block"))
+    recomputed = recompute(model, wish_of({"every": 1}))
     kept = kept_bytes(model, one)
     recomputed.close()
     return {
@@ -138,38 +144,65 @@ def batches() -> dict[str, Any]:
     }
 
 
-def times(name: str, runs: int) -> list[dict[str, Any]]:
-    """Seconds of an iteration of each contender, taking turns, and what a forward keeps."""
+def times(name: str, runs: int) -> dict[str, Any]:
+    """Seconds of an iteration of each contender, taking turns, and what its blocks hold."""
     build, make = MODELS[name]
-    batch, turns = make(), dict[str, Iterate]()
-    rows: list[dict[str, Any]] = []
-    for wish in WISHES:
+    batch = make()
+
+    def made(install: Callable[[nn.Module], Any]) -> tuple[Iterate, Any]:
         torch.manual_seed(0)
         model = build()
-        recomputed = recompute(model, wish_of(wish)) if WISHES[wish] else None
+        installed = install(model)
         iterate = plain(model, partial(loss_of, batch))
         for _ in range(2):
             iterate()
-        turns[wish] = iterate
-        found = recomputed.prediction if recomputed is not None else None
-        rows.append(
-            {
-                "wish": wish,
-                # torch keeps selected results past the hooks that count
-                "bytes": None if wish == "selective" else kept_bytes(model, batch),
-                "predicted_ratio": found.seconds / found.plain_seconds if found else None,
-            }
-        )
-    seconds: dict[str, list[float]] = {wish: [] for wish in WISHES}
-    for _ in range(runs):
-        for wish, iterate in turns.items():
+        return iterate, installed
+
+    def wished(**wish: Any) -> tuple[Iterate, Any]:
+        return made(lambda model: recompute(model, wish_of(wish)))
+
+    _, measured = wished(budget=1.0)
+    costs = measured.prediction.costs
+    root = isqrt(len(costs))
+    grouped, square = wished(every=root)
+    single = segments(len(costs), 1)
+    bytes_of = {
+        "everything kept": peak_bytes(tuple(range(len(costs))), costs),
+        "torch's checkpoint, every block": peak_bytes(single, costs),
+        "every block": peak_bytes(single, costs),
+        f"every {root} (sqrt n)": peak_bytes(square.parts, costs),
+    }
+    turns = {
+        "everything kept": made(lambda model: None)[0],
+        "torch's checkpoint, every block": made(by_torch)[0],
+        "every block": wished(every=1)[0],
+        f"every {root} (sqrt n)": grouped,
+    }
+    for rival in ("every block", f"every {root} (sqrt n)"):
+        way = f"budget, no more than {rival}"
+        turns[way], installed = wished(budget_bytes=bytes_of[rival])
+        bytes_of[way] = peak_bytes(installed.parts, costs)
+    for share in (0.25, 0.5, 0.75):
+        way = f"budget {share}"
+        turns[way], installed = wished(budget=share)
+        bytes_of[way] = peak_bytes(installed.parts, costs)
+    seconds: dict[str, list[float]] = {way: [] for way in turns}
+    for _ in track(range(runs), name):
+        for way, iterate in turns.items():
             start = time.perf_counter()
             iterate()
-            seconds[wish].append(time.perf_counter() - start)
-    for row in rows:
-        row["seconds"] = statistics.median(seconds[row["wish"]])
-        row["ratio"] = row["seconds"] / statistics.median(seconds["none"])
-    return rows
+            seconds[way].append(time.perf_counter() - start)
+    whole = statistics.median(seconds["everything kept"])
+    rows = [
+        {
+            "way": way,
+            "bytes": bytes_of[way],
+            "seconds": quartiles(seconds[way]),
+            "ratio": statistics.median(seconds[way]) / whole,
+        }
+        for way in turns
+    ]
+    return {"model": name, "blocks": len(costs), "runs": runs, "rows": rows}
 
 
 def main() -> None:
@@ -183,7 +216,7 @@ def main() -> None:
     if args.what == "batch":
         facts: dict[str, Any] = {"batch": batches()}
     else:
-        facts = {"model": args.model, "rows": times(args.model, args.runs)}
+        facts = times(args.model, args.runs)
     print(json.dumps(facts, indent=1))
     if args.json:
         save(args.json, "recompute", facts)

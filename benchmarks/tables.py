@@ -359,6 +359,37 @@ def tensor_parallel(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def recompute(facts: Mapping[str, Any]) -> str:
+    """Time and memory of blocks that are computed again."""
+    lines = [f"## Recompute, {facts['date']}", "", f"`{facts['command']}`", ""]
+    if (part := facts.get("batch")) is not None:
+        return "\n".join(
+            [
+                *lines,
+                "BERT-Large, 512 tokens, eager attention, one sample: a forward keeps "
+                f"{part['plain_bytes'] / 2**20:.0f} MiB, with every block computed again "
+                f"{part['kept_bytes'] / 2**20:.0f} MiB, {part['ratio']:.1f} times less; "
+                f"{part['ratio_with_a_block']:.1f} times, where the one block that is being "
+                f"computed again counts ({part['block_bytes'] / 2**20:.0f} MiB a sample).",
+            ]
+        )
+    lines += [
+        f"{facts['model']}, {facts['blocks']} blocks, {facts['runs']} iterations in turns on the "
+        "CPU; MiB: the most that blocks hold at a time.",
+        "",
+        *_header("way", "MiB", "median s", "quartiles", "times everything kept"),
+    ]
+    for r in facts["rows"]:
+        low, median, high = r["seconds"]
+        lines.append(
+            _row(
+                r["way"], f"{r['bytes'] / 2**20:.1f}", f"{median:.3f}", f"{low:.3f}..{high:.3f}",
+                f"{r['ratio']:.2f}",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
 def offload(facts: Mapping[str, Any]) -> str:
     """Bytes of a sample, time on the CPU, and batches on a GPU, with recomputation and offload."""
     lines = [
@@ -495,6 +526,7 @@ def main() -> None:
         "exchange": exchange,
         "large_batch": large_batch,
         "offload": offload,
+        "recompute": recompute,
         "operators": operators,
         "overhead": overhead,
         "precision": precision,

@@ -101,12 +101,14 @@ class Prediction:
         plain_bytes: where everything is kept.
         seconds: of their forward and backward.
         plain_seconds: where nothing is computed again.
+        costs: what was measured of each block.
     """
 
     num_bytes: int
     plain_bytes: int
     seconds: float
     plain_seconds: float
+    costs: tuple[Cost, ...]
 
 
 class Recomputed:
@@ -190,7 +192,8 @@ class _Settling:
         self._reset()
 
     def _reset(self) -> None:
-        self._observer, self._costs = Observer(), list[Cost]()
+        self._observer = Observer()
+        self._costs: list[Cost] = []
 
     def restart(self) -> None:
         """A forward of the model begins; what another has left does not count."""
@@ -248,6 +251,7 @@ class _Settling:
                 peak_bytes(plain, self._costs),
                 seconds(parts, self._costs),
                 seconds(plain, self._costs),
+                tuple(self._costs),
             )
         self._reset()
 
