@@ -104,8 +104,7 @@ def test_rounded_plans_fit_and_are_no_slower_than_uniform_ones(
     costs: list[Cost], length: int, borders: set[int]
 ) -> None:
     for plan in (segments(len(costs), length, borders), square_root(len(costs), borders)):
-        # rounding up takes at most a slot a block
-        limit = int(peak_bytes(plan, costs) * (1 + len(costs) / 400))
+        limit = peak_bytes(plan, costs)
         found = cheapest(costs, limit, borders)
         assert peak_bytes(found, costs) <= limit
         assert seconds(found, costs) <= seconds(plan, costs) + 1e-9

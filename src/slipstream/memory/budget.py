@@ -138,7 +138,8 @@ def cheapest(
 ) -> Parts:
     """The plan that holds at most ``limit`` bytes at any time, and takes the least time.
 
-    Optimal for bytes rounded up to ``limit / slots``.
+    Optimal for bytes rounded up to ``limit / slots``, and never slower than groups of equal length
+    that fit.
 
     Args:
         costs: of the blocks, in order.
@@ -170,8 +171,13 @@ def cheapest(
         return tuple(range(len(costs)))
     slot = max(1.0, limit / slots)
     table = _Table(chain, slot, int(limit / slot))
-    # rounding may leave nothing where the limit is hardly above what is needed
-    return table.parts(0, last, table.size) if table.fits(0, last) else chain.smallest(0, last)
+    # rounding may leave nothing where the limit is hardly above what is needed; groups of equal
+    # length need none
+    plans = [segments(len(costs), length, borders) for length in range(1, len(costs) + 1)]
+    plans = [plan for plan in plans if peak_bytes(plan, costs) <= limit]
+    fits = table.fits(0, last)
+    plans.append(table.parts(0, last, table.size) if fits else chain.smallest(0, last))
+    return min(plans, key=lambda plan: seconds(plan, costs))
 
 
 class _Chain:
