@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # pytest's, and what importing torch sets
+
+
+def pytest_configure() -> None:
+    """A shell's background jobs ignore Ctrl-C, and so would all that tests start and interrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -93,7 +93,6 @@ except slipstream.SlipstreamError as error:
 """
 ENDINGS: dict[str, tuple[str, int, tuple[str, str]]] = {
     "close is forgotten": ("", 0, ("", "")),
-    "close is forgotten again": ("", 0, ("", "")),
     "close is forgotten, a cycle": (
         "kept = [session]; kept.append(kept); del session",
         0,

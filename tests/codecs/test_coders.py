@@ -75,8 +75,16 @@ def test_a_step_that_does_not_count_leaves_no_trace(name) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("poison", [float("inf"), -float("inf"), float("nan")])
-@pytest.mark.parametrize("at", [0, 17 * 23 + 2, 17 * 23 + 5 + 60, -1])
+@pytest.mark.parametrize(
+    ("poison", "at"),
+    [
+        (float("inf"), 0),
+        (-float("inf"), 17 * 23 + 2),
+        (float("nan"), 17 * 23 + 5 + 60),
+        (float("inf"), 17 * 23 + 5 + 60),
+        (float("nan"), -1),
+    ],
+)
 def test_what_is_not_finite_on_one_rank_is_known_to_all(name, poison, at) -> None:
     """Where it stands must not matter: in a matrix, a vector, a part that is not sent."""
     team, other = Team(WISHES[name], 3, riders=4), Team(WISHES[name], 3, riders=4)
@@ -102,9 +110,9 @@ def test_a_sum_that_overflows_is_known_to_all(name, shapes) -> None:
 
 
 @every_codec
-@pytest.mark.parametrize("at", [3, 70_000, 299_999])
+@pytest.mark.parametrize("at", [3, 70_000, 139_999])
 def test_every_part_of_a_large_gradient_is_looked_at(name, at) -> None:
-    team = Team(WISHES[name], 2, [(300, 1000)], riders=3)
+    team = Team(WISHES[name], 2, [(140, 1000)], riders=3)
     gradients = team.gradients(0)
     gradients[1][at] = float("nan")
     team.exchange(gradients, counts=False)

@@ -39,8 +39,16 @@ def trained(precision: dict[str, Any], memory: dict[str, Any]) -> tuple[list[flo
     return losses, [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("recompute", [{"every": 1}, {"every": 2}, {"budget": 0.7}], ids=str)
-@pytest.mark.parametrize("precision", KINDS, ids=lambda k: f"{k['kind']}-{len(k)}")
+@pytest.mark.parametrize(
+    ("precision", "recompute"),
+    [
+        (KINDS[0], {"every": 1}),
+        (KINDS[1], {"every": 2}),
+        (KINDS[1], {"budget": 0.7}),
+        (KINDS[2], {"budget": 0.7}),
+    ],
+    ids=str,
+)
 def test_bitwise_as_without(precision: dict[str, Any], recompute: dict[str, Any]) -> None:
     memory = {"recompute": recompute, "offload": {"to": "disk", "min_bytes": 1}}
     losses, parameters = trained(precision, memory)
