@@ -8,7 +8,9 @@ Three parts, each with torch's own means beside ours:
   estimated from shapes and as measured (the peak of the process's memory in forward and backward,
   gradients allocated before), and the batch that follows for 32 GiB;
 - time: a smaller BERT on the CPU, all variants in turn on one model: seconds an iteration and the
-  measured peak; here ours offload to disk;
+  measured peak. Here ours offload to disk; torch's ``save_on_cpu`` moves nothing where all is on
+  the CPU, so the hooks of torch's tutorial, which write each saved tensor to a file, stand beside
+  it. What was written may lie in the system's cache of files, which is not the process's memory;
 - cuda: BERT-Large on a GPU limited to 32 GiB: the largest batch of each variant, and sequences a
   second with it. Left out where there is no GPU.
 """
@@ -23,99 +25,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from activations import bert, inputs, variants
 from iteration import quartiles
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from tables import save
 from torch import nn
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
-from transformers import BertConfig, BertForSequenceClassification
 
-from slipstream.memory import estimate, max_batch, offload, recompute
-from slipstream.memory.blocks import blocks_of
+from slipstream.memory import estimate, max_batch
 from slipstream.memory.replaced import Replaced
-from slipstream.strategy import Every, Offload
+from slipstream.strategy import Offload
 
 LIMIT = 32 * 2**30
 LARGE = (1024, 24, 16, 512)
 SMALL = (512, 8, 8, 256)
 SMALL_BATCH = 8
-
-Installed = Callable[[nn.Module], AbstractContextManager[object]]
-
-
-def bert(width: int, layers: int, heads: int, length: int) -> nn.Module:
-    """BERT with a classification head and eager attention, random weights, dropout on."""
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        max_position_embeddings=length,
-    )
-    config._attn_implementation = "eager"
-    config.problem_type = "single_label_classification"
-    model: nn.Module = BertForSequenceClassification(config)
-    return model.train()
-
-
-def inputs(length: int, device: str, batch: int) -> dict[str, torch.Tensor]:
-    """Words of so many texts, and their labels."""
-    words = torch.zeros(batch, length, dtype=torch.long, device=device)
-    return {"input_ids": words, "labels": words[:, 0]}
-
-
-@contextmanager
-def ours(model: nn.Module, again: bool, wish: Offload | None) -> Iterator[None]:
-    """slipstream's recomputation of every block, offload, or both."""
-    recomputed = recompute(model, Every()) if again else None
-    offloader = offload(model, wish) if wish is not None else None
-    yield
-    if offloader is not None:
-        offloader.close()
-    if recomputed is not None:
-        recomputed.close()
-
-
-@contextmanager
-def torchs(model: nn.Module, again: bool, to_cpu: bool) -> Iterator[None]:
-    """torch's checkpoint of every block, ``save_on_cpu`` around the model, or both."""
-
-    def repeated(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    def moved(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return forward(*args, **kwargs)
-
-    around = [Replaced(model, moved)] if to_cpu else []
-    around += [Replaced(model.get_submodule(p), repeated) for p in blocks_of(model) if again]
-    yield
-    for replaced in reversed(around):
-        replaced.remove()
-
-
-def variants(wish: Offload) -> dict[str, Installed]:
-    """All that take turns, by name."""
-    return {
-        "keep all": lambda model: nullcontext(),
-        "torch: save_on_cpu": partial(torchs, again=False, to_cpu=True),
-        "torch: checkpoint": partial(torchs, again=True, to_cpu=False),
-        "torch: checkpoint + save_on_cpu": partial(torchs, again=True, to_cpu=True),
-        "recompute": partial(ours, again=True, wish=None),
-        "offload": partial(ours, again=False, wish=wish),
-        "recompute + offload": partial(ours, again=True, wish=wish),
-    }
-
 
 OURS = ("keep all", "recompute", "recompute + offload")
 
@@ -124,13 +54,13 @@ OURS = ("keep all", "recompute", "recompute + offload")
 
 
 def peak_of(name: str, shape: tuple[int, int, int, int], batch: int) -> int:
-    """Bytes by which this process grows in one forward and backward, gradients made before."""
-    model, length = bert(*shape), shape[-1]
-    model(**inputs(8, "cpu", 1)).loss.backward()
-    with variants(Offload(to="disk"))[name](model):
+    """Bytes by which this process grows in the second forward and backward of this size."""
+    model, given = bert(*shape), inputs(shape[-1], "cpu", batch)
+    with variants(Offload(to="disk"))[name](model, given):
+        model(**given).loss.backward()
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
         before = _status("VmRSS")
-        model(**inputs(length, "cpu", batch)).loss.backward()
+        model(**given).loss.backward()
         return _status("VmHWM") - before
 
 
@@ -192,7 +122,7 @@ def measure_time(rounds: int) -> dict[str, Any]:
     shuffle = random.Random(0)
     for turn in track(range(1 + rounds), "time", console=Console(stderr=True)):
         for name in shuffle.sample(list(every), len(every)):
-            with every[name](model):
+            with every[name](model, given):
                 model(**given).loss.backward()  # as each starts anew
                 start = time.perf_counter()
                 model(**given).loss.backward()
@@ -232,8 +162,9 @@ def measure_cuda(rounds: int) -> dict[str, Any] | None:
     around = Replaced(model, lambda forward, *args, **kwargs: _under(amp(), forward, kwargs))
     every = variants(Offload())
     del every["torch: save_on_cpu"]  # would take all of the host's memory
+    del every["torch: saved tensors to files"], every["recompute, budget of as much"]
     for name, install in every.items():
-        with install(model):
+        with install(model, {}):
             batch = max_batch(model, given, optimizer, memory_bytes=LIMIT, most=2**12)
             torch.cuda.set_per_process_memory_fraction(min(LIMIT / whole, 1.0), device)
             seconds = [_timed(model, optimizer, given(batch)) for _ in range(2 + rounds)][2:]
