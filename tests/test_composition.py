@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -79,8 +78,6 @@ def seen(model: nn.Module, optimizer: torch.optim.SGD) -> dict[str, Any]:
     for buffer, value in zip(model.train().buffers(), kept, strict=True):
         buffer.copy_(value)
     groups = [{**group, "params": [*map(id, group["params"])]} for group in optimizer.param_groups]
-    if "RANK" in os.environ:  # groups may wait in a cycle with the error that has ended them
-        gc.collect()
     links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     files = {os.readlink(link) for link in links if os.path.exists(link)}
     return {
@@ -100,7 +97,7 @@ def seen(model: nn.Module, optimizer: torch.optim.SGD) -> dict[str, Any]:
             for p in model.parameters()
         ],
         "optimizer": (sorted(vars(optimizer)), hooks_of(optimizer)),
-        "files": {file for file in files if "pipe" not in file},  # gloo keeps one for good
+        "files": {file for file in files if file[0] == "/"},  # gloo has its own time for sockets
         "threads": {t.name for t in threading.enumerate()},
     }
 
