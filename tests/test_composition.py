@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import slipstream
@@ -135,6 +138,14 @@ def test_a_late_failure_leaves_all_as_it_was(name: str, step: str, tmp_path: Any
     check_left_alone(step, WISHES[name], str(tmp_path))
 
 
+def test_clocks_that_cannot_be_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = in_training()
+    monkeypatch.setattr(composition.Recorder, "align", broken)
+    with pytest.raises(Broken):
+        slipstream.accelerate(model, optimizer, strategy={"trace": {"steps": 1, "skip": 0}})
+    assert not model._forward_pre_hooks
+
+
 @pytest.mark.parametrize("step", ["Engine", "Recording", "Session"])
 def test_also_on_two_ranks_with_a_codec(two: Ranks, step: str, tmp_path: Any) -> None:
     two.run(check_left_alone, step, {**DGC, **EVERYTHING}, str(tmp_path))
@@ -163,6 +174,38 @@ def lose_the_other(fails: bool, tmp: str) -> str:
 def test_a_network_that_breaks_while_it_is_measured(two: Ranks, tmp_path: Any) -> None:
     heard = two.run(lose_the_other, PerRank(False, True), str(tmp_path), connect=False)
     assert heard == ["ExchangeError", "Broken"]
+
+
+def groups_alive(fails: bool) -> list[bool]:
+    """Of those that a session made, which is over but there still."""
+    model, optimizer = in_training()
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        new = dist.new_group
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            group = new(*args, **kwargs)
+            made.append(ref(group))
+            return group
+
+        patch.setattr(dist, "new_group", noted)
+        if fails:
+            patch.setattr(composition, "Session", broken)
+        with (
+            suppress(Broken),
+            slipstream.accelerate(
+                model, optimizer, [rows(0)], {**DGC, **EVERYTHING, "trace": {}}
+            ) as session,
+        ):
+            session.backward(session.model(**rows(0)))
+    return [group() is not None for group in made]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_process_groups_end_with_the_session_or_the_failure(two: Ranks, fails: bool) -> None:
+    for alive in two.run(groups_alive, fails):
+        assert len(alive) == 4  # for agreements, for single collectives, for two threads
+        assert not any(alive)
 
 
 def half_shared() -> None:

@@ -163,6 +163,8 @@ class Recomputed:
         """Every module has its own forward again."""
         if self._around is not None:
             self._around.remove()
+        if self._settling is not None:
+            self._settling.close()
         self._chain.close()
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -194,6 +196,10 @@ class _Settling:
     def _reset(self) -> None:
         self._observer = Observer()
         self._costs: list[Cost] = []
+
+    def close(self) -> None:
+        """Agree with nobody any more: a process group ends with the last that holds it."""
+        self._agree = lambda own: own
 
     def restart(self) -> None:
         """A forward of the model begins; what another has left does not count."""
