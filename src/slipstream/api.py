@@ -37,7 +37,8 @@ def accelerate(
 
     Works the same on one process (nothing is exchanged), under ``slipstream launch``, ``torchrun``,
     Slurm and Open MPI, and in a script that has made its process group itself. All ranks start from
-    the first rank's parameters and buffers.
+    the first rank's parameters and buffers. An error leaves model and optimizer as they were, but
+    for these values; only a model that ranks share may stay in parts, and is then refused.
 
     Args:
         model: a plain module, not wrapped in DistributedDataParallel; its names and classes stay.
