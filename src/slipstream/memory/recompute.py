@@ -86,8 +86,8 @@ def _targets(model: nn.Module, wish: Recompute) -> list[str]:
     if not found:
         raise StrategyError(
             f"memory.recompute {wish.kind}: {type(model).__name__} has no repeated blocks (modules "
-            "of one class and size in a ModuleList or Sequential); name what to compute again: "
-            "memory.recompute: {checkpoints: [path, ...]}"
+            "of one class and size in a ModuleList, ModuleDict or Sequential); name what to "
+            "compute again: memory.recompute: {checkpoints: [path, ...]}"
         )
     return found
 
