@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # as in torch's "Ext
 from slipstream.memory import recompute
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.measure import tensors
+from slipstream.memory.saved_bytes import saved_by
 from slipstream.strategy import Every
 from slipstream.strategy.memory import Operation
 from tests.memory.models import MODELS, Case, rows
@@ -152,6 +153,23 @@ def test_inputs_and_the_results_that_were_asked_for_are_kept_once(
     for keep in KEEPS:
         _, found, _ = counted(CASES[name], Every(every=every, keep=keep))
         assert found == least + of_blocks(plain(name), keep), keep
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_estimate_counts_them(plain: Any, name: str) -> None:
+    model = CASES[name].build().train()
+    saved = saved_by(model, CASES[name].batch(1))
+    regions = [[path] for path in saved.blocks]
+    without = saved.num_bytes(saved.kept(regions))
+    for keep in KEEPS:
+        results = of_blocks(plain(name), keep).elements()
+        found = saved.num_bytes(saved.kept(regions, keep)) - without
+        assert found == sum(num_bytes for _, _, num_bytes in results), keep
+
+
+def test_the_overview_says_what_is_kept() -> None:
+    value = recompute(Attentive(), Every(keep=("matmul", "attention"))).row.value
+    assert value == "4 modules computed again but for matmul, attention in 4 regions, 0 kept"
 
 
 def test_each_kind_of_operation_is_in_some_model(plain: Any) -> None:

@@ -119,6 +119,7 @@ class Recomputed:
     ) -> None:
         paths = _targets(model, wish)
         keep = () if isinstance(wish, Budget | BudgetBytes) else wish.keep
+        self._keep = keep
         self._chain = Chain({path: model.get_submodule(path) for path in paths}, keep)
         self._settling: _Settling | None = None
         self._around: Replaced | None = None
@@ -147,7 +148,8 @@ class Recomputed:
         """What became of it, for the overview."""
         regions, again = self.regions, sum(map(len, self.regions))
         kept = len(self._chain.blocks) - again
-        value = f"{again} modules computed again in {len(regions)} regions, {kept} kept"
+        but = f" but for {', '.join(self._keep)}" if self._keep else ""
+        value = f"{again} modules computed again{but} in {len(regions)} regions, {kept} kept"
         if self._chain.watch is not None:
             return Row("memory.recompute", value, "until the end of the first forward")
         if self.prediction is None:

@@ -1,8 +1,11 @@
-"""Operations whose results are kept inside a region that is computed again."""
+"""Operations whose results are kept inside a region that is computed again.
+
+Never keeps anything itself: torch's selective checkpoint does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,14 +20,12 @@ from slipstream.strategy.memory import Operation
 
 _aten = torch.ops.aten
 
-_OPERATIONS: dict[Operation, set[Any]] = {
-    "matmul": {
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-    },
-    "convolution": {_aten.convolution.default},
+_OPERATIONS: dict[Any, Operation] = {
+    _aten.mm.default: "matmul",
+    _aten.addmm.default: "matmul",
+    _aten.bmm.default: "matmul",
+    _aten.baddbmm.default: "matmul",
+    _aten.convolution.default: "convolution",
 }
 
 _DROPOUT_OF = {
@@ -45,12 +46,11 @@ def contexts(
     Fused attention that drops values is computed again all the same: left out, it would not draw
     its random numbers, and what comes after it would draw others than the first time.
     """
-    kept = {operation for name in keep for operation in _OPERATIONS.get(name, ())}
 
     def policy(
-        _: SelectiveCheckpointContext, operation: Any, *args: Any, **kwargs: Any
+        _: SelectiveCheckpointContext, function: Any, *args: Any, **kwargs: Any
     ) -> CheckpointPolicy:
-        if operation in kept or ("attention" in keep and _is_plain(operation, args, kwargs)):
+        if _operation(function, args, kwargs) in keep:
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -58,9 +58,33 @@ def contexts(
     return first, again
 
 
-def _is_plain(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it is fused attention without dropout."""
-    place = _DROPOUT_OF.get(operation)
+def watched(see: Callable[[Operation, Any], None]) -> AbstractContextManager[Any]:
+    """A context that shows ``see`` the results of all operations that could be kept; keeps none.
+
+    Example:
+        >>> seen = []
+        >>> with watched(lambda operation, result: seen.append(operation)):
+        ...     y = (torch.eye(2) @ torch.eye(2)).exp()
+        >>> seen
+        ['matmul']
+    """
+
+    def policy(
+        context: SelectiveCheckpointContext, function: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
+        operation = _operation(function, args, kwargs)
+        if operation is not None:
+            see(operation, context.op_output)
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    first: AbstractContextManager[Any] = create_selective_checkpoint_contexts(policy)[0]
+    return first
+
+
+def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation | None:
+    """What it is called in a strategy; None: what cannot be kept."""
+    place = _DROPOUT_OF.get(function)
     if place is None:
-        return False
-    return not kwargs.get("dropout_p", args[place] if len(args) > place else 0.0)
+        return _OPERATIONS.get(function)
+    dropout = kwargs.get("dropout_p", args[place] if len(args) > place else 0.0)
+    return None if dropout else "attention"
