@@ -11,16 +11,16 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode  # as in torch's "Extending PyTorch"
 
+from slipstream.errors import UsageError
 from slipstream.memory import recompute
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.measure import tensors
 from slipstream.memory.saved_bytes import saved_by
 from slipstream.strategy import Every
 from slipstream.strategy.memory import Operation
-from tests.memory.models import MODELS, Case, rows
+from tests.memory.models import MODELS, Attention, Attentive, Case, rows
 
 RESULTS: dict[Operation, set[str]] = {
     "matmul": {"aten.mm.default", "aten.addmm.default", "aten.bmm.default"},
@@ -78,33 +78,7 @@ class Census(TorchDispatchMode):
         return result
 
 
-class Attention(nn.Module):
-    """Fused attention without dropout, and a dropout behind it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.into(x)[None, None].chunk(3, -1)
-        return x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v)[0, 0]))
-
-
-class Attentive(nn.Module):
-    """Blocks of fused attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 4)
-        self.blocks = nn.Sequential(*(Attention(6) for _ in range(4)))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.blocks(self.first(x))), y)
-
-
-CASES = {name: MODELS[name] for name in ("resnet", "bert", "gpt2", "swin")}
-CASES["attentive"] = Case(Attentive, rows, "blocks.*", 4)
+CASES = {name: MODELS[name] for name in ("resnet", "bert", "gpt2", "swin", "attentive")}
 
 
 def counted(case: Case, wish: Every | None) -> tuple[Counter[Made], Counter[Made], nn.Module]:
@@ -170,6 +144,26 @@ def test_the_estimate_counts_them(plain: Any, name: str) -> None:
 def test_the_overview_says_what_is_kept() -> None:
     value = recompute(Attentive(), Every(keep=("matmul", "attention"))).row.value
     assert value == "4 modules computed again but for matmul, attention in 4 regions, 0 kept"
+
+
+class InPlace(Attention):
+    """Changes what a matrix product returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.into(x).relu_()[:, :6])
+
+
+def test_what_torch_refuses_is_said_in_these_words() -> None:
+    model = nn.Sequential(InPlace(6), InPlace(6))
+    recompute(model, Every(keep=("matmul",)))
+    with pytest.raises(UsageError, match=r"recompute keep: .* changed in place .*inplace=True"):
+        model(torch.ones(2, 6)).sum().backward()
+    model = Attentive()
+    recompute(model, Every(keep=("attention",)))
+    loss = model(**rows(0))
+    loss.backward(retain_graph=True)
+    with pytest.raises(UsageError, match=r"recompute keep: .* goes backward once"):
+        loss.backward()
 
 
 def test_each_kind_of_operation_is_in_some_model(plain: Any) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from slipstream.errors import UsageError
 from slipstream.strategy.memory import Operation
 
 _aten = torch.ops.aten
@@ -36,6 +37,14 @@ _DROPOUT_OF = {
 }
 """Fused attention, and which of its arguments is the rate of its dropout."""
 
+_ADVICE = {
+    "has been mutated": "a result that is kept was changed in place behind the operation, as "
+    "nn.ReLU(inplace=True) does; let it make a new tensor, or leave that operation out of keep",
+    "backward an extra time": "a graph whose results are kept goes backward once; leave keep out, "
+    "or make the loss again",
+}
+"""What to do about torch's errors, by words in them."""
+
 
 def contexts(
     keep: Sequence[Operation],
@@ -45,6 +54,10 @@ def contexts(
 
     Fused attention that drops values is computed again all the same: left out, it would not draw
     its random numbers, and what comes after it would draw others than the first time.
+
+    Raises:
+        UsageError: in the repetition: a result that is kept was changed in place, or is asked for
+            a second time.
     """
 
     def policy(
@@ -55,7 +68,7 @@ def contexts(
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     first, again = create_selective_checkpoint_contexts(policy)
-    return first, again
+    return first, _Explained(again)
 
 
 def watched(see: Callable[[Operation, Any], None]) -> AbstractContextManager[Any]:
@@ -88,3 +101,19 @@ def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         return _OPERATIONS.get(function)
     dropout = kwargs.get("dropout_p", args[place] if len(args) > place else 0.0)
     return None if dropout else "attention"
+
+
+class _Explained:
+    """A context whose errors say what to do; it may be entered several times."""
+
+    def __init__(self, context: AbstractContextManager[Any]) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._context.__exit__(kind, error, trace)
+        for words, advice in _ADVICE.items():
+            if isinstance(error, RuntimeError) and words in str(error):
+                raise UsageError(f"memory.recompute keep: {advice}") from error
