@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import ModelError, UsageError
+from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.memory.estimate import estimate, optimizer_bytes
 from slipstream.memory.max_batch import max_batch
+from slipstream.memory.offload import offload
 from slipstream.memory.recompute import recompute
 from slipstream.memory.saved_bytes import saved_by, saved_on_meta
 from slipstream.optim import Lamb, Lars
@@ -218,6 +219,48 @@ def test_the_largest_batch_that_was_estimated_is_the_one_that_is_found(name):
         assert abs(batches[-1] - measured) <= 1  # an affine function of the batch, cut to bytes
     assert batches[0] == 6 < batches[1] <= batches[2]
     assert found.max_batch(1000) == 0
+
+
+INSTALLED = [
+    lambda model: recompute(model, Every()),
+    lambda model: offload(model, Offload(to="disk")),
+]
+
+
+@pytest.mark.parametrize("install", INSTALLED)
+def test_what_is_installed_hides_what_is_saved(install):
+    model = built("bert")
+    count = {
+        "estimate": lambda: estimate(model, lambda n: inputs("bert", n)),
+        "max_batch": lambda: max_batch(model, lambda n: inputs("bert", n), memory_bytes=2**20),
+    }
+    installed = install(model)
+    for ask in count.values():
+        with pytest.raises(UsageError, match=r"encoder\.layer\.0 saves cannot be counted .* close"):
+            ask()
+    installed.close()
+    everything = count["estimate"]().activations()
+    model.bert.encoder.gradient_checkpointing = True  # as the model's own method does
+    with pytest.raises(UsageError, match=r"call model\.gradient_checkpointing_disable"):
+        count["max_batch"]()
+    model.bert.encoder.gradient_checkpointing = False
+    assert count["estimate"]().activations() == everything
+
+
+def test_regions_of_what_was_closed():
+    model = built("bert")
+    recomputed = recompute(model, Every(every=2))
+    model(**inputs("bert", 2))  # settles the regions
+    recomputed.close()
+    found = estimate(model, lambda n: inputs("bert", n))
+    memory = found.total(recomputed.regions).at(5)
+    batches = [
+        max_batch(model, lambda n: inputs("bert", n), memory_bytes=memory, regions=regions)
+        for regions in ((), recomputed.regions)
+    ]
+    assert batches[0] < 4 <= batches[1] <= 6
+    with pytest.raises(StrategyError, match=r"layer\.9' is no block .* did you mean 'bert"):
+        found.max_batch(memory, [["bert.encoder.layer.9"]])
 
 
 def test_a_cpu_needs_a_limit():

@@ -124,6 +124,8 @@ def estimate(
 
     Raises:
         ModelError: the optimizer cannot be estimated, or ``dtype`` where shapes do not tell.
+        UsageError: recomputation or offload is installed, which hides what is saved; call this
+            before, and ask `Estimate.max_batch` for them.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))

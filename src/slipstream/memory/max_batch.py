@@ -35,7 +35,8 @@ def max_batch(
     of the GPU or of the host; recomputation and offload are as they are installed. On a CPU, where
     memory is not out at a definite point, a forward is run without keeping anything, and what it
     would have saved is counted against ``memory_bytes``, as it would be with ``regions``,
-    ``wish`` and ``keep``. Gradients are cleared; running statistics and random states go on.
+    ``wish`` and ``keep``; these must not be installed, as they hide what is saved. Running
+    statistics and random states go on; on a GPU gradients are cleared.
 
     Args:
         model: in training mode, on its device.
@@ -43,7 +44,8 @@ def max_batch(
         optimizer: makes no update.
         memory_bytes: the limit; None: that of the GPU.
         loss_of: the loss of what the model returns.
-        regions: on a CPU: blocks that are computed again, as ``Recomputed.regions``.
+        regions: on a CPU: blocks that are computed again, as ``Recomputed.regions`` says, also
+            after its ``close()``.
         wish: on a CPU: what leaves.
         keep: on a CPU: operations whose results regions keep.
         most: where to stop.
@@ -52,7 +54,8 @@ def max_batch(
         0 where not even one sample fits.
 
     Raises:
-        UsageError: on a CPU without a limit.
+        UsageError: on a CPU without a limit, or with recomputation or offload installed.
+        StrategyError: a region names what is no block.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))

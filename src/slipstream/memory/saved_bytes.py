@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.memory import selective
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.measure import tensors
 from slipstream.memory.replaced import Replaced
 from slipstream.strategy import Offload
 from slipstream.strategy.memory import Operation
+from slipstream.strategy.validate import did_you_mean
 
 Inputs = Mapping[str, Any]
 """Arguments of a model by name."""
@@ -68,7 +69,11 @@ class Saved:
     ) -> frozenset[int]:
         """What is kept from forward to backward where ``regions`` of blocks are computed again but
         for the results of ``keep``.
+
+        Raises:
+            StrategyError: a region names what is no block.
         """
+        self._check(regions)
         inside = {path for region in regions for path in region}
         plain = [saved for path, saved in self.blocks.items() if path not in inside]
         inputs = [self.inputs[region[0]] for region in regions]
@@ -86,7 +91,11 @@ class Saved:
 
         Never too low for saved tensors: what is saved outside of blocks counts throughout, though
         that behind them is used up first.
+
+        Raises:
+            StrategyError: a region names what is no block.
         """
+        self._check(regions)
         parts = [*regions, *([p] for p in self.blocks if all(p not in r for r in regions))]
         order = {path: number for number, path in enumerate(self.blocks)}
         parts.sort(key=lambda part: order[part[0]])
@@ -104,6 +113,14 @@ class Saved:
         """Of these operations in these blocks."""
         found = (self.results[path].get(operation) for path in paths for operation in keep)
         return frozenset().union(*(storages for storages in found if storages is not None))
+
+    def _check(self, regions: Sequence[Sequence[str]]) -> None:
+        for path in (path for region in regions for path in region):
+            if path not in self.blocks:
+                raise StrategyError(
+                    f"regions: {path!r} is no block that was counted"
+                    f"{did_you_mean(path, self.blocks)}; allowed: {', '.join(self.blocks)}"
+                )
 
     def _there(self, number: int, count: int, wish: Offload) -> list[int]:
         """Parts that are in memory when backward is at one: fetched ahead, or never gone; in
@@ -123,6 +140,9 @@ def saved_by(model: nn.Module, inputs: Inputs, blocks: Sequence[str] | None = No
         model: left as it is, but for what a forward changes (running statistics, random state).
         inputs: of one forward.
         blocks: paths; None: those that repeat.
+
+    Raises:
+        UsageError: recomputation or offload is installed, which hides what is saved.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
@@ -149,6 +169,7 @@ def saved_on_meta(
 
     Raises:
         ModelError: the forward looks at values, so that shapes do not tell what it saves.
+        UsageError: as of `saved_by`.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shape = partial(_shape_of, dtype=dtype)
@@ -175,6 +196,7 @@ def _counted(
     blocks: Sequence[str] | None,
 ) -> Saved:
     """Count what ``run`` saves, by the blocks of ``model``, but for ``own``."""
+    _check_plain(model)
     census = _Census(own)
     paths = blocks_of(model) if blocks is None else blocks
     around = [Replaced(model.get_submodule(path), partial(census.block, path)) for path in paths]
@@ -185,6 +207,27 @@ def _counted(
         for replaced in reversed(around):
             replaced.remove()
     return census.saved()
+
+
+def _check_plain(model: nn.Module) -> None:
+    """Refuse a model whose saved tensors are seen by hooks inside of those that count.
+
+    Raises:
+        UsageError: names the module and the way out.
+    """
+    for path, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), Replaced):
+            raise UsageError(
+                f"what {path or 'the model'} saves cannot be counted while recomputation or "
+                "offload is installed, which hides it; count before, or close() it first, and say "
+                "what it does: regions=recomputed.regions, wish=Offload(...)"
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise UsageError(
+                f"what {path or 'the model'} saves cannot be counted while it computes activations "
+                "again itself; call model.gradient_checkpointing_disable(), and say what is "
+                "computed again: regions=[[path], ...]"
+            )
 
 
 class _Census:
