@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import OffloadError, UsageError
-from slipstream.memory.estimate import Regions, optimizer_bytes
+from slipstream.memory.estimate import Regions, optimizer_bytes, state_bytes
 from slipstream.memory.saved_bytes import Inputs, saved_by
 from slipstream.strategy import Offload
 from slipstream.strategy.memory import Operation
@@ -69,9 +69,7 @@ def max_batch(
             return largest(trial.fits, most)
     if memory_bytes is None:
         raise UsageError("max_batch() on a CPU needs a limit; give memory_bytes")
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    state = held + trained + (optimizer_bytes(optimizer) if optimizer is not None else 0)
+    state = sum(state_bytes(model, optimizer))
 
     def fits(batch: int) -> bool:
         saved = saved_by(model, inputs_of(batch))

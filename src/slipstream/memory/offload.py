@@ -19,7 +19,7 @@ from slipstream.memory.blocks import blocks_of, matching
 from slipstream.memory.place import open_store
 from slipstream.memory.policy import Policy
 from slipstream.memory.replaced import Replaced
-from slipstream.memory.saved import Away, Call, Kept, Pass, Sent
+from slipstream.memory.saved import Away, Call, Kept, Pass, Sent, is_plain
 from slipstream.memory.store import Store, Traffic
 from slipstream.strategy import Offload, Row
 
@@ -97,8 +97,8 @@ def offloaded_blocks(model: nn.Module, wish: Offload) -> dict[str, nn.Module]:
         paths = matching(model, wish.modules, "memory.offload.modules")
     if not paths:
         raise StrategyError(
-            f"memory.offload: {type(model).__name__} has no repeated blocks (a ScriptModule is none); "
-            "name its modules: memory.offload.modules"
+            f"memory.offload: {type(model).__name__} has no repeated blocks (a ScriptModule is "
+            "none); name its modules: memory.offload.modules"
         )
     if wish.keep_last >= len(paths):
         raise StrategyError(
@@ -263,7 +263,7 @@ class Offloader:
 
     def _pack(self, call: Call, own: set[Any], tensor: torch.Tensor) -> Kept | Sent:
         """What autograd is to keep in the place of ``tensor``."""
-        if not self._may_leave(tensor):
+        if tensor.device != self._device or not is_plain(tensor):
             return Kept(call, tensor)
         storage = tensor.untyped_storage()
         if storage in own:
@@ -277,15 +277,6 @@ class Offloader:
             away = Away(self._store, call, tensor)
             self._known[storage] = ref(away)
         return Sent(call, tensor, away)
-
-    def _may_leave(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a plain dense tensor, whose bytes are all there is to it."""
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        return (
-            plain
-            and tensor.device == self._device
-            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        )
 
     # Backward.
 

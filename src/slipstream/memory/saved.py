@@ -130,6 +130,12 @@ class Sent:
         return empty.set_(raw.untyped_storage(), self._offset, self._shape, self._stride)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a dense tensor whose bytes are all there is to it."""
+    dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return dense and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
 def _changed(shape: torch.Size, path: str) -> RuntimeError:
     """What torch says in this case."""
     return RuntimeError(
