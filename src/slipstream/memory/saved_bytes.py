@@ -31,7 +31,8 @@ def saved_by(model: nn.Module, inputs: Inputs, blocks: Sequence[str] | None = No
     """Count what ``model(**inputs)`` saves for backward, where model and inputs are.
 
     Nothing that is saved is held, so that it takes the memory of a forward without gradients.
-    Parameters and buffers do not count. Exact: every storage once, as long as it is.
+    Parameters and buffers do not count. Exact: every storage once, as long as it is; but what a
+    model passes to ``torch.utils.checkpoint`` in its own code is not seen.
 
     Args:
         model: left as it is, but for what a forward changes (running statistics, random state).
