@@ -3,23 +3,66 @@
 from __future__ import annotations
 
 import json
+import sys
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli import main
+from slipstream.cli import _plan_count, main
+from slipstream.cli._plan_memory import parse_bytes
 from slipstream.errors import ModelError, StrategyError
+from slipstream.memory import Estimate
 
 OWN = """
+import atexit
 import torch
 from torch import nn
+from beside import WIDTH
+
+atexit.register(print, "bye")
+
+class Looks(nn.Sequential):
+    def forward(self, input):
+        return super().forward(input if input.sum() >= 0 else -input)
+
+def blocks():
+    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)]
+
+def inputs(batch):
+    return {"input": torch.zeros(batch, WIDTH)}
 
 def build():
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]
-    return nn.Sequential(*blocks), lambda batch: {"input": torch.zeros(batch, 64)}
+    print("hello")
+    return nn.Sequential(*blocks()), inputs
+
+def item():
+    assert [x.item() for x in torch.linspace(0, 1, 3)] == [0, 0.5, 1]
+    return build()
+
+def looks():
+    return Looks(*blocks()), inputs
 
 def nothing():
     return None
+
+def raises():
+    return [][3]
+
+def leaves():
+    raise SystemExit(3)
+
+def no_mapping():
+    return nn.Sequential(*blocks()), lambda batch: torch.zeros(batch, WIDTH)
+
+def no_inputs():
+    return nn.Sequential(*blocks()), lambda batch: {}[batch]
+
+def wrong_name():
+    return nn.Sequential(*blocks()), lambda batch: {"x": torch.zeros(batch, WIDTH)}
+
+def no_batch():
+    return nn.Sequential(*blocks()), lambda batch: inputs(5)
 
 number = 3
 """
@@ -36,6 +79,7 @@ def _run(*arguments: str) -> str:
 @pytest.fixture
 def own(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "beside.py").write_text("WIDTH = 64")
     return f"{tmp_path / 'own.py'}:build"
 
 
@@ -62,38 +106,91 @@ def test_the_tables_of_a_known_model():
     assert "bert.encoder.layer.0 to bert.encoder.layer.11, each of 12" in shown
 
 
-def test_half_the_bits_half_the_activations(own):
-    def each(dtype):
-        options = ["--memory", "1GiB", "--model", own, "--dtype", dtype, "--json"]
-        return json.loads(_run(*options))["ways"][0]["activations"]["each"]
+@pytest.fixture
+def counted(own, monkeypatch):
+    """What is counted, in this process, for a function of one's own."""
 
-    assert each("fp32") == 2 * each("bf16")
+    def count(function: str, dtype: str = "fp32") -> Estimate:
+        model = own.replace("build", function)
+        return _plan_count.counted(
+            {"model": model, "length": None, "optimizer": "adam", "dtype": dtype}
+        )
+
+    for name in ("path", "argv"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    monkeypatch.setattr("atexit.register", lambda *_: None)
+    yield count
+    sys.modules.pop("beside", None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ([], StrategyError, "plan needs --trace and --cluster, .*; or --memory and --model"),
-        (["--memory", "32"], StrategyError, "--memory '32': write a size such as 32GiB"),
-        (["--memory", "1GiB"], StrategyError, "--memory needs --model"),
-        (["--memory", "1GiB", "--model", "x", "--dtype", "int"], StrategyError, "--dtype int"),
-        (["--memory", "1GiB", "--model", "x", "--optimizer", "y"], StrategyError, "--optimizer y"),
-        (["--memory", "1GiB", "--model", "brt"], ModelError, "brt: no such model; allowed: bert-"),
-        (["--memory", "1GiB", "--model", "no.py:f"], ModelError, "there is no file no.py"),
-    ],
-)
-def test_mistakes(arguments, error, words):
-    with pytest.raises(error, match=words):
-        _run(*arguments)
+@pytest.mark.parametrize("function", ["item", "looks"])
+def test_what_looks_at_values_is_built_on_the_cpu(counted, function):
+    assert counted(function).activations() == counted("build").activations()
+
+
+def test_16_bits_have_masters_and_gradients_of_32(counted):
+    plain, half = counted("build"), counted("build", "bf16")
+    assert plain.activations().each == 2 * half.activations().each
+    assert half.parameters == plain.parameters * 3 / 2
+    assert (half.gradients, half.optimizer) == (plain.gradients, plain.optimizer)
 
 
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         ("number", "has no function number"),
-        ("nothing", r"nothing\(\) returned NoneType; it must return the model and a function"),
+        ("nothing", r"it returned NoneType; it must return the model and a function"),
+        ("raises", r"building it failed in line \d+ of .*own\.py: IndexError: list index"),
+        ("leaves", r"building it failed in line \d+ of .*own\.py: SystemExit: 3"),
+        ("no_mapping", "the inputs are a Tensor; they must be a mapping"),
+        ("no_inputs", r"making inputs failed in line \d+ of .*own\.py: KeyError: 2"),
+        ("wrong_name", "its forward failed: TypeError: .* unexpected keyword argument 'x'"),
+        ("no_batch", "three samples saves no more than one of two"),
     ],
 )
-def test_what_is_no_model(own, function, words):
+def test_what_is_wrong_in_a_file_is_said(counted, function, words):
     with pytest.raises(ModelError, match=words):
-        _run("--memory", "1GiB", "--model", own.replace("build", function))
+        _plan_count.document(counted(function), 2**30)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("brt", "brt: no such model; allowed: bert-"), ("no.py:f", r"there is no file no\.py")],
+)
+def test_what_there_is_not(name, words):
+    with pytest.raises(ModelError, match=words):
+        _plan_count.builder(name, None)
+
+
+def test_whatever_kills_the_process_is_told(own, tmp_path):
+    (tmp_path / "beside.py").write_text("import os; os._exit(7)")
+    with pytest.raises(ModelError, match="process that counts ended with code 7"):
+        _run("--memory", "1GiB", "--model", own)
+
+
+MEMORY = ["--memory", "1GiB", "--model", "x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "plan needs --trace and --cluster, .*; or --memory and --model"),
+        (["--memory", "32"], "--memory '32': write a size such as 32GiB"),
+        (["--memory", "1GiB"], "--memory needs --model"),
+        ([*MEMORY, "--dtype", "int"], "--dtype int"),
+        ([*MEMORY, "--optimizer", "y"], "--optimizer y: allowed: adamw, adam, sgd"),
+        ([*MEMORY, "-o", "y.yaml"], "--output means nothing with --memory"),
+        ([*MEMORY, "--trace", "t.json"], "--trace means nothing with --memory"),
+        ([*MEMORY, "--nodes", "2"], "--nodes means nothing with --memory"),
+        ([*MEMORY, "--allow-lossy"], "--allow-lossy means nothing with --memory"),
+        (["--trace", "t.json", "--dtype", "bf16"], "--dtype means nothing with --trace .* --memo"),
+    ],
+)
+def test_mistakes(arguments: list[str], words: str) -> None:
+    with pytest.raises(StrategyError, match=words):
+        _run(*arguments)
+
+
+def test_sizes() -> None:
+    found: list[Any] = [parse_bytes(size) for size in ("1TiB", "2 tb", "1.5KiB")]
+    assert found == [2**40, 2 * 10**12, 1536]

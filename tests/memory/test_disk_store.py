@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import threading
+import time
 import weakref
 
 import pytest
@@ -155,9 +156,10 @@ def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
     store.close()
 
 
-def test_a_budget_is_kept(tmp_path):
-    store = DiskStore(tmp_path, budget_bytes=2**20)
-    with pytest.raises(OffloadError, match=r"0\.06 GiB would be needed, .* is 0\.00 GiB"):
+@pytest.mark.parametrize("name", ["budget_bytes", "a share"])
+def test_a_budget_is_kept_and_named(tmp_path, name):
+    store = DiskStore(tmp_path, 2**20, **({"budget_name": name} if name == "a share" else {}))
+    with pytest.raises(OffloadError, match=rf"0\.06 GiB would be needed, {name} is 0\.00 GiB"):
         store.put(some(), "x")
     store.close()
 
@@ -207,3 +209,18 @@ def test_close_ends_the_threads(tmp_path):
     assert threading.active_count() == before + 2
     store.close()
     assert threading.active_count() == before
+
+
+def test_a_store_that_nobody_closes_ends_its_threads_and_gives_its_file_back():
+    gc.collect()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        store = DiskStore()
+        store.settle(store.put(some(), "x"))
+    del store
+    gc.collect()
+    deadline = time.monotonic() + 60
+    while threading.active_count() > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == files

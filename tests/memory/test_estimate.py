@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import ModelError, UsageError
+from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.memory.estimate import estimate, optimizer_bytes
 from slipstream.memory.max_batch import max_batch
+from slipstream.memory.offload import offload
 from slipstream.memory.recompute import recompute
 from slipstream.memory.saved_bytes import saved_by, saved_on_meta
 from slipstream.optim import Lamb, Lars
+from slipstream.precision.autocast import autocast
+from slipstream.precision.half_weights import half_weights
 from slipstream.strategy import Every, Offload
 from tests.memory.models import MODELS
 
@@ -86,12 +89,31 @@ def test_shapes_tell_the_same(name):
         assert found.num_bytes(found.of(path)) == measured.num_bytes(measured.of(path))
 
 
-def test_half_of_the_bytes_in_half_of_the_bits():
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-    given = {"input": torch.ones(4, 8)}
-    assert (
-        saved_on_meta(model, given, dtype=torch.bfloat16).total * 2 == saved_by(model, given).total
+def measured(optimizer, model):
+    """Bytes of parameters and buffers, of gradients, and of the optimizer's state."""
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    return (
+        sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+        sum(value.nbytes for value in kept if isinstance(value, torch.Tensor)),
     )
+
+
+@pytest.mark.parametrize("technique", ["autocast", "half_weights"])
+def test_in_the_precision_that_is_installed(technique):
+    model = built("bert")
+    optimizer = torch.optim.AdamW(model.parameters())
+    half = half_weights(model, optimizer) if technique == "half_weights" else autocast(model)
+    found = estimate(model, lambda n: inputs("bert", n), optimizer)
+    for batch in (2, 5):
+        assert found.activations().at(batch) == really_saved(model, inputs("bert", batch))
+    model(**inputs("bert", 2)).loss.backward()
+    optimizer.step()
+    held, gradients, state = measured(optimizer, model)
+    masters = half.master_bytes if technique == "half_weights" else 0
+    assert (found.parameters, found.gradients) == (held + masters, gradients)
+    assert found.optimizer == state
+    half.close()
 
 
 def test_nothing_that_is_counted_is_held():
@@ -218,6 +240,54 @@ def test_the_largest_batch_that_was_estimated_is_the_one_that_is_found(name):
         assert abs(batches[-1] - measured) <= 1  # an affine function of the batch, cut to bytes
     assert batches[0] == 6 < batches[1] <= batches[2]
     assert found.max_batch(1000) == 0
+
+
+INSTALLED = [
+    lambda model: recompute(model, Every()),
+    lambda model: offload(model, Offload(to="disk")),
+]
+
+
+@pytest.mark.parametrize("install", INSTALLED)
+def test_what_is_installed_hides_what_is_saved(install):
+    model = built("bert")
+    count = {
+        "estimate": lambda: estimate(model, lambda n: inputs("bert", n)),
+        "max_batch": lambda: max_batch(model, lambda n: inputs("bert", n), memory_bytes=2**20),
+    }
+    installed = install(model)
+    for ask in count.values():
+        with pytest.raises(UsageError, match=r"encoder\.layer\.0 saves cannot be counted .* close"):
+            ask()
+    installed.close()
+    everything = count["estimate"]().activations()
+    model.bert.encoder.gradient_checkpointing = True  # as the model's own method does
+    with pytest.raises(UsageError, match=r"call model\.gradient_checkpointing_disable"):
+        count["max_batch"]()
+    model.bert.encoder.gradient_checkpointing = False
+    assert count["estimate"]().activations() == everything
+
+
+def test_regions_of_what_was_closed():
+    model = built("bert")
+    recomputed = recompute(model, Every(every=2))
+    model(**inputs("bert", 2))  # settles the regions
+    recomputed.close()
+    found = estimate(model, lambda n: inputs("bert", n))
+    memory = found.total(recomputed.regions).at(5)
+    batches = [
+        max_batch(model, lambda n: inputs("bert", n), memory_bytes=memory, regions=regions)
+        for regions in ((), recomputed.regions)
+    ]
+    assert batches[0] < 4 <= batches[1] <= 6
+    with pytest.raises(StrategyError, match=r"layer\.9' is no block .* did you mean 'bert"):
+        found.max_batch(memory, [["bert.encoder.layer.9"]])
+
+
+def test_a_batch_that_no_memory_depends_on():
+    found = estimate(nn.Linear(2, 2), lambda _: {"input": torch.ones(2, 2)})
+    with pytest.raises(ModelError, match="three samples saves no more than one of two"):
+        found.max_batch(2**20)
 
 
 def test_a_cpu_needs_a_limit():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from importlib import import_module
 
 import pytest
 import torch
@@ -434,6 +435,30 @@ def test_parameters_buffers_and_small_tensors_stay():
         loss.backward()
 
 
+def test_the_report_tells_what_is_too_small_to_leave():
+    model = squares()
+    with offload(model, Offload(to="disk", min_bytes=2**20)) as offloader:
+        assert offloader.row.value == "4 blocks leave, 1 stay"  # as far as is known
+        for size in (2**16, 2**17):
+            model(start(size)).sum().backward()
+        assert (offloader.blocks, offloader.row.value) == ([], "nothing leaves")
+        assert "below min_bytes (1 MiB); the largest is 0.5 MiB" in offloader.row.note
+        with torch.no_grad():
+            model(start())
+        assert offloader.row.value == "nothing leaves"
+        model(start(2**18)).sum().backward()
+        assert offloader.blocks == ["0", "1", "2", "3"]
+        assert "GiB out" in offloader.row.note
+
+
+def test_a_shared_link_is_told(monkeypatch):
+    monkeypatch.setattr(
+        import_module("slipstream.memory.offload"), "beside", lambda _: ("3d:00.0",)
+    )
+    with offload(squares(), ALL) as offloader:
+        assert offloader.row.note.endswith("; the PCIe link is shared with 3d:00.0")
+
+
 @pytest.mark.parametrize("block", [0, 2], ids=["away", "kept"])
 def test_a_change_in_place_is_an_error_as_in_torch(block):
     def run(model):
@@ -487,7 +512,7 @@ def test_close_leaves_a_plain_model():
     ("wish", "model", "words"),
     [
         (Offload(), squares(), r"model is on the CPU, .*; use \{to: disk\}"),
-        (Offload(to="disk"), nn.Linear(2, 2), "Linear has no repeated blocks; name its modules"),
+        (Offload(to="disk"), nn.Linear(2, 2), "Linear has no repeated blocks .*; name its modules"),
         (Offload(to="disk", keep_last=5), squares(), "model has 5 blocks.* allowed: at most 4"),
         (Offload(to="disk", modules=("x.*",)), squares(), r"offload.modules: no module .*'x\.\*'"),
     ],
@@ -496,6 +521,25 @@ def test_what_cannot_be_is_refused(wish, model, words):
     with pytest.raises(StrategyError, match=words):
         offload(model, wish)
     assert "forward" not in vars(model[0] if isinstance(model, nn.Sequential) else model)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("modules", [None, ("1",)])
+def test_scripted_blocks_are_refused(modules):
+    model = nn.Sequential(*(torch.jit.script(nn.Sequential(nn.Linear(2, 2))) for _ in range(3)))
+    words = "1 is a ScriptModule" if modules else "no repeated blocks .a ScriptModule is none"
+    with pytest.raises(StrategyError, match=words):
+        offload(model, Offload(to="disk", modules=modules, keep_last=0))
+    if modules:
+        with pytest.raises(StrategyError, match=words):
+            recompute(model, Checkpoints(checkpoints=modules))
+
+
+def test_what_leaves_already_is_refused():
+    model = squares()
+    with offload(model, ALL), pytest.raises(UsageError, match="what 0 saves leaves already; clos"):
+        offload(model, Offload(to="disk", modules=("3.inner",), keep_last=0))
+    offload(model, ALL).close()
 
 
 def test_a_folder_needs_a_disk():

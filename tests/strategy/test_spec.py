@@ -183,6 +183,12 @@ def test_round_trips(wish, full):
     assert accepts(SCHEMA, wish.document(full=full), SCHEMA["$defs"])
 
 
+def test_bytes_may_be_written_with_an_exponent():
+    offload = "offload: {to: disk, min_bytes: 1e6}"
+    memory = Strategy.from_yaml(f"memory: {{recompute: {{budget_bytes: 2e9}}, {offload}}}").memory
+    assert (memory.recompute.budget_bytes, memory.offload.min_bytes) == (2 * 10**9, 10**6)
+
+
 @pytest.mark.parametrize(
     "document",
     [

@@ -80,6 +80,12 @@ WRONG: list[tuple[object, list[str]]] = [
     (_codec(_rule("nope")), ["has 1 problem", "codec.rules[0].codec.kind: got 'nope'"]),
     (_codec(_rule({"kind": "int8", "block": -1})), ["rules[0].codec.block: got -1", "<= 65536"]),
     (_codec({"kind": "adaptive", "codec": "dgc"}), ["takes over the momentum", "without adaptive"]),
+    # memory
+    (
+        {"memory": {"recompute": {"budget": 0.5, "every": 1}}},
+        ["memory.recompute: {'budget': 0.5, 'every': 1}: every and budget are ways of their own"],
+    ),
+    ({"memory": {"recompute": {"budget_bytes": 2.5}}}, ["budget_bytes: got 2.5; allowed: a whole"]),
     # groups
     ({"gradients": 3}, ["gradients: got 3; allowed: a mapping with the settings split, overlap"]),
     ({"trace": None}, ["trace: got None; allowed: a mapping with the settings steps, skip"]),

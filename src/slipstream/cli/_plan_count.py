@@ -1,14 +1,16 @@
 """What a model takes in training, counted on shapes: run by ``slipstream plan --memory`` as a
-process of its own, since it imports torch; prints JSON.
+process of its own, since it imports torch; writes JSON to a file, as models print.
 
-Never draws anything, and never allocates the model.
+Never draws anything, and never allocates a model that can be built of shapes.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -20,12 +22,14 @@ from slipstream.errors import ModelError, SlipstreamError
 from slipstream.memory import Estimate, estimate
 from slipstream.memory.estimate import Regions
 from slipstream.optim import Lamb, Lars
+from slipstream.precision.half_weights import half_weights
 from slipstream.strategy import Offload
 
 Built = tuple[nn.Module, Callable[[int], Mapping[str, Any]]]
 
 OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adagrad": torch.optim.Adagrad,
@@ -33,7 +37,6 @@ OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] 
     "lamb": lambda parameters: Lamb(parameters, lr=0.1),
     "lars": lambda parameters: Lars(parameters, lr=0.1),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def bert(width: int, layers: int, heads: int, length: int) -> Built:
@@ -114,37 +117,94 @@ KNOWN: Mapping[str, tuple[Callable[[int], Built], int]] = {
 """Builders of models, and the length of what they are trained on if nothing else is said."""
 
 
-def built(name: str, length: int | None) -> Built:
-    """A known model, or what a function of a file makes, on the meta device.
+def builder(name: str, length: int | None) -> Callable[[], Any]:
+    """What makes a known model, or the function of a file.
 
     Raises:
-        ModelError: there is no such model, file or function, or it makes something else.
+        ModelError: there is no such model, file or function.
     """
+    if name in KNOWN:
+        build, usual = KNOWN[name]
+        return lambda: build(length or usual)
     file, _, function = name.rpartition(":")
-    with torch.device("meta"):
-        if name in KNOWN:
-            build, usual = KNOWN[name]
-            try:
-                return build(length or usual)
-            except ImportError as error:
-                raise ModelError(f"--model {name}: {error}; pip install transformers") from error
-        if not file:
-            raise ModelError(
-                f"--model {name}: no such model; allowed: {', '.join(KNOWN)}, or FILE.py:FUNCTION"
-            )
-        if not Path(file).is_file():
-            raise ModelError(f"--model {name}: there is no file {file}")
+    if not file:
+        raise ModelError(
+            f"--model {name}: no such model; allowed: {', '.join(KNOWN)}, or FILE.py:FUNCTION"
+        )
+    if not Path(file).is_file():
+        raise ModelError(f"--model {name}: there is no file {file}")
+    sys.argv = [file]
+    sys.path.insert(0, str(Path(file).resolve().parent))  # as where a script is run
+    with _stage(name, "running the file"):
         made = run_path(file).get(function)
-        if not callable(made):
-            raise ModelError(f"--model {name}: {file} has no function {function}")
-        pair = made()
+    if not callable(made):
+        raise ModelError(f"--model {name}: {file} has no function {function}")
+    build_own: Callable[[], Any] = made
+    return build_own
+
+
+def counted(job: Mapping[str, Any]) -> Estimate:
+    """What a model takes: built of shapes, or on the CPU where a function looks at values.
+
+    Raises:
+        ModelError: it cannot be built, makes no inputs, or does not go forward; says which.
+    """
+    build = builder(job["model"], job["length"])
+    try:
+        return _counted(job, build, "meta")
+    except ModelError:
+        if job["model"] in KNOWN:
+            raise
+        return _counted(job, build, "cpu")
+
+
+def _counted(job: Mapping[str, Any], build: Callable[[], Any], device: str) -> Estimate:
+    """With everything on a device."""
+    name = job["model"]
+    with torch.device(device), _stage(name, "building it"):
+        pair = build()
     match pair:
         case (nn.Module() as model, inputs_of) if callable(inputs_of):
-            return model, inputs_of
-    raise ModelError(
-        f"--model {name}: {function}() returned {type(pair).__name__}; it must return the model "
-        "and a function that makes the model's arguments by name for a batch of so many samples"
-    )
+            pass
+        case _:
+            raise ModelError(
+                f"--model {name}: it returned {type(pair).__name__}; it must return the model and "
+                "a function that makes the model's arguments by name for a batch of so many samples"
+            )
+    optimizer = OPTIMIZERS[job["optimizer"]](list(model.parameters()))
+    if job["dtype"] != "fp32":
+        half_weights(model, optimizer, job["dtype"])
+
+    def inputs(batch: int) -> Mapping[str, Any]:
+        with torch.device(device), _stage(name, "making inputs"):
+            found = inputs_of(batch)
+        if not isinstance(found, Mapping):
+            raise ModelError(
+                f"--model {name}: the inputs are a {type(found).__name__}; they must be a mapping, "
+                "of the names of the model's arguments"
+            )
+        return found
+
+    with _stage(name, "its forward"):
+        return estimate(model.train(), inputs, optimizer)
+
+
+@contextmanager
+def _stage(name: str, stage: str) -> Iterator[None]:
+    """Inside, what a model raises becomes a ModelError that says where it was raised."""
+    try:
+        yield
+    except SlipstreamError:
+        raise
+    except (Exception, SystemExit) as error:
+        file = name.rpartition(":")[0]
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+        where = f" in line {lines[-1]} of {file}" if lines else ""
+        missing = isinstance(error, ImportError) and name in KNOWN
+        install = "; pip install transformers" if missing else ""
+        raise ModelError(
+            f"--model {name}: {stage} failed{where}: {type(error).__name__}: {error}{install}"
+        ) from error
 
 
 def document(found: Estimate, memory_bytes: int) -> dict[str, Any]:
@@ -189,21 +249,13 @@ def _best_every(found: Estimate) -> dict[str, dict[str, Regions]]:
 
 
 def main() -> None:
-    """Take a job as JSON in the one argument; print the document, or why there is none."""
-    job = json.loads(sys.argv[1])
+    """Take a job as JSON, and a file for the document, or for why there is none."""
+    job, answer = json.loads(sys.argv[1]), Path(sys.argv[2])
     try:
-        model, inputs_of = built(job["model"], job["length"])
-        optimizer = OPTIMIZERS[job["optimizer"]](list(model.parameters()))
-        dtype = DTYPES.get(job["dtype"])
-
-        def on_meta(batch: int) -> Mapping[str, Any]:
-            with torch.device("meta"):
-                return inputs_of(batch)
-
-        found = estimate(model.train(), on_meta, optimizer, dtype=dtype)
-        print(json.dumps(document(found, job["memory"])))
+        found = document(counted(job), job["memory"])
     except SlipstreamError as error:
-        print(json.dumps({"error": str(error)}))
+        found = {"error": str(error)}
+    answer.write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

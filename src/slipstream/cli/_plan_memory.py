@@ -11,6 +11,8 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
@@ -21,13 +23,13 @@ from rich.text import Text
 from slipstream.errors import ModelError, StrategyError
 
 COUNT = "slipstream.cli._plan_count"
-OPTIMIZERS = ("adamw", "sgd", "momentum", "adagrad", "rmsprop", "lamb", "lars")
-_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "lamb", "lars")
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _MEANING = (
-    "Counted on shapes, before anything runs; with a gradient as large as the largest tensor that "
-    "is saved, a rule of thumb. Left out are buffers of libraries and what an allocator loses. "
-    "Offload: the last block stays, one is fetched ahead. Products: of matrices (keep matmul) and "
-    "convolutions."
+    "Counted on shapes, before anything trains; with a gradient as large as the largest tensor "
+    "that is saved, a rule of thumb. Left out are buffers of libraries and what an allocator "
+    "loses. Offload: the last block stays, one is fetched ahead. Products: of matrices (keep "
+    "matmul) and convolutions. bf16 and fp16: precision half_weights; autocast saves more."
 )
 
 
@@ -41,10 +43,10 @@ def parse_bytes(text: str) -> int:
         >>> parse_bytes("32GiB"), parse_bytes("500 MB")
         (34359738368, 500000000)
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]I?B)", text.strip().upper())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(I?)B", text.strip().upper())
     if match is None or not float(match[1]):
         raise StrategyError(f"--memory {text!r}: write a size such as 32GiB, 80GB or 500MiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
 
 
 def plan_memory(
@@ -64,10 +66,16 @@ def plan_memory(
     if dtype not in ("fp32", "bf16", "fp16"):
         raise StrategyError(f"--dtype {dtype}: allowed: fp32, bf16, fp16")
     told = json.dumps(job | {"optimizer": optimizer, "dtype": dtype})
-    run = subprocess.run([sys.executable, "-m", COUNT, told], stdout=subprocess.PIPE, text=True)
-    if run.returncode:
-        raise ModelError(f"--model {model}: it could not be built; what it said is above")
-    found = json.loads(run.stdout.splitlines()[-1])
+    with TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        count = [sys.executable, "-m", COUNT, told, str(answer)]
+        code = subprocess.run(count, stdout=subprocess.DEVNULL).returncode
+        if not answer.exists():
+            raise ModelError(
+                f"--model {model}: the process that counts ended with code {code}; what it said is "
+                "above"
+            )
+        found = json.loads(answer.read_text())
     if "error" in found:
         raise ModelError(found["error"])
     if as_json:
@@ -107,7 +115,7 @@ def by_kind(found: Mapping[str, Any], optimizer: str) -> Table:
     table.add_column("")
     table.add_column("fixed", justify="right")
     table.add_column("a sample", justify="right")
-    table.add_row("parameters", size(found["parameters"]), "")
+    table.add_row("parameters, with masters", size(found["parameters"]), "")
     table.add_row("gradients", size(found["gradients"]), "")
     table.add_row(f"state of {optimizer}", size(found["optimizer"]), "")
     table.add_section()

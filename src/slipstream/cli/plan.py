@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -79,11 +79,14 @@ def plan(
         int | None, typer.Option(min=1, help="With --memory: tokens of a text, or pixels a side.")
     ] = None,
     optimizer: Annotated[
-        str, typer.Option(help="With --memory: adamw, sgd, momentum, lamb ...")
-    ] = "adamw",
+        str | None, typer.Option(help="With --memory: adamw (the default), sgd, momentum, lamb ...")
+    ] = None,
     dtype: Annotated[
-        str, typer.Option(help="With --memory: of activations; fp32, bf16 or fp16.")
-    ] = "fp32",
+        str | None,
+        typer.Option(
+            help="With --memory: fp32; or bf16 or fp16, as precision half_weights computes."
+        ),
+    ] = None,
 ) -> None:
     """Predict what each strategy would bring, and rank them; or how large a batch may be.
 
@@ -100,8 +103,20 @@ def plan(
     [dim]slipstream plan --memory 80GB --model train.py:build --optimizer lamb --dtype bf16[/dim]
     """
     if memory is not None:
-        plan_memory(memory, model, length, optimizer, dtype, as_json)
+        _must_be_left_out(
+            {
+                "--trace": trace, "--cluster": cluster, "--nodes": nodes,
+                "--ranks-per-node": ranks_per_node, "--rate": rate, "--output": output,
+                "--predicted": predicted, "--allow-lossy": None if exact_only else True,
+            },
+            "--memory, which finds the largest batch and predicts no times",
+        )  # fmt: skip
+        plan_memory(memory, model, length, optimizer or "adamw", dtype or "fp32", as_json)
         return
+    _must_be_left_out(
+        {"--model": model, "--length": length, "--optimizer": optimizer, "--dtype": dtype},
+        "--trace and --cluster, which predict times; give --memory, too, for the largest batch",
+    )
     if trace is None or cluster is None:
         raise StrategyError(
             "plan needs --trace and --cluster, to predict times; or --memory and --model, to find "
@@ -153,6 +168,17 @@ def plan(
         console.print(curve(title, by_rate, "rate"))
     if output is not None:
         console.print(Text(f"The best one is in {output}."), soft_wrap=True)
+
+
+def _must_be_left_out(options: Mapping[str, object], where: str) -> None:
+    """Refuse options that say nothing there.
+
+    Raises:
+        StrategyError: names the option.
+    """
+    for option, value in options.items():
+        if value is not None:
+            raise StrategyError(f"{option} means nothing with {where}")
 
 
 def _elsewhere(

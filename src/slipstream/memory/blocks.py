@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 
 from slipstream.errors import StrategyError
@@ -52,7 +53,7 @@ def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[st
 
     Raises:
         StrategyError: a pattern that no module matches (names the nearest), one that names a list
-            that is never called, or modules inside one another.
+            that is never called or a ScriptModule, or modules inside one another.
 
     Example:
         >>> matching(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), ["?"], "here")
@@ -72,6 +73,11 @@ def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[st
                 f"near it: {', '.join(near or list(paths)[:3])}"
             )
         for path in named:
+            if isinstance(paths[path], torch.jit.ScriptModule):
+                raise StrategyError(
+                    f"{setting}: {path} is a ScriptModule, around whose forward nothing can be "
+                    "put; build the model without torch.jit.script"
+                )
             if type(paths[path]).forward is nn.Module.forward:
                 raise StrategyError(
                     f"{setting}: {path} is a {type(paths[path]).__name__}, which is never called; "
@@ -111,7 +117,11 @@ def _members(module: nn.Module) -> list[nn.Module]:
 
 
 def _may_repeat(module: nn.Module) -> bool:
-    """Whether it is more than one layer: torch's own layers without children are not."""
+    """Whether it is more than one layer: torch's own layers without children are not; and no
+    ScriptModule, around whose forward nothing can be put.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     own = type(module).__module__.startswith("torch.nn.")
     called = type(module).forward is not nn.Module.forward
     trained = next(module.parameters(), None) is not None

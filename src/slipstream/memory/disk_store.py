@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from weakref import WeakMethod, finalize
 
 import torch
 
@@ -52,6 +53,7 @@ class DiskStore:
         folder: where the file lies; None: the system's folder for temporary files.
         budget_bytes: of the file, which must not be exceeded; None: as far as the disk goes.
         rank: for errors.
+        budget_name: what the budget is, for errors.
 
     Raises:
         OffloadError: no file can be made there; later: the disk is full or fails. Names the rank
@@ -67,10 +69,15 @@ class DiskStore:
     """
 
     def __init__(
-        self, folder: str | Path | None = None, budget_bytes: int | None = None, rank: int = 0
+        self,
+        folder: str | Path | None = None,
+        budget_bytes: int | None = None,
+        rank: int = 0,
+        *,
+        budget_name: str = "budget_bytes",
     ) -> None:
         self._folder = Path(tempfile.gettempdir() if folder is None else folder)
-        self._budget, self._rank = budget_bytes, rank
+        self._budget, self._rank, self._budget_name = budget_bytes, rank, budget_name
         try:
             self._file, path = tempfile.mkstemp(prefix="slipstream-", dir=self._folder)
             os.unlink(path)
@@ -84,6 +91,9 @@ class DiskStore:
         self._dropped: deque[_Spooled] = deque()
         self._writer = _Worker("slipstream-offload-write", self._write_out)
         self._reader = _Worker("slipstream-offload-read", self._read_back)
+        # Also where nobody closes it; the end of the process needs no help.
+        self._end = finalize(self, _end, self._file, self._writer, self._reader)
+        self._end.atexit = False
         self.traffic = Traffic()
 
     @property
@@ -140,7 +150,7 @@ class DiskStore:
         self._writer.close()
         self._reader.close()
         self._dropped.clear()
-        os.close(self._file)
+        self._end()
 
     # Inside.
 
@@ -191,8 +201,8 @@ class DiskStore:
         start = self._slots.reserved_bytes
         if self._budget is not None and start + num_bytes > self._budget:
             raise OSError(
-                f"{(start + num_bytes) / 2**30:.2f} GiB would be needed, this rank's share of what "
-                f"is free is {self._budget / 2**30:.2f} GiB"
+                f"{(start + num_bytes) / 2**30:.2f} GiB would be needed, {self._budget_name} is "
+                f"{self._budget / 2**30:.2f} GiB"
             )
         os.posix_fallocate(self._file, start, num_bytes)
         self._starts.append(start)
@@ -228,17 +238,33 @@ class _Worker:
 
     def __init__(self, name: str, work: Callable[[_Spooled], None]) -> None:
         self._queue: SimpleQueue[_Spooled | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, args=(work,), name=name, daemon=True)
+        job = self._queue, WeakMethod(work)
+        self._thread = threading.Thread(target=_serve, args=job, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, ticket: _Spooled) -> None:
         self._queue.put(ticket)
 
-    def close(self) -> None:
+    def end(self) -> None:
+        """As soon as all is done; may be called by the garbage collector."""
         self._queue.put(None)
+
+    def close(self) -> None:
+        """Once all is done."""
+        self.end()
         self._thread.join()
 
-    def _serve(self, work: Callable[[_Spooled], None]) -> None:
-        while (ticket := self._queue.get()) is not None:
-            work(ticket)
-            del ticket  # it may hold a tensor, and the loop may now rest for long
+
+def _serve(queue: SimpleQueue[_Spooled | None], work: WeakMethod[Callable[..., None]]) -> None:
+    """In a thread, which keeps neither a tensor nor its store alive while it rests."""
+    while (ticket := queue.get()) is not None:
+        if (do := work()) is not None:
+            do(ticket)
+        del ticket, do
+
+
+def _end(file: int, *workers: _Worker) -> None:
+    """The store is gone, and so is whoever could wait for it."""
+    for worker in workers:
+        worker.end()
+    os.close(file)

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from slipstream.errors import ModelError
-from slipstream.memory.saved_bytes import Inputs, Saved, saved_by, saved_on_meta
+from slipstream.memory.peak import Saved
+from slipstream.memory.saved_bytes import Inputs, saved_by, saved_on_meta
 from slipstream.strategy import Offload
 from slipstream.strategy.memory import Operation
 
@@ -37,7 +38,7 @@ class Estimate:
     """What a rank takes in training.
 
     Attributes:
-        parameters: bytes, with buffers.
+        parameters: bytes, with buffers, and with fp32 masters where there are any.
         gradients: bytes of those of trainable parameters.
         optimizer: bytes of its state.
         two: what a forward of two samples saves.
@@ -100,9 +101,18 @@ class Estimate:
         wish: Offload | None = None,
         keep: Sequence[Operation] = (),
     ) -> int:
-        """The largest batch that fits; 0: none does."""
+        """The largest batch that fits; 0: none does.
+
+        Raises:
+            ModelError: three samples save no more than two.
+        """
         total = self.total(regions, wish, keep)
-        return max((memory_bytes - total.fixed) // max(total.each, 1), 0)
+        if total.each <= 0:
+            raise ModelError(
+                "a forward of three samples saves no more than one of two, so that any batch would "
+                "fit; the inputs must be of as many samples as are asked for, and something trained"
+            )
+        return max((memory_bytes - total.fixed) // total.each, 0)
 
 
 def estimate(
@@ -111,19 +121,22 @@ def estimate(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     blocks: Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Estimate:
     """Estimate what training ``model`` takes, from shapes where they tell, else from two forwards.
+
+    In the precision that is installed: `half_weights` is told from shapes, masters included;
+    `autocast` from forwards on the model's own device, as it chooses by device what it casts.
 
     Args:
         model: in training mode.
         inputs_of: arguments by name, for so many samples.
         optimizer: None: without.
         blocks: paths; None: those that repeat.
-        dtype: of activations, if training does not compute in the dtype of the model.
 
     Raises:
-        ModelError: the optimizer cannot be estimated, or ``dtype`` where shapes do not tell.
+        ModelError: the optimizer cannot be estimated.
+        UsageError: recomputation or offload is installed, which hides what is saved; call this
+            before, and ask `Estimate.max_batch` for them.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
@@ -134,20 +147,32 @@ def estimate(
 
     def saved(batch: int) -> Saved:
         try:
-            return saved_on_meta(model, inputs_of(batch), blocks, dtype)
+            return saved_on_meta(model, inputs_of(batch), blocks)
         except ModelError:
-            if dtype is not None:
-                raise
             return saved_by(model, inputs_of(batch), blocks)
 
+    return Estimate(*state_bytes(model, optimizer), saved(2), saved(3))
+
+
+def state_bytes(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[int, int, int]:
+    """Bytes of the parameters (with buffers and masters), of their gradients, and of the state of
+    ``optimizer``: exact.
+
+    A parameter whose gradients are wider than itself (``grad_dtype``) has a master as wide.
+
+    Example:
+        >>> state_bytes(nn.Linear(9, 10))
+        (400, 400, 0)
+    """
     held = [*model.parameters(), *model.buffers()]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return Estimate(
-        sum(tensor.nbytes for tensor in held),
-        sum(parameter.nbytes for parameter in trained),
+    wide = {p: p.numel() * _update_dtype(p).itemsize for p in model.parameters()}
+    return (
+        sum(tensor.nbytes for tensor in held)
+        + sum(num_bytes for p, num_bytes in wide.items() if _update_dtype(p) != p.dtype),
+        sum(num_bytes for p, num_bytes in wide.items() if p.requires_grad),
         optimizer_bytes(optimizer) if optimizer is not None else 0,
-        saved(2),
-        saved(3),
     )
 
 
@@ -166,7 +191,10 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """
     groups = []
     for group in optimizer.param_groups:
-        shapes = [torch.empty_like(p, device="meta").requires_grad_() for p in group["params"]]
+        shapes = [
+            torch.empty_like(p, device="meta", dtype=_update_dtype(p)).requires_grad_()
+            for p in group["params"]
+        ]
         for shape, parameter in zip(shapes, group["params"], strict=True):
             shape.grad = torch.empty_like(shape) if parameter.requires_grad else None
         plain: dict[str, Any] = {
@@ -183,6 +211,11 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
         ) from error
     kept = [value for state in twin.state.values() for value in state.values()]
     return sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
+
+
+def _update_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """In which an optimizer works on a parameter: that of its gradients."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 def _affine(two: int, three: int) -> Affine:

@@ -53,13 +53,22 @@ class HostStore:
         device: the GPU.
         budget_bytes: of host memory, which must not be exceeded.
         rank: for errors.
+        budget_name: what the budget is, for errors.
 
     Raises:
         OffloadError: host memory is short; names the rank and whose tensors they are.
     """
 
-    def __init__(self, device: torch.device, budget_bytes: int, rank: int = 0) -> None:
-        self._device, self._budget, self._rank = device, budget_bytes, rank
+    def __init__(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        rank: int = 0,
+        *,
+        budget_name: str = "budget_bytes",
+    ) -> None:
+        self._device, self._rank = device, rank
+        self._budget, self._budget_name = budget_bytes, budget_name
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._slabs: list[torch.Tensor] = []
         self._slots = Slots(self._add_slab)
@@ -149,8 +158,8 @@ class HostStore:
     def _add_slab(self, num_bytes: int) -> None:
         if self.reserved_bytes + num_bytes > self._budget:
             raise MemoryError(
-                f"{(self.reserved_bytes + num_bytes) / 2**30:.2f} GiB would be needed, this rank's "
-                f"share of what is free is {self._budget / 2**30:.2f} GiB"
+                f"{(self.reserved_bytes + num_bytes) / 2**30:.2f} GiB would be needed, "
+                f"{self._budget_name} is {self._budget / 2**30:.2f} GiB"
             )
         self._slabs.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
 

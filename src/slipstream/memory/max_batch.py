@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import OffloadError, UsageError
-from slipstream.memory.estimate import Regions, optimizer_bytes
+from slipstream.memory.estimate import Regions, optimizer_bytes, state_bytes
 from slipstream.memory.saved_bytes import Inputs, saved_by
 from slipstream.strategy import Offload
 from slipstream.strategy.memory import Operation
@@ -35,7 +35,8 @@ def max_batch(
     of the GPU or of the host; recomputation and offload are as they are installed. On a CPU, where
     memory is not out at a definite point, a forward is run without keeping anything, and what it
     would have saved is counted against ``memory_bytes``, as it would be with ``regions``,
-    ``wish`` and ``keep``. Gradients are cleared; running statistics and random states go on.
+    ``wish`` and ``keep``; these must not be installed, as they hide what is saved. Running
+    statistics and random states go on; on a GPU gradients are cleared.
 
     Args:
         model: in training mode, on its device.
@@ -43,7 +44,8 @@ def max_batch(
         optimizer: makes no update.
         memory_bytes: the limit; None: that of the GPU.
         loss_of: the loss of what the model returns.
-        regions: on a CPU: blocks that are computed again, as ``Recomputed.regions``.
+        regions: on a CPU: blocks that are computed again, as ``Recomputed.regions`` says, also
+            after its ``close()``.
         wish: on a CPU: what leaves.
         keep: on a CPU: operations whose results regions keep.
         most: where to stop.
@@ -52,7 +54,8 @@ def max_batch(
         0 where not even one sample fits.
 
     Raises:
-        UsageError: on a CPU without a limit.
+        UsageError: on a CPU without a limit, or with recomputation or offload installed.
+        StrategyError: a region names what is no block.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
@@ -66,9 +69,7 @@ def max_batch(
             return largest(trial.fits, most)
     if memory_bytes is None:
         raise UsageError("max_batch() on a CPU needs a limit; give memory_bytes")
-    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    state = held + trained + (optimizer_bytes(optimizer) if optimizer is not None else 0)
+    state = sum(state_bytes(model, optimizer))
 
     def fits(batch: int) -> bool:
         saved = saved_by(model, inputs_of(batch))

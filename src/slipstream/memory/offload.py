@@ -16,10 +16,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.blocks import blocks_of, matching
+from slipstream.memory.pcie import beside
 from slipstream.memory.place import open_store
 from slipstream.memory.policy import Policy
 from slipstream.memory.replaced import Replaced
-from slipstream.memory.saved import Away, Call, Kept, Pass, Sent
+from slipstream.memory.saved import Away, Call, Kept, Pass, Sent, is_plain
 from slipstream.memory.store import Store, Traffic
 from slipstream.strategy import Offload, Row
 
@@ -53,6 +54,7 @@ def offload(
     Raises:
         StrategyError: there is nothing that repeats, a pattern matches nothing, all blocks would
             stay, or the device's memory is the host's own.
+        UsageError: activations of this model leave already.
         OffloadError: the place is not there or too small; also later, when it is full.
 
     Reference: torchtune's and Megatron-LM's activation offloading.
@@ -77,8 +79,14 @@ def offloaded_blocks(model: nn.Module, wish: Offload) -> dict[str, nn.Module]:
     that ``keep_last`` keeps.
 
     Raises:
-        StrategyError: as of `offload`.
+        StrategyError, UsageError: as of `offload`.
     """
+    for path, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), _Offloaded):
+            raise UsageError(
+                f"memory.offload: what {path or 'the model'} saves leaves already; close() what "
+                "does that first, and name all modules at once: memory.offload.modules"
+            )
     if wish.to == "host" and _device(model).type == "cpu":
         raise StrategyError(
             "memory.offload to host: the model is on the CPU, whose activations are in the host's "
@@ -90,8 +98,8 @@ def offloaded_blocks(model: nn.Module, wish: Offload) -> dict[str, nn.Module]:
         paths = matching(model, wish.modules, "memory.offload.modules")
     if not paths:
         raise StrategyError(
-            f"memory.offload: {type(model).__name__} has no repeated blocks; name its modules: "
-            "memory.offload.modules"
+            f"memory.offload: {type(model).__name__} has no repeated blocks (a ScriptModule is "
+            "none); name its modules: memory.offload.modules"
         )
     if wish.keep_last >= len(paths):
         raise StrategyError(
@@ -105,7 +113,7 @@ def check_offload(model: nn.Module, wish: Offload, local_ranks: int = 1, rank: i
     """Find out, before anything is installed, that `offload` would refuse.
 
     Raises:
-        StrategyError, OffloadError: as of `offload`.
+        StrategyError, UsageError, OffloadError: as of `offload`.
     """
     offloaded_blocks(model, wish)
     open_store(wish, _device(model), local_ranks, rank).close()
@@ -113,6 +121,10 @@ def check_offload(model: nn.Module, wish: Offload, local_ranks: int = 1, rank: i
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+class _Offloaded(Replaced):
+    """The forward of a block whose activations leave; a type of its own, to know it again."""
 
 
 class Offloader:
@@ -132,21 +144,23 @@ class Offloader:
     ) -> None:
         self._policy, self._store, self._device, self._min = policy, store, device, min_bytes
         self._paths = tuple(blocks)
-        self._saving = set(range(len(blocks)))  # positions of those that save anything
         self._pass, self._furthest = Pass(), 0
+        self._whole: Pass | None = None  # the last that came to the end and saved anything
         self._last: Call | None = None  # whose tensors are on their way out
         self._reached: ReferenceType[Call] = ref(Call("", 0, self._pass))  # dead already
         self._known: WeakKeyDictionary[Any, ReferenceType[Away]] = WeakKeyDictionary()
         self._closed = False
         self._around = [
-            Replaced(module, partial(self._forward, position, path, module))
+            _Offloaded(module, partial(self._forward, position, path, module))
             for position, (path, module) in enumerate(blocks.items())
         ]
 
     @property
     def blocks(self) -> list[str]:
-        """Paths of the blocks whose activations leave, as far as is known yet."""
-        return [self._paths[i] for i in sorted(self._saving) if self._leaves(i)]
+        """Paths of the blocks of which something leaves; before a forward: that are to leave."""
+        seen = self._seen
+        leaving = filter(self._leaves, range(len(self._paths))) if seen is None else seen.sending
+        return [self._paths[position] for position in sorted(leaving)]
 
     @property
     def traffic(self) -> Traffic:
@@ -163,13 +177,28 @@ class Offloader:
         """What became of it, for the overview."""
         gone, traffic, left = self.blocks, self.traffic, len(self._paths) - len(self.blocks)
         value = f"{len(gone)} blocks leave, {left} stay"
-        if not traffic.bytes_out:
-            return Row("memory.offload", value, f"{gone[0]} to {gone[-1]}" if gone else "")
-        note = (
-            f"{traffic.bytes_out / 2**30:.3g} GiB out, {traffic.bytes_back / 2**30:.3g} back; "
-            f"waited {traffic.seconds_waited:.3g} s; takes {self.reserved_bytes / 2**30:.3g} GiB"
-        )
+        if not gone:
+            return Row("memory.offload", "nothing leaves", self._why_nothing())
+        note = f"{gone[0]} to {gone[-1]}"
+        if traffic.bytes_out:
+            note = (
+                f"{traffic.bytes_out / 2**30:.3g} GiB out, {traffic.bytes_back / 2**30:.3g} back; "
+                f"waited {traffic.seconds_waited:.3g} s; "
+                f"takes {self.reserved_bytes / 2**30:.3g} GiB"
+            )
+        if others := beside(self._device):
+            note += f"; the PCIe link is shared with {', '.join(others)}"
         return Row("memory.offload", value, note)
+
+    def _why_nothing(self) -> str:
+        """Of a whole pass."""
+        seen = self._seen
+        if seen is None or not seen.small:
+            return f"blocks save no plain dense tensors on {self._device}"
+        return (
+            f"all that blocks save is below min_bytes ({self._min / 2**20:.3g} MiB); the largest "
+            f"is {seen.small / 2**20:.3g} MiB"
+        )
 
     def close(self) -> None:
         """Take everything off the model; what is away is lost, so no backward may be pending."""
@@ -213,14 +242,24 @@ class Offloader:
         return result
 
     def _leaves(self, position: int) -> bool:
-        return self._policy.leaves(position, self._saving)
+        saving = range(len(self._paths)) if self._whole is None else self._whole.saving
+        return self._policy.leaves(position, saving)
+
+    @property
+    def _seen(self) -> Pass | None:
+        """The last whole pass, maybe the present one."""
+        return self._pass if self._is_whole(self._pass) else self._whole
+
+    def _is_whole(self, one: Pass) -> bool:
+        """Whether a pass came to the end, and saved anything."""
+        return one.position == self._furthest and bool(one.saving)
 
     def _begin(self, position: int, path: str) -> Call:
         """A block is called, maybe as the first of a pass."""
         last = self._pass
         if position <= last.position:
-            if last.position == self._furthest:  # it was a whole one
-                self._saving = last.saving or self._saving
+            if self._is_whole(last):
+                self._whole = last
             self._pass = Pass()
         self._furthest = max(self._furthest, position)
         self._pass.position = position
@@ -228,10 +267,13 @@ class Offloader:
 
     def _pack(self, call: Call, own: set[Any], tensor: torch.Tensor) -> Kept | Sent:
         """What autograd is to keep in the place of ``tensor``."""
-        if not self._may_leave(tensor):
+        if tensor.device != self._device or not is_plain(tensor):
             return Kept(call, tensor)
         storage = tensor.untyped_storage()
-        if storage in own or storage.nbytes() < self._min:
+        if storage in own:
+            return Kept(call, tensor)
+        if storage.nbytes() < self._min:
+            call.within.small = max(call.within.small, storage.nbytes())
             return Kept(call, tensor)
         known = self._known.get(storage)
         away = known() if known is not None else None
@@ -239,15 +281,6 @@ class Offloader:
             away = Away(self._store, call, tensor)
             self._known[storage] = ref(away)
         return Sent(call, tensor, away)
-
-    def _may_leave(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a plain dense tensor, whose bytes are all there is to it."""
-        plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-        return (
-            plain
-            and tensor.device == self._device
-            and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-        )
 
     # Backward.
 

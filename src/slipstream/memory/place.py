@@ -36,6 +36,7 @@ def open_store(
             f"{local_ranks} ranks of this host, with {RESERVE:.0%} left to others; each needs "
             f"{LEAST_BYTES / 2**30:.2f} GiB at least; make room, or offload to another place"
         )
+    name = "this rank's share of what is free"
     if wish.to == "host":
-        return HostStore(device, budget, rank)
-    return DiskStore(wish.folder, budget, rank)
+        return HostStore(device, budget, rank, budget_name=name)
+    return DiskStore(wish.folder, budget, rank, budget_name=name)

@@ -15,11 +15,21 @@ from slipstream.memory.store import Store
 
 
 class Pass:
-    """One forward of the model: what its blocks have sent away, as long as something needs it."""
+    """One forward of the model: what its blocks have sent away, as long as something needs it.
+
+    Attributes:
+        position: of the last block that was called.
+        saving: positions of blocks that save anything.
+        sending: of those some of which leaves.
+        small: bytes of the largest storage that is too small to leave.
+        away: calls that have sent something, by position.
+    """
 
     def __init__(self) -> None:
-        self.position = -1  # of the last call
+        self.position = -1
         self.saving: set[int] = set()
+        self.sending: set[int] = set()
+        self.small = 0
         self.away: WeakValueDictionary[int, Call] = WeakValueDictionary()
 
 
@@ -108,6 +118,7 @@ class Sent:
         self._offset = tensor.storage_offset()
         away.users += 1
         call.within.saving.add(call.position)
+        call.within.sending.add(call.position)
 
     def tensor(self) -> torch.Tensor:
         raw = self._away.take()
@@ -117,6 +128,12 @@ class Sent:
             raise _changed(self._shape, self.call.path)
         empty = torch.empty(0, dtype=self._dtype, device=raw.device)
         return empty.set_(raw.untyped_storage(), self._offset, self._shape, self._stride)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a dense tensor whose bytes are all there is to it."""
+    dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return dense and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
 
 
 def _changed(shape: torch.Size, path: str) -> RuntimeError:

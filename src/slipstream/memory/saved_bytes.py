@@ -6,7 +6,6 @@ Never runs a backward, and never allocates what it counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,114 +14,33 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, UsageError
 from slipstream.memory import selective
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.measure import tensors
+from slipstream.memory.peak import Saved
 from slipstream.memory.replaced import Replaced
-from slipstream.strategy import Offload
+from slipstream.nested import mapped
 from slipstream.strategy.memory import Operation
 
 Inputs = Mapping[str, Any]
 """Arguments of a model by name."""
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What a forward keeps for backward: which storages, each known by a number.
-
-    Attributes:
-        sizes: bytes of each.
-        blocks: those that each block saves, by path.
-        inputs: those of the tensors that each block is called with.
-        results: those that operations in each block return, of operations that can be kept.
-        elsewhere: those that are saved outside of blocks.
-    """
-
-    sizes: Mapping[int, int]
-    blocks: Mapping[str, frozenset[int]]
-    inputs: Mapping[str, frozenset[int]]
-    results: Mapping[str, Mapping[Operation, frozenset[int]]]
-    elsewhere: frozenset[int]
-
-    def num_bytes(self, storages: Iterable[int]) -> int:
-        """Of storages, each once."""
-        return sum(self.sizes[storage] for storage in set(storages))
-
-    def of(self, path: str | None) -> frozenset[int]:
-        """What a block saves; None: what is saved outside of blocks."""
-        return self.elsewhere if path is None else self.blocks[path]
-
-    @property
-    def total(self) -> int:
-        """Bytes where everything is kept."""
-        return self.num_bytes(self.elsewhere.union(*self.blocks.values()))
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest storage."""
-        return max((self.sizes[s] for s in self.elsewhere.union(*self.blocks.values())), default=0)
-
-    def kept(
-        self, regions: Sequence[Sequence[str]], keep: Sequence[Operation] = ()
-    ) -> frozenset[int]:
-        """What is kept from forward to backward where ``regions`` of blocks are computed again but
-        for the results of ``keep``.
-        """
-        inside = {path for region in regions for path in region}
-        plain = [saved for path, saved in self.blocks.items() if path not in inside]
-        inputs = [self.inputs[region[0]] for region in regions]
-        return self.elsewhere.union(*plain, *inputs, self._results(inside, keep))
-
-    def peak(
-        self,
-        regions: Sequence[Sequence[str]] = (),
-        wish: Offload | None = None,
-        keep: Sequence[Operation] = (),
-    ) -> int:
-        """The most bytes at a time that are saved: where backward computes a region again, with all
-        that is kept for it and the regions before it; less what has left. Results of ``keep`` do
-        not leave.
-
-        Never too low for saved tensors: what is saved outside of blocks counts throughout, though
-        that behind them is used up first.
-        """
-        parts = [*regions, *([p] for p in self.blocks if all(p not in r for r in regions))]
-        order = {path: number for number, path in enumerate(self.blocks)}
-        parts.sort(key=lambda part: order[part[0]])
-        own = [self.inputs[p[0]] if p in regions else self.blocks[p[0]] for p in parts]
-        results = [self._results(p, keep) if p in regions else frozenset() for p in parts]
-        most = self.num_bytes(self.elsewhere)
-        for number, part in enumerate(parts):
-            here = self.elsewhere.union(*(self.blocks[path] for path in part), own[number])
-            here = here.union(*results[: number + 1])
-            stays = range(number) if wish is None else self._there(number, len(parts), wish)
-            most = max(most, self.num_bytes(here.union(*(own[i] for i in stays))))
-        return most
-
-    def _results(self, paths: Iterable[str], keep: Sequence[Operation]) -> frozenset[int]:
-        """Of these operations in these blocks."""
-        found = (self.results[path].get(operation) for path in paths for operation in keep)
-        return frozenset().union(*(storages for storages in found if storages is not None))
-
-    def _there(self, number: int, count: int, wish: Offload) -> list[int]:
-        """Parts that are in memory when backward is at one: fetched ahead, or never gone; in
-        forward it is the one before that may still be on its way out.
-        """
-        first = min(number - max(wish.prefetch, 1), count - wish.keep_last)
-        return list(range(max(first, 0), number + 1))
-
-
 def saved_by(model: nn.Module, inputs: Inputs, blocks: Sequence[str] | None = None) -> Saved:
     """Count what ``model(**inputs)`` saves for backward, where model and inputs are.
 
     Nothing that is saved is held, so that it takes the memory of a forward without gradients.
-    Parameters and buffers do not count. Exact: every storage once, as long as it is.
+    Parameters and buffers do not count. Exact: every storage once, as long as it is; but what a
+    model passes to ``torch.utils.checkpoint`` in its own code is not seen.
 
     Args:
         model: left as it is, but for what a forward changes (running statistics, random state).
         inputs: of one forward.
         blocks: paths; None: those that repeat.
+
+    Raises:
+        UsageError: recomputation or offload is installed, which hides what is saved.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
@@ -138,22 +56,19 @@ def saved_on_meta(
     model: nn.Module,
     inputs: Inputs,
     blocks: Sequence[str] | None = None,
-    dtype: torch.dtype | None = None,
 ) -> Saved:
     """As `saved_by` in no time and no memory: all tensors are shapes, on torch's meta device.
 
     Exact where operations save the same there as on the model's own device.
 
-    Args:
-        dtype: of all floats; None: as the model and the inputs are.
-
     Raises:
-        ModelError: the forward looks at values, so that shapes do not tell what it saves.
+        ModelError: the forward looks at values, or runs under autocast, which leaves shapes as they
+            are: these do not tell what it saves.
+        UsageError: as of `saved_by`.
     """
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shape = partial(_shape_of, dtype=dtype)
-    shapes = {name: shape(tensor) for name, tensor in named.items()}
-    given = {name: _mapped(value, shape) for name, value in inputs.items()}
+    shapes = {name: _shape_of(tensor) for name, tensor in named.items()}
+    given = {name: mapped(value, _shape_of) for name, value in inputs.items()}
     try:
         return _counted(
             model,
@@ -175,7 +90,9 @@ def _counted(
     blocks: Sequence[str] | None,
 ) -> Saved:
     """Count what ``run`` saves, by the blocks of ``model``, but for ``own``."""
-    census = _Census(own)
+    _check_plain(model)
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    census = _Census(own, device)
     paths = blocks_of(model) if blocks is None else blocks
     around = [Replaced(model.get_submodule(path), partial(census.block, path)) for path in paths]
     try:
@@ -187,10 +104,37 @@ def _counted(
     return census.saved()
 
 
-class _Census:
-    """Numbers storages as they are saved; knows each as long as it lives, and holds none."""
+def _check_plain(model: nn.Module) -> None:
+    """Refuse a model whose saved tensors are seen by hooks inside of those that count.
 
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+    Raises:
+        UsageError: names the module and the way out.
+    """
+    for path, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), Replaced):
+            raise UsageError(
+                f"what {path or 'the model'} saves cannot be counted while recomputation or "
+                "offload is installed, which hides it; count before, or close() it first, and say "
+                "what it does: regions=recomputed.regions, wish=Offload(...)"
+            )
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise UsageError(
+                f"what {path or 'the model'} saves cannot be counted while it computes activations "
+                "again itself; call model.gradient_checkpointing_disable(), and say what is "
+                "computed again: regions=[[path], ...]"
+            )
+
+
+class _Census:
+    """Numbers storages as they are saved; knows each as long as it lives, and holds none.
+
+    Args:
+        own: tensors that do not count.
+        device: kind of that of the model.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor], device: str) -> None:
+        self._device = device
         self._own = WeakSet(tensor.untyped_storage() for tensor in own)
         self._numbers: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
         self._sizes: list[int] = []
@@ -216,7 +160,16 @@ class _Census:
             self._current = outer
 
     def pack(self, tensor: torch.Tensor) -> None:
-        """Autograd keeps nothing."""
+        """Autograd keeps nothing.
+
+        Raises:
+            ModelError: autocast does not reach shapes.
+        """
+        if tensor.is_meta and self._device != "meta" and torch.is_autocast_enabled(self._device):
+            raise ModelError(
+                "what a forward saves under autocast cannot be told from shapes, which it leaves "
+                "as they are; run it on real tensors: saved_by(model, inputs)"
+            )
         if (number := self._number(tensor)) is not None:
             self._current.add(number)
 
@@ -254,21 +207,7 @@ def _never(packed: object) -> torch.Tensor:
     raise AssertionError("a forward that is only counted has no backward")
 
 
-def _shape_of(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor without memory of the same shape and strides."""
-    to = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    shape = torch.empty_like(tensor, device="meta", dtype=to)
+    shape = torch.empty_like(tensor, device="meta")
     return shape.requires_grad_(tensor.requires_grad)
-
-
-def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with its tensors changed, in lists and mappings too."""
-    match value:
-        case torch.Tensor():
-            return change(value)
-        case Mapping():
-            return {name: _mapped(inner, change) for name, inner in value.items()}
-        case list() | tuple():
-            return type(value)(_mapped(inner, change) for inner in value)
-        case _:
-            return value

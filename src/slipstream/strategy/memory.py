@@ -22,6 +22,11 @@ Kept = Annotated[
 """
 
 
+def _whole(value: object) -> object:
+    """Reads 2e9, which is a float in YAML, as a whole one; passes anything else on."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class Every(Variant):
     """Of so many blocks at a time only the input is kept, the rest is computed again.
 
@@ -87,7 +92,7 @@ class BudgetBytes(Variant):
     kind: Literal["budget_bytes"] = "budget_bytes"
     exactness: ClassVar[Exactness] = "bitwise"
 
-    budget_bytes: PositiveInt = Field(examples=[2**30])
+    budget_bytes: Annotated[PositiveInt, BeforeValidator(_whole)] = Field(examples=[2**30])
     """Bytes for activations of blocks at any time, on each rank."""
 
 
@@ -98,6 +103,8 @@ def _kind_of(value: object) -> object:
     """Reads ``{every: 2}`` as ``{kind: every, every: 2}``; passes anything else on."""
     if isinstance(value, Mapping) and "kind" not in value:
         named = [kind for kind in _KINDS if kind in value]
+        if len(named) > 1:
+            raise ValueError(f"{' and '.join(named)} are ways of their own; allowed: one of them")
         return {"kind": named[0], **value} if len(named) == 1 else value
     return from_kind(value)
 
@@ -133,7 +140,7 @@ class Offload(Setting):
     prefetch: NonNegativeInt = 1
     """Blocks ahead of backward that are brought back."""
 
-    min_bytes: NonNegativeInt = 2**20
+    min_bytes: Annotated[NonNegativeInt, BeforeValidator(_whole)] = 2**20
     """Smaller tensors stay."""
 
     modules: tuple[str, ...] | None = Field(
