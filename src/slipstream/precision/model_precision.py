@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import ModelError, StrategyError, UsageError
+from slipstream.errors import StrategyError, UsageError
 from slipstream.precision import autocast, float_modules, half_weights, op_casts
+from slipstream.precision.half_checks import check_half_weights
 from slipstream.precision.loss_scale import LossScaler, ScaleState
 from slipstream.precision.tf32 import allow_tf32
 from slipstream.strategy import Autocast, Compute, HalfWeights, Precision, Row
@@ -37,13 +38,7 @@ def check_precision(
     if isinstance(wish, Autocast):
         op_casts.check_ops([*wish.float_ops, *wish.half_ops])
     else:
-        half_weights.check_optimizer(optimizer)
-        float_modules.check_unshared(model, floats)
-        if any(p.dtype == torch.float16 for p in model.parameters()) and wish.dtype == "bf16":
-            raise ModelError(
-                "precision half_weights with dtype bf16 on a model with fp16 parameters; "
-                "allowed: dtype fp16, or model.float() before accelerate()"
-            )
+        check_half_weights(model, optimizer, wish.dtype, floats)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if wish.dtype == "fp16" and not wish.emulate and not has_fp16(device):
         raise StrategyError(
