@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.optim import Lamb
-from slipstream.precision.half_weights import half_weights
+from slipstream.precision import autocast, half_weights
 from tests.harness.models import MODELS
 from tests.harness.reference import OPTIMIZERS
 from tests.precision.battery import TYPES, digest
@@ -396,6 +397,37 @@ def test_a_model_that_is_dropped_is_freed() -> None:
     del net, half, _
     gc.collect()
     assert alive() is None
+
+
+@dataclass(frozen=True)
+class Hidden:
+    states: Tensor
+    number: int = 0
+
+
+class OfDataclasses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        return replace(hidden, states=self.layer(hidden.states))
+
+
+@pytest.mark.parametrize("kind", ["autocast", "half_weights"])
+def test_dataclasses_are_cast_as_they_come_and_go(kind: str) -> None:
+    model = OfDataclasses()
+    seen: list[Hidden] = []
+    model.layer.register_forward_hook(lambda module, x, y: seen.append(Hidden(y)))
+    if kind == "autocast":
+        autocast(model)
+    else:
+        half_weights(model, torch.optim.SGD(model.parameters()))
+    given = Hidden(torch.ones(2, 4), number=7)
+    output = model(given)
+    assert (output.states.dtype, output.number) == (torch.float32, 7)
+    assert seen[0].states.dtype == torch.bfloat16
+    assert given.states.dtype == torch.float32
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
