@@ -128,9 +128,8 @@ class Surrounded:
         passes on, and goes with the next call.
         """
         self._around = None
-        if vars(self.module).get("forward") is not self:
-            return
-        if self._before is None:
-            del vars(self.module)["forward"]
-        else:
-            vars(self.module)["forward"] = self._before
+        top = vars(self.module).pop("forward", None)
+        while isinstance(top, Surrounded) and top._around is None:
+            top = top._before
+        if top is not None:
+            vars(self.module)["forward"] = top
