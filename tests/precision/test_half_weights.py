@@ -369,6 +369,16 @@ class Ahead(torch.optim.Optimizer):
         self.inner.step()
 
 
+def test_a_parameter_that_the_optimizer_does_not_hold_is_the_users() -> None:
+    """A teacher inside of the model that follows by ``data``."""
+    model, body, _ = halves()
+    model[2].weight.data.fill_(2.0)
+    model(torch.ones(2, 4)).sum().backward()
+    body.step()
+    assert (model[2].weight == 2).all()
+    assert (model.state_dict()["2.weight"] == 2).all()
+
+
 def test_an_optimizer_may_step_by_another() -> None:
     net = Net()
     inner = torch.optim.SGD(net.parameters(), lr=0.1)

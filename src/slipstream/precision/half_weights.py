@@ -3,7 +3,7 @@
 [Note: One parameter, two values]
 Parameters stay the user's objects, in the model and in the optimizer's groups; what changes is the
 tensor behind them. It is 16 bits wide wherever the model computes. While the optimizer steps or
-loads a state it is the fp32 master, so that the optimizer's own state is fp32, too; afterwards the
+loads a state it is the fp32 master of what it holds, so that its own state is fp32, too; afterwards
 masters are rounded into the 16-bit tensors, which never move. Gradients are fp32 from the moment
 autograd adds them up (``Tensor.grad_dtype``), for several backward passes and for clipping.
 
@@ -53,7 +53,7 @@ class HalfWeights:
         self._modules = [m for m in model.modules() if m not in inside]
         self._former: dict[nn.Parameter, torch.dtype] = {}
         self.masters: dict[nn.Parameter, torch.Tensor] = {}
-        self._halves: list[torch.Tensor] = []
+        self._halves: dict[nn.Parameter, torch.Tensor] = {}
         self._versions: dict[nn.Parameter, int] = {}
         self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self._widened: list[tuple[nn.Module, str]] = []
@@ -73,9 +73,9 @@ class HalfWeights:
                 if buffer.dtype == dtype:
                     self._widened.append((module, name))
                     buffer.data = buffer.data.float()
-        self.num_half = sum(half.numel() for half in self._halves)
+        self.num_half = sum(half.numel() for half in self._halves.values())
         self.master_bytes = sum(master.nbytes for master in self.masters.values())
-        self._stepping = False
+        self._stepping: list[nn.Parameter] = []  # whose masters are in
         self._undo = [*self._hooks()]
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class HalfWeights:
             parameter.data = self._wide(parameter, self.masters.get(parameter)).to(dtype)
             parameter.grad_dtype = dtype
             parameter.grad = None if gradient is None else gradient.to(dtype)
-        self.masters, self._halves, self._versions, self._former = {}, [], {}, {}
+        self.masters, self._halves, self._versions, self._former = {}, {}, {}, {}
         self._buffers, self._widened = {}, []
 
     # Inside.
@@ -107,7 +107,7 @@ class HalfWeights:
         values = parameter.data.to(dtype)
         if dtype != torch.float32:
             self.masters[parameter] = parameter.data.float()
-            self._halves.append(values)
+            self._halves[parameter] = values
             self._versions[parameter] = parameter._version
         parameter.data = values
         parameter.grad_dtype = torch.float32
@@ -147,8 +147,7 @@ class HalfWeights:
         return cast(output, self._dtype)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._stepping:  # a step that raised
-            self._halves_in()
+        self._halves_in()  # after a step that raised
         return cast(args, self._dtype), cast(kwargs, self._dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -186,20 +185,25 @@ class HalfWeights:
 
     @torch.no_grad()
     def _masters_in(self, *_: object) -> None:
-        self._stepping = True
-        for parameter, master in self.masters.items():
+        self._halves_in()  # after a step that raised
+        held = (p for group in self._optimizer.param_groups for p in group["params"])
+        self._stepping = [p for p in held if p in self.masters]
+        for parameter in self._stepping:
+            master = self.masters[parameter]
             if parameter._version != self._versions[parameter]:
                 master.copy_(self._wide(parameter, master))
             parameter.data = master
 
     @torch.no_grad()
     def _halves_in(self, *_: object) -> None:
-        if self._halves:
-            torch._foreach_copy_(self._halves, [*self.masters.values()])
-        for parameter, half in zip(self.masters, self._halves, strict=True):
+        if not self._stepping:
+            return
+        halves = [self._halves[p] for p in self._stepping]
+        torch._foreach_copy_(halves, [self.masters[p] for p in self._stepping])
+        for parameter, half in zip(self._stepping, halves, strict=True):
             parameter.data = half
             self._versions[parameter] = parameter._version
-        self._stepping = False
+        self._stepping = []
 
     def _save(self, module: nn.Module, state: Any, prefix: str, _: object) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -253,8 +257,8 @@ def half_weights(
     ``torch.amp.GradScaler`` or by a session's loss scale. A buffer that must be exact, e.g. of
     rotary positions, belongs to a module that is named in ``float_modules``. What is written into
     parameters in place under ``torch.no_grad()`` counts; what is written through ``.data``, of
-    which torch takes no note, is lost in the next step. The casts are around ``model``: who calls a
-    part of it directly gives that 16 bits, and gets 16.
+    which torch takes no note, is lost when the optimizer steps. The casts are around ``model``: who
+    calls a part of it directly gives that 16 bits, and gets 16.
 
     Args:
         model: any module; ``close()`` gives it back in fp32.
