@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import StrategyError
-from slipstream.precision.autocast import autocast
+from slipstream.memory import recompute
+from slipstream.precision import autocast
 from slipstream.precision.op_casts import check_ops
+from slipstream.strategy import Every
 from tests.precision.battery import TYPES
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -154,3 +156,20 @@ def test_names_of_no_function_are_refused(name: str, words: str) -> None:
 def test_a_pattern_that_fits_nothing_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"'block\.dwn' matches no module; did you mean"):
         autocast(Net(), float_modules=["block.dwn"])
+
+
+@pytest.mark.parametrize("over", ["another", "a recomputation"])
+def test_what_was_put_around_it_since_may_stay(over: str) -> None:
+    """Closed in the order of opening, and in the end nothing is left."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
+    plain = layers(X)
+    first = autocast(layers, float_ops=["gelu"])
+    second = autocast(layers) if over == "another" else recompute(layers, Every())
+    first.close()
+    assert torch.equal(layers(X), plain) == (over == "a recomputation")
+    second.close()
+    left = [m for m in layers.modules() if "forward" in vars(m)]
+    assert over != "another" or not left
+    assert torch.equal(layers(X), plain)
+    assert all("forward" not in vars(module) for module in layers.modules())

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -13,7 +17,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.optim import Lamb
-from slipstream.precision.half_weights import half_weights
+from slipstream.precision import autocast, half_weights
 from tests.harness.models import MODELS
 from tests.harness.reference import OPTIMIZERS
 from tests.precision.battery import TYPES, digest
@@ -178,6 +182,49 @@ def test_small_updates_are_not_lost() -> None:
     assert layer.weight.item() == 1 - 2.0**-6
 
 
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "clamped": lambda p: p.clamp_(-0.1, 0.1),
+    "drawn anew": lambda p: nn.init.normal_(p),
+    "an average": lambda p: p.lerp_(torch.zeros_like(p), 0.5),
+    "one value": lambda p: p.view(-1)[0].fill_(3.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("then", ["saved", "stepped", "closed"])
+def test_what_is_written_into_a_parameter_counts(write: str, then: str) -> None:
+    """And values that it leaves keep all bits of their masters."""
+    net, optimizer, half = small()
+    update(net, optimizer)
+    weight = net.first.weight
+    before, master = weight.detach().clone(), half.masters[weight].clone()
+    with torch.no_grad():
+        WRITES[write](weight)
+    assert (before != weight).any()
+    expected = torch.where(before == weight, master, weight.float())
+    if then == "stepped":
+        optimizer.step()  # without gradients
+        assert torch.equal(half.masters[weight], expected)
+    elif then == "closed":
+        half.close()
+    assert torch.equal(net.state_dict()["first.weight"], expected)
+    assert torch.equal(weight, expected.to(weight.dtype))
+
+
+def test_a_value_that_comes_back_has_its_master_again() -> None:
+    """Averages in the place of parameters for an evaluation, and in a checkpoint of it."""
+    net, optimizer, half = small()
+    update(net, optimizer)
+    kept, state = copy.deepcopy([*net.parameters()]), digest([*half.masters.values()])
+    with torch.no_grad():
+        torch._foreach_zero_([*net.parameters()])
+    assert not any(value.any() for value in net.state_dict().values())
+    with torch.no_grad():
+        torch._foreach_copy_([*net.parameters()], kept)
+    optimizer.step()
+    assert digest([*half.masters.values()]) == state
+
+
 def test_a_part_of_the_model_saves_and_loads_masters_too() -> None:
     net, optimizer, half = small()
     update(net, optimizer)
@@ -288,6 +335,112 @@ def test_a_real_model_takes_words_and_returns_its_own_output() -> None:
     assert tied.dtype == torch.bfloat16
 
 
+# One optimizer.
+
+
+def halves() -> tuple[nn.Sequential, torch.optim.SGD, torch.optim.SGD]:
+    """Half weights with an optimizer of the body, and another one of the head."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    body, head = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
+    half_weights(model, body)
+    return model, body, head
+
+
+def test_a_parameter_may_join_the_optimizer_later() -> None:
+    model, body, _ = halves()
+    before = digest(model[2].state_dict())
+    for joined in (False, True):
+        model(torch.ones(2, 4)).sum().backward()
+        body.step()
+        assert (digest(model[2].state_dict()) != before) == joined
+        body.zero_grad()
+        if not joined:
+            body.add_param_group({"params": model[2].parameters()})
+
+
+class Ahead(torch.optim.Optimizer):
+    """Two steps of another optimizer in one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+        self.inner.step()
+
+
+def test_a_parameter_that_the_optimizer_does_not_hold_is_the_users() -> None:
+    """A teacher inside of the model that follows by ``data``."""
+    model, body, _ = halves()
+    model[2].weight.data.fill_(2.0)
+    model(torch.ones(2, 4)).sum().backward()
+    body.step()
+    assert (model[2].weight == 2).all()
+    assert (model.state_dict()["2.weight"] == 2).all()
+
+
+def test_an_optimizer_may_step_by_another() -> None:
+    net = Net()
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    half_weights(net, outer := Ahead(inner))
+    before = net.first.bias.detach().float().clone()
+    net(batches()[0][0]).sum().backward()
+    outer.step()
+    assert not torch.equal(net.first.bias, before)
+    with pytest.raises(
+        UsageError, match=r"SGD.step\(\) on first.weight, first.bias, last.weight, w"
+    ):
+        inner.step()
+
+
+def test_an_optimizer_of_another_model_steps_as_it_likes() -> None:
+    net, _, half = small()
+    other = Net()
+    update(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    half.close()
+    update(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def test_a_model_that_is_dropped_is_freed() -> None:
+    net, _, half = small()
+    alive = weakref.ref(net)
+    del net, half, _
+    gc.collect()
+    assert alive() is None
+
+
+@dataclass(frozen=True)
+class Hidden:
+    states: Tensor
+    number: int = 0
+
+
+class OfDataclasses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, hidden: Hidden) -> Hidden:
+        return replace(hidden, states=self.layer(hidden.states))
+
+
+@pytest.mark.parametrize("kind", ["autocast", "half_weights"])
+def test_dataclasses_are_cast_as_they_come_and_go(kind: str) -> None:
+    model = OfDataclasses()
+    seen: list[Hidden] = []
+    model.layer.register_forward_hook(lambda module, x, y: seen.append(Hidden(y)))
+    if kind == "autocast":
+        autocast(model)
+    else:
+        half_weights(model, torch.optim.SGD(model.parameters()))
+    given = Hidden(torch.ones(2, 4), number=7)
+    output = model(given)
+    assert (output.states.dtype, output.number) == (torch.float32, 7)
+    assert seen[0].states.dtype == torch.bfloat16
+    assert given.states.dtype == torch.float32
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a slip": (
         lambda: small(float_modules=["lasst"]),
@@ -305,6 +458,26 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         lambda: half_weights((net := Net()), torch.optim.LBFGS(net.parameters())),
         ModelError,
         "LBFGS: it computes losses inside its step",
+    ),
+    "an optimizer of another model": (
+        lambda: half_weights(Net(), torch.optim.SGD(Net().parameters())),
+        ModelError,
+        "SGD, which holds no parameter of the model",
+    ),
+    "another optimizer": (
+        lambda: halves()[2].step(),
+        UsageError,
+        "SGD.step() on 2.weight, 2.bias, whose fp32 masters only the SGD gets",
+    ),
+    "a model in double precision": (
+        lambda: half_weights((net := Net().double()), torch.optim.SGD(net.parameters())),
+        ModelError,
+        "(first.weight is torch.float64, first.bias is torch.float64, last.weight is torch.float64",
+    ),
+    "a model that stays fp32": (
+        lambda: small(float_modules=["*"]),
+        ModelError,
+        "(there is none); call model.float() first, or name fewer float_modules",
     ),
     "a closure": (
         lambda: small()[1].step(lambda: 0.0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from slipstream.errors import StrategyError
@@ -27,6 +29,10 @@ REFUSED = {
         ["incr_ratio", "> 1"],
     ),
     "static of nothing": ({"loss_scale": {"kind": "static"}}, ["scale: missing", "e.g. scale"]),
+    "static that overflows": (
+        {"loss_scale": {"kind": "static", "scale": 1e300}},
+        ["scale: got 1e+300", "> 0 and <= 16777216"],
+    ),
 }
 
 
@@ -36,6 +42,16 @@ def test_what_makes_no_sense_is_refused(name: str) -> None:
     with pytest.raises(StrategyError) as caught:
         Strategy.load({"precision": {"kind": "autocast", **settings}})
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("name", ["O1", "bf16", "autcast"])
+@pytest.mark.parametrize("wrap", [lambda name: name, lambda name: {"kind": name}])
+def test_names_of_other_projects_are_told_ours(name: str, wrap: Callable[[str], object]) -> None:
+    with pytest.raises(StrategyError) as caught:
+        Strategy.load({"precision": wrap(name)})
+    assert f"'{name}'" in str(caught.value)
+    assert "allowed: autocast (O1) or half_weights (O2), with dtype bf16" in str(caught.value)
+    assert ("did you mean 'autocast'" in str(caught.value)) == (name == "autcast")
 
 
 @pytest.mark.parametrize("kind", ["autocast", "half_weights"])

@@ -81,7 +81,7 @@ splits = st.one_of(
 )
 scales = st.one_of(
     st.sampled_from([None, "auto", "dynamic"]),
-    st.builds(StaticScale, scale=sizes),
+    st.builds(StaticScale, scale=st.floats(0, 2**24, exclude_min=True)),
     st.builds(DynamicScale, init=st.floats(1, 2**24), decr_every_n=st.integers(1)),
 )
 half = {

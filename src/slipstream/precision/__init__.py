@@ -2,9 +2,14 @@
 
 Both are applied from outside, to any module, and taken off again:
 
-    from slipstream.precision.half_weights import half_weights  # or autocast, from autocast
+    from slipstream.precision import half_weights  # or autocast
 
     half = half_weights(model, optimizer, "bf16")
-    ...                                                         # the training loop stays as it is
+    ...                                            # the training loop stays as it is
     half.close()
 """
+
+from slipstream.precision.autocast import Autocast, autocast
+from slipstream.precision.half_weights import HalfWeights, half_weights
+
+__all__ = ["Autocast", "HalfWeights", "autocast", "half_weights"]

@@ -102,7 +102,8 @@ class Surrounded:
     """
 
     def __init__(self, module: nn.Module, around: Around) -> None:
-        self.module, self._around = module, around
+        self.module = module
+        self._around: Around | None = around
         self._before = vars(module).get("forward")
         vars(module)["forward"] = self
 
@@ -115,11 +116,20 @@ class Surrounded:
         return self._before or MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._around is None:
+            self.remove()
+            return self.__wrapped__(*args, **kwargs)
         return self._around(self.__wrapped__, args, kwargs)
 
     def remove(self) -> None:
-        """The module has its own forward again."""
-        if self._before is not None:
-            vars(self.module)["forward"] = self._before
-        elif vars(self.module).get("forward") is self:
-            del vars(self.module)["forward"]
+        """Nothing is around the forward any more.
+
+        What was put around this meanwhile calls it still, or puts it back later: it then only
+        passes on, and goes with the next call.
+        """
+        self._around = None
+        top = vars(self.module).pop("forward", None)
+        while isinstance(top, Surrounded) and top._around is None:
+            top = top._before
+        if top is not None:
+            vars(self.module)["forward"] = top

@@ -3,11 +3,14 @@
 [Note: One parameter, two values]
 Parameters stay the user's objects, in the model and in the optimizer's groups; what changes is the
 tensor behind them. It is 16 bits wide wherever the model computes. While the optimizer steps or
-loads a state it is the fp32 master, so that the optimizer's own state is fp32, too; afterwards the
+loads a state it is the fp32 master of what it holds, so that its own state is fp32, too; afterwards
 masters are rounded into the 16-bit tensors, which never move. Gradients are fp32 from the moment
 autograd adds them up (``Tensor.grad_dtype``), for several backward passes and for clipping.
 
-What ``model.state_dict()`` gives and what ``load_state_dict()`` takes are the masters.
+What ``model.state_dict()`` gives and what ``load_state_dict()`` takes are the masters. A value that
+somebody else has written into a parameter meanwhile (clamped, drawn anew, averaged) is no longer
+what its master rounds to, and counts instead of it. An optimizer that steps beside the one that
+gets the masters is refused when it does: updates smaller than the rounding would be lost.
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from weakref import finalize, ref
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from slipstream.errors import ModelError, UsageError
+from slipstream.errors import UsageError
 from slipstream.precision.casts import HALF_TYPES, cast
-from slipstream.precision.float_modules import check_unshared, float_modules
+from slipstream.precision.float_modules import float_modules
+from slipstream.precision.half_checks import check_half_weights
 from slipstream.strategy import HalfType
 
 
@@ -29,7 +35,7 @@ class HalfWeights:
     """A model whose weights are 16 bits wide; made by `half_weights`.
 
     Attributes:
-        masters: the fp32 values, by parameter.
+        masters: the fp32 values that the optimizer left, by parameter.
         floats: the modules that stay fp32, by path.
         num_half: how many values of parameters are 16 bits wide.
         master_bytes: memory of the masters.
@@ -47,10 +53,11 @@ class HalfWeights:
         self._modules = [m for m in model.modules() if m not in inside]
         self._former: dict[nn.Parameter, torch.dtype] = {}
         self.masters: dict[nn.Parameter, torch.Tensor] = {}
-        self._halves: list[torch.Tensor] = []
+        self._halves: dict[nn.Parameter, torch.Tensor] = {}
+        self._versions: dict[nn.Parameter, int] = {}
         self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self._widened: list[tuple[nn.Module, str]] = []
-        self._stepping = False
+        self._stepping: list[nn.Parameter] = []  # whose masters are in
         self._undo: list[Callable[[], None]] = []
         try:
             self._narrow()
@@ -59,7 +66,7 @@ class HalfWeights:
         except BaseException:  # there is no memory, most often
             self.close()
             raise
-        self.num_half = sum(half.numel() for half in self._halves)
+        self.num_half = sum(half.numel() for half in self._halves.values())
         self.master_bytes = sum(master.nbytes for master in self.masters.values())
 
     def close(self) -> None:
@@ -75,10 +82,10 @@ class HalfWeights:
         for parameter, dtype in self._former.items():
             gradient, parameter.grad = parameter.grad, None
             self._recast(parameter, dtype)
-            parameter.data = self.masters.get(parameter, parameter.data).to(dtype)
+            parameter.data = self._wide(parameter, self.masters.get(parameter)).to(dtype)
             parameter.grad_dtype = dtype
             parameter.grad = None if gradient is None else gradient.to(dtype)
-        self.masters, self._halves, self._former = {}, [], {}
+        self.masters, self._halves, self._versions, self._former = {}, {}, {}, {}
         self._buffers, self._widened = {}, []
 
     # Inside.
@@ -87,10 +94,8 @@ class HalfWeights:
         """What computes in 16 bits is 16 bits wide."""
         for module in self._modules:
             for parameter in module.parameters(recurse=False):
-                if parameter not in self._former and parameter.dtype in (
-                    torch.float32,
-                    self._dtype,
-                ):
+                narrowed = parameter.dtype in (torch.float32, self._dtype)
+                if parameter not in self._former and narrowed:
                     self._change(parameter, self._dtype)
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.dtype == torch.float32:
@@ -117,7 +122,8 @@ class HalfWeights:
         values = parameter.data.to(dtype)
         if dtype != torch.float32:
             self.masters[parameter] = parameter.data.float()
-            self._halves.append(values)
+            self._halves[parameter] = values
+            self._versions[parameter] = parameter._version
         parameter.grad = None
         parameter.data = values
         parameter.grad_dtype = torch.float32
@@ -140,6 +146,7 @@ class HalfWeights:
             yield module.register_forward_hook(self._to_half).remove
         yield model.register_forward_pre_hook(self._enter, with_kwargs=True).remove
         yield model.register_forward_hook(self._leave).remove
+        yield self._watch_others()
         yield optimizer.register_step_pre_hook(self._step_begins).remove
         yield optimizer.register_step_post_hook(self._halves_in).remove
         yield optimizer.register_load_state_dict_pre_hook(self._masters_in).remove
@@ -156,12 +163,33 @@ class HalfWeights:
         return cast(output, self._dtype)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self._stepping:  # a step that raised
-            self._halves_in()
+        self._halves_in()  # after a step that raised
         return cast(args, self._dtype), cast(kwargs, self._dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         return cast(output, torch.float32)
+
+    def _watch_others(self) -> Callable[[], None]:
+        """Hear of the steps of every optimizer, without being kept alive by that."""
+        me = ref(self)
+
+        def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            half = me()
+            if half is not None and optimizer is not half._optimizer and not half._stepping:
+                half._refuse(optimizer)
+
+        return finalize(self, register_optimizer_step_pre_hook(begins).remove)
+
+    def _refuse(self, other: torch.optim.Optimizer) -> None:
+        """Another optimizer begins a step, and not inside one of this."""
+        held = {p for group in other.param_groups for p in group["params"]}
+        names = [n for n, p in self._model.named_parameters() if p in held and p in self.masters]
+        if names:
+            raise UsageError(
+                f"{type(other).__name__}.step() on {', '.join(names[:3])}, whose fp32 masters only "
+                f"the {type(self._optimizer).__name__} gets that half weights were made with; give "
+                "all parameters to that one, in groups of their own, or use precision autocast"
+            )
 
     def _step_begins(self, optimizer: object, args: Any, kwargs: Any) -> None:
         if any(x is not None for x in [*args[1:], *kwargs.values()]):
@@ -171,23 +199,32 @@ class HalfWeights:
             )
         self._masters_in()
 
+    @torch.no_grad()
     def _masters_in(self, *_: object) -> None:
-        self._stepping = True
-        for parameter, master in self.masters.items():
+        self._halves_in()  # after a step that raised
+        held = (p for group in self._optimizer.param_groups for p in group["params"])
+        self._stepping = [p for p in held if p in self.masters]
+        for parameter in self._stepping:
+            master = self.masters[parameter]
+            if parameter._version != self._versions[parameter]:
+                master.copy_(self._wide(parameter, master))
             parameter.data = master
 
     @torch.no_grad()
     def _halves_in(self, *_: object) -> None:
-        if self._halves:
-            torch._foreach_copy_(self._halves, [*self.masters.values()])
-        for parameter, half in zip(self.masters, self._halves, strict=True):
+        if not self._stepping:
+            return
+        halves = [self._halves[p] for p in self._stepping]
+        torch._foreach_copy_(halves, [self.masters[p] for p in self._stepping])
+        for parameter, half in zip(self._stepping, halves, strict=True):
             parameter.data = half
-        self._stepping = False
+            self._versions[parameter] = parameter._version
+        self._stepping = []
 
     def _save(self, module: nn.Module, state: Any, prefix: str, _: object) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in self.masters:
-                state[prefix + name] = self.masters[parameter].detach()
+                state[prefix + name] = self._wide(parameter, self.masters[parameter])
         for name, buffer in module.named_buffers(recurse=False):
             if (module, name) in self._buffers and prefix + name in state:
                 state[prefix + name] = self._wide(buffer, self._buffers[module, name])
@@ -211,11 +248,13 @@ class HalfWeights:
             if isinstance(value, torch.Tensor) and value.shape == master.shape:
                 master.copy_(value.detach())
 
-    def _wide(self, buffer: torch.Tensor, former: torch.Tensor) -> torch.Tensor:
-        """A buffer in fp32: its former value, unless it has changed since."""
-        if former.shape == buffer.shape and torch.equal(former.to(buffer.dtype), buffer):
-            return former
-        return buffer.detach().float()
+    def _wide(self, tensor: torch.Tensor, former: torch.Tensor | None) -> torch.Tensor:
+        """A tensor in fp32: its ``former`` values, but where it is not what they round to."""
+        found = tensor.detach()
+        if former is None or former.shape != found.shape:
+            return found.float()
+        same = former.to(self._dtype) == found
+        return former.detach() if same.all() else torch.where(same, former, found.float())
 
 
 def half_weights(
@@ -232,11 +271,14 @@ def half_weights(
     where they enter the model or leave a part of it that stays fp32, and its outputs are fp32.
     The training loop stays as it is; with fp16, multiply the loss, e.g. by
     ``torch.amp.GradScaler`` or by a session's loss scale. A buffer that must be exact, e.g. of
-    rotary positions, belongs to a module that is named in ``float_modules``.
+    rotary positions, belongs to a module that is named in ``float_modules``. What is written into
+    parameters in place under ``torch.no_grad()`` counts; what is written through ``.data``, of
+    which torch takes no note, is lost when the optimizer steps. The casts are around ``model``: who
+    calls a part of it directly gives that 16 bits, and gets 16.
 
     Args:
         model: any module; ``close()`` gives it back in fp32.
-        optimizer: of its parameters; what it keeps stays its own.
+        optimizer: the only one that steps its parameters; what it keeps stays its own.
         dtype: of weights and activations.
         float_modules: patterns of the paths of modules that stay fp32, too.
 
@@ -244,7 +286,9 @@ def half_weights(
 
     Raises:
         StrategyError: a pattern fits no module, or half of a tied parameter.
-        ModelError: the optimizer is none of torch's kind, or one that computes gradients itself.
+        ModelError: the optimizer is none of torch's kind, computes gradients itself or holds no
+            parameter of the model; or no parameter would change, e.g. as all are fp64.
+        UsageError: later on, ``step(closure)``, or the step of another optimizer.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 1))
@@ -262,29 +306,9 @@ def half_weights(
     Source: opt level O2 of https://github.com/NVIDIA/apex, which copies gradients to masters that
     stand in the optimizer's groups and keeps batch normalisation alone in fp32.
     """
-    check_optimizer(optimizer)
     floats = _floats(model, float_modules)
-    check_unshared(model, floats)
+    check_half_weights(model, optimizer, dtype, floats)
     return HalfWeights(model, optimizer, HALF_TYPES[dtype], floats)
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot be handed masters for the time of a step.
-
-    Raises:
-        ModelError: names it.
-    """
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelError(
-            f"precision half_weights with {name}, which is no torch.optim.Optimizer, so nothing "
-            "tells when it steps; use one, or precision autocast"
-        )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ModelError(
-            f"precision half_weights with {name}: it computes losses inside its step, which would "
-            "use the fp32 masters; use another optimizer, or precision autocast"
-        )
 
 
 def _floats(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import ModelError, StrategyError, UsageError
-from slipstream.precision import autocast, float_modules, half_weights, op_casts
+from slipstream import precision
+from slipstream.errors import StrategyError, UsageError
+from slipstream.precision.float_modules import float_modules
+from slipstream.precision.half_checks import check_half_weights
 from slipstream.precision.loss_scale import LossScaler, ScaleState
+from slipstream.precision.op_casts import check_ops
 from slipstream.precision.tf32 import allow_tf32
 from slipstream.strategy import Autocast, Compute, HalfWeights, Precision, Row
 
@@ -31,19 +34,11 @@ def check_precision(
     """
     if wish is None:
         return
-    floats = float_modules.float_modules(
-        model, wish.float_modules, normalisation=isinstance(wish, HalfWeights)
-    )
+    floats = float_modules(model, wish.float_modules, normalisation=isinstance(wish, HalfWeights))
     if isinstance(wish, Autocast):
-        op_casts.check_ops([*wish.float_ops, *wish.half_ops])
+        check_ops([*wish.float_ops, *wish.half_ops])
     else:
-        half_weights.check_optimizer(optimizer)
-        float_modules.check_unshared(model, floats)
-        if any(p.dtype == torch.float16 for p in model.parameters()) and wish.dtype == "bf16":
-            raise ModelError(
-                "precision half_weights with dtype bf16 on a model with fp16 parameters; "
-                "allowed: dtype fp16, or model.float() before accelerate()"
-            )
+        check_half_weights(model, optimizer, wish.dtype, floats)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if wish.dtype == "fp16" and not wish.emulate and not has_fp16(device):
         raise StrategyError(
@@ -96,10 +91,10 @@ class ModelPrecision:
         self.scales = self._scaler is not None
         self.exchanges_wide = isinstance(wish, HalfWeights) and wish.exchange == "fp32"
         self._numel = sum(p.numel() for p in model.parameters())
-        self._casts: autocast.Autocast | half_weights.HalfWeights | None = None
+        self._casts: precision.Autocast | precision.HalfWeights | None = None
         match wish:
             case Autocast():
-                self._casts = autocast.autocast(
+                self._casts = precision.autocast(
                     model,
                     wish.dtype,
                     float_ops=wish.float_ops,
@@ -107,7 +102,7 @@ class ModelPrecision:
                     float_modules=wish.float_modules,
                 )
             case HalfWeights():
-                self._casts = half_weights.half_weights(
+                self._casts = precision.half_weights(
                     model, optimizer, wish.dtype, float_modules=wish.float_modules
                 )
         self._undo = allow_tf32() if compute.tf32 and torch.cuda.is_available() else None
@@ -167,7 +162,7 @@ class ModelPrecision:
         return found
 
     def _row(self, wish: Precision) -> Row:
-        if not isinstance(self._casts, half_weights.HalfWeights):
+        if not isinstance(self._casts, precision.HalfWeights):
             return Row("precision", f"{wish.dtype} autocast", "weights are fp32", wish.exactness)
         megabytes = self._casts.master_bytes / 2**20
         note = (

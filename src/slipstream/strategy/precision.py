@@ -5,11 +5,13 @@ Never casts anything: the room ``precision`` does what these values ask for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
+from slipstream.strategy.validate import did_you_mean
 
 
 class AutoScale(Variant):
@@ -76,7 +78,7 @@ class StaticScale(Variant):
     kind: Literal["static"] = "static"
     exactness: ClassVar[Exactness] = "reordered"
 
-    scale: PositiveFloat = Field(examples=[1024.0])
+    scale: PositiveFloat = Field(le=2.0**24, examples=[1024.0])  # as far as a dynamic one
     """What losses are multiplied by."""
 
 
@@ -161,11 +163,26 @@ class HalfWeights(_Half):
     """What gradients travel as where they have no codec: half takes half the bytes."""
 
 
+_KINDS = ("autocast", "half_weights")
+
+
+def _kind_of(value: object) -> object:
+    """As ``from_kind``; says what other projects' names are called here."""
+    found = from_kind(value)
+    kind = found.get("kind") if isinstance(found, Mapping) else None
+    if isinstance(kind, str) and kind not in _KINDS:
+        raise ValueError(
+            f"no such kind{did_you_mean(kind, _KINDS)}; allowed: autocast (O1) or half_weights "
+            "(O2), with dtype bf16 or fp16; e.g. precision: {kind: autocast, dtype: bf16}"
+        )
+    return found
+
+
 Precision = Annotated[
     Autocast | HalfWeights,
     Field(discriminator="kind"),
     BeforeValidator(
-        from_kind,
+        _kind_of,
         json_schema_input_type=Autocast | HalfWeights | Literal["autocast", "half_weights"],
     ),
 ]

@@ -1,0 +1,70 @@
+"""What half weights cannot serve, found before anything is changed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from slipstream.errors import ModelError
+from slipstream.precision.casts import HALF_TYPES
+from slipstream.precision.float_modules import check_unshared
+from slipstream.strategy import HalfType
+
+
+def check_half_weights(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dtype: HalfType,
+    floats: dict[str, nn.Module],
+) -> None:
+    """Refuse a model and an optimizer that do not fit ``dtype``, the modules that stay fp32 or each
+    other.
+
+    Raises:
+        ModelError: the optimizer is none of torch's kind, computes gradients itself or holds no
+            parameter of the model; or no parameter would change, or some are fp16 beside bf16.
+        StrategyError: a parameter is shared with a module that stays fp32.
+    """
+    _check_optimizer(model, optimizer)
+    check_unshared(model, floats)
+    _check_types(model, dtype, floats)
+
+
+def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """It can be handed masters for the time of a step, and some of them are what it steps."""
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(
+            f"precision half_weights with {name}, which is no torch.optim.Optimizer, so nothing "
+            "tells when it steps; use one, or precision autocast"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(
+            f"precision half_weights with {name}: it computes losses inside its step, which would "
+            "use the fp32 masters; use another optimizer, or precision autocast"
+        )
+    own = {*model.parameters()}
+    if not any(p in own for group in optimizer.param_groups for p in group["params"]):
+        raise ModelError(
+            f"precision half_weights with {name}, which holds no parameter of the model, so their "
+            "masters would never change; build it from model.parameters() of the model that you "
+            "pass"
+        )
+
+
+def _check_types(model: nn.Module, dtype: HalfType, floats: dict[str, nn.Module]) -> None:
+    """Some parameter becomes ``dtype``, and none is fp16 beside bf16."""
+    if dtype == "bf16" and any(p.dtype == torch.float16 for p in model.parameters()):
+        raise ModelError(
+            "precision half_weights with dtype bf16 on a model with fp16 parameters; "
+            "allowed: dtype fp16, or model.float() first"
+        )
+    wide = {p for module in floats.values() for p in module.parameters()}
+    others = {name: p.dtype for name, p in model.named_parameters() if p not in wide}
+    if not {torch.float32, HALF_TYPES[dtype]} & {*others.values()}:
+        seen = ", ".join(f"{name} is {its}" for name, its in [*others.items()][:3])
+        raise ModelError(
+            "precision half_weights would change no parameter: outside of the modules that stay "
+            f"fp32, none is fp32 ({seen or 'there is none'}); call model.float() first, or name "
+            "fewer float_modules"
+        )
