@@ -36,5 +36,10 @@ def mapped(value: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) 
 def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in tuples, lists and mappings, in order."""
     found: list[torch.Tensor] = []
-    mapped(value, found.append)
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor  # for containers that look at what they get
+
+    mapped(value, see)
     return found

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from slipstream.errors import UsageError
 from slipstream.memory import recompute
+from slipstream.memory.draws import SameDraws, state
+from slipstream.nested import tensors
 from slipstream.strategy import Budget, Every, Recompute
 
-WISHES = {"every": Every(), "two": Every(every=2), "all": Budget(budget=1.0)}
+WISHES = {
+    "every": Every(),
+    "two": Every(every=2),
+    "most": Budget(budget=0.8),
+    "all": Budget(budget=1.0),
+}
 
 
 class Odd(nn.Module):
@@ -25,6 +36,10 @@ class Odd(nn.Module):
 
     def prepare(self) -> None:
         """Make buffers."""
+
+    @staticmethod
+    def join(blocks: list[Odd]) -> None:
+        """Make them share something."""
 
     def odd(self, y: Tensor) -> Tensor:
         return y
@@ -95,16 +110,67 @@ class Shared(Odd):
         return y - self.inner.mean.clone()  # type: ignore[operator]
 
 
-def trained(block: type[Odd], wish: Recompute | None) -> dict[str, Any]:
+class Draws(Odd):
+    """Python and numpy draw."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        return y * random.random() * np.random.standard_normal()
+
+
+class Within(Odd):
+    """Tensors come in a mapping of lists, and one weight is shared by all blocks."""
+
+    @staticmethod
+    def join(blocks: list[Odd]) -> None:
+        for block in blocks:
+            block.linear = blocks[0].linear
+
+    def forward(self, x: Any) -> Any:
+        (y,) = x["in"] if isinstance(x, dict) else [x]
+        return {"in": [super().forward(y)]}
+
+
+class Fills(Odd):
+    """Writes what it returns into what it got."""
+
+    def forward(self, x: Any) -> Any:
+        found = x if isinstance(x, dict) else {"in": x}
+        found["in"] = super().forward(found["in"])
+        return found
+
+
+class InPlace(Odd):
+    """Begins with an operation in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.relu_())
+
+
+class InPlaceWithin(Odd):
+    """The same, in a list."""
+
+    def forward(self, x: Any) -> Any:
+        y = x[0] if isinstance(x, list) else x + 0
+        return [super().forward(y.add_(1.0))]
+
+
+def trained(
+    block: type[Odd], wish: Recompute | None, kind: type[nn.Sequential] = nn.Sequential
+) -> dict[str, Any]:
     """Losses, gradients and state of a few steps."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(block() for _ in range(4)))
+    random.seed(0)
+    np.random.seed(0)
+    blocks = [block() for _ in range(4)]
+    block.join(blocks)
+    model = kind(*blocks)
     recomputed = recompute(model, wish) if wish is not None else None
     seen: dict[str, Any] = {}
     for step in range(3):
-        for inner in model:
+        for inner in blocks:
             inner.step = step
-        loss = model(torch.randn(8, 4)).square().mean()
+        (y,) = tensors(model(torch.randn(8, 4)))
+        loss = y.square().mean()
         loss.backward()
         seen |= {f"loss {step}": loss.detach()}
         seen |= {f"{step} {name}": value.clone() for name, value in model.state_dict().items()}
@@ -115,12 +181,47 @@ def trained(block: type[Odd], wish: Recompute | None) -> dict[str, Any]:
                 p.grad = None
     if recomputed is not None:
         recomputed.close()
-    return seen
+    return seen | {"next": torch.tensor([random.random(), np.random.rand()])}
 
 
 @pytest.mark.parametrize("wish", WISHES)
-@pytest.mark.parametrize("block", [ZeroMean, Later, Assigned, Codebook, Shared])
+@pytest.mark.parametrize(
+    "block", [ZeroMean, Later, Assigned, Codebook, Shared, Draws, Within, Fills]
+)
 def test_bitwise_as_without(block: type[Odd], wish: str) -> None:
     plain, found = trained(block, None), trained(block, WISHES[wish])
     assert found.keys() == plain.keys()
     assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize(("block", "first"), [(InPlace, 0), (InPlaceWithin, 1)])
+def test_blocks_that_change_their_input_are_named(block: type[Odd], first: int, wish: str) -> None:
+    words = rf"^{first} changes what it is called with in place, .* copy \(x = x\.clone\(\)"
+    with pytest.raises(UsageError, match=words):
+        trained(block, WISHES[wish])
+
+
+class Checkpointed(nn.Sequential):
+    """Computes every other block again itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self):
+            x = checkpoint(block, x, use_reentrant=False) if number % 2 else block(x)
+        return x
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_checkpoints_of_the_model_itself_may_stand_beside(wish: str) -> None:
+    plain, found = trained(Odd, None), trained(Odd, WISHES[wish], Checkpointed)
+    assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
+
+
+def test_generators_are_left_alone_where_the_first_run_drew_nothing() -> None:
+    draws = SameDraws()
+    with draws.first():
+        pass
+    before = state()
+    with draws:
+        random.random()
+    assert state() != before
