@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from slipstream import api
+from slipstream import composition
 from slipstream.adaptive import Verdict
 from slipstream.planner.cost import CodecCost, Curve, Piece
 from tests.gradients.test_codec import session_of, step_of, wide
@@ -58,7 +58,7 @@ def train(cost: CodecCost, codec: object) -> tuple[list[list[str]], str, str]:
     """What each step issues, the report, and a digest of the parameters."""
     model, logs = wide(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "measure", partial(verdict_of, cost))
+        patch.setattr(composition, "measure", partial(verdict_of, cost))
         with session_of(model, codec, split="per_gradient") as session:
             for step in range(4):
                 with collectives() as log:

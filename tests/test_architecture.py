@@ -37,6 +37,7 @@ LEVELS = {
     "axes": 5,
     "checkpoint": 5,
     "checks": 5,
+    "composition": 5,
     "ddp": 5,
     "lent": 5,
     "live_split": 5,
@@ -75,6 +76,7 @@ IN_ORDER = (
     "saving",
     "window",
     "session",
+    "composition",
     "api",
 )
 """Rooms of one level of which a later one may import an earlier one."""

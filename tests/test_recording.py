@@ -129,7 +129,7 @@ def test_nothing_is_recorded_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_p
         raise AssertionError("a recorder was made")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("slipstream.api.Recorder", refuse)
+    monkeypatch.setattr("slipstream.composition.Recorder", refuse)
     with opened() as session:
         update(session)
         assert not session.model._forward_pre_hooks

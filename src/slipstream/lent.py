@@ -55,7 +55,8 @@ def check_lendable(
 
 
 class Lent:
-    """What an optimizer has lent; ``give_back`` undoes it.
+    """What an optimizer has lent; ``give_back`` undoes it: before the first update in full, later
+    the settings, as the momentum is spent by then.
 
     Args:
         optimizer: as ``check_lendable`` accepts it.
@@ -73,6 +74,7 @@ class Lent:
     ) -> None:
         coded = _coded(trainables, codec)
         self._optimizer, self._numbers = optimizer, set[int]()
+        self._unspent: dict[torch.Tensor, torch.Tensor] = {}  # momentum as the optimizer had it
         self.momenta: dict[str, Momentum] = {}
         self.buffers: dict[str, Mapping[str, torch.Tensor]] = {}
         for number, group in enumerate(optimizer.param_groups):
@@ -87,6 +89,7 @@ class Lent:
                 self.momenta[name] = Momentum(**lent, parameter=decayed)
                 buffer = optimizer.state[parameter].pop("momentum_buffer", None)
                 if buffer is not None:
+                    self._unspent[parameter] = buffer
                     ahead = lent["momentum"] if lent["nesterov"] else 1.0
                     in_order = memory_order(
                         torch.empty_like(parameter, dtype=buffer.dtype).copy_(buffer)
@@ -103,6 +106,7 @@ class Lent:
         Raises:
             UsageError: names the setting.
         """
+        self._unspent.clear()
         for number, group in enumerate(self._optimizer.param_groups):
             if number not in self._numbers:
                 _give_back(group)
@@ -117,9 +121,11 @@ class Lent:
                     )
 
     def give_back(self) -> None:
-        """The optimizer's settings are its own again."""
+        """The optimizer's settings are its own again, and its momentum if nothing used it."""
         for group in self._optimizer.param_groups:
             _give_back(group)
+        for parameter, buffer in self._unspent.items():
+            self._optimizer.state[parameter].setdefault("momentum_buffer", buffer)
 
 
 def _give_back(group: dict[str, Any]) -> None:

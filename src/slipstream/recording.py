@@ -50,10 +50,10 @@ class Recording:
         self._start: Stamp = 0.0
         self._end: Stamp = 0.0
         self._batch = self._samples = 0
+        self.iteration_begins()  # first, as it may fail
         self._hook = model.register_forward_pre_hook(
             lambda _, args, kwargs: self.forward_begins(args, kwargs), with_kwargs=True
         )
-        self.iteration_begins()
 
     def iteration_begins(self) -> None:
         """A collective before the first iteration that is recorded: clocks are aligned there."""

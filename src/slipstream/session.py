@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -60,7 +60,8 @@ class Installed:
     verdict: Verdict | None
     recording: Recording | None
     offloader: Offloader | None
-    on_close: Callable[..., None]
+    undo: ExitStack
+    """Takes them off the user's objects; the session makes it its own."""
 
 
 class Session(Generic[M, O]):
@@ -100,7 +101,6 @@ class Session(Generic[M, O]):
         self._verdict = installed.verdict
         self._recording = installed.recording
         self._offloader = installed.offloader
-        self._on_close = installed.on_close
         self._saving: Saving | None = Saving(
             model,
             installed.strategy,
@@ -121,7 +121,8 @@ class Session(Generic[M, O]):
         self._local = False
         self._closed = False
         self._last_segments: tuple[Exchanged, ...] = ()
-        atexit.register(self._take_off)
+        self._undo = installed.undo.pop_all()
+        atexit.register(self._take_off, SystemExit, SystemExit(), None)
 
     # The loop.
 
@@ -463,18 +464,21 @@ class Session(Generic[M, O]):
             return
         if self._recording is not None:
             self._recording.write(self._traced())
-        self._take_off(whole=True)
+        self._take_off(None, None, None)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if kind is None:
             self.close()
-        else:  # the other ranks may not come to an exchange any more: leave without one
-            self._take_off()
+        else:
+            self._take_off(kind, error, trace)
 
     # Inside.
 
@@ -528,37 +532,29 @@ class Session(Generic[M, O]):
         """What a trace says of the session."""
         return outcome.trace_meta(self.model, self.strategy, self._engine, self.segments)
 
-    def _take_off(self, *, whole: bool = False) -> None:
+    def _take_off(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Undo what ``accelerate()`` did, in reverse order.
 
-        Layers stay split unless ``whole``: their shares are gathered from all ranks.
+        After an error without a collective, as the other ranks may not come to one any more: what
+        they share stays split.
         """
         self._closed = True
         atexit.unregister(self._take_off)
-        if self._recording is not None:
-            self._recording.drop()
         in_flight = self._channel is not None and self._channel.in_flight
         if self._engine is not None:
             self._last_segments = self._engine.segments
-            self._engine.close()
-        if self._channel is not None:
-            self._channel.close()
-        if self._loader is not None:
-            self._loader.detach()
-        self._lent.give_back()
-        if self._offloader is not None:
-            self._offloader.close()
-        if self._recomputed is not None:
-            self._recomputed.close()
-        self._precision.close()
-        shared = self._shared is not None
-        if self._shared is not None and whole:
-            self._shared.close()
-        # No reference may outlive this: a gloo group ends its threads when it is freed, and one
-        # still there when the interpreter ends aborts the process after a run that went well.
-        cluster, self._cluster = self._cluster, None
-        self._engine = self._channel = self._saving = self._live_split = self._recording = None
-        self._axes = self._shared = None
-        if cluster is not None and not in_flight:  # freeing a group that waits for a peer hangs
-            cluster.close()
-        self._on_close(whole=whole or not shared)
+        try:
+            self._undo.__exit__(kind, error, trace)
+        finally:
+            # No reference may outlive this: a gloo group ends its threads when it is freed, and one
+            # still there when the interpreter ends aborts the process after a run that went well.
+            cluster, self._cluster = self._cluster, None
+            self._engine = self._channel = self._saving = self._live_split = None
+            self._recording = self._axes = self._shared = None
+            if cluster is not None and not in_flight:  # freeing a group that waits for a peer hangs
+                cluster.close()

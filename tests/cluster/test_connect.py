@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -42,6 +43,28 @@ def test_a_world_is_made_from_the_environment_and_destroyed(two: Ranks) -> None:
     assert two.run(own_world, connect=False) == [
         (rank, 2, True, 3.0, hosts, False) for rank in (0, 1)
     ]
+
+
+def late_to_each(rank: int) -> list[float]:
+    sums = []
+    for _ in range(3):
+        time.sleep(0.3 * (int(os.environ["RANK"]) == rank))
+        cluster = connect(from_environ(), "cpu")
+        sums.append(summed(cluster))
+        cluster.close()
+    return sums
+
+
+@pytest.mark.parametrize("host", ["rank 0", "the launcher"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_they_meet_again_and_again_also_where_one_comes_late(
+    two: Ranks, late: int, host: str
+) -> None:
+    env = {}
+    if host == "the launcher":  # as torchrun does: its store outlives every meeting
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert two.run(late_to_each, late, connect=False, env=env) == [[3.0] * 3] * 2
 
 
 def scripts_world(variables: dict[str, str]) -> tuple[object, ...]:

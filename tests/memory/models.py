@@ -142,6 +142,31 @@ class Collected(Blocks):
         return F.cross_entropy(self.head(torch.stack(states).sum(0)), y)
 
 
+class Attention(nn.Module):
+    """Fused attention without dropout, and a dropout behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.into(x)[None, None].chunk(3, -1)
+        return x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v)[0, 0]))
+
+
+class Attentive(nn.Module):
+    """Blocks of fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 4)
+        self.blocks = nn.Sequential(*(Attention(6) for _ in range(4)))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.blocks(self.first(x))), y)
+
+
 def rows(step: int) -> dict[str, Tensor]:
     seed = torch.Generator().manual_seed(step)
     return {
@@ -164,4 +189,5 @@ MODELS = {
     "swin": Case(swin, images, "swin.encoder.layers.*.blocks.*", 5),
     "chain": Case(Blocks, rows, "blocks.*", 4),
     "collected": Case(Collected, rows, "blocks.*", 4),
+    "attentive": Case(Attentive, rows, "blocks.*", 4),
 }

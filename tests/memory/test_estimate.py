@@ -152,6 +152,22 @@ def test_the_peak_in_backward(regions, wish, tensors):
     assert saved.peak(regions, wish) == tensors * X
 
 
+@pytest.mark.parametrize(
+    ("wish", "tensors"),
+    [
+        (None, 6 + 6 + 1),  # inputs, products and what the last block saves besides
+        (Offload(to="disk", keep_last=1, prefetch=1), 2 + 6 + 1),  # products do not leave
+    ],
+)
+def test_the_peak_where_products_are_kept(wish, tensors):
+    blocks = [nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh()) for _ in range(6)]
+    saved = saved_by(nn.Sequential(*blocks), {"input": torch.ones(1, 32)})
+    regions = [[path] for path in saved.blocks]
+    assert saved.peak(regions, wish, ["matmul"]) == tensors * X
+    assert saved.peak(regions, wish, ["convolution"]) == saved.peak(regions, wish)
+    assert saved.peak((), wish, ["matmul"]) == saved.peak((), wish)
+
+
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
 OPTIMIZERS = [
     lambda p: SGD(p, lr=0.1),

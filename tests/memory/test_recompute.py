@@ -224,7 +224,7 @@ def test_regions_in_regions_are_bitwise_the_same_and_cost_what_the_plan_says() -
     assert max(again.values()) == 3
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "resnet"])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "resnet", "attentive"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_operations_that_are_kept_are_not_computed_again(name: str, every: int) -> None:
     case = MODELS[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import count
 from typing import Any
 
 import pytest
@@ -319,3 +320,32 @@ def test_what_would_go_wrong_is_refused(name: str) -> None:
     with pytest.raises(kind) as caught:
         act()
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Tensor, "to"), (nn.Module, "register_state_dict_post_hook")]
+)
+def test_one_that_fails_half_way_leaves_all_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    calls, works = count(1), getattr(owner, name)
+
+    def third_fails(self: Any, *args: Any) -> Any:
+        if next(calls) == 3:
+            raise MemoryError
+        return works(self, *args)
+
+    net = Net()
+    optimizer = make("sgd", net.parameters())
+    F.mse_loss(net(torch.ones(2, 5)), torch.ones(2, 4)).backward()
+    before = copy.deepcopy([(p.data, p.grad) for p in net.parameters()])
+    monkeypatch.setattr(owner, name, third_fails)
+    with pytest.raises(MemoryError):
+        half_weights(net, optimizer)
+    for (value, gradient), p in zip(before, net.parameters(), strict=True):
+        assert p.dtype == p.grad_dtype == torch.float32
+        assert torch.equal(p.data, value)
+        assert p.grad is not None
+        assert torch.equal(p.grad, gradient)
+    for owned in (optimizer, *net.modules()):
+        assert [n for n, kept in vars(owned).items() if n.endswith("_hooks") and kept] == []

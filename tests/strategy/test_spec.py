@@ -15,12 +15,16 @@ from hypothesis import strategies as st
 from slipstream.errors import StrategyError
 from slipstream.strategy import (
     Autocast,
+    Budget,
+    BudgetBytes,
     ByBytes,
     ByIndex,
     ByLayers,
     ByPercent,
+    Checkpoints,
     Compute,
     DynamicScale,
+    Every,
     Exactness,
     Flat,
     Gradients,
@@ -41,7 +45,18 @@ from slipstream.strategy import (
 
 VARIANTS = [ByBytes, ByPercent, ByIndex, ByLayers, PerLayer, PerGradient, Single, Optimal, Flat]
 PRECISIONS = [Autocast, HalfWeights, DynamicScale, StaticScale]
-SETTINGS = [*VARIANTS, *PRECISIONS, Compute, Gradients, Memory, Offload, Trace, Strategy]
+RECOMPUTES = [Every, Checkpoints, Budget, BudgetBytes]
+SETTINGS = [
+    *VARIANTS,
+    *PRECISIONS,
+    *RECOMPUTES,
+    Compute,
+    Gradients,
+    Memory,
+    Offload,
+    Trace,
+    Strategy,
+]
 
 
 def _percents(weights: list[int]) -> tuple[float, ...]:
@@ -80,6 +95,26 @@ precisions = st.one_of(
     st.builds(Autocast, **half, float_ops=st.sampled_from([(), ("gelu",)])),
     st.builds(HalfWeights, **half, exchange=st.sampled_from(["half", "fp32"])),
 )
+paths = st.lists(st.text(min_size=1), min_size=1, max_size=3).map(tuple)
+keep = st.sets(st.sampled_from(["matmul", "convolution", "attention"])).map(sorted).map(tuple)
+recomputes = st.one_of(
+    st.none(),
+    st.builds(Every, every=st.integers(1), keep=keep),
+    st.builds(Checkpoints, checkpoints=paths, keep=keep),
+    st.builds(Budget, budget=st.floats(min_value=0, max_value=1, exclude_min=True)),
+    st.builds(BudgetBytes, budget_bytes=st.integers(1)),
+)
+anywhere = {
+    "keep_last": st.integers(0, 9),
+    "prefetch": st.integers(0, 9),
+    "min_bytes": st.integers(0),
+    "modules": st.none() | paths,
+}
+offloads = st.one_of(
+    st.none(),
+    st.builds(Offload, **anywhere),
+    st.builds(Offload, to=st.just("disk"), folder=st.none() | st.text(min_size=1), **anywhere),
+)
 wishes = st.builds(
     Strategy,
     precision=precisions,
@@ -87,18 +122,7 @@ wishes = st.builds(
     gradients=st.builds(
         Gradients, split=splits, overlap=st.booleans(), accumulate=st.integers(1, 99)
     ),
-    memory=st.builds(
-        Memory,
-        offload=st.none()
-        | st.builds(
-            Offload,
-            to=st.just("disk"),
-            keep_last=st.integers(0, 9),
-            min_bytes=st.integers(0),
-            modules=st.none() | st.lists(st.text(min_size=1), min_size=1, max_size=3).map(tuple),
-            folder=st.none() | st.text(min_size=1),
-        ),
-    ),
+    memory=st.builds(Memory, recompute=recomputes, offload=offloads),
     trace=st.builds(
         Trace,
         steps=st.none() | st.integers(1),
@@ -170,6 +194,14 @@ def test_round_trips(wish, full):
         {"precision": {"dtype": "bf16"}},
         {"precision": {"kind": "autocast", "loss_scale": {"kind": "static"}}},
         {"precision": {"kind": "autocast", "exchange": "half"}},
+        {"memory": {"recompute": "half"}},
+        {"memory": {"recompute": {"every": 0}}},
+        {"memory": {"recompute": {"every": 1, "keep": ["matmuls"]}}},
+        {"memory": {"recompute": {"checkpoints": []}}},
+        {"memory": {"recompute": {"budget": 1.5}}},
+        {"memory": {"recompute": {"kind": "budget", "budget": 0.5, "keep": ["matmul"]}}},
+        {"memory": {"offload": {"to": "tape"}}},
+        {"memory": {"offload": {"modules": []}}},
         {"trace": {"step": 3}},
     ],
 )
@@ -201,6 +233,16 @@ def test_every_shorthand_of_the_schema_loads():
         (
             Strategy(gradients=Gradients(split=ByPercent(percents=(62.5, 37.5)))),
             "gradients:\n  split:\n    kind: by_percent\n    percents: [62.5, 37.5]\n",
+        ),
+        (
+            Strategy(
+                memory=Memory(
+                    recompute=Every(every=2, keep=("matmul",)), offload=Offload(to="disk")
+                )
+            ),
+            "memory:\n"
+            "  recompute:\n    kind: every\n    every: 2\n    keep: [matmul]\n"
+            "  offload: {to: disk}\n",
         ),
     ],
 )

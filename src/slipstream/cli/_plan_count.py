@@ -150,14 +150,16 @@ def built(name: str, length: int | None) -> Built:
 def document(found: Estimate, memory_bytes: int) -> dict[str, Any]:
     """The estimate as plain numbers."""
     singles = [[path] for path in found.blocks]
-    ways: list[tuple[str, Regions, Offload | None]] = [("keep all", (), None)]
+    products = ("matmul", "convolution")
+    ways: dict[str, dict[str, Any]] = {"keep all": {}}
     if len(found.blocks) > 1:
-        ways += [
-            ("offload", (), Offload()),
-            ("recompute every block", singles, None),
-            *_best_every(found),
-            ("recompute every block + offload", singles, Offload()),
-        ]
+        ways |= {
+            "offload": {"wish": Offload()},
+            "recompute every block but products": {"regions": singles, "keep": products},
+            "recompute every block": {"regions": singles},
+            **_best_every(found),
+            "recompute every block + offload": {"regions": singles, "wish": Offload()},
+        }
     return {
         "memory": memory_bytes,
         "parameters": found.parameters,
@@ -168,22 +170,22 @@ def document(found: Estimate, memory_bytes: int) -> dict[str, Any]:
         "ways": [
             {
                 "name": name,
-                "activations": found.activations(regions, wish)._asdict(),
-                "batch": found.max_batch(memory_bytes, regions, wish),
+                "activations": found.activations(**way)._asdict(),
+                "batch": found.max_batch(memory_bytes, **way),
             }
-            for name, regions, wish in ways
+            for name, way in ways.items()
         ],
     }
 
 
-def _best_every(found: Estimate) -> list[tuple[str, Regions, None]]:
+def _best_every(found: Estimate) -> dict[str, dict[str, Regions]]:
     """Regions of several blocks, where those take less than single ones."""
     by_size = {
         every: [found.blocks[i : i + every] for i in range(0, len(found.blocks), every)]
         for every in range(1, len(found.blocks))
     }
     best = min(by_size, key=lambda every: found.activations(by_size[every]).each)
-    return [(f"recompute every {best} blocks", by_size[best], None)] if best > 1 else []
+    return {f"recompute every {best} blocks": {"regions": by_size[best]}} if best > 1 else {}
 
 
 def main() -> None:

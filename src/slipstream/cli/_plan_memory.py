@@ -26,7 +26,8 @@ _UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "G
 _MEANING = (
     "Counted on shapes, before anything runs; with a gradient as large as the largest tensor that "
     "is saved, a rule of thumb. Left out are buffers of libraries and what an allocator loses. "
-    "Offload: the last block stays, one is fetched ahead."
+    "Offload: the last block stays, one is fetched ahead. Products: of matrices (keep matmul) and "
+    "convolutions."
 )
 
 

@@ -7,18 +7,25 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import count
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from slipstream.cluster.environment import Environment
 from slipstream.cluster.topology import ranks_by_host
 from slipstream.errors import ClusterError
 
 TIMEOUT = timedelta(minutes=10)
+
+_meeting_places: dict[str, tuple[Store, Iterator[int]]] = {}
+"""By address, with the number of the next meeting: a rank that comes to the next one early must
+find neither the addresses that the others had in the last one nor a store about to be closed."""
 
 
 def from_environ() -> Environment:
@@ -160,18 +167,26 @@ def _cuda_device(
 
 
 def _init_world(environment: Environment, device: torch.device, timeout: timedelta) -> None:
+    ranks = environment.rank, environment.world_size
     address = str(environment.master_addr)
     bracketed = f"[{address}]" if ":" in address else address
+    # tcp:// and not env://: Slurm and Open MPI do not set the variables that env:// reads.
+    url = f"tcp://{bracketed}:{environment.master_port}"
     try:
-        # tcp:// and not env://: Slurm and Open MPI do not set the variables that env:// reads.
+        if url not in _meeting_places:
+            store, *_ = next(rendezvous(url, *ranks, timeout=timeout))
+            _meeting_places[url] = store, count()
+        store, meetings = _meeting_places[url]
+        store.set_timeout(timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            init_method=f"tcp://{bracketed}:{environment.master_port}",
+            store=PrefixStore(f"slipstream/{next(meetings)}", store),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,
         )
     except (RuntimeError, OSError, ValueError) as error:
+        _meeting_places.pop(url, None)
         raise ClusterError(_rendezvous_advice(environment, timeout, error)) from error
 
 

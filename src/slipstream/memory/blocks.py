@@ -20,8 +20,9 @@ _Shape = tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...]], ...]]
 def blocks_of(model: nn.Module) -> list[str]:
     """Paths of the repeated blocks: the layers of a transformer, the residual blocks of a ResNet.
 
-    A block is a child of a ``ModuleList`` or ``Sequential`` whose class occurs there twice with
-    parameters of the same shapes, here or elsewhere in the model; only the outermost count.
+    A block is a child of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` whose class occurs
+    there twice with parameters of the same shapes, here or elsewhere in the model; only the
+    outermost count. One that stands in several places has the first of its paths.
 
     Example:
         >>> layers = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)]
@@ -30,17 +31,19 @@ def blocks_of(model: nn.Module) -> list[str]:
     """
     classes: set[type[nn.Module]] = set()
     for module in model.modules():
-        if _is_list(module):
-            shapes = Counter(_shape(child) for child in module.children() if _may_repeat(child))
-            classes.update(kind for (kind, _), count in shapes.items() if count > 1)
-    return list(_found(model, "", classes))
+        shapes = Counter(_shape(member) for member in _members(module) if _may_repeat(member))
+        classes.update(kind for (kind, _), count in shapes.items() if count > 1)
+    found: dict[nn.Module, str] = {}
+    for path, block in _found(model, "", classes):
+        found.setdefault(block, path)
+    return list(found.values())
 
 
 def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[str]:
     """Paths of the modules that ``patterns`` name, in the order of ``model.named_modules()``.
 
     ``*`` and ``?`` stand for anything; of modules inside one another that one pattern names the
-    outermost counts.
+    outermost counts. One that stands in several places may be named by any of its paths.
 
     Args:
         model: not named itself by any pattern.
@@ -56,11 +59,14 @@ def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[st
         ['0', '1']
     """
     paths = {path: module for path, module in model.named_modules() if path}
+    first = {module: path for path, module in paths.items()}
+    every = model.named_modules(remove_duplicate=False)
+    places = {place: first[module] for place, module in every if module in first}
     found: dict[str, str] = {}
     for pattern in patterns:
-        named = _outermost([path for path in paths if fnmatchcase(path, pattern)])
+        named = _outermost([path for place, path in places.items() if fnmatchcase(place, pattern)])
         if not named:
-            near = get_close_matches(pattern.replace("*", ""), paths, 3, cutoff=0.3)
+            near = get_close_matches(pattern.replace("*", ""), places, 3, cutoff=0.3)
             raise StrategyError(
                 f"{setting}: no module matches {pattern!r}; "
                 f"near it: {', '.join(near or list(paths)[:3])}"
@@ -82,17 +88,26 @@ def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[st
     return [path for path in paths if path in found]
 
 
-def _found(module: nn.Module, path: str, classes: set[type[nn.Module]]) -> Iterator[str]:
+def _found(
+    module: nn.Module, path: str, classes: set[type[nn.Module]]
+) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         inner = f"{path}.{name}".removeprefix(".")
-        if _is_list(module) and type(child) in classes and _may_repeat(child):
-            yield inner
+        if _members(module) and type(child) in classes and _may_repeat(child):
+            yield inner, child
         else:
             yield from _found(child, inner, classes)
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.Sequential)
+def _members(module: nn.Module) -> list[nn.Module]:
+    """Of a list of modules, each as often as it stands there; of anything else none."""
+    match module:
+        case nn.ModuleDict():
+            return list(module.values())
+        case nn.ModuleList() | nn.Sequential():
+            return list(module)
+        case _:
+            return []
 
 
 def _may_repeat(module: nn.Module) -> bool:

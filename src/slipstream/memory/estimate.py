@@ -16,6 +16,7 @@ from torch import nn
 from slipstream.errors import ModelError
 from slipstream.memory.saved_bytes import Inputs, Saved, saved_by, saved_on_meta
 from slipstream.strategy import Offload
+from slipstream.strategy.memory import Operation
 
 Regions = Sequence[Sequence[str]]
 
@@ -63,12 +64,17 @@ class Estimate:
         """What a block saves; None: what is saved outside of blocks."""
         return _affine(*(s.num_bytes(s.of(path)) for s in (self.two, self.three)))
 
-    def activations(self, regions: Regions = (), wish: Offload | None = None) -> Affine:
-        """The most saved bytes at a time where ``regions`` of blocks are computed again, and what
-        is kept leaves as ``wish`` says. Exact as `Saved.peak` is, and as long as it grows by the
-        same for each sample.
+    def activations(
+        self,
+        regions: Regions = (),
+        wish: Offload | None = None,
+        keep: Sequence[Operation] = (),
+    ) -> Affine:
+        """The most saved bytes at a time where ``regions`` of blocks are computed again but for the
+        results of ``keep``, and what is kept leaves as ``wish`` says. Exact as `Saved.peak` is, and
+        as long as it grows by the same for each sample.
         """
-        return _affine(self.two.peak(regions, wish), self.three.peak(regions, wish))
+        return _affine(*(saved.peak(regions, wish, keep) for saved in (self.two, self.three)))
 
     @property
     def passing(self) -> Affine:
@@ -77,16 +83,25 @@ class Estimate:
         """
         return _affine(self.two.largest, self.three.largest)
 
-    def total(self, regions: Regions = (), wish: Offload | None = None) -> Affine:
+    def total(
+        self,
+        regions: Regions = (),
+        wish: Offload | None = None,
+        keep: Sequence[Operation] = (),
+    ) -> Affine:
         """All of it. Left out are buffers of libraries and what the allocator loses."""
-        saved, passing = self.activations(regions, wish), self.passing
+        saved, passing = self.activations(regions, wish, keep), self.passing
         return Affine(self.state + saved.fixed + passing.fixed, saved.each + passing.each)
 
     def max_batch(
-        self, memory_bytes: int, regions: Regions = (), wish: Offload | None = None
+        self,
+        memory_bytes: int,
+        regions: Regions = (),
+        wish: Offload | None = None,
+        keep: Sequence[Operation] = (),
     ) -> int:
         """The largest batch that fits; 0: none does."""
-        total = self.total(regions, wish)
+        total = self.total(regions, wish, keep)
         return max((memory_bytes - total.fixed) // max(total.each, 1), 0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from slipstream.errors import OffloadError, UsageError
 from slipstream.memory.estimate import Regions, optimizer_bytes
 from slipstream.memory.saved_bytes import Inputs, saved_by
 from slipstream.strategy import Offload
+from slipstream.strategy.memory import Operation
 
 
 def max_batch(
@@ -25,6 +26,7 @@ def max_batch(
     loss_of: Callable[[Any], torch.Tensor] = lambda output: output.loss,
     regions: Regions = (),
     wish: Offload | None = None,
+    keep: Sequence[Operation] = (),
     most: int = 2**16,
 ) -> int:
     """The largest batch of which an iteration fits: doubled until it does not, then halved between.
@@ -32,8 +34,8 @@ def max_batch(
     On a GPU an iteration is run, with room taken for the optimizer's state, until memory is out,
     of the GPU or of the host; recomputation and offload are as they are installed. On a CPU, where
     memory is not out at a definite point, a forward is run without keeping anything, and what it
-    would have saved is counted against ``memory_bytes``, as it would be with ``regions`` and
-    ``wish``. Gradients are cleared; running statistics and random states go on.
+    would have saved is counted against ``memory_bytes``, as it would be with ``regions``,
+    ``wish`` and ``keep``. Gradients are cleared; running statistics and random states go on.
 
     Args:
         model: in training mode, on its device.
@@ -43,6 +45,7 @@ def max_batch(
         loss_of: the loss of what the model returns.
         regions: on a CPU: blocks that are computed again, as ``Recomputed.regions``.
         wish: on a CPU: what leaves.
+        keep: on a CPU: operations whose results regions keep.
         most: where to stop.
 
     Returns:
@@ -69,7 +72,7 @@ def max_batch(
 
     def fits(batch: int) -> bool:
         saved = saved_by(model, inputs_of(batch))
-        return state + saved.peak(regions, wish) + saved.largest <= memory_bytes
+        return state + saved.peak(regions, wish, keep) + saved.largest <= memory_bytes
 
     return largest(fits, most)
 

@@ -91,8 +91,8 @@ def _targets(model: nn.Module, wish: Recompute) -> list[str]:
     if not found:
         raise StrategyError(
             f"memory.recompute {wish.kind}: {type(model).__name__} has no repeated blocks (modules "
-            "of one class and size in a ModuleList or Sequential); name what to compute again: "
-            "memory.recompute: {checkpoints: [path, ...]}"
+            "of one class and size in a ModuleList, ModuleDict or Sequential); name what to "
+            "compute again: memory.recompute: {checkpoints: [path, ...]}"
         )
     return found
 
@@ -124,6 +124,7 @@ class Recomputed:
     ) -> None:
         paths = _targets(model, wish)
         keep = () if isinstance(wish, Budget | BudgetBytes) else wish.keep
+        self._keep = keep
         self._chain = Chain({path: model.get_submodule(path) for path in paths}, keep)
         self._settling: _Settling | None = None
         self._around: Replaced | None = None
@@ -152,7 +153,8 @@ class Recomputed:
         """What became of it, for the overview."""
         regions, again = self.regions, sum(map(len, self.regions))
         kept = len(self._chain.blocks) - again
-        value = f"{again} modules computed again in {len(regions)} regions, {kept} kept"
+        but = f" but for {', '.join(self._keep)}" if self._keep else ""
+        value = f"{again} modules computed again{but} in {len(regions)} regions, {kept} kept"
         if self._chain.watch is not None:
             return Row("memory.recompute", value, "until the end of the first forward")
         if self.prediction is None:
@@ -168,6 +170,8 @@ class Recomputed:
         """Every module has its own forward again."""
         if self._around is not None:
             self._around.remove()
+        if self._settling is not None:
+            self._settling.close()
         self._chain.close()
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -199,6 +203,10 @@ class _Settling:
     def _reset(self) -> None:
         self._observer = Observer()
         self._costs: list[Cost] = []
+
+    def close(self) -> None:
+        """Agree with nobody any more: a process group ends with the last that holds it."""
+        self._agree = lambda own: own
 
     def restart(self) -> None:
         """A forward of the model begins; what another has left does not count."""

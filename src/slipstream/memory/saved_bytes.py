@@ -16,10 +16,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.errors import ModelError
+from slipstream.memory import selective
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.measure import tensors
 from slipstream.memory.replaced import Replaced
 from slipstream.strategy import Offload
+from slipstream.strategy.memory import Operation
 
 Inputs = Mapping[str, Any]
 """Arguments of a model by name."""
@@ -33,12 +35,14 @@ class Saved:
         sizes: bytes of each.
         blocks: those that each block saves, by path.
         inputs: those of the tensors that each block is called with.
+        results: those that operations in each block return, of operations that can be kept.
         elsewhere: those that are saved outside of blocks.
     """
 
     sizes: Mapping[int, int]
     blocks: Mapping[str, frozenset[int]]
     inputs: Mapping[str, frozenset[int]]
+    results: Mapping[str, Mapping[Operation, frozenset[int]]]
     elsewhere: frozenset[int]
 
     def num_bytes(self, storages: Iterable[int]) -> int:
@@ -59,15 +63,26 @@ class Saved:
         """Bytes of the largest storage."""
         return max((self.sizes[s] for s in self.elsewhere.union(*self.blocks.values())), default=0)
 
-    def kept(self, regions: Sequence[Sequence[str]]) -> frozenset[int]:
-        """What is kept from forward to backward where ``regions`` of blocks are computed again."""
+    def kept(
+        self, regions: Sequence[Sequence[str]], keep: Sequence[Operation] = ()
+    ) -> frozenset[int]:
+        """What is kept from forward to backward where ``regions`` of blocks are computed again but
+        for the results of ``keep``.
+        """
         inside = {path for region in regions for path in region}
         plain = [saved for path, saved in self.blocks.items() if path not in inside]
-        return self.elsewhere.union(*plain, *(self.inputs[region[0]] for region in regions))
+        inputs = [self.inputs[region[0]] for region in regions]
+        return self.elsewhere.union(*plain, *inputs, self._results(inside, keep))
 
-    def peak(self, regions: Sequence[Sequence[str]] = (), wish: Offload | None = None) -> int:
+    def peak(
+        self,
+        regions: Sequence[Sequence[str]] = (),
+        wish: Offload | None = None,
+        keep: Sequence[Operation] = (),
+    ) -> int:
         """The most bytes at a time that are saved: where backward computes a region again, with all
-        that is kept for it and the regions before it; less what has left.
+        that is kept for it and the regions before it; less what has left. Results of ``keep`` do
+        not leave.
 
         Never too low for saved tensors: what is saved outside of blocks counts throughout, though
         that behind them is used up first.
@@ -76,12 +91,19 @@ class Saved:
         order = {path: number for number, path in enumerate(self.blocks)}
         parts.sort(key=lambda part: order[part[0]])
         own = [self.inputs[p[0]] if p in regions else self.blocks[p[0]] for p in parts]
+        results = [self._results(p, keep) if p in regions else frozenset() for p in parts]
         most = self.num_bytes(self.elsewhere)
         for number, part in enumerate(parts):
-            here = self.elsewhere.union(*(self.blocks[path] for path in part))
+            here = self.elsewhere.union(*(self.blocks[path] for path in part), own[number])
+            here = here.union(*results[: number + 1])
             stays = range(number) if wish is None else self._there(number, len(parts), wish)
             most = max(most, self.num_bytes(here.union(*(own[i] for i in stays))))
         return most
+
+    def _results(self, paths: Iterable[str], keep: Sequence[Operation]) -> frozenset[int]:
+        """Of these operations in these blocks."""
+        found = (self.results[path].get(operation) for path in paths for operation in keep)
+        return frozenset().union(*(storages for storages in found if storages is not None))
 
     def _there(self, number: int, count: int, wish: Offload) -> list[int]:
         """Parts that are in memory when backward is at one: fetched ahead, or never gone; in
@@ -174,16 +196,22 @@ class _Census:
         self._sizes: list[int] = []
         self._blocks: dict[str, set[int]] = {}
         self._inputs: dict[str, set[int]] = {}
+        self._results: dict[str, dict[Operation, set[int]]] = {}
         self._elsewhere: set[int] = set()
         self._current = self._elsewhere
 
     def block(self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of a block's forward."""
-        numbers = [self._number(tensor) for tensor in tensors((args, kwargs))]
-        self._inputs.setdefault(path, set()).update(n for n in numbers if n is not None)
+        self._inputs.setdefault(path, set()).update(self._numbers_of((args, kwargs)))
+        results = self._results.setdefault(path, {})
+
+        def see(operation: Operation, result: Any) -> None:
+            results.setdefault(operation, set()).update(self._numbers_of(result))
+
         outer, self._current = self._current, self._blocks.setdefault(path, set())
         try:
-            return forward(*args, **kwargs)
+            with selective.watched(see):
+                return forward(*args, **kwargs)
         finally:
             self._current = outer
 
@@ -198,8 +226,17 @@ class _Census:
             dict(enumerate(self._sizes)),
             {path: frozenset(found) for path, found in self._blocks.items()},
             {path: frozenset(found) for path, found in self._inputs.items()},
+            {
+                path: {operation: frozenset(numbers) for operation, numbers in found.items()}
+                for path, found in self._results.items()
+            },
             frozenset(self._elsewhere),
         )
+
+    def _numbers_of(self, value: Any) -> set[int]:
+        """Of the tensors in there."""
+        numbers = map(self._number, tensors(value))
+        return {number for number in numbers if number is not None}
 
     def _number(self, tensor: torch.Tensor) -> int | None:
         if tensor.layout is not torch.strided:

@@ -12,7 +12,7 @@ What ``model.state_dict()`` gives and what ``load_state_dict()`` takes are the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -50,26 +50,17 @@ class HalfWeights:
         self._halves: list[torch.Tensor] = []
         self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self._widened: list[tuple[nn.Module, str]] = []
-        for module in self._modules:
-            for parameter in module.parameters(recurse=False):
-                if parameter not in self._former and parameter.dtype in (torch.float32, dtype):
-                    self._change(parameter, dtype)
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.dtype == torch.float32:
-                    self._buffers[module, name] = buffer.detach().clone()
-                    buffer.data = buffer.data.to(dtype)
-        for module in inside:  # of a model that was 16 bits wide before
-            for parameter in module.parameters(recurse=False):
-                if parameter.dtype == dtype:
-                    self._change(parameter, torch.float32)
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.dtype == dtype:
-                    self._widened.append((module, name))
-                    buffer.data = buffer.data.float()
+        self._stepping = False
+        self._undo: list[Callable[[], None]] = []
+        try:
+            self._narrow()
+            self._widen(inside)
+            self._undo.extend(self._hooks())
+        except BaseException:  # there is no memory, most often
+            self.close()
+            raise
         self.num_half = sum(half.numel() for half in self._halves)
         self.master_bytes = sum(master.nbytes for master in self.masters.values())
-        self._stepping = False
-        self._undo = [*self._hooks()]
 
     def close(self) -> None:
         """Parameters hold their masters, in their former types; twice is once."""
@@ -92,18 +83,45 @@ class HalfWeights:
 
     # Inside.
 
+    def _narrow(self) -> None:
+        """What computes in 16 bits is 16 bits wide."""
+        for module in self._modules:
+            for parameter in module.parameters(recurse=False):
+                if parameter not in self._former and parameter.dtype in (
+                    torch.float32,
+                    self._dtype,
+                ):
+                    self._change(parameter, self._dtype)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.dtype == torch.float32:
+                    self._buffers[module, name] = buffer.detach().clone()
+                    buffer.data = buffer.data.to(self._dtype)
+
+    def _widen(self, modules: Iterable[nn.Module]) -> None:
+        """What stays fp32 is so, also of a model that was 16 bits wide before."""
+        for module in modules:
+            for parameter in module.parameters(recurse=False):
+                if parameter.dtype == self._dtype:
+                    self._change(parameter, torch.float32)
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.dtype == self._dtype:
+                    wide = buffer.data.float()
+                    self._widened.append((module, name))
+                    buffer.data = wide
+
     def _change(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Let the model compute with a parameter in ``dtype``, and the optimizer in fp32."""
-        gradient, parameter.grad = parameter.grad, None
         self._former[parameter] = parameter.dtype
         self._recast(parameter, torch.float32)
+        gradient = None if parameter.grad is None else parameter.grad.float()
         values = parameter.data.to(dtype)
         if dtype != torch.float32:
             self.masters[parameter] = parameter.data.float()
             self._halves.append(values)
+        parameter.grad = None
         parameter.data = values
         parameter.grad_dtype = torch.float32
-        parameter.grad = None if gradient is None else gradient.float()
+        parameter.grad = gradient
 
     def _recast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """What the optimizer keeps of a parameter that was 16 bits wide before has its type."""

@@ -17,7 +17,9 @@ Operation = Literal["matmul", "convolution", "attention"]
 Kept = Annotated[
     tuple[Operation, ...], Field(default=(), strict=False, examples=[["matmul", "attention"]])
 ]
-"""Operations whose results are kept all the same (selective recomputation)."""
+"""Operations whose results are kept all the same (selective recomputation). They do not leave with
+`Offload`, nothing may change them in place, and backward goes once.
+"""
 
 
 class Every(Variant):
