@@ -27,15 +27,15 @@ def recompute(
 ) -> Recomputed:
     """Compute activations of ``model`` again in backward, as ``wish`` says, from now on.
 
-    On ``torch.utils.checkpoint``: random numbers (torch's, and those that ``random`` and
-    ``numpy.random`` draw themselves) and autocast are the same the second time, and
-    buffers such as running statistics are updated once. Regions of several blocks and budgets are
-    settled at the end of the first forward with gradients, from how blocks follow one another and
-    what they take; until then blocks are computed again one by one. Exactness: bitwise.
+    On ``torch.utils.checkpoint``: autocast and random numbers (of torch, ``random`` and
+    ``numpy.random``) are the same the second time, and buffers such as running statistics are
+    updated once. Regions of several blocks and budgets are settled at the end of the first forward
+    with gradients, from how blocks follow one another and what they take; until the next forward
+    blocks are computed again one by one. Exactness: bitwise.
 
-    Not hidden: hooks on modules inside of blocks run with every run of these, for a budget also
-    while blocks are measured, four times in the first forward. A graph with results that ``keep``
-    keeps goes through backward once: torch refuses ``retain_graph`` and double backward.
+    What is not hidden: hooks on modules inside of blocks run as often as these do, for a budget
+    four times more in the first forward, where blocks are measured. With ``keep`` a graph goes
+    through backward once; torch refuses ``retain_graph`` and double backward.
 
     Args:
         model: its names, hooks and classes stay; to be called itself, not only parts of it.
