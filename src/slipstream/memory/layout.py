@@ -24,6 +24,9 @@ from slipstream.memory.links import Call, Link
 from slipstream.memory.replaced import Forward
 from slipstream.strategy.memory import Operation
 
+_NOTHING = torch.empty(0)
+"""In the place of a tensor, in the form of a call."""
+
 
 class Layout:
     """Blocks in order, and regions of them.
@@ -87,7 +90,7 @@ class Layout:
         return made
 
     def _checkpoint(self, region: Region, call: Call) -> list[Any]:
-        first, form = [call], call.of_tensors(repeat(torch.empty(0)))
+        first, form = [call], call.of_tensors(repeat(_NOTHING))
 
         def run(*kept: torch.Tensor) -> list[Any]:
             return self._run(region, first.pop() if first else form.of_tensors(kept))
