@@ -139,6 +139,15 @@ class Fills(Odd):
         return found
 
 
+class Packed(Odd):
+    """Takes a container that looks at what it gets."""
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            x = nn.utils.rnn.pack_sequence([x, x[:3]])
+        return x._replace(data=super().forward(x.data))
+
+
 class InPlace(Odd):
     """Begins with an operation in place."""
 
@@ -169,7 +178,7 @@ def trained(
     for step in range(3):
         for inner in blocks:
             inner.step = step
-        (y,) = tensors(model(torch.randn(8, 4)))
+        y, *_ = tensors(model(torch.randn(8, 4)))
         loss = y.square().mean()
         loss.backward()
         seen |= {f"loss {step}": loss.detach()}
@@ -186,7 +195,7 @@ def trained(
 
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize(
-    "block", [ZeroMean, Later, Assigned, Codebook, Shared, Draws, Within, Fills]
+    "block", [ZeroMean, Later, Assigned, Codebook, Shared, Draws, Within, Fills, Packed]
 )
 def test_bitwise_as_without(block: type[Odd], wish: str) -> None:
     plain, found = trained(block, None), trained(block, WISHES[wish])
