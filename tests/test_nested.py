@@ -23,8 +23,3 @@ def test_containers_stay_what_they_are_and_are_copied() -> None:
     assert [float(x) for x in tensors(given)] == [1.0] * 4
     assert found[1]["b"][1] == "text"
     assert found[2]["c"][1] is None
-
-
-def test_containers_that_look_at_their_tensors_are_seen() -> None:
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(2, 2)])
-    assert [tuple(x.shape) for x in tensors([packed])] == [(5, 2), (3,)]
