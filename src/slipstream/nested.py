@@ -52,5 +52,10 @@ def _mapped_fields(value: Any, change: Callable[[Any], Any], kind: type) -> Any:
 def tensors(value: Any) -> list[torch.Tensor]:
     """The tensors in tuples, lists, mappings and dataclasses, in order."""
     found: list[torch.Tensor] = []
-    mapped(value, found.append)
+
+    def see(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor  # for containers that look at what they get
+
+    mapped(value, see)
     return found

@@ -4,7 +4,7 @@ once, however often a region runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,6 +12,11 @@ import torch
 from torch import nn
 
 _Place = tuple[nn.Module, str]
+Buffers = dict[_Place, torch.Tensor | None]
+"""By place; a buffer may be None for now."""
+
+_SMALL = 2**16
+"""Bytes of a copy that is kept without a look at whether it is needed."""
 
 
 class UpdatedOnce:
@@ -19,9 +24,8 @@ class UpdatedOnce:
 
     While modules run again, copies of the buffers stand in their place, with the values from before
     the first run: the buffers themselves stay what the first run has made of them, and a forward
-    that reads what it updates computes the same again. Which buffers forward updates is seen in the
-    first run, and once more where modules change between training and evaluation; only those are
-    copied. Exactness: bitwise.
+    that reads what it updates computes the same again. Copies of large buffers that the first run
+    did not change, such as masks, are let go at once. Exactness: bitwise.
 
     Example:
         >>> layer = nn.BatchNorm1d(2)
@@ -36,39 +40,38 @@ class UpdatedOnce:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = [inner for module in modules for inner in module.modules()]
-        self._updated: dict[tuple[bool, ...], frozenset[_Place]] = {}
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Of one run, and of its repetitions; the second may be entered several times."""
-        copies: dict[_Place, torch.Tensor] = {}
+        copies: Buffers = {}
         return self._first(copies), StandIns(copies)
 
     @contextmanager
-    def _first(self, copies: dict[_Place, torch.Tensor]) -> Iterator[None]:
+    def _first(self, copies: Buffers) -> Iterator[None]:
         """Fills ``copies`` with the values from before of what is updated inside."""
-        training = tuple(inner.training for inner in self._modules)
         before = buffers_of(self._modules)
-        known = self._updated.get(training)
-        copies.update({p: b.clone() for p, b in before.items() if known is None or p in known})
+        copies.update(_copied(before))
         yield
-        if known is None:  # by value, for batch normalisation does not count versions
-            after = buffers_of(self._modules)
-            for place in [p for p, copy in copies.items() if torch.equal(copy, after[p])]:
-                del copies[place]
-            self._updated[training] = frozenset(copies)
+        for place, buffer in buffers_of(self._modules).items():
+            copy = copies.get(place)
+            if buffer is None or copy is None or buffer is not before[place]:
+                continue
+            # by value, for neither batch normalisation nor ``.data`` counts versions
+            if copy.nbytes > _SMALL and torch.equal(copy, buffer):
+                copies[place] = buffer
 
 
 class StandIns:
     """A context in which copies of ``values`` stand in the place of buffers."""
 
-    def __init__(self, values: Mapping[_Place, torch.Tensor]) -> None:
+    def __init__(self, values: Buffers) -> None:
         self._values = values
-        self._real: dict[_Place, torch.Tensor] = {}
+        self._real: Buffers = {}
 
     def __enter__(self) -> None:
-        for (module, name), value in self._values.items():
+        for (module, name), value in _copied(self._values).items():
             self._real[module, name] = getattr(module, name)
-            setattr(module, name, value.clone())
+            setattr(module, name, value)
 
     def __exit__(self, *_: object) -> None:
         for (module, name), buffer in self._real.items():
@@ -76,10 +79,16 @@ class StandIns:
         self._real = {}
 
 
-def buffers_of(modules: Iterable[nn.Module]) -> dict[_Place, torch.Tensor]:
-    """The buffers of these modules, without those inside, each with its place."""
+def buffers_of(modules: Iterable[nn.Module]) -> Buffers:
+    """The buffers of these modules, without those inside, each with its place; also those that are
+    None for now.
+    """
     return {
-        (module, name): buffer
-        for module in modules
-        for name, buffer in module.named_buffers(recurse=False)
+        (module, name): buffer for module in modules for name, buffer in module._buffers.items()
     }
+
+
+def _copied(buffers: Buffers) -> Buffers:
+    """One copy of each, also where several places hold the same."""
+    copies = {id(buffer): buffer.clone() for buffer in buffers.values() if buffer is not None}
+    return {place: copies.get(id(buffer)) for place, buffer in buffers.items()}

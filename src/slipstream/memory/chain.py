@@ -21,8 +21,9 @@ from torch import nn
 from slipstream.errors import UsageError
 from slipstream.memory.budget import Parts, Region
 from slipstream.memory.layout import Layout
-from slipstream.memory.links import Call, Link, same
+from slipstream.memory.links import Call, Link, same, versions
 from slipstream.memory.replaced import Forward, Replaced
+from slipstream.nested import tensors
 from slipstream.strategy.memory import Operation
 
 
@@ -37,8 +38,7 @@ class Watch(Protocol):
 
 
 class Chain:
-    """Takes the place of the forward of blocks; modules in eval mode or without gradients run as
-    ever.
+    """Takes the place of the forward of blocks; without gradients they run as ever.
 
     Args:
         blocks: by name; each is a region of its own until `install`.
@@ -46,7 +46,7 @@ class Chain:
 
     Attributes:
         blocks: as given.
-        layout: what is kept, and the regions.
+        layout: what is kept, and the regions, from the next forward of the model on.
         watch: sees calls, while there is one.
     """
 
@@ -57,54 +57,65 @@ class Chain:
         self._replaced = {
             name: Replaced(module, partial(self._call, name)) for name, module in blocks.items()
         }
+        self._forwards = {
+            name: partial(_on_unchanged, name, replaced.forward)
+            for name, replaced in self._replaced.items()
+        }
         self.install((), (), {})
+        self.begin()
 
     def install(self, order: Sequence[str], parts: Parts, links: Mapping[str, Link]) -> None:
-        """From the next call on blocks run in these regions, and those not in ``order`` one by one.
+        """From the next `begin` on blocks run in these regions, and those not in ``order`` one by
+        one.
 
         Raises:
             UsageError: a region over blocks that are not linked.
         """
         every = dict.fromkeys([*order, *self.blocks])
         alone = tuple(Region((number,)) for number in range(len(order), len(every)))
-        forwards = {name: replaced.forward for name, replaced in self._replaced.items()}
         self.layout = Layout(
-            tuple(every), (*parts, *alone), links, self.blocks, forwards, self._keep
+            tuple(every), (*parts, *alone), links, self.blocks, self._forwards, self._keep
         )
 
-    def forget(self) -> None:
-        """Let go of what a forward that ended early has left."""
+    def begin(self) -> None:
+        """A forward of the model begins; what one that ended early has left is let go.
+
+        Until then blocks keep to the layout of the last one: a checkpoint that the model puts
+        around them itself calls them in backward once more.
+        """
+        self._running = self.layout
         self._ahead.clear()
 
     def close(self) -> None:
         """Every block has its own forward again."""
-        self.forget()
+        self._ahead.clear()
         for replaced in reversed(self._replaced.values()):
             replaced.remove()
 
     def _call(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """In the place of a block's forward."""
-        if not torch.is_grad_enabled() or not self.blocks[name].training:
+        if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         call = Call.of(args, kwargs)
         _check_no_cache(name, call)
         if self.watch is not None:
-            self.watch.begins(name, forward, call)
+            self.watch.begins(name, self._forwards[name], call)
         ahead = self._ahead.pop(name, None)
         if ahead is not None:
             return ahead.output_for(call)
-        if name in self.layout.first_of:
+        layout = self._running
+        if name in layout.first_of:
             raise UsageError(
-                f"{name} was called without {self.layout.first_of[name]} before it, unlike in the "
+                f"{name} was called without {layout.first_of[name]} before it, unlike in the "
                 "first forward, but both are computed again together; a model whose blocks are not "
                 "always called in turn needs memory.recompute: {every: 1}"
             )
-        if name not in self.layout.regions:
+        if name not in layout.regions:
             return forward(*args, **kwargs)
-        region = self.layout.regions[name]
-        (_, output), *others = self.layout.run(region, call)
-        for later, (one, result) in zip(self.layout.names(region)[1:], others, strict=True):
-            self._ahead[later] = _Ahead(later, name, one, _versions(one), result)
+        region = layout.regions[name]
+        (_, output), *others = layout.run(region, call)
+        for later, (one, result) in zip(layout.names(region)[1:], others, strict=True):
+            self._ahead[later] = _Ahead(later, name, one, versions(one.tensors), result)
         if self.watch is not None:
             self.watch.ends(call, output)
         return output
@@ -130,7 +141,7 @@ class _Ahead:
         if (
             not same_form
             or not all(map(same, call.values, self.call.values))
-            or _versions(call) != self.versions
+            or versions(call.tensors) != self.versions
         ):
             raise UsageError(
                 f"{self.name} was not called with what the block before it returned, unlike in the "
@@ -140,8 +151,22 @@ class _Ahead:
         return self.output
 
 
-def _versions(call: Call) -> list[int]:
-    return [v._version for v in call.values if isinstance(v, torch.Tensor)]
+def _on_unchanged(name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """What a block returns, which finds its inputs as they are when it is computed again.
+
+    Raises:
+        UsageError: it has changed one of them.
+    """
+    given = tensors((args, kwargs))
+    before = versions(given)
+    output = forward(*args, **kwargs)
+    if versions(given) != before:
+        raise UsageError(
+            f"{name} changes what it is called with in place, so that it cannot be computed again "
+            "from that; let it change a copy (x = x.clone(), or inplace=False), or leave it out: "
+            "memory.recompute: {checkpoints: [path, ...]}"
+        )
+    return output
 
 
 def _check_no_cache(name: str, call: Call) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
+from itertools import repeat
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,9 +19,13 @@ from slipstream.errors import UsageError
 from slipstream.memory import selective
 from slipstream.memory.budget import Parts, Region
 from slipstream.memory.buffers import UpdatedOnce
+from slipstream.memory.draws import SameDraws
 from slipstream.memory.links import Call, Link
 from slipstream.memory.replaced import Forward
 from slipstream.strategy.memory import Operation
+
+_NOTHING = torch.empty(0)
+"""In the place of a tensor, in the form of a call."""
 
 
 class Layout:
@@ -84,14 +90,20 @@ class Layout:
         return made
 
     def _checkpoint(self, region: Region, call: Call) -> list[Any]:
-        run, contexts = partial(self._run, region, call.names), partial(self._contexts, region)
-        outputs: list[Any] = checkpoint(run, *call.values, use_reentrant=False, context_fn=contexts)
+        first, form = [call], call.of_tensors(repeat(_NOTHING))
+
+        def run(*kept: torch.Tensor) -> list[Any]:
+            return self._run(region, first.pop() if first else form.of_tensors(kept))
+
+        contexts = partial(self._contexts, region)
+        outputs: list[Any] = checkpoint(
+            run, *call.tensors, use_reentrant=False, context_fn=contexts
+        )
         return outputs
 
-    def _run(self, region: Region, names: tuple[str, ...], *values: Any) -> list[Any]:
+    def _run(self, region: Region, call: Call) -> list[Any]:
         """What the blocks and the inner regions of a region return."""
-        call, outputs = Call(values, names), list[Any]()
-        last = region.blocks[-1]
+        outputs, last = list[Any](), region.blocks[-1]
         for part in region.parts:
             if isinstance(part, Region):
                 first, got = part.blocks[0], self._checkpoint(part, call)
@@ -110,15 +122,16 @@ class Layout:
         """Of the first run of a region, and of its repetitions."""
         if region not in self._once:
             self._once[region] = UpdatedOnce([self._modules[name] for name in self.names(region)])
-        first, again = self._once[region].contexts()
-        if not self._keep:
-            return first, again
-        caching, cached = selective.contexts(self._keep)
-        return _Both(first, caching), _Both(again, cached)
+        draws = SameDraws()
+        contexts = [self._once[region].contexts(), (draws.first(), draws)]
+        if self._keep:
+            contexts.append(selective.contexts(self._keep))
+        first, again = zip(*contexts, strict=True)
+        return _All(*first), _All(*again)
 
 
-class _Both:
-    """Two contexts as one that may be entered several times."""
+class _All:
+    """Several contexts as one that may be entered several times."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts, self._stack = contexts, ExitStack()

@@ -7,11 +7,14 @@ link, and so do random numbers that are drawn there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from slipstream.memory import draws
+from slipstream.nested import mapped, tensors
 
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 
@@ -44,16 +47,28 @@ class Call:
         first = len(self.values) - len(self.names)
         return dict(zip(self.names, self.values[first:], strict=True))
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those among the values, and in their tuples, lists and mappings."""
+        return tensors(self.values)
+
+    def of_tensors(self, found: Iterable[torch.Tensor]) -> Call:
+        """The same call of other tensors, in copies of what these are in."""
+        each = iter(found)
+        return Call(mapped(self.values, lambda _: next(each)), self.names)
+
 
 @dataclass(frozen=True)
 class Link:
-    """Which arguments of a block are outputs of the block before it: their numbers by place."""
+    """Which arguments of a block are among the tensors that the one before it returned: their
+    numbers by place.
+    """
 
     outputs: Mapping[int, int]
 
     def call(self, before: Call, output: Any) -> Call:
         """The call of the block, from that of the one before it and what that returned."""
-        found = elements(output)
+        found = tensors(output)
         values = list(before.values)
         for place, number in self.outputs.items():
             values[place] = found[number]
@@ -71,7 +86,7 @@ class Observer:
     def __init__(self) -> None:
         self.order: list[str] = []
         self.links: dict[str, Link] = {}
-        self._last: tuple[Call, Any, list[int], torch.Tensor] | None = None
+        self._last: tuple[Call, Any, list[int], tuple[Any, ...]] | None = None
 
     def before(self, name: str, call: Call) -> None:
         """``name`` is about to run."""
@@ -82,8 +97,7 @@ class Observer:
 
     def after(self, call: Call, output: Any) -> None:
         """It has run."""
-        versions = [_version(value) for value in elements(output)]
-        self._last = (call, output, versions, _random_state())
+        self._last = (call, output, versions(tensors(output)), _random_state())
 
     def forget(self) -> None:
         """The pass is over: let its tensors go."""
@@ -93,26 +107,24 @@ class Observer:
         """What links a call to the one before it."""
         if self._last is None:
             return None
-        before, output, versions, state = self._last
+        before, output, unchanged, state = self._last
         same_form = call.names == before.names and len(call.values) == len(before.values)
-        if not same_form or not torch.equal(state, _random_state()):
+        if not same_form or state != _random_state():
             return None
-        found = elements(output)
+        found = tensors(output)
         outputs = {}
         for place, (value, given) in enumerate(zip(call.values, before.values, strict=True)):
-            numbers = [i for i, o in enumerate(found) if o is value and _is_tensor(value)]
-            if numbers and _version(value) == versions[numbers[0]]:
+            numbers = [i for i, o in enumerate(found) if o is value]
+            if numbers and value._version == unchanged[numbers[0]]:
                 outputs[place] = numbers[0]
             elif numbers or not same(value, given):
                 return None
         return Link(outputs) if outputs else None
 
 
-def elements(output: Any) -> list[Any]:
-    """What a module returned, one by one."""
-    if isinstance(output, Mapping):
-        return list(output.values())
-    return list(output) if isinstance(output, tuple | list) else [output]
+def versions(found: Iterable[torch.Tensor]) -> list[int]:
+    """How often tensors were changed in place."""
+    return [tensor._version for tensor in found]
 
 
 def same(value: Any, other: Any) -> bool:
@@ -126,18 +138,9 @@ def same(value: Any, other: Any) -> bool:
     return isinstance(value, _PLAIN) and value == other
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _version(value: Any) -> int:
-    """How often a tensor was changed in place."""
-    return value._version if isinstance(value, torch.Tensor) else 0
-
-
-def _random_state() -> torch.Tensor:
-    """Of all streams that a forward may draw from."""
+def _random_state() -> tuple[Any, ...]:
+    """Of all generators that a forward may draw from."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    return torch.cat(states)
+    return draws.state(), *(state.numpy().tobytes() for state in states)

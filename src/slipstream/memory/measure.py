@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import nn
 
 from slipstream.memory.budget import Cost
 from slipstream.memory.buffers import StandIns, buffers_of
+from slipstream.memory.draws import SameDraws
 from slipstream.memory.links import Call
 from slipstream.memory.replaced import Forward
+from slipstream.nested import tensors as tensors
 
 RUNS = 3
 
@@ -70,17 +72,14 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
 
     Gradients, buffers and random states stay as they are.
     """
-    values = [_apart(value) for value in call.values]
-    own = Call(tuple(values), call.names)
-    given = [value for value in values if isinstance(value, torch.Tensor)]
-    wanted = [tensor for tensor in (*given, *module.parameters()) if tensor.requires_grad]
-    device = next((tensor.device for tensor in given), torch.device("cpu"))
+    device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
     buffers = buffers_of(module.modules())
     forwards, backwards = [], []
     kept = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), SameDraws():
         with StandIns(buffers):  # the warm-up counts
-            with Saved((*given, *module.parameters(), *module.buffers())) as saved:
+            own = _apart(call)
+            with Saved((*own.tensors, *module.parameters(), *module.buffers())) as saved:
                 outputs = tensors(forward(*own.args, **own.kwargs))
             sizes = {_storage(output): output.untyped_storage().nbytes() for output in outputs}
             for output in outputs:
@@ -88,6 +87,8 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
         del outputs
         for _ in range(RUNS):
             with StandIns(buffers), kept:  # whatever becomes of saved tensors around this
+                own = _apart(call)
+                wanted = [t for t in (*own.tensors, *module.parameters()) if t.requires_grad]
                 start = _now(device)
                 outputs = tensors(forward(*own.args, **own.kwargs))
                 middle = _now(device)
@@ -100,21 +101,11 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
     return Cost(median(forwards), median(backwards), sum(sizes.values()), saved.num_bytes)
 
 
-def tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors in what a module returns, in lists and mappings too."""
-    if isinstance(output, torch.Tensor):
-        return [output]
-    inner = output.values() if isinstance(output, Mapping) else output
-    if not isinstance(output, Mapping | tuple | list):
-        return []
-    return [tensor for part in inner for tensor in tensors(part)]
-
-
-def _apart(value: Any) -> Any:
-    """A tensor without what led to it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.detach().requires_grad_(value.requires_grad)
+def _apart(call: Call) -> Call:
+    """The call of copies of its tensors, apart from what led to these; no leaves, which may not be
+    changed in place.
+    """
+    return call.of_tensors(t.detach().requires_grad_(t.requires_grad).clone() for t in call.tensors)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -27,10 +27,15 @@ def recompute(
 ) -> Recomputed:
     """Compute activations of ``model`` again in backward, as ``wish`` says, from now on.
 
-    On ``torch.utils.checkpoint``: random numbers and autocast are the same the second time, and
-    buffers such as running statistics are updated once. Regions of several blocks and budgets are
-    settled at the end of the first forward in training mode, from how blocks follow one another and
-    what they take; until then blocks are computed again one by one. Exactness: bitwise.
+    On ``torch.utils.checkpoint``: autocast and random numbers (of torch, ``random`` and
+    ``numpy.random``) are the same the second time, and buffers such as running statistics are
+    updated once. Regions of several blocks and budgets are settled at the end of the first forward
+    with gradients, from how blocks follow one another and what they take; until the next forward
+    blocks are computed again one by one. Exactness: bitwise.
+
+    What is not hidden: hooks on modules inside of blocks run as often as these do, for a budget
+    four times more in the first forward, where blocks are measured. With ``keep`` a graph goes
+    through backward once; torch refuses ``retain_graph`` and double backward.
 
     Args:
         model: its names, hooks and classes stay; to be called itself, not only parts of it.
@@ -42,7 +47,7 @@ def recompute(
         StrategyError: no module matches, or nothing repeats; on the first forward: the budget is
             too low.
         UsageError: the model does this already; on a forward: the model calls blocks in a
-            way that cannot be followed.
+            way that cannot be followed, or a block changes its input in place.
 
     Example:
         >>> import torch
@@ -171,7 +176,7 @@ class Recomputed:
 
     def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """In the place of the model's own forward."""
-        self._chain.forget()
+        self._chain.begin()
         if self._settling is None or self._chain.watch is None:
             return forward(*args, **kwargs)
         self._settling.restart()
@@ -222,6 +227,7 @@ class _Settling:
                     "memory.recompute: {every: 1}"
                 )
             self.settle()
+            self._chain.begin()
             return
         self._observer.before(name, call)
         if not isinstance(self._wish, Every):
@@ -239,7 +245,7 @@ class _Settling:
         """
         self._inside = False
         if not self._observer.order:
-            return  # in eval mode, or without gradients
+            return  # without gradients
         try:
             own: Decision = (tuple(self._observer.order), self._parts())
         except StrategyError as error:

@@ -38,22 +38,26 @@ class Replaced:
         self.forward: Forward = module.forward
         self.__wrapped__ = self.forward  # for inspect.signature
         self._had_own = "forward" in vars(module)
+        self._there = True
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._around(self.forward, *args, **kwargs)
 
     def remove(self) -> None:
-        """Put back the forward that stood there before.
+        """Put back the forward that stood there before; twice is once.
 
         Raises:
             UsageError: another one was put around this one, and is still there.
         """
+        if not self._there:
+            return
         if vars(self._module).get("forward") is not self:
             raise UsageError(
                 f"the forward of {type(self._module).__name__} was replaced once more since; take "
                 "that off first"
             )
+        self._there = False
         if self._had_own:
             self._module.forward = self.forward
         else:

@@ -45,7 +45,7 @@ class Every(Variant):
     activations of all of them at a time."""
 
     keep: Kept = ()
-    """Operations whose results are kept all the same."""
+    """Operations whose results are kept all the same; backward goes once (no ``retain_graph``)."""
 
 
 class Checkpoints(Variant):
@@ -63,11 +63,13 @@ class Checkpoints(Variant):
     """Paths of modules; ``*`` and ``?`` stand for anything."""
 
     keep: Kept = ()
-    """Operations whose results are kept all the same."""
+    """Operations whose results are kept all the same; backward goes once (no ``retain_graph``)."""
 
 
 class Budget(Variant):
     """The fastest choice of blocks whose activations fit a share of their bytes.
+
+    Blocks are measured in the first forward: hooks on modules inside of them run four times more.
 
     Example:
         >>> Budget(budget=0.5).budget
@@ -83,6 +85,8 @@ class Budget(Variant):
 
 class BudgetBytes(Variant):
     """The fastest choice of blocks whose activations fit a number of bytes.
+
+    Measured as for `Budget`.
 
     Example:
         >>> BudgetBytes(budget_bytes=2**30).kind
