@@ -23,7 +23,8 @@ from slipstream.memory.blocks import blocks_of
 from slipstream.memory.budget import Cost, Parts, Region
 from slipstream.memory.chain import Chain
 from slipstream.memory.links import Call, Observer
-from slipstream.memory.measure import Saved, measure, tensors
+from slipstream.memory.measure import Saved, measure
+from slipstream.nested import tensors
 from slipstream.strategy import Budget, BudgetBytes, Every, Memory, Recompute
 from tests.memory.models import MODELS, Blocks, Case, forwards, masked_words, rows, words
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # as in torch's "Ext
 from slipstream.errors import UsageError
 from slipstream.memory import recompute
 from slipstream.memory.blocks import blocks_of
-from slipstream.memory.measure import tensors
 from slipstream.memory.saved_bytes import saved_by
+from slipstream.nested import tensors
 from slipstream.strategy import Every
 from slipstream.strategy.memory import Operation
 from tests.memory.models import MODELS, Attention, Attentive, Case, rows

@@ -15,7 +15,7 @@ from slipstream.memory.buffers import StandIns, buffers_of
 from slipstream.memory.draws import SameDraws
 from slipstream.memory.links import Call
 from slipstream.memory.replaced import Forward
-from slipstream.nested import tensors as tensors
+from slipstream.nested import tensors
 
 RUNS = 3
 

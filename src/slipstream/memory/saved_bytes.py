@@ -17,10 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from slipstream.errors import ModelError, UsageError
 from slipstream.memory import selective
 from slipstream.memory.blocks import blocks_of
-from slipstream.memory.measure import tensors
 from slipstream.memory.peak import Saved
 from slipstream.memory.replaced import Replaced
-from slipstream.nested import mapped
+from slipstream.nested import mapped, tensors
 from slipstream.strategy.memory import Operation
 
 Inputs = Mapping[str, Any]
