@@ -124,3 +124,13 @@ def test_deep_nests_where_memory_is_scarce() -> None:
     again = seconds(plan, costs) - seconds(tuple(range(12)), costs)
     assert again > 12  # some run more than twice
     assert peak_bytes(plan, costs) < peak_bytes(segments(12, 1), costs)
+
+
+@pytest.mark.parametrize(
+    ("output", "saved"), [(2**20, 2**20 * 30 + 2**14), (2**20 - 3, 2**20 * 30 + 7)]
+)
+def test_a_plan_is_found_that_just_fits(output: int, saved: int) -> None:
+    """With a common measure of all sizes, and where they must be rounded."""
+    costs = [Cost(1.0, 2.0, output, saved)] * 6
+    limit = peak_bytes(segments(6, 1), costs)
+    assert cheapest(costs, limit) == (*segments(5, 1), 5)

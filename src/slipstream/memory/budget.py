@@ -9,16 +9,19 @@ memory that a region needs while it runs ahead of the model (see ``chain``) adde
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
-from math import inf, isqrt
+from math import gcd, inf, isqrt
 from typing import Any
 
 import numpy as np
 
 from slipstream.errors import StrategyError
+
+_MOST_CELLS = 2**24
+"""Of the table of a chain, about: blocks squared times slots; more take seconds to fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +141,15 @@ def cheapest(
 ) -> Parts:
     """The plan that holds at most ``limit`` bytes at any time, and takes the least time.
 
-    Optimal for bytes rounded up to ``limit / slots``, and never slower than groups of equal length
-    that fit.
+    Optimal, as long as the bytes of all blocks have a common measure of which the limit is no more
+    than some thousands; else for bytes rounded up to ``limit / slots``, and never slower than
+    groups of equal length, with the last blocks kept, that fit.
 
     Args:
         costs: of the blocks, in order.
         limit: bytes.
         borders: blocks at which a region must begin anew.
-        slots: into how many parts the limit is divided.
+        slots: into how many parts the limit is divided where bytes must be rounded.
 
     Raises:
         StrategyError: the limit is too low; says what is needed.
@@ -169,15 +173,23 @@ def cheapest(
         )
     if total <= limit:
         return tuple(range(len(costs)))
-    slot = max(1.0, limit / slots)
-    table = _Table(chain, slot, int(limit / slot))
-    # rounding may leave nothing where the limit is hardly above what is needed; groups of equal
-    # length need none
-    plans = [segments(len(costs), length, borders) for length in range(1, len(costs) + 1)]
-    plans = [plan for plan in plans if peak_bytes(plan, costs) <= limit]
+    measure = gcd(*(size for cost in costs for size in (cost.output, cost.saved)))
+    exact = measure > 0 and limit // measure <= _MOST_CELLS // len(costs) ** 2
+    slot = measure if exact else max(1.0, limit / slots)
+    table = _Table(chain, slot, int(limit // slot))
     fits = table.fits(0, last)
-    plans.append(table.parts(0, last, table.size) if fits else chain.smallest(0, last))
+    plans = [table.parts(0, last, table.size) if fits else chain.smallest(0, last)]
+    if not exact:  # rounding may leave out plans that fit, above all where the limit is low
+        plans += [plan for plan in _groups(len(costs), borders) if peak_bytes(plan, costs) <= limit]
     return min(plans, key=lambda plan: seconds(plan, costs))
+
+
+def _groups(count: int, borders: Collection[int]) -> Iterator[Parts]:
+    """Regions of equal length, and the last blocks kept."""
+    for kept in range(count):
+        end = count - kept
+        for length in range(1, min(end, 2 * isqrt(count)) + 1):
+            yield (*segments(end, length, borders), *range(end, count))
 
 
 class _Chain:
