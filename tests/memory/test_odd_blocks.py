@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,78 @@ class Shared(Odd):
         return y - self.inner.mean.clone()  # type: ignore[operator]
 
 
+class Overlapping(Odd):
+    """One buffer is a part of another."""
+
+    def prepare(self) -> None:
+        self.register_buffer("all", torch.zeros(3, 4))
+        self.register_buffer("first", self.all[0])
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.first.add_(y.detach().mean(0))
+        return y - self.all.sum(0)
+
+
+class Made(Odd):
+    """The first forward makes a buffer."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(4))
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+        return y - self.mean.clone()
+
+
+class Sparse(Odd):
+    """Has a sparse buffer."""
+
+    def prepare(self) -> None:
+        self.register_buffer("scale", torch.eye(4).to_sparse(), persistent=False)
+
+    def odd(self, y: Tensor) -> Tensor:
+        return torch.sparse.mm(self.scale, y.t()).t()
+
+
+class Same(Odd):
+    """Gets one tensor twice, and asks whether it is one."""
+
+    def forward(self, x: Any) -> Any:
+        x, again = x if isinstance(x, tuple) else (x, x)
+        found = super().forward(x * 2 if x is again else x)
+        return found, found
+
+
+class Kids(list[Any]):
+    """A list with a constructor of its own."""
+
+    def __init__(self, name: str, items: list[Any]) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+@dataclass
+class Tree:
+    """Refers to itself through its kids."""
+
+    value: Tensor
+    kids: list[Tree]
+    root: Tree | None = None
+
+
+class Trees(Odd):
+    """Gets a tree whose nodes know its root."""
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            x = Tree(x, Kids("kids", []))
+            x.kids.append(Tree(x.value + 1, [], x))
+        assert x.kids[0].root is x
+        value = super().forward(x.value + x.kids[0].value)
+        found = Tree(value, Kids(x.kids.name, []))
+        found.kids.append(Tree(value + 1, [], found))
+        return found
+
+
 class Draws(Odd):
     """Python and numpy draw."""
 
@@ -195,7 +268,11 @@ def trained(
 
 @pytest.mark.parametrize("wish", WISHES)
 @pytest.mark.parametrize(
-    "block", [ZeroMean, Later, Assigned, Codebook, Shared, Draws, Within, Fills, Packed]
+    "block",
+    [
+        *(ZeroMean, Later, Assigned, Codebook, Shared, Overlapping, Made, Sparse),
+        *(Draws, Within, Fills, Packed, Same, Trees),
+    ],
 )
 def test_bitwise_as_without(block: type[Odd], wish: str) -> None:
     plain, found = trained(block, None), trained(block, WISHES[wish])
@@ -209,6 +286,19 @@ def test_blocks_that_change_their_input_are_named(block: type[Odd], first: int, 
     words = rf"^{first} changes what it is called with in place, .* copy \(x = x\.clone\(\)"
     with pytest.raises(UsageError, match=words):
         trained(block, WISHES[wish])
+
+
+class Iterates(Odd):
+    """Gets what can be gone through once."""
+
+    def forward(self, x: Any) -> Any:
+        return iter([super().forward(x if isinstance(x, Tensor) else next(x))])
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_what_comes_to_its_end_is_refused(wish: str) -> None:
+    with pytest.raises(UsageError, match=r"1 is called with a list_iterator, .* give it a list"):
+        trained(Iterates, WISHES[wish])
 
 
 class Checkpointed(nn.Sequential):

@@ -18,6 +18,7 @@ from slipstream.memory import place
 from slipstream.memory.disk_store import DiskStore
 from slipstream.memory.offload import offload
 from slipstream.memory.recompute import recompute
+from slipstream.memory.replaced import Replaced
 from slipstream.strategy import Budget, Checkpoints, Every, Offload
 from tests.harness.ranks import Ranks
 from tests.memory.models import MODELS
@@ -457,6 +458,17 @@ def test_a_shared_link_is_told(monkeypatch):
     )
     with offload(squares(), ALL) as offloader:
         assert offloader.row.note.endswith("; the PCIe link is shared with 3d:00.0")
+
+
+def test_what_stands_on_top_goes_first():
+    model = squares()
+    offloader = offload(model, ALL)
+    later = Replaced(model[1], lambda forward, x: forward(x))
+    with pytest.raises(UsageError, match="replaced once more since"):
+        offloader.close()
+    later.remove()
+    offloader.close()
+    offload(model, ALL).close()
 
 
 @pytest.mark.parametrize("block", [0, 2], ids=["away", "kept"])

@@ -464,6 +464,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         ModelError,
         "SGD, which holds no parameter of the model",
     ),
+    "half weights twice": (
+        lambda: half_weights(*small()[:2]),
+        ModelError,
+        "has half weights already (first.weight is torch.bfloat16 with fp32 gradients)",
+    ),
     "another optimizer": (
         lambda: halves()[2].step(),
         UsageError,
@@ -493,6 +498,23 @@ def test_what_would_go_wrong_is_refused(name: str) -> None:
     with pytest.raises(kind) as caught:
         act()
     assert words in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own
+def test_a_step_may_be_compiled() -> None:
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        half_weights(net, optimizer)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for _ in range(2):
+            net(batches()[0][0]).square().mean().backward()
+            step()
+        results.append(net.state_dict())
+    plain, found = results
+    assert all(torch.equal(value, plain[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize(

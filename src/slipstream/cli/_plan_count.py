@@ -171,7 +171,8 @@ def _counted(job: Mapping[str, Any], build: Callable[[], Any], device: str) -> E
                 f"--model {name}: it returned {type(pair).__name__}; it must return the model and "
                 "a function that makes the model's arguments by name for a batch of so many samples"
             )
-    optimizer = OPTIMIZERS[job["optimizer"]](list(model.parameters()))
+    with _stage(name, "making its optimizer"):
+        optimizer = OPTIMIZERS[job["optimizer"]](list(model.parameters()))
     if job["dtype"] != "fp32":
         half_weights(model, optimizer, job["dtype"])
 

@@ -97,7 +97,7 @@ class Chain:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         call = Call.of(args, kwargs)
-        _check_no_cache(name, call)
+        _check_repeatable(name, call)
         if self.watch is not None:
             self.watch.begins(name, self._forwards[name], call)
         ahead = self._ahead.pop(name, None)
@@ -169,9 +169,15 @@ def _on_unchanged(name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any
     return output
 
 
-def _check_no_cache(name: str, call: Call) -> None:
-    """Refuse a cache of keys and values, to which each run of a block would append."""
+def _check_repeatable(name: str, call: Call) -> None:
+    """Refuse a cache of keys and values, to which each run of a block would append, and what can be
+    gone through once only."""
     for value in call.values:
+        if hasattr(value, "__next__"):
+            raise UsageError(
+                f"{name} is called with a {type(value).__name__}, which has come to its end when "
+                "the block is computed again; give it a list"
+            )
         if hasattr(value, "get_seq_length"):
             raise UsageError(
                 f"{name} is called with a {type(value).__name__}, to which it would append keys "

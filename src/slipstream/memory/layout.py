@@ -91,13 +91,18 @@ class Layout:
 
     def _checkpoint(self, region: Region, call: Call) -> list[Any]:
         first, form = [call], call.of_tensors(repeat(_NOTHING))
+        given = call.tensors
+        distinct = {id(tensor): tensor for tensor in given}  # one given twice stays one
+        numbers = [[*distinct].index(id(tensor)) for tensor in given]
 
         def run(*kept: torch.Tensor) -> list[Any]:
-            return self._run(region, first.pop() if first else form.of_tensors(kept))
+            if first:
+                return self._run(region, first.pop())
+            return self._run(region, form.of_tensors(kept[number] for number in numbers))
 
         contexts = partial(self._contexts, region)
         outputs: list[Any] = checkpoint(
-            run, *call.tensors, use_reentrant=False, context_fn=contexts
+            run, *distinct.values(), use_reentrant=False, context_fn=contexts
         )
         return outputs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import Any
 
@@ -35,7 +35,7 @@ class Saved:
     """
 
     def __init__(self, aside: Iterable[torch.Tensor] = ()) -> None:
-        self._aside = {_storage(tensor) for tensor in aside}
+        self._aside = {_storage(tensor) for tensor in dense(aside)}
         self._sizes: dict[int, int] = {}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
@@ -45,14 +45,14 @@ class Saved:
         return sum(self._sizes.values())
 
     def count(self, tensor: torch.Tensor) -> None:
-        """One more that is kept."""
-        place = _storage(tensor)
-        if place not in self._aside:
-            self._sizes[place] = tensor.untyped_storage().nbytes()
+        """One more that is kept; sparse ones do not count."""
+        for one in dense([tensor]):
+            if (place := _storage(one)) not in self._aside:
+                self._sizes[place] = one.untyped_storage().nbytes()
 
     def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """These do not count after all."""
-        for tensor in tensors:
+        for tensor in dense(tensors):
             self._sizes.pop(_storage(tensor), None)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -77,16 +77,19 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
     forwards, backwards = [], []
     kept = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), SameDraws():
-        with StandIns(buffers):  # the warm-up counts
+        with StandIns(buffers, module.modules()):  # the warm-up counts
             own = _apart(call)
             with Saved((*own.tensors, *module.parameters(), *module.buffers())) as saved:
                 outputs = tensors(forward(*own.args, **own.kwargs))
-            sizes = {_storage(output): output.untyped_storage().nbytes() for output in outputs}
+            sizes = {_storage(t): t.untyped_storage().nbytes() for t in dense(outputs)}
             for output in outputs:
                 saved.count(output)
         del outputs
         for _ in range(RUNS):
-            with StandIns(buffers), kept:  # whatever becomes of saved tensors around this
+            with (
+                StandIns(buffers, module.modules()),
+                kept,
+            ):  # whatever becomes of saved tensors around this
                 own = _apart(call)
                 wanted = [t for t in (*own.tensors, *module.parameters()) if t.requires_grad]
                 start = _now(device)
@@ -105,7 +108,13 @@ def _apart(call: Call) -> Call:
     """The call of copies of its tensors, apart from what led to these; no leaves, which may not be
     changed in place.
     """
-    return call.of_tensors(t.detach().requires_grad_(t.requires_grad).clone() for t in call.tensors)
+    copies = {id(t): t.detach().requires_grad_(t.requires_grad).clone() for t in call.tensors}
+    return call.of_tensors(copies[id(tensor)] for tensor in call.tensors)
+
+
+def dense(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Those whose values lie in one storage."""
+    return (tensor for tensor in tensors if tensor.layout is torch.strided)
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -204,9 +204,9 @@ class Offloader:
         """Take everything off the model; what is away is lost, so no backward may be pending."""
         if self._closed:
             return
-        self._closed = True
         for replaced in reversed(self._around):
-            replaced.remove()
+            replaced.remove()  # may refuse, until what stands on top has gone
+        self._closed = True
         self._last = None
         self._store.close()
 
@@ -231,7 +231,8 @@ class Offloader:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         call = self._begin(position, path)
-        own = {t.untyped_storage() for t in (*module.parameters(), *module.buffers())}
+        held = (*module.parameters(), *module.buffers())
+        own = {t.untyped_storage() for t in held if t.layout is torch.strided}
         pack = partial(self._pack, call, own) if self._leaves(position) else partial(Kept, call)
         with saved_tensors_hooks(pack, self._unpack):
             result = forward(*args, **kwargs)

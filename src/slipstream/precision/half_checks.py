@@ -21,13 +21,26 @@ def check_half_weights(
     other.
 
     Raises:
-        ModelError: the optimizer is none of torch's kind, computes gradients itself or holds no
-            parameter of the model; or no parameter would change, or some are fp16 beside bf16.
+        ModelError: it has half weights already; the optimizer is none of torch's kind, computes
+            gradients itself or holds no parameter of the model; or no parameter would change, or
+            some are fp16 beside bf16.
         StrategyError: a parameter is shared with a module that stays fp32.
     """
+    _check_once(model)
     _check_optimizer(model, optimizer)
     check_unshared(model, floats)
     _check_types(model, dtype, floats)
+
+
+def _check_once(model: nn.Module) -> None:
+    """What is 16 bits wide and has fp32 gradients has masters already."""
+    for name, parameter in model.named_parameters():
+        if parameter.dtype in HALF_TYPES.values() and parameter.grad_dtype == torch.float32:
+            raise ModelError(
+                f"precision half_weights on a model that has half weights already ({name} is "
+                f"{parameter.dtype} with fp32 gradients), or is a copy of one; close() those "
+                "first, and copy before"
+            )
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

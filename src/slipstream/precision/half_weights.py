@@ -147,8 +147,10 @@ class HalfWeights:
         yield model.register_forward_pre_hook(self._enter, with_kwargs=True).remove
         yield model.register_forward_hook(self._leave).remove
         yield self._watch_others()
-        yield optimizer.register_step_pre_hook(self._step_begins).remove
-        yield optimizer.register_step_post_hook(self._halves_in).remove
+        # not traced where a step is compiled: the types of what is stepped change here
+        eager: Any = torch.compiler.disable
+        yield optimizer.register_step_pre_hook(eager(self._step_begins)).remove
+        yield optimizer.register_step_post_hook(eager(self._halves_in)).remove
         yield optimizer.register_load_state_dict_pre_hook(self._masters_in).remove
         yield optimizer.register_load_state_dict_post_hook(self._halves_in).remove
         for module in self._modules:
@@ -178,7 +180,9 @@ class HalfWeights:
             if half is not None and optimizer is not half._optimizer and not half._stepping:
                 half._refuse(optimizer)
 
-        return finalize(self, register_optimizer_step_pre_hook(begins).remove)
+        return finalize(
+            self, register_optimizer_step_pre_hook(torch.compiler.disable(begins)).remove
+        )
 
     def _refuse(self, other: torch.optim.Optimizer) -> None:
         """Another optimizer begins a step, and not inside one of this."""
