@@ -11,10 +11,10 @@ AGAINST_OPTIMAL := default 'by_bytes 4/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(READY): pyproject.toml constraints.txt  # what is never imported need not be compiled
+$(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 demo: $(READY)  ## the main job: plain DDP against slipstream on a slow network
