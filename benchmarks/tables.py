@@ -421,9 +421,9 @@ def offload(facts: Mapping[str, Any]) -> str:
             f"BERT of {layers} layers, width {width}, {heads} heads, {length} tokens, batch "
             f"{part['batch']} on the CPU, {part['rounds']} rounds; offload to disk; peak: by how "
             "much the process grows in forward and backward, without the system's cache of files, "
-            "in which what was written may still lie. torch's `save_on_cpu` moves nothing where all "
-            "is on the CPU; beside it stand the hooks of torch's tutorial, a file for each saved "
-            "tensor.",
+            "in which what was written may still lie. torch's `save_on_cpu` moves nothing where "
+            "all is on the CPU; beside it stand the hooks of torch's tutorial, a file for each "
+            "saved tensor.",
             "",
             *_header("variant", "median s", "quartiles", "ratio", "quartiles", "peak MiB"),
         ]
