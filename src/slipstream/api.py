@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,8 @@ from slipstream.cluster.connect import Cluster, connect, from_environ
 from slipstream.comm.agreement import agree
 from slipstream.composition import check_unused, compose
 from slipstream.memory import check_offload
-from slipstream.session import Session
+from slipstream.session import M, O, Session
 from slipstream.strategy import Strategy
-
-M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
 
 
 def accelerate(

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -35,13 +35,10 @@ from slipstream.live_split import SETTLING, LiveSplit
 from slipstream.memory import Offloader, Recomputed, offload, recompute
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.recording import Recording
-from slipstream.session import Installed, Session
+from slipstream.session import Installed, M, O, Session
 from slipstream.shared_model import SharedModel
 from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
-
-M = TypeVar("M", bound=nn.Module)
-O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
 _partial: WeakSet[nn.Module] = WeakSet()

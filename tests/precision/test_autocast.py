@@ -18,7 +18,7 @@ from slipstream.errors import StrategyError
 from slipstream.memory import recompute
 from slipstream.precision import autocast
 from slipstream.precision.op_casts import check_ops
-from slipstream.strategy import Every
+from slipstream.strategy import Every, HalfType
 from tests.precision.battery import TYPES
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -94,13 +94,13 @@ def test_each_function_computes_in_its_type(name: str, recompute: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_it_is_torchs_autocast_bit_for_bit(dtype: str) -> None:
+def test_it_is_torchs_autocast_bit_for_bit(dtype: HalfType) -> None:
     torch.manual_seed(0)
     net = Net()
     x = torch.randn(3, 4)
     with torch.autocast("cpu", TYPES[dtype]):
         expected = net(x)["hidden"].float()
-    casts = autocast(net, dtype)  # type: ignore[arg-type]
+    casts = autocast(net, dtype)
     assert torch.equal(net(x)["hidden"], expected)
     casts.close()
 

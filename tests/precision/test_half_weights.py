@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.optim import Lamb
 from slipstream.precision import autocast, half_weights
+from slipstream.strategy import HalfType
 from tests.harness.models import MODELS
 from tests.harness.reference import OPTIMIZERS
 from tests.precision.battery import TYPES, digest
@@ -83,13 +84,13 @@ def make(optimizer: str, parameters: Any) -> torch.optim.Optimizer:
 @DTYPES
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw", "foreach", "fused", "lamb"])
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_it_is_the_loop_by_hand_bit_for_bit(optimizer: str, dtype: str, scale: float) -> None:
+def test_it_is_the_loop_by_hand_bit_for_bit(optimizer: str, dtype: HalfType, scale: float) -> None:
     """Accumulating two batches, with gradient clipping by torch's own function."""
     torch.manual_seed(0)
     net = Net()
     hand = ByHand(net, TYPES[dtype])
     theirs, own = make(optimizer, hand.masters), make(optimizer, net.parameters())
-    half = half_weights(net, own, dtype)  # type: ignore[arg-type]
+    half = half_weights(net, own, dtype)
     for number, (x, y) in enumerate(batches()):
         (F.mse_loss(hand(x), y) * scale).backward()
         hand.gather(scale)
@@ -117,14 +118,14 @@ def test_it_is_the_loop_by_hand_bit_for_bit(optimizer: str, dtype: str, scale: f
 
 @DTYPES
 @pytest.mark.parametrize("name", MODELS)
-def test_every_model_trains_and_comes_back(name: str, dtype: str) -> None:
+def test_every_model_trains_and_comes_back(name: str, dtype: HalfType) -> None:
     case = MODELS[name]
     torch.manual_seed(0)
     model = case.build()
     optimizer = OPTIMIZERS["sgd"](model)
     before = [(p, p.dtype, p.requires_grad) for p in model.parameters()]
     buffers = [(b.dtype, b.shape) for b in model.buffers()]
-    half = half_weights(model, optimizer, dtype)  # type: ignore[arg-type]
+    half = half_weights(model, optimizer, dtype)
     assert half.num_half == sum(p.numel() for p in half.masters)
     assert half.master_bytes == 4 * half.num_half > 0
     for step in range(3):
@@ -144,11 +145,11 @@ def test_every_model_trains_and_comes_back(name: str, dtype: str) -> None:
     assert narrow or digest(closed) == digest(state)
 
 
-def small(dtype: str = "bf16", **settings: Any) -> tuple[Net, torch.optim.Optimizer, Any]:
+def small(dtype: HalfType = "bf16", **settings: Any) -> tuple[Net, torch.optim.Optimizer, Any]:
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    return net, optimizer, half_weights(net, optimizer, dtype, **settings)  # type: ignore[arg-type]
+    return net, optimizer, half_weights(net, optimizer, dtype, **settings)
 
 
 def update(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -397,9 +398,11 @@ def test_an_optimizer_may_step_by_another() -> None:
 def test_an_optimizer_of_another_model_steps_as_it_likes() -> None:
     net, _, half = small()
     other = Net()
-    update(other, torch.optim.SGD(other.parameters(), lr=0.1))
-    half.close()
-    update(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for model in (other, net):
+        before = model.last.weight.detach().clone()
+        update(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert not torch.equal(model.last.weight, before)
+        half.close()  # then the first one is free as well
 
 
 def test_a_model_that_is_dropped_is_freed() -> None:

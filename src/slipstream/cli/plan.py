@@ -155,19 +155,29 @@ def plan(
         return
     console = Console()
     console.print(ranking(found, base, where))
+    _print_beside(console, label(best), where, by_nodes, by_rate)
+    if output is not None:
+        console.print(Text(f"The best one is in {output}."), soft_wrap=True)
+
+
+def _print_beside(
+    console: Console,
+    name: str,
+    where: Cluster,
+    by_nodes: Sequence[Point],
+    by_rate: Sequence[Point],
+) -> None:
+    """What to doubt, and curves of the best strategy on other clusters."""
     for doubt in where.doubts:
         console.print(Text(f"warning: {doubt}", style="yellow"))
     if where.extrapolated:
         console.print(Text(f"Extrapolated: {where.extrapolated}", style="yellow"))
-    name = label(best)
     if by_nodes:
         title = f"{name}: more and fewer nodes, {ranks(where.ranks_per_host)} each"
         console.print(curve(title, by_nodes, "nodes"))
     if by_rate:
         title = f"{name}: other links, {ranks(where.world_size)}"
         console.print(curve(title, by_rate, "rate"))
-    if output is not None:
-        console.print(Text(f"The best one is in {output}."), soft_wrap=True)
 
 
 def _must_be_left_out(options: Mapping[str, object], where: str) -> None:
