@@ -21,8 +21,8 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from slipstream.memory import offload, recompute
 from slipstream.memory.blocks import blocks_of
-from slipstream.memory.budget import peak_bytes, segments
-from slipstream.memory.replaced import Replaced
+from slipstream.memory.forward_override import Replaced
+from slipstream.memory.recompute.budget import peak_bytes, segments
 from slipstream.strategy import Budget, BudgetBytes, Every, Offload
 
 PARTS = tuple(

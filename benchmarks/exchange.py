@@ -45,11 +45,11 @@ from tables import optimal_in_words, save
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from slipstream.live_split import MOST_WINDOWS, SETTLING
-from slipstream.planner.pairs import median_interval
-from slipstream.session import Session
+from slipstream.session.session import Session
 from slipstream.strategy import Optimal
 from slipstream.testbed import Testbed, parse_rate
+from slipstream.tuner.online_split import MOST_WINDOWS, SETTLING
+from slipstream.tuner.significance import median_interval
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import data

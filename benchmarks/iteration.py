@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import slipstream
-from slipstream.session import Session
+from slipstream.session.session import Session
 
 Iterate = Callable[[], None]
 Loss = Callable[[nn.Module], torch.Tensor]

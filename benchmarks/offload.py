@@ -39,7 +39,7 @@ from tables import save
 from torch import nn
 
 from slipstream.memory import estimate, max_batch
-from slipstream.memory.replaced import Replaced
+from slipstream.memory.forward_override import Replaced
 from slipstream.strategy import Offload
 
 LIMIT = 32 * 2**30

@@ -39,15 +39,15 @@ from rich.console import Console
 from rich.table import Table
 from tables import save
 
+from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
-from slipstream.planner.calibrate import SIZES, calibrate
 from slipstream.planner.cost import Cluster
 from slipstream.planner.exchange import Plan
-from slipstream.planner.pairs import median_interval
 from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
-from slipstream.planner.trials import iterations
 from slipstream.trace import Trace, chrome
+from slipstream.tuner.significance import median_interval
+from slipstream.tuner.trials import iterations
 
 MODELS = ("resnet50", "vgg16", "bert")
 RATES = ("1gbit", "300mbit")

@@ -39,8 +39,8 @@ from transformers import (
 
 from slipstream.memory import recompute
 from slipstream.memory.blocks import blocks_of
-from slipstream.memory.budget import peak_bytes, segments
-from slipstream.memory.measure import Saved
+from slipstream.memory.recompute.budget import peak_bytes, segments
+from slipstream.memory.recompute.measure import Saved
 from slipstream.strategy import Memory
 
 Batch = dict[str, torch.Tensor]

@@ -31,17 +31,17 @@ from rich.table import Table
 from tables import save
 from torch import nn
 
+from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.calibrate import SIZES, calibrate
 from slipstream.planner.candidates import LAYERS, MEGABYTES, candidates, label
 from slipstream.planner.cost import Cluster
 from slipstream.planner.plan import Prediction, prepare, rank
-from slipstream.planner.trials import Measurement, iterations
-from slipstream.planner.tune import Tuned, Tuner
 from slipstream.planner.workload import gradients_of
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, chrome
+from slipstream.tuner.trials import Measurement, iterations
+from slipstream.tuner.tune import Tuned, Tuner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import data

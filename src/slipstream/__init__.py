@@ -9,21 +9,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from slipstream.version import __version__
 
 if TYPE_CHECKING:
-    from slipstream.api import accelerate as accelerate
-    from slipstream.api import data_share as data_share
     from slipstream.errors import SlipstreamError as SlipstreamError
-    from slipstream.session import Session as Session
+    from slipstream.session.accelerate import accelerate as accelerate
+    from slipstream.session.accelerate import data_share as data_share
+    from slipstream.session.session import Session as Session
     from slipstream.strategy import Strategy as Strategy
 
 _HOMES = {
-    "Session": "slipstream.session",
+    "Session": "slipstream.session.session",
     "SlipstreamError": "slipstream.errors",
     "Strategy": "slipstream.strategy",
-    "accelerate": "slipstream.api",
-    "data_share": "slipstream.api",
+    "accelerate": "slipstream.session.accelerate",
+    "data_share": "slipstream.session.accelerate",
 }
 
 __all__ = ["Session", "SlipstreamError", "Strategy", "__version__", "accelerate", "data_share"]

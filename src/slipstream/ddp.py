@@ -25,13 +25,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.codecs import Coder, HalfCodec, Momentum, Ranks, make_coder
-from slipstream.codecs.coder import is_finite
-from slipstream.comm.channel import Channel, Label
+from slipstream.codecs.compressor import is_finite
 from slipstream.errors import ModelError, UsageError
-from slipstream.gradients.coded import NamedState, carry
-from slipstream.gradients.shipment import parameters_of
-from slipstream.lent import Lent, check_lendable
+from slipstream.gradients.compressed import NamedState, carry
+from slipstream.gradients.momentum import Lent, check_lendable
+from slipstream.gradients.segments import parameters_of
 from slipstream.strategy import Adaptive, Codec, Dgc, Half, PlainCodec, Strategy, codec_of
+from slipstream.transport.channel import Channel, Label
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket

@@ -15,9 +15,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from slipstream.cli import demo
 from slipstream.cli import main as cli
-from slipstream.cli._demo_report import (
+from slipstream.cli.demo import command
+from slipstream.cli.demo.report import (
     ALONE,
     DDP,
     SLIPSTREAM,
@@ -90,10 +90,10 @@ def test_it_trains_both_and_leaves_what_it_promises(tmp_path: Path, options: lis
         "cluster.yaml",
         "strategy.yaml",
         "overview.txt",
-        "demo.json",
+        "command.json",
     }
 
-    measured = Measured.read(folder / "demo.json")
+    measured = Measured.read(folder / "command.json")
     assert measured.all_reduces[SLIPSTREAM] < measured.gradients == 62
     assert {name: len(times) for name, times in measured.seconds.items()} == {
         DDP: 2,
@@ -128,8 +128,10 @@ def test_interrupting_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_one_missing_package_is_one_line_and_code_2(monkeypatch, capsys, tmp_path: Path) -> None:
-    found = demo.find_spec
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "sklearn" else found(name))
+    found = command.find_spec
+    monkeypatch.setattr(
+        command, "find_spec", lambda name: None if name == "sklearn" else found(name)
+    )
     monkeypatch.setattr(sys, "argv", ["slipstream", "demo", "--folder", str(tmp_path / "out")])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -178,6 +180,6 @@ def test_the_verdict_is_honest(times: list[float], said: str) -> None:
 
 
 def test_numbers_survive_their_file_with_the_results_beside_them(tmp_path: Path) -> None:
-    MEASURED.write(path := tmp_path / "demo.json")
+    MEASURED.write(path := tmp_path / "command.json")
     assert Measured.read(path) == MEASURED
     assert json.loads(path.read_text())["results"]["alone"] == 0.3

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from slipstream.cli import doctor
-from slipstream.cli._doctor_report import report
+from slipstream.cli.doctor import command
+from slipstream.cli.doctor.report import report
 from slipstream.planner.cost import Cluster, Curve
 from slipstream.testbed import unavailable
 from tests.planner.clusters import SIZES, cluster
@@ -100,7 +100,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
 def test_a_rank_alone_is_told_so(tmp_path: Path) -> None:
     job = {"file": "cluster.yaml", "seconds": 1.0, "terminal": False, "columns": 80}
     ran = subprocess.run(
-        [sys.executable, "-m", doctor.MEASURE, json.dumps(job)],
+        [sys.executable, "-m", command.MEASURE, json.dumps(job)],
         cwd=tmp_path,
         text=True,
         capture_output=True,

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from slipstream.cli import _plan_count, main
-from slipstream.cli._plan_memory import parse_bytes
+from slipstream.cli import main
+from slipstream.cli.plan import count
+from slipstream.cli.plan.memory import parse_bytes
 from slipstream.errors import ModelError, StrategyError
 from slipstream.memory import Estimate
 
@@ -112,9 +113,7 @@ def counted(own, monkeypatch):
 
     def count(function: str, dtype: str = "fp32") -> Estimate:
         model = own.replace("build", function)
-        return _plan_count.counted(
-            {"model": model, "length": None, "optimizer": "adam", "dtype": dtype}
-        )
+        return count.counted({"model": model, "length": None, "optimizer": "adam", "dtype": dtype})
 
     for name in ("path", "argv"):
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
@@ -150,7 +149,7 @@ def test_16_bits_have_masters_and_gradients_of_32(counted):
 )
 def test_what_is_wrong_in_a_file_is_said(counted, function, words):
     with pytest.raises(ModelError, match=words):
-        _plan_count.document(counted(function), 2**30)
+        count.document(counted(function), 2**30)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def test_what_is_wrong_in_a_file_is_said(counted, function, words):
 )
 def test_what_there_is_not(name, words):
     with pytest.raises(ModelError, match=words):
-        _plan_count.builder(name, None)
+        count.builder(name, None)
 
 
 def test_whatever_kills_the_process_is_told(own, tmp_path):

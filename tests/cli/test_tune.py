@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from slipstream.cli import main as cli
-from slipstream.cli import tune as command
+from slipstream.cli.tune import command as command
 from slipstream.errors import LaunchError
-from slipstream.planner import pairs, tune
 from slipstream.planner.cost import Cluster
 from slipstream.strategy import Strategy
+from slipstream.tuner import significance, tune
 from tests.planner.test_plan import cluster
 from tests.testbed.traces import marked, wait_for_marked
 
@@ -59,7 +59,11 @@ def slipstream(monkeypatch, capfd, tmp_path):
 
 
 def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch, tmp_path) -> None:
-    for module, name in ((tune, "MOST_PAIRS"), (tune, "LEAST_PAIRS"), (pairs, "LEAST_PAIRS")):
+    for module, name in (
+        (tune, "MOST_PAIRS"),
+        (tune, "LEAST_PAIRS"),
+        (significance, "LEAST_PAIRS"),
+    ):
         monkeypatch.setattr(module, name, 1)
     monkeypatch.setattr(tune, "LEAST_MEASURED", 2)
     monkeypatch.setattr(tune, "MODEL_ERROR", 0.5)  # so that some are measured, come what may

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slipstream.comm as comm
-from slipstream.comm.header import Header
+from slipstream.comm.signature import Header
 from tests.harness.ranks import Ranks
 
 SIZE = 2

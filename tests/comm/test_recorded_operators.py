@@ -10,9 +10,9 @@ import torch.distributed as dist
 from rich.console import Console
 
 import slipstream.comm as comm
+from slipstream.analysis.summary import summary
 from slipstream.trace.event import Trace
 from slipstream.trace.recorder import Recorder
-from slipstream.trace.summary import summary
 from tests.harness.ranks import Ranks
 
 SIZE = 2

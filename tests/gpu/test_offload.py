@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.memory.host_store import HostStore
-from slipstream.memory.offload import offload
+from slipstream.memory.offload.host_store import HostStore
+from slipstream.memory.offload.offload import offload
 from slipstream.strategy import Offload
 from tests.memory.models import MODELS
 

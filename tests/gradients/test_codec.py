@@ -14,7 +14,7 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ModelError, UsageError
-from slipstream.gradients import bucket
+from slipstream.gradients import buckets
 from slipstream.strategy import ByIndex, PerGradient, Single
 from tests.harness import reference
 from tests.harness.counters import collectives, count
@@ -357,7 +357,7 @@ def one_by_one(codec: str, small: int) -> tuple[str, list[tuple[int, ...]]]:
     torch.manual_seed(0)
     model, places = Assorted(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bucket, "SMALL_GRADIENT", small)
+        patch.setattr(buckets, "SMALL_GRADIENT", small)
         with session_of(model, codec) as session:
             for step in range(4):
                 session.backward(model(rows(step)[:, :24].repeat(1, 2)))

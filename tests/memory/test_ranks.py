@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 import slipstream
 from slipstream.errors import StrategyError
-from slipstream.memory.budget import Cost
-from slipstream.memory.measure import measure
+from slipstream.memory.recompute.budget import Cost
+from slipstream.memory.recompute.measure import measure
 from tests.harness.ranks import Ranks
 from tests.memory.models import MODELS, Blocks, forwards, rows
 
-module = import_module("slipstream.memory.recompute")
+module = import_module("slipstream.memory.recompute.recompute")
 
 
 @pytest.fixture(scope="module")

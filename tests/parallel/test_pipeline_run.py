@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
+from slipstream.analysis.summary import document
 from slipstream.errors import (
     ModelError,
     StrategyError,
@@ -19,7 +20,6 @@ from slipstream.parallel import Pipeline, ideal_bubble, measured_bubble
 from slipstream.trace import chrome
 from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT
 from slipstream.trace.recorder import Recorder
-from slipstream.trace.summary import document
 from tests.harness.ranks import Ranks
 from tests.parallel.staged import CASES, SAMPLES, make
 

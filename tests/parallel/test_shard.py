@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.cluster.mesh import AXES, Mesh
 from slipstream.errors import StrategyError
+from slipstream.parallel.mesh import AXES, Mesh
 from slipstream.parallel.tensor.shard import Shard
 
 

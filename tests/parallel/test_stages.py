@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import ModelError
-from slipstream.nested import mapped
-from slipstream.parallel.pipeline.cuts import cut_model
 from slipstream.parallel.pipeline.micro_batches import micro_batches
-from slipstream.parallel.pipeline.stages import Stages
-from slipstream.parallel.pipeline.stand_ins import (
+from slipstream.parallel.pipeline.placeholders import (
     TensorSpec,
     has_nan,
     placeholder,
     replaced,
 )
-from slipstream.parallel.pipeline.walk import walk
+from slipstream.parallel.pipeline.shape_inference import walk
+from slipstream.parallel.pipeline.split_points import cut_model
+from slipstream.parallel.pipeline.stages import Stages
+from slipstream.pytree import mapped
 from tests.parallel.staged import CASES, Case
 
 

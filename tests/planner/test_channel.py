@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from slipstream.planner._channel import Clock, Job, run
+from slipstream.planner.channel import Clock, Job, run
 from slipstream.planner.exchange import Phase
 
 

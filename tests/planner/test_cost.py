@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import ClusterError
-from slipstream.planner import _fit
+from slipstream.planner import fit
 from slipstream.planner.cost import FRAMES, Cluster, Curve, Piece
 from tests.planner.clusters import SIZES, cluster, network
 
@@ -84,12 +84,12 @@ def test_the_points_are_divided_best(measured) -> None:
     sizes, times = np.array(sorted(measured), dtype=float).T
     count = len(sizes)
     costs = {
-        (start, stop): squares(sizes[start:stop], times[start:stop]) + _fit.PENALTY
+        (start, stop): squares(sizes[start:stop], times[start:stop]) + fit.PENALTY
         for start, stop in combinations(range(count + 1), 2)
     }
-    lines = _fit._free_lines(sizes, times)
+    lines = fit._free_lines(sizes, times)
     found = sum(costs[line.first, line.stop] for line in lines)
-    divisions = dissect(count, min(_fit.LEAST_POINTS, count))
+    divisions = dissect(count, min(fit.LEAST_POINTS, count))
     best = min(sum(costs[run] for run in runs) for runs in divisions)
     assert found <= best + 1e-4 * len(lines)
 
@@ -107,7 +107,7 @@ def test_no_lines_that_meet_are_nearer() -> None:
 
     for _ in range(20):
         times = 1e-4 * np.exp(np.sort(random.normal(0, 2, len(sizes))))
-        found = _fit._joined(sizes, times, ends)
+        found = fit._joined(sizes, times, ends)
         assert (np.diff(found) >= 0).all()
         assert (np.diff(found / ends) <= 1e-9 * found[:-1] / ends[:-1]).all()
         others = [found * (1 + random.normal(0, s, 4)) for s in (1e-3, 1e-2, 0.1, 0.5)] * 50

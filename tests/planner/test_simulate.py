@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from slipstream.analysis.breakdown import breakdown
+from slipstream.analysis.summary import summary
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.exchange import Plan
@@ -19,8 +21,6 @@ from slipstream.planner.split import finish_time
 from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy
 from slipstream.trace import chrome
-from slipstream.trace.breakdown import breakdown
-from slipstream.trace.summary import summary
 from slipstream.trace.timeline import timeline
 from tests.planner import clusters
 from tests.planner.workloads import MB, cluster, random_workload, workload

@@ -344,7 +344,7 @@ def test_a_function_that_is_none_is_refused() -> None:
 
 
 def test_bf16_on_a_machine_without_it_is_slow_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.checks.has_bf16", lambda device: False)
+    monkeypatch.setattr("slipstream.session.checks.has_bf16", lambda device: False)
     with pytest.warns(UserWarning, match="slower than fp32"):
         opened(build("cpu")[0], precision="autocast").close()
 

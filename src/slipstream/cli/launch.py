@@ -14,10 +14,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from slipstream import __version__
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, run
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy, overview
+from slipstream.version import __version__
 
 # Everything but rank 0's output goes to stderr, so that the script's stdout can be piped.
 console = Console(stderr=True)

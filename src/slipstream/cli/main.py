@@ -10,20 +10,13 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from slipstream import __version__
-from slipstream.cli import (
-    demo,
-    doctor,
-    launch,
-    plan,
-    report,
-    scale,
-    strategy,
-    testbed,
-    trace,
-    tune,
-)
+from slipstream.cli import launch, report, scale, strategy, testbed, trace
+from slipstream.cli.demo.command import demo
+from slipstream.cli.doctor.command import app as doctor
+from slipstream.cli.plan.command import plan
+from slipstream.cli.tune.command import tune
 from slipstream.errors import SlipstreamError
+from slipstream.version import __version__
 
 app = typer.Typer(
     name="slipstream",
@@ -32,13 +25,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("demo")(demo.demo)
+app.command("demo")(demo)
 SCRIPT_LAST = {"allow_interspersed_args": False}  # options behind the script's name are its own
 app.command("launch", context_settings=SCRIPT_LAST)(launch.launch)
 app.add_typer(trace.app, name="trace", help="Look at what a run recorded, and get advice.")
-app.add_typer(doctor.app, name="doctor", help="Measure what exchanges cost on these machines.")
-app.command("plan")(plan.plan)
-app.command("tune", context_settings=SCRIPT_LAST)(tune.tune)
+app.add_typer(doctor, name="doctor", help="Measure what exchanges cost on these machines.")
+app.command("plan")(plan)
+app.command("tune", context_settings=SCRIPT_LAST)(tune)
 app.command("scale", context_settings=SCRIPT_LAST)(scale.scale)
 app.command("report")(report.report)
 app.add_typer(strategy.app, name="strategy", help="Show, list, describe and check strategies.")

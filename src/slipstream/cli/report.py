@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
+from slipstream.advisor.advise import advise
 from slipstream.errors import TraceError
+from slipstream.report.report import html, png, read_trials
 from slipstream.trace import chrome
-from slipstream.trace.advise import advise
-from slipstream.trace.report import html, png, read_trials
 
 
 def report(

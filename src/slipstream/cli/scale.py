@@ -22,19 +22,19 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cluster.launcher import LaunchSpec
-from slipstream.errors import LaunchError
-from slipstream.planner.trials import STRATEGY, Failure, Measurement, Trials
-from slipstream.strategy import Strategy
-from slipstream.trace.breakdown import typical
-from slipstream.trace.event import Trace
-from slipstream.trace.strip import unit
-from slipstream.trace.throughput import (
+from slipstream.analysis.ascii_timeline import unit
+from slipstream.analysis.breakdown import typical
+from slipstream.analysis.throughput import (
     compute_share,
     iterations_per_second,
     samples_per_second,
 )
+from slipstream.cluster.launcher import LaunchSpec
+from slipstream.errors import LaunchError
+from slipstream.strategy import Strategy
+from slipstream.trace.event import Trace
 from slipstream.trace.timeline import timeline
+from slipstream.tuner.trials import STRATEGY, Failure, Measurement, Trials
 
 BAR = 40
 

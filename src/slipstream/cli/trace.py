@@ -13,15 +13,15 @@ from rich.console import Console, Group
 from rich.padding import Padding
 from rich.text import Text
 
-from slipstream.findings import Finding
+from slipstream.advisor.advise import advise as find
+from slipstream.advisor.findings import Finding
+from slipstream.analysis.ascii_timeline import timing
+from slipstream.analysis.summary import document
+from slipstream.analysis.summary import summary as draw
 from slipstream.planner.cost import Cluster
 from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
-from slipstream.trace.advise import advise as find
 from slipstream.trace.event import Trace
-from slipstream.trace.strip import timing
-from slipstream.trace.summary import document
-from slipstream.trace.summary import summary as draw
 
 app = typer.Typer(no_args_is_help=True)
 

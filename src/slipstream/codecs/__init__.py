@@ -3,7 +3,7 @@
 Never communicates: an exchange says what is to be moved (``exchange``), and others move it.
 """
 
-from slipstream.codecs.coder import Coder, Ranks
+from slipstream.codecs.compressor import Coder, Ranks
 from slipstream.codecs.dgc import DgcCodec, DgcCoder, Momentum
 from slipstream.codecs.exchange import (
     Exchange,

@@ -24,7 +24,7 @@ from math import prod, sqrt
 
 import torch
 
-from slipstream.codecs.coder import (
+from slipstream.codecs.compressor import (
     Coder,
     Ranks,
     SlotState,

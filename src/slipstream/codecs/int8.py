@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from slipstream.codecs.coder import real_dtype
+from slipstream.codecs.compressor import real_dtype
 
 LEVELS = 127
 

@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from slipstream.codecs.coder import Coder, Ranks, real_dtype
+from slipstream.codecs.compressor import Coder, Ranks, real_dtype
 from slipstream.codecs.dgc import DgcCodec, DgcCoder, Momentum
 from slipstream.codecs.half import HalfCodec
 from slipstream.codecs.int8 import Int8Codec

@@ -13,7 +13,7 @@ from functools import cache
 
 import torch
 
-from slipstream.codecs.coder import real_dtype
+from slipstream.codecs.compressor import real_dtype
 
 # Times this, eight bytes of 0 or 1 gather in the highest byte, the first one as its lowest bit:
 # byte i must move by 56 - 7i bits, and no two products meet.

@@ -22,7 +22,7 @@ from math import prod
 
 import torch
 
-from slipstream.codecs.coder import (
+from slipstream.codecs.compressor import (
     Coder,
     Ranks,
     SlotState,

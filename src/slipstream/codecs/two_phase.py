@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from slipstream.codecs.coder import (
+from slipstream.codecs.compressor import (
     Coder,
     Ranks,
     SlotState,

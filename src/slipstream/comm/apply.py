@@ -25,11 +25,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from slipstream.comm.agreement import lost, together
+from slipstream.comm.collectives import Extreme, Maybe, Move, Receive, Send
 from slipstream.comm.graphs import Graph, current
-from slipstream.comm.moves import Extreme, Maybe, Move, Receive, Send
 from slipstream.comm.wire import carry
 from slipstream.trace.recorder import Recorder
+from slipstream.transport.consistency import lost, together
 
 P = ParamSpec("P")
 R = TypeVar("R")

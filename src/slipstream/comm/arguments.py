@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from slipstream.comm.groups import Group, member
-from slipstream.comm.header import (
+from slipstream.comm.signature import (
     Header,
     check_tensor,
     consult,

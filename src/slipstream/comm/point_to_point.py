@@ -6,8 +6,8 @@ import torch
 
 from slipstream.comm.apply import apply, eager, everywhere
 from slipstream.comm.arguments import Device, peer_group, received, sent
+from slipstream.comm.collectives import Like, Receive, Send
 from slipstream.comm.groups import Group
-from slipstream.comm.moves import Like, Receive, Send
 
 
 @eager

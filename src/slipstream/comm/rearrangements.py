@@ -18,8 +18,7 @@ from slipstream.comm.arguments import (
     must_add_up,
     pieces_of,
 )
-from slipstream.comm.groups import Group, member
-from slipstream.comm.moves import (
+from slipstream.comm.collectives import (
     AllToAll,
     Broadcast,
     Gather,
@@ -28,6 +27,7 @@ from slipstream.comm.moves import (
     Scatter,
     SumScatter,
 )
+from slipstream.comm.groups import Group, member
 
 
 @eager

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from slipstream.comm.apply import apply, eager, everywhere
 from slipstream.comm.arguments import equal, must_add_up
+from slipstream.comm.collectives import Extreme, Like, Sum, SumAll
 from slipstream.comm.groups import Group, member
-from slipstream.comm.moves import Extreme, Like, Sum, SumAll
 
 
 @eager

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from slipstream.comm.groups import Group
-from slipstream.comm.transfer import transfer
+from slipstream.transport.p2p import transfer
 
 Maybe = torch.Tensor | None
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from slipstream.comm import fused
+from slipstream.transport import broadcast
 
 
 class Buffers:
@@ -32,7 +32,7 @@ class Buffers:
 
     def stage(self) -> None:
         """Copy the values as they are now."""
-        self._staged = fused.pack_bytes(self._tensors())
+        self._staged = broadcast.pack_bytes(self._tensors())
 
     def start(self, group: dist.ProcessGroup) -> list[dist.Work]:
         """Begin to replace the copy by that of the group's first rank."""
@@ -41,7 +41,7 @@ class Buffers:
 
     def restore(self) -> None:
         """Write the copy back into the buffers."""
-        fused.unpack_bytes(self._staged, self._tensors())
+        broadcast.unpack_bytes(self._staged, self._tensors())
 
     def _tensors(self) -> list[torch.Tensor]:
         """Those of this moment: a forward may put new tensors in the place of the old."""

@@ -24,12 +24,12 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from slipstream.comm.channel import Channel, Label
 from slipstream.errors import ExchangeError
-from slipstream.gradients.bucket import Bucket, DenseBucket, SparseBucket, Transport
+from slipstream.gradients.buckets import Bucket, DenseBucket, SparseBucket, Transport
 from slipstream.gradients.buffers import Buffers
-from slipstream.gradients.coded import CodedBucket, Coding, NamedState
-from slipstream.gradients.failure import (
+from slipstream.gradients.compressed import CodedBucket, Coding, NamedState
+from slipstream.gradients.layout import Gradient, plan_segments
+from slipstream.gradients.messages import (
     averaged_already,
     came_again,
     came_outside,
@@ -37,9 +37,8 @@ from slipstream.gradients.failure import (
     frozen_no_more,
     out_of_step,
 )
-from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.gradients.order import Observer, ReadyOrder
-from slipstream.gradients.shipment import (
+from slipstream.gradients.ready_order import Observer, ReadyOrder
+from slipstream.gradients.segments import (
     Exchanged,
     Place,
     Shipment,
@@ -50,6 +49,7 @@ from slipstream.gradients.shipment import (
 from slipstream.strategy import Split
 from slipstream.trace.event import BUFFERS, allreduce
 from slipstream.trace.recorder import Recorder, Stamp
+from slipstream.transport.channel import Channel, Label
 
 
 @dataclass(slots=True)

@@ -2,10 +2,10 @@
 what training takes before it runs. Exactness: bitwise.
 """
 
-from slipstream.memory.estimate import Estimate, estimate, optimizer_bytes
-from slipstream.memory.max_batch import max_batch
-from slipstream.memory.offload import Offloader, check_offload, offload
-from slipstream.memory.recompute import Recomputed, recompute
+from slipstream.memory.estimate.estimate import Estimate, estimate, optimizer_bytes
+from slipstream.memory.estimate.max_batch import max_batch
+from slipstream.memory.offload.offload import Offloader, check_offload, offload
+from slipstream.memory.recompute.recompute import Recomputed, recompute
 
 __all__ = [
     "Estimate",

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.comm import Group
-from slipstream.comm.agreement import together
+from slipstream.transport.consistency import together
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from slipstream.errors import ClusterError
-from slipstream.planner._fit import Array, segmented_fit
+from slipstream.planner.fit import Array, segmented_fit
 
 Size = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]

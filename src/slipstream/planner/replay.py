@@ -12,11 +12,11 @@ from statistics import fmean, median
 
 import numpy as np
 
-from slipstream.planner._channel import Clock
-from slipstream.planner._measured import complete_steps, moving
-from slipstream.planner._step import Step
+from slipstream.planner.channel import Clock
 from slipstream.planner.cost import Cluster
 from slipstream.planner.exchange import Plan
+from slipstream.planner.measured import complete_steps, moving
+from slipstream.planner.step import Step
 from slipstream.planner.workload import Workload
 from slipstream.trace.event import Trace
 

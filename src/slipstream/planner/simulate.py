@@ -18,11 +18,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.planner._channel import Array, Clock
-from slipstream.planner._emit import events
-from slipstream.planner._step import Step
+from slipstream.planner.channel import Array, Clock
 from slipstream.planner.cost import Cluster, CodecCost
+from slipstream.planner.emit import events
 from slipstream.planner.exchange import Plan
+from slipstream.planner.step import Step
 from slipstream.planner.workload import Workload
 from slipstream.trace.event import Trace
 

@@ -25,8 +25,8 @@ import numpy as np
 
 from slipstream.errors import TraceError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner._measured import Array, complete_steps, measure
 from slipstream.planner.cost import Cluster
+from slipstream.planner.measured import Array, complete_steps, measure
 from slipstream.trace.event import BUFFERS, Trace
 from slipstream.trace.timeline import Iteration
 

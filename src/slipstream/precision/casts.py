@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from slipstream.nested import mapped
+from slipstream.pytree import mapped
 
 T = TypeVar("T")
 

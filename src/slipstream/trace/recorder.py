@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slipstream import __version__
 from slipstream.trace.event import ITERATION, Event, Trace
+from slipstream.version import __version__
 
 Stamp = float | torch.cuda.Event
 """A point in time: seconds on this rank's clock, or a CUDA event that will tell them later."""

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.errors import ModelError, SlipstreamError, StrategyError
-from slipstream.parallel.pipeline.cuts import cut_model
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
+from slipstream.parallel.pipeline.shape_inference import unchanged, walk
+from slipstream.parallel.pipeline.split_points import cut_model
 from slipstream.parallel.pipeline.stages import Stages
-from slipstream.parallel.pipeline.walk import unchanged, walk
 
 
 def balance(

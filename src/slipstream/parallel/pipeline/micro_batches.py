@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import StrategyError
-from slipstream.nested import mapped, tensors
+from slipstream.pytree import mapped, tensors
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.comm.agreement import agree, together
 from slipstream.comm.groups import group_of
 from slipstream.errors import ExchangeError, ModelError, SlipstreamError, UsageError
-from slipstream.parallel.pipeline.cuts import cut_model
-from slipstream.parallel.pipeline.holdings import Holdings
 from slipstream.parallel.pipeline.micro_batches import MicroBatch, micro_batches
 from slipstream.parallel.pipeline.schedules import (
     Schedule,
@@ -32,10 +29,13 @@ from slipstream.parallel.pipeline.schedules import (
     check_schedule,
     make_schedule,
 )
+from slipstream.parallel.pipeline.shape_inference import Walk, walk
+from slipstream.parallel.pipeline.split_points import cut_model
 from slipstream.parallel.pipeline.stage_module import StageModule, TimedStage, Work
+from slipstream.parallel.pipeline.stage_parameters import Holdings
 from slipstream.parallel.pipeline.stages import Stages
-from slipstream.parallel.pipeline.walk import Walk, walk
 from slipstream.trace.recorder import Recorder
+from slipstream.transport.consistency import agree, together
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 

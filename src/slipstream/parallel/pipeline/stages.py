@@ -17,15 +17,15 @@ import torch
 from torch import nn
 
 from slipstream.errors import ModelError
-from slipstream.nested import mapped
-from slipstream.parallel.pipeline.cuts import Cuts
-from slipstream.parallel.pipeline.stand_ins import (
+from slipstream.parallel.pipeline.placeholders import (
     Act,
     TensorSpec,
     has_nan,
     placeholder,
     replaced,
 )
+from slipstream.parallel.pipeline.split_points import Cuts
+from slipstream.pytree import mapped
 
 Seen = dict[str, list[Any]]
 """By path of a module: what each of its calls returned, `TensorSpec` instead of tensors."""
@@ -59,7 +59,7 @@ class Stages:
         cuts: of this model, from `cut_model`.
 
     Example:
-        >>> from slipstream.parallel.pipeline.cuts import cut_model
+        >>> from slipstream.parallel.pipeline.split_points import cut_model
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
         >>> stages, x = Stages(model, cut_model(model, ["1"])), torch.ones(4, 2)
         >>> hidden, seen = stages.watch(0, None, (x,), {}, {})

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from slipstream.comm import Group
 from slipstream.errors import UsageError
-from slipstream.parallel.tensor import edges
+from slipstream.parallel.tensor import regions
+from slipstream.parallel.tensor.rng_streams import Streams
 from slipstream.parallel.tensor.shard import Shard
-from slipstream.parallel.tensor.streams import Streams
 
 SEQUENCE = 1
 """The axis of a sequence: tensors are [batch, sequence, features]."""
@@ -48,9 +48,9 @@ class Region:
             if known is x and version == x._version and wanted == wants:
                 return inside
         if sequence:
-            inside = edges.join_in(x, self.group, SEQUENCE, self.parts(SEQUENCE))
+            inside = regions.join_in(x, self.group, SEQUENCE, self.parts(SEQUENCE))
         else:
-            inside = edges.copy_in(x, self.group)
+            inside = regions.copy_in(x, self.group)
         self._entered = (x, x._version, wants, inside)
         return inside
 
@@ -65,7 +65,7 @@ class Region:
                 f"a layer takes its input split along axis {axis}, but nothing has cut it there; "
                 "allowed: a plan with {kind: sequence, enter: true} at a module before it"
             )
-        return edges.even(self.lengths[axis], self.group)
+        return regions.even(self.lengths[axis], self.group)
 
     def add_up(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
         """Hooks by which gradients are the sums of those of the ranks."""
@@ -135,7 +135,7 @@ def column_hooks(
 def joined(y: torch.Tensor, group: Group, axis: int, shard: Shard) -> torch.Tensor:
     """Outputs of a column, whole: each rank's blocks one behind the other, put in order."""
     axis, widths = axis % y.dim(), tuple(size * shard.parts for size in shard.sizes)
-    y = edges.join(y, group, axis, widths)
+    y = regions.join(y, group, axis, widths)
     if shard.parts == 1:
         return y
     return Shard(axis, shard.sizes, shard.parts).join(y.split(widths, axis))
@@ -150,14 +150,14 @@ def sequence_hooks(
         x, *others = args
         if enter:
             region.lengths[axis] = x.shape[axis]
-            x = edges.cut(x, region.group, axis)
+            x = regions.cut(x, region.group, axis)
         if module.training:
             region.streams.split()
         return (x, *others)
 
     def after(_: nn.Module, __: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
         region.streams.whole()
-        return edges.join(y, region.group, axis, region.parts(axis)) if leave else y
+        return regions.join(y, region.group, axis, region.parts(axis)) if leave else y
 
     hooks: list[Any] = [
         layer.register_forward_pre_hook(before),
@@ -176,9 +176,9 @@ def switch_hooks(
             return x
         features, length = x.dim() - 1, sum(region.parts(axis))
         if to == "features":
-            return edges.switch(x, region.group, split=features, joined=axis, length=length)
+            return regions.switch(x, region.group, split=features, joined=axis, length=length)
         whole = x.shape[-1] * region.group.size
-        return edges.switch(x, region.group, split=axis, joined=features, length=whole)
+        return regions.switch(x, region.group, split=axis, joined=features, length=whole)
 
     hooks: list[Any] = []
     if before is not None:
@@ -196,7 +196,7 @@ def summed(group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
     """A hook on a parameter: its gradient is the sum of those of the ranks."""
 
     def add_up(gradient: torch.Tensor) -> torch.Tensor:
-        return edges.sum_out(gradient, group)
+        return regions.sum_out(gradient, group)
 
     return add_up
 
@@ -226,7 +226,7 @@ class RowParallel(nn.Module):
         self._region.end()
         y = self._compute(x, self.weight)
         group = self._region.group
-        y = edges.sum_cut(y, group, SEQUENCE) if self._sequence else edges.sum_out(y, group)
+        y = regions.sum_cut(y, group, SEQUENCE) if self._sequence else regions.sum_out(y, group)
         if self.bias is None:
             return y
         return y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial)
@@ -286,7 +286,7 @@ class VocabularyParallel(nn.Module):
         if self.padding_idx is not None and 0 <= self.padding_idx - self.start < self.rows:
             padding = self.padding_idx - self.start
         rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight, padding)
-        return edges.sum_out(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._region.group)
+        return regions.sum_out(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._region.group)
 
     def extra_repr(self) -> str:
         end = self.start + self.rows

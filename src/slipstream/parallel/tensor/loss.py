@@ -8,7 +8,7 @@ import torch
 
 from slipstream import comm
 from slipstream.errors import CommError
-from slipstream.parallel.tensor import edges
+from slipstream.parallel.tensor import regions
 
 
 def vocabulary_cross_entropy(
@@ -46,7 +46,7 @@ def vocabulary_cross_entropy(
 
     Source: Megatron-LM, Shoeybi et al. 2019, section 3.
     """
-    sizes = edges.even(vocabulary, group)
+    sizes = regions.even(vocabulary, group)
     due = (*target.shape, sizes[group.rank])
     if logits.shape != due or min(sizes) < 1:
         raise CommError(
@@ -67,7 +67,7 @@ def vocabulary_cross_entropy(
     here = counted & (own >= 0) & (own < logits.shape[-1])
     picked = shifted.gather(-1, own.masked_fill(~here, 0).unsqueeze(-1)).squeeze(-1)
     both = torch.stack([shifted.exp().sum(-1), picked.masked_fill(~here, 0)])
-    total, chosen = edges.sum_out(both, group).unbind()
+    total, chosen = regions.sum_out(both, group).unbind()
     losses = (total.log() - chosen).masked_fill(~counted, 0)
     match reduction:
         case "mean":

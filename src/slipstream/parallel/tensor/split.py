@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.comm import Group, fused
-from slipstream.comm.moves import GatherAll, Like
+from slipstream.comm import Group
+from slipstream.comm.collectives import GatherAll, Like
 from slipstream.errors import ModelError
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.tensor.assign import Assignment, assign, named_shards
@@ -26,9 +26,10 @@ from slipstream.parallel.tensor.layers import (
     switch_hooks,
 )
 from slipstream.parallel.tensor.plans import Plan
+from slipstream.parallel.tensor.rng_streams import Streams
 from slipstream.parallel.tensor.shard import Shard
-from slipstream.parallel.tensor.streams import Streams
 from slipstream.strategy.parallel import Column, Row, Sequence, Switch, Vocabulary
+from slipstream.transport import broadcast
 
 
 class SplitLayers:
@@ -51,7 +52,7 @@ class SplitLayers:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         region = Region(group, Streams(group, device))
         if group.size > 1:
-            fused.broadcast([*model.parameters(), *model.buffers()], group.members)
+            broadcast.broadcast([*model.parameters(), *model.buffers()], group.members)
             region.streams.unify()
         self._optimizer = optimizer
         self.shards = _with_aliases(model, dict(named_shards(assignments)))

@@ -1,0 +1,154 @@
+"""Buckets whose gradients are made smaller for the wire, and which gradients are in which.
+
+Never encodes (``codecs`` does), and never decides whether a step counts: the engine knows all
+buckets.
+
+[Note: A step that does not count]
+Where the gradients of one rank are not finite (a loss scale was too high, say), they would poison
+what a codec keeps, on all ranks and for good. So a flag travels along that says so; all ranks issue
+the same collectives as ever. When everything has landed, all know of all flags: either every codec
+keeps what it has learned from this step, or none does, and the gradients are NaN on all ranks, as
+they would be without a codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slipstream.codecs import (
+    Coder,
+    Exchange,
+    Gather,
+    HalfCodec,
+    Momentum,
+    Ranks,
+    Sum,
+    Swap,
+    make_coder,
+    wire_bytes,
+)
+from slipstream.gradients.buckets import DenseBucket, gradient_dtype
+from slipstream.strategy import Half, PlainCodec
+from slipstream.transport.p2p import all_to_all, gather_all
+
+NamedState = Mapping[str, Mapping[str, torch.Tensor]]
+"""What codecs keep, by parameter and then by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How the gradients of a model are coded: by path, and what DGC does for the optimizer."""
+
+    codec_of: Callable[[str], PlainCodec | None]
+    ranks: Ranks
+    momenta: Mapping[str, Momentum] = field(default_factory=dict)
+    pays: Callable[[int], bool] = lambda num_bytes: True
+    """Whether a segment of so many bytes is to be coded."""
+    narrow: bool = True
+    """Whether gradients without a codec travel in the type of their parameters, where that is
+    narrower than their own."""
+
+    def for_segment(self, num_bytes: int) -> Coding:
+        """How the gradients of one segment are coded, if they are."""
+        return self if self.pays(num_bytes) else replace(self, codec_of=lambda name: None)
+
+    def of(self, name: str, parameter: torch.Tensor) -> PlainCodec | None:
+        """The codec of one gradient, or None where it makes nothing smaller."""
+        codec = self.codec_of(name)
+        plain = parameter.dtype if self.narrow else gradient_dtype(parameter)
+        num_bytes = parameter.numel() * plain.itemsize
+        if isinstance(codec, Half) and wire_bytes(codec, parameter) >= num_bytes:
+            return None
+        return codec
+
+    def bucket(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], seed: int
+    ) -> DenseBucket:
+        """A bucket for gradients of one dtype and codec."""
+        codec = self.of(names[0], parameters[0])
+        match codec:
+            case None:
+                wire, own = parameters[0].dtype, gradient_dtype(parameters[0])
+                return DenseBucket(parameters, wire if self.narrow and wire != own else None)
+            case Half():
+                return DenseBucket(parameters, HalfCodec(codec.dtype).wire_dtype)
+        momenta = [self.momenta.get(name, Momentum(0.0)) for name in names]
+        coder = make_coder(
+            codec,
+            parameters,
+            self.ranks,
+            momenta=momenta,
+            num_riders=len(parameters) + 1,
+            seed=seed,
+        )
+        return CodedBucket(names, parameters, coder)
+
+
+class CodedBucket(DenseBucket):
+    """One flat tensor of gradients, exchanged by a coder; see the note at the top of the file.
+
+    Args:
+        names: of the parameters.
+        parameters: of one dtype.
+        coder: codes their gradients, and keeps what there is to keep.
+    """
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], coder: Coder
+    ) -> None:
+        super().__init__(parameters, coder.works_in, coder.num_values)
+        self.coder, self.names = coder, list(names)
+        self._sound = True
+        self._values = self.flat[: coder.num_values]
+        self._num_real = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
+        self._riders = torch.zeros(len(parameters) + 1, dtype=torch.uint8, device=self.flat.device)
+
+    def exchange(self, step: int, group: dist.ProcessGroup) -> None:
+        """Leave the sum over ranks in the flat tensor: several collectives."""
+        self._values[self._num_real :] = 0
+        self._riders[:-1] = self._flags > 0
+        self._riders[-1] = 0
+        carry(self.coder.exchange(self._values, self._riders, step), group)
+        used = self._riders.tolist()
+        self.coder.forget([slot for slot in self._unused if not used[slot]])
+        self._flags.copy_(self._riders[:-1])
+        self._sound = not self._riders[-1]
+        if not self._sound:
+            self._values.fill_(torch.nan)
+
+    @property
+    def sound(self) -> bool:
+        return self._sound
+
+    def settle(self, counts: bool) -> None:
+        """Keep what the coder has learned from the last exchange, or forget it."""
+        if counts:
+            self.coder.commit()
+        else:
+            self.coder.rollback()
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What the coder keeps, by parameter."""
+        pairs = zip(self.names, self.coder.state(), strict=True)
+        return {name: state for name, state in pairs if state}
+
+    def load(self, kept: NamedState) -> None:
+        """Go on from the states of these parameters, wherever they come from."""
+        self.coder.load([kept.get(name, {}) for name in self.names])
+
+
+def carry(exchange: Exchange, group: dist.ProcessGroup) -> None:
+    """Do what a codec asks for, over a process group."""
+    for request in exchange:
+        match request:
+            case Sum(tensor):
+                dist.all_reduce(tensor, group=group)
+            case Swap(send, receive):
+                all_to_all(receive.unbind(), send.unbind(), group)
+            case Gather(send, receive):
+                gather_all(receive.view(-1), send.view(-1), group)

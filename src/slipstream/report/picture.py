@@ -1,0 +1,128 @@
+"""The timelines of the report as a PNG picture, for places without a browser.
+
+Never imports matplotlib before it draws, and never its ``pyplot``, which looks for a display.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from textwrap import wrap
+from typing import TYPE_CHECKING
+
+from slipstream.report.bars import Bar, Drawing
+from slipstream.report.look import FAINT, LINE, LOOKS, PAPER, TEXT, Unit
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH, _DPI = 12.0, 110
+_ROW = 0.27
+"""Inches that a row is high."""
+
+
+def picture(drawings: Sequence[tuple[str, Drawing]]) -> bytes:
+    """The drawings, each under its title, on one scale of time; PNG."""
+    from matplotlib.figure import Figure
+
+    end = max(drawing.end for _, drawing in drawings) or 1e-6
+    heights = [drawing.height * _ROW + 0.9 for _, drawing in drawings]
+    size = (_WIDTH, sum(heights) + 0.4)
+    figure = Figure(figsize=size, dpi=_DPI, layout="constrained", facecolor=PAPER)
+    places = figure.subplots(len(drawings), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, drawing) in zip(places, drawings, strict=True):
+        _draw(axes, drawing, end)
+        _describe(axes, title, drawing)
+    _add_key(figure, {bar.kind for _, drawing in drawings for bar in drawing.bars})
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _draw(axes: Axes, drawing: Drawing, end: float) -> None:
+    """The bars, and their names where they fit."""
+    from matplotlib.collections import PolyCollection
+
+    unit = Unit.of(end)
+    for kind, look in LOOKS.items():
+        bars = [bar for bar in drawing.bars if bar.kind == kind]
+        corners = [_corners(bar, unit.scale) for bar in bars]
+        borders = [0.4 if bar.wide else 0.0 for bar in bars]
+        axes.add_collection(
+            PolyCollection(corners, facecolors=look.colour, edgecolors=PAPER, linewidths=borders)
+        )
+        for bar in bars:
+            if _fits(bar, end):
+                middle = (bar.start + bar.length / 2) * unit.scale
+                axes.text(
+                    middle,
+                    bar.middle,
+                    bar.label,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=look.ink,
+                )
+    axes.set_xlim(0, end * unit.scale * 1.005)
+    axes.set_ylim(drawing.height + 0.1, -0.1)
+    axes.set_xlabel(f"{unit.name} since the step began", color=FAINT, fontsize=9)
+
+
+def _corners(bar: Bar, scale: float) -> list[tuple[float, float]]:
+    left, right = bar.start * scale, (bar.start + bar.length) * scale
+    half = bar.height * 0.94 / 2
+    low, high = bar.middle - half, bar.middle + half
+    return [(left, low), (left, high), (right, high), (right, low)]
+
+
+def _fits(bar: Bar, end: float) -> bool:
+    """Whether the label is shorter than the bar; a letter takes 0.08 inches."""
+    room = bar.length / end * (_WIDTH - 1.5)
+    return bool(bar.label) and bar.height >= 0.6 and len(bar.label) * 0.08 < room
+
+
+def _describe(axes: Axes, title: str, drawing: Drawing) -> None:
+    """Title, note, ranks; no frame. What a trace brings is never read as mathematics."""
+    note = wrap(drawing.note, 150)
+    axes.set_title(
+        title,
+        loc="left",
+        pad=8 + 12 * len(note),
+        fontsize=12,
+        fontweight="bold",
+        color=TEXT,
+        parse_math=False,
+    )
+    axes.annotate(
+        "\n".join(note),
+        xy=(0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 4),
+        textcoords="offset points",
+        va="bottom",
+        fontsize=9,
+        color=FAINT,
+    )
+    axes.set_yticks([place for _, place in drawing.ranks])
+    axes.set_yticklabels([label for label, _ in drawing.ranks], fontsize=9, parse_math=False)
+    axes.tick_params(length=0, labelcolor=TEXT)
+    axes.grid(axis="x", color=LINE, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in axes.spines.values():
+        side.set_visible(False)
+
+
+def _add_key(figure: Figure, kinds: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    looks = [look for kind, look in LOOKS.items() if kind in kinds]
+    patches = [Patch(color=look.colour, label=look.name) for look in looks]
+    if patches:
+        figure.legend(
+            handles=patches,
+            loc="outside lower left",
+            ncols=len(patches),
+            frameon=False,
+            fontsize=9,
+        )

@@ -1,0 +1,107 @@
+"""``codec: adaptive``: what pays is coded, the rest travels as it is, and the report says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from slipstream.calibration.adaptive_codec import Verdict
+from slipstream.planner.cost import CodecCost, Curve, Piece
+from slipstream.session import compose
+from tests.gradients.test_codec import session_of, step_of, wide
+from tests.harness import reference
+from tests.harness.counters import collectives
+from tests.harness.ranks import Ranks
+
+LATENCY, PER_BYTE = 1e-4, 1e-6
+NETWORK = Curve(  # beyond its points it is the line
+    points=((1, LATENCY + PER_BYTE), (2, LATENCY + 2 * PER_BYTE)),
+    pieces=(Piece(start_bytes=0, startup=LATENCY, per_byte=PER_BYTE),),
+    error_by_decade={},
+    trusted=True,
+)
+QUARTER = CodecCost(ratio=0.25, encode=1e-9, decode=1e-9, startup=1e-5)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("num_bytes", [1024, 8192, 10**6])
+def test_saved_is_wire_before_less_wire_after_less_coding(num_bytes) -> None:
+    before = LATENCY + PER_BYTE * num_bytes
+    after = 2 * (LATENCY + PER_BYTE * num_bytes * 0.25 / 2)
+    coding = 2e-9 * num_bytes + 2e-5
+    verdict = Verdict(NETWORK, QUARTER, rounds=2)
+    assert verdict.saved(num_bytes) == pytest.approx(before - after - coding, rel=1e-6)
+    assert verdict.pays(num_bytes) is (before > after + coding)
+
+
+def test_what_waits_longer_than_it_saves_does_not_pay() -> None:
+    verdict = Verdict(NETWORK, QUARTER, rounds=2)
+    assert not verdict.pays(0)
+    assert not verdict.pays(128)  # a second exchange waits as long as 100 bytes travel
+    assert verdict.pays(1024)
+    slow = QUARTER.model_copy(update={"encode": PER_BYTE})
+    assert not any(Verdict(NETWORK, slow, rounds=2).pays(10**n) for n in range(9))
+
+
+def verdict_of(cost: CodecCost, *_: object) -> Verdict:
+    return Verdict(NETWORK, cost, rounds=2)
+
+
+def train(cost: CodecCost, codec: object) -> tuple[list[list[str]], str, str]:
+    """What each step issues, the report, and a digest of the parameters."""
+    model, logs = wide(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "measure", partial(verdict_of, cost))
+        with session_of(model, codec, split="per_gradient") as session:
+            for step in range(4):
+                with collectives() as log:
+                    step_of(session, step)
+                logs.append([c.kind for c in log if c.kind != "broadcast"])
+            report = session.report()
+    return logs, report, reference.digest(model)
+
+
+ADAPTIVE = {"kind": "adaptive", "codec": "int8"}
+
+
+def test_only_segments_that_pay_are_coded(two) -> None:
+    (logs, report, digest), other = two.run(train, QUARTER, ADAPTIVE)
+    assert digest == other[2]
+    kinds = sorted(logs[-1])  # a vector of 32 values and two matrices of 2048
+    assert kinds == ["all_gather_single"] * 2 + ["all_reduce"] + ["isend"] * 2
+    assert "2 of 3 segments" in report
+    assert "saves 0.0" in report
+
+
+def test_where_nothing_pays_it_is_dense_training_bit_for_bit(two) -> None:
+    slow = QUARTER.model_copy(update={"encode": PER_BYTE})
+    plain = two.run(train, slow, None)
+    for (logs, report, digest), (_, _, dense) in zip(
+        two.run(train, slow, ADAPTIVE), plain, strict=True
+    ):
+        assert logs[-1] == ["all_reduce"] * 3
+        assert "0 of 3 segments" in report
+        assert "coding costs more than it" in report
+        assert digest == dense
+
+
+def measured(codec: str) -> str:
+    model = wide()
+    with session_of(model, {"kind": "adaptive", "codec": codec}) as session:
+        for step in range(3):
+            step_of(session, step)
+        assert all(p.isfinite().all() for p in model.parameters())
+        return str(session.report())
+
+
+@pytest.mark.parametrize("codec", ["half", "onebit"])
+def test_network_and_codec_are_measured_on_the_live_ranks(two, codec) -> None:
+    reports = two.run(measured, codec, timeout=60)
+    assert all("of 1 segments" in report for report in reports)

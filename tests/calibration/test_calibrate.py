@@ -1,0 +1,171 @@
+"""Calibration on live ranks: what is measured, that all ranks agree, and that nothing is left."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from slipstream.calibration import calibrate as measuring
+from slipstream.calibration.calibrate import calibrate
+from slipstream.cluster.connect import connect, from_environ
+from slipstream.errors import ClusterError, ExchangeError
+from slipstream.planner.cost import Cluster
+from tests.harness.ranks import Ranks
+
+SIZES = (1000, 4096, 50_000)
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four():
+    with Ranks(4) as ranks:
+        yield ranks
+
+
+def measure(hosts: str = "", **options: Any) -> tuple[Cluster, int]:
+    """What a rank measures, its ranks on hosts named by a letter each, and the groups left."""
+    ranks = connect(from_environ(), "cpu")
+    if hosts:
+        ranks = replace(ranks, hosts=tuple(hosts))
+    found = calibrate(ranks, **{"sizes": SIZES, "rounds": 2, "seconds": 2.0} | options)
+    return found, len(dist.distributed_c10d._world.pg_map)
+
+
+def measure_sizes(sizes: tuple[int, ...]) -> Cluster:
+    return measure(sizes=sizes)[0]
+
+
+SHAPES = {
+    "one host": ("aaaa", {"world": 4}, 4),
+    "a rank a host": ("abcd", {"world": 4}, 1),
+    "two and two": ("aabb", {"world": 4, "intra": 2, "inter": 2}, 2),
+    "in turn": ("abab", {"world": 4, "intra": 2, "inter": 2}, 2),
+    "uneven": ("aaab", {"world": 4}, 3),
+}
+
+
+@pytest.mark.parametrize(("hosts", "kinds", "per_host"), SHAPES.values(), ids=SHAPES)
+def test_each_kind_of_groups_is_measured_alike_on_all_ranks(four, hosts, kinds, per_host) -> None:
+    results = four.run(measure, hosts)
+    assert results == [results[0]] * 4
+    found, groups = results[0]
+    assert groups == 1  # the world
+    assert {kind: network.ranks for kind, network in found.networks.items()} == kinds
+    assert (found.world_size, found.hosts) == (4, len(set(hosts)))
+    assert found.ranks_per_host == per_host
+    assert (found.backend, found.extrapolated) == ("gloo", "")
+    assert found.versions.keys() == {"slipstream", "torch"}
+    for kind, network in found.networks.items():
+        whole = 4 * kinds[kind]  # bytes: an element for each rank
+        expected = [-(-size // whole) * whole for size in SIZES]
+        for curve in network.curves.values():
+            assert [num_bytes for num_bytes, _ in curve.points] == expected
+
+
+def slow(sizes: tuple[int, ...], seconds: float, pauses: tuple[float, float]) -> Cluster:
+    """Measure where each rank pauses after every collective."""
+    own, pause = measuring.COLLECTIVES, pauses[dist.get_rank()]
+
+    def slowed(collective):
+        def call(*arguments):
+            collective(*arguments)
+            time.sleep(pause)
+
+        return call
+
+    measuring.COLLECTIVES = {name: slowed(collective) for name, collective in own.items()}
+    try:
+        return measure(sizes=sizes, seconds=seconds)[0]
+    finally:
+        measuring.COLLECTIVES = own
+
+
+def test_the_slowest_rank_counts(two) -> None:
+    for found in two.run(slow, SIZES, 4.0, (0.0, 0.02)):
+        for curve in found.networks["world"].curves.values():
+            assert min(seconds for _, seconds in curve.points) >= 0.02
+
+
+def test_sizes_for_which_there_is_no_time_are_left_out(two) -> None:
+    sizes = tuple(1024 * 2**k for k in range(8))
+    for found in two.run(slow, sizes, 0.3, (0.05, 0.05)):
+        for curve in found.networks["world"].curves.values():
+            assert [num_bytes for num_bytes, _ in curve.points] == list(sizes[:2])
+
+
+@pytest.mark.parametrize(
+    ("once", "blocks", "seconds"),
+    [
+        (2.0, [], 2.0),
+        (0.5, [0.3, 0.4], 0.4),  # so long that warming up means little: it counts
+        (0.05, [0.01, 0.03], 0.02),
+        (0.001, [0.004, 0.002, 0.009, 0.003, 0.001], 0.003),
+        (0.001, [], 0.001),
+    ],
+)
+def test_a_size_takes_the_median(once: float, blocks: list[float], seconds: float) -> None:
+    trial = measuring._Trial(print, 1024, once, blocks)
+    assert trial.seconds == pytest.approx(seconds)
+    assert trial.num_bytes == 4096
+    assert trial.repeat * once <= max(once, 0.011)
+    assert (trial.wanted == 0) == (once > 1)
+
+
+def test_equal_sizes_after_rounding_up_count_once(four) -> None:
+    found = four.run(measure_sizes, (1, 16, 17, 32, 100))[0]
+    points = found.networks["world"].all_reduce.points
+    assert [num_bytes for num_bytes, _ in points] == [16, 32, 112]
+
+
+def progress() -> list[tuple[float, str]]:
+    said: list[tuple[float, str]] = []
+    measure(progress=lambda share, what: said.append((share, what)))
+    return said
+
+
+def test_progress_rises_to_one_and_says_what_is_done(two) -> None:
+    said = two.run(progress)[0]
+    shares = [share for share, _ in said]
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 1 / 3
+    assert shares[-1] == 1.0
+    assert list(dict.fromkeys(what for _, what in said)) == [
+        "world all_reduce",
+        "world reduce_scatter",
+        "world all_gather",
+        "compute beside an exchange",
+    ]
+
+
+def test_a_rank_that_is_gone_ends_the_others_with_an_error(two) -> None:
+    assert isinstance(two.fail(leave)[0], ExchangeError)
+
+
+def leave() -> None:
+    ranks = connect(from_environ(), "cpu")
+    if ranks.rank == 1:
+        dist.destroy_process_group()
+        del ranks  # the last reference: only now its connections close
+        raise KeyError("this rank goes")
+    calibrate(ranks, sizes=SIZES)
+
+
+def test_one_rank_has_no_network() -> None:
+    with pytest.raises(ClusterError, match="1 rank has no network"):
+        calibrate(connect(from_environ(), "cpu"))
+
+
+@pytest.mark.parametrize("sizes", [(), (4096,), (8, 8), (0, 8)])
+def test_too_few_sizes(two, sizes) -> None:
+    errors = two.fail(measure_sizes, sizes)
+    assert {type(error) for error in errors.values()} == {ClusterError}
+    assert all("two or more different numbers" in str(error) for error in errors.values())

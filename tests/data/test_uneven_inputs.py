@@ -1,0 +1,255 @@
+"""As many batches on every rank, whatever the loaders hold: none lost, none changed, no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import slipstream
+from slipstream.data.uneven_inputs import EvenLoader
+from slipstream.errors import ModelError
+from slipstream.trace.recorder import Recorder
+from tests.harness.ranks import PerRank, Ranks
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+class Stream(IterableDataset[int]):
+    """``length`` items that nobody can count beforehand."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.length))
+
+
+def loader_of(length: int, known: bool) -> Iterable[int]:
+    return list(range(length)) if known else DataLoader(Stream(length), batch_size=None)
+
+
+def epochs(length: int, known: bool, number: int = 2) -> list[list[tuple[int, bool, int]]]:
+    """What every batch of some epochs is: its value, whether it is a filler, and active ranks."""
+    loader = EvenLoader(loader_of(length, known), group=dist.group.WORLD)
+    seen = [[(int(b), loader.filler, loader.active) for b in loader] for _ in range(number)]
+    assert (loader.filler, loader.active) == (False, 3)
+    return seen
+
+
+LENGTHS = {
+    "equal": (3, 3, 3),
+    "one each": (1, 1, 1),
+    "the first is longest": (4, 2, 1),
+    "the last is longest": (1, 1, 5),
+    "two are longest": (1, 3, 3),
+    "none at all": (0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths unknown"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_every_rank_gets_as_many_batches_as_the_longest_has(
+    three: Ranks, lengths: tuple[int, ...], known: bool
+) -> None:
+    steps = range(max(lengths))
+    active = [sum(length > step for length in lengths) for step in steps]
+    expected = [
+        [(min(step, length - 1), step >= length, active[step]) for step in steps]
+        for length in lengths
+    ]
+    assert three.run(epochs, PerRank(*lengths), known) == [[e, e] for e in expected]
+
+
+def test_one_rank_without_a_length_is_enough_to_compare_step_by_step(three: Ranks) -> None:
+    first, second, third = three.run(epochs, PerRank(3, 2, 1), PerRank(True, False, True), 1)
+    assert first == [[(0, False, 3), (1, False, 2), (2, False, 1)]]
+    assert second == [[(0, False, 3), (1, False, 2), (1, True, 1)]]
+    assert third == [[(0, False, 3), (0, True, 2), (0, True, 1)]]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths unknown"])
+@pytest.mark.parametrize("lengths", [(2, 0, 1), (0, 2, 0)])
+def test_an_empty_loader_among_others_is_refused_on_every_rank(
+    three: Ranks, lengths: tuple[int, ...], known: bool
+) -> None:
+    empty = [rank for rank, length in enumerate(lengths) if not length]
+    for error in three.fail(epochs, PerRank(*lengths), known).values():
+        assert type(error) is ModelError
+        assert f"the loaders of ranks {empty} are empty" in str(error)
+        assert "DistributedSampler" in str(error)
+
+
+def broken_off(length: int, known: bool) -> list[Any]:
+    loader = EvenLoader(loader_of(length, known), group=dist.group.WORLD)
+    for step, _ in enumerate(loader):
+        if step == 2:
+            during = loader.filler, loader.active
+            break
+    after = loader.filler, loader.active
+    return [during, after, [int(batch) for batch in loader]]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths unknown"])
+def test_a_loop_that_breaks_off_leaves_no_trace(three: Ranks, known: bool) -> None:
+    long = [(False, 1), (False, 3), [0, 1, 2, 3]]
+    short = [(True, 1), (False, 3), [0, 0, 0, 0]]
+    assert three.run(broken_off, PerRank(4, 1, 1), known) == [long, short, short]
+
+
+def the_same_objects() -> bool:
+    batches = [{"x": torch.ones(2)}, (1, "two"), None]
+    seen = list(EvenLoader(batches, group=dist.group.WORLD))
+    return len(seen) == 3 and all(a is b for a, b in zip(seen, batches, strict=True))
+
+
+def test_batches_are_the_users_objects(two: Ranks) -> None:
+    assert two.run(the_same_objects) == [True, True]
+
+
+def detached() -> list[int]:
+    loader = EvenLoader([1, 2, 3][: dist.get_rank() + 1], group=dist.group.WORLD)
+    loader.detach()
+    return list(loader)
+
+
+def test_a_detached_loader_is_the_users_own(three: Ranks) -> None:
+    assert three.run(detached) == [[1], [1, 2], [1, 2, 3]]
+
+
+def test_one_process_has_its_own_batches() -> None:
+    generator = (number for number in range(3))
+    assert list(EvenLoader(generator, group=None)) == [0, 1, 2]
+    assert list(EvenLoader([], group=None)) == []
+
+
+def test_the_loader_still_shows_what_it_is() -> None:
+    plain = DataLoader(TensorDataset(torch.arange(7)), batch_size=2, drop_last=True)
+    loader = EvenLoader(plain, group=None)
+    assert len(loader) == 3
+    assert loader.dataset is plain.dataset
+    assert loader.sampler is plain.sampler
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = loader.no_such
+    with pytest.raises(TypeError, match="no len"):
+        len(EvenLoader(iter(()), group=None))
+
+
+def test_the_start_of_an_epoch_is_told_and_every_wait_recorded() -> None:
+    started, recorder = [], Recorder(0, 0, 2)
+    loader = EvenLoader("ab", group=None, recorder=recorder, on_start=lambda: started.append(1))
+    for step, _ in enumerate(loader):
+        assert started == [1]
+        recorder.end_step()
+        recorder.begin_step(step)
+    assert list(loader) == ["a", "b"]
+    assert started == [1, 1]
+    names = [row[0] for row in recorder._rows]
+    assert names.count("data_wait") == 3  # one before step 0 is not recorded
+
+
+# With a session: training on what the ranks hold together.
+
+FEATURES = 3
+Rows = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def batches(rank: int, length: int) -> Rows:
+    """Batches of different sizes, other ones on each rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        (
+            torch.randn(1 + index % 3, FEATURES, generator=generator, dtype=torch.float64),
+            torch.randn(1 + index % 3, 1, generator=generator, dtype=torch.float64),
+        )
+        for index in range(length)
+    ]
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(FEATURES, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)]
+    model = torch.nn.Sequential(*layers).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+
+def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return (model(batch[0]) - batch[1]).square().mean()
+
+
+def values_of(model: torch.nn.Module) -> list[float]:
+    return [float(v) for p in model.parameters() for v in p.detach().flatten()]
+
+
+def trained(
+    length: int, known: bool, accumulate: int, num_epochs: int, num_losses: int = 1
+) -> list[float]:
+    model, optimizer, scheduler = model_and_optimizer()
+    rows = batches(dist.get_rank(), length)
+    loader = rows if known else DataLoader(_Rows(rows), batch_size=None)
+    strategy = {"gradients": {"accumulate": accumulate, "split": "per_gradient"}}
+    with slipstream.accelerate(model, optimizer, loader, strategy) as session:
+        for _ in range(num_epochs):
+            for batch in session.loader:
+                for _ in range(num_losses):
+                    session.backward(loss_of(session.model, batch) / num_losses)
+                if session.step():
+                    scheduler.step()
+    return values_of(model)
+
+
+class _Rows(IterableDataset[Any]):
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+def reference(lengths: tuple[int, ...], accumulate: int, num_epochs: int) -> list[float]:
+    """One process: an update sees the mean over all batches that the ranks had in its window."""
+    model, optimizer, scheduler = model_and_optimizer()
+    everyones = [batches(rank, length) for rank, length in enumerate(lengths)]
+    steps = [
+        [rows[step] for rows in everyones if step < len(rows)] for step in range(max(lengths))
+    ] * num_epochs
+    for first in range(0, len(steps) - len(steps) % accumulate, accumulate):
+        window = [batch for step in steps[first : first + accumulate] for batch in step]
+        torch.stack([loss_of(model, batch) for batch in window]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return values_of(model)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths unknown"])
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("lengths", [(3, 3), (5, 2), (1, 4)])
+def test_uneven_ranks_train_as_one_process_on_all_batches(
+    two: Ranks, lengths: tuple[int, int], accumulate: int, known: bool
+) -> None:
+    first, second = two.run(trained, PerRank(*lengths), known, accumulate, 2, timeout=40)
+    assert first == second
+    assert first != values_of(model_and_optimizer()[0])
+    torch.testing.assert_close(first, reference(lengths, accumulate, 2), rtol=1e-12, atol=1e-14)
+
+
+def test_gradients_of_two_backward_passes_add_up_on_uneven_ranks(two: Ranks) -> None:
+    first, second = two.run(trained, PerRank(5, 2), True, 1, 1, 2, timeout=40)
+    assert first == second
+    torch.testing.assert_close(first, reference((5, 2), 1, 1), rtol=1e-12, atol=1e-14)

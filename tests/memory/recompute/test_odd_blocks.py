@@ -1,0 +1,326 @@
+"""Blocks that a repetition could easily get wrong come out the same, or are refused."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.errors import UsageError
+from slipstream.memory import recompute
+from slipstream.memory.recompute.rng_state import SameDraws, state
+from slipstream.pytree import tensors
+from slipstream.strategy import Budget, Every, Recompute
+
+WISHES = {
+    "every": Every(),
+    "two": Every(every=2),
+    "most": Budget(budget=0.8),
+    "all": Budget(budget=1.0),
+}
+
+
+class Odd(nn.Module):
+    """A residual block; subclasses say what is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.step = 0
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Make buffers."""
+
+    @staticmethod
+    def join(blocks: list[Odd]) -> None:
+        """Make them share something."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.odd(self.linear(x)).tanh()
+
+
+class ZeroMean(Odd):
+    """The first forward updates a running mean to what it is."""
+
+    def prepare(self) -> None:
+        self.norm = nn.BatchNorm1d(4)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def odd(self, y: Tensor) -> Tensor:
+        return self.norm(y)
+
+
+class Later(Odd):
+    """The first forward updates nothing, and later ones do."""
+
+    def prepare(self) -> None:
+        self.register_buffer("mean", torch.zeros(4))
+
+    def odd(self, y: Tensor) -> Tensor:
+        if self.step:
+            self.mean.lerp_(y.detach().mean(0), 0.1)
+        return y - self.mean.clone()
+
+
+class Assigned(Later):
+    """There is a new buffer each time, and none at first."""
+
+    def prepare(self) -> None:
+        self.register_buffer("mean", None)
+
+    def odd(self, y: Tensor) -> Tensor:
+        mean = y.detach().mean(0)
+        self.mean = mean if self.mean is None else self.mean.lerp(mean, 0.1)
+        return y - self.mean
+
+
+class Codebook(Odd):
+    """A large buffer is updated behind autograd's back, and a mask is not."""
+
+    def prepare(self) -> None:
+        self.register_buffer("codes", torch.zeros(2**13, 4))
+        self.register_buffer("mask", torch.ones(2**17, dtype=torch.bool))
+
+    def odd(self, y: Tensor) -> Tensor:
+        if self.step:
+            self.codes.data[0] += y.detach().mean(0)
+        return (y - self.codes[0].clone()) * self.mask[:4]
+
+
+class Shared(Odd):
+    """Two places hold one buffer."""
+
+    def prepare(self) -> None:
+        self.inner = nn.Module()
+        self.register_buffer("mean", torch.zeros(4))
+        self.inner.register_buffer("mean", self.mean)
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.mean.add_(y.detach().mean(0))
+        return y - self.inner.mean.clone()  # type: ignore[operator]
+
+
+class Overlapping(Odd):
+    """One buffer is a part of another."""
+
+    def prepare(self) -> None:
+        self.register_buffer("all", torch.zeros(3, 4))
+        self.register_buffer("first", self.all[0])
+
+    def odd(self, y: Tensor) -> Tensor:
+        self.first.add_(y.detach().mean(0))
+        return y - self.all.sum(0)
+
+
+class Made(Odd):
+    """The first forward makes a buffer."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        if not hasattr(self, "mean"):
+            self.register_buffer("mean", torch.zeros(4))
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+        return y - self.mean.clone()
+
+
+class Sparse(Odd):
+    """Has a sparse buffer."""
+
+    def prepare(self) -> None:
+        self.register_buffer("scale", torch.eye(4).to_sparse(), persistent=False)
+
+    def odd(self, y: Tensor) -> Tensor:
+        return torch.sparse.mm(self.scale, y.t()).t()
+
+
+class Same(Odd):
+    """Gets one tensor twice, and asks whether it is one."""
+
+    def forward(self, x: Any) -> Any:
+        x, again = x if isinstance(x, tuple) else (x, x)
+        found = super().forward(x * 2 if x is again else x)
+        return found, found
+
+
+class Kids(list[Any]):
+    """A list with a constructor of its own."""
+
+    def __init__(self, name: str, items: list[Any]) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+@dataclass
+class Tree:
+    """Refers to itself through its kids."""
+
+    value: Tensor
+    kids: list[Tree]
+    root: Tree | None = None
+
+
+class Trees(Odd):
+    """Gets a tree whose nodes know its root."""
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            x = Tree(x, Kids("kids", []))
+            x.kids.append(Tree(x.value + 1, [], x))
+        assert x.kids[0].root is x
+        value = super().forward(x.value + x.kids[0].value)
+        found = Tree(value, Kids(x.kids.name, []))
+        found.kids.append(Tree(value + 1, [], found))
+        return found
+
+
+class Draws(Odd):
+    """Python and numpy draw."""
+
+    def odd(self, y: Tensor) -> Tensor:
+        return y * random.random() * np.random.standard_normal()
+
+
+class Within(Odd):
+    """Tensors come in a mapping of lists, and one weight is shared by all blocks."""
+
+    @staticmethod
+    def join(blocks: list[Odd]) -> None:
+        for block in blocks:
+            block.linear = blocks[0].linear
+
+    def forward(self, x: Any) -> Any:
+        (y,) = x["in"] if isinstance(x, dict) else [x]
+        return {"in": [super().forward(y)]}
+
+
+class Fills(Odd):
+    """Writes what it returns into what it got."""
+
+    def forward(self, x: Any) -> Any:
+        found = x if isinstance(x, dict) else {"in": x}
+        found["in"] = super().forward(found["in"])
+        return found
+
+
+class Packed(Odd):
+    """Takes a container that looks at what it gets."""
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            x = nn.utils.rnn.pack_sequence([x, x[:3]])
+        return x._replace(data=super().forward(x.data))
+
+
+class InPlace(Odd):
+    """Begins with an operation in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.relu_())
+
+
+class InPlaceWithin(Odd):
+    """The same, in a list."""
+
+    def forward(self, x: Any) -> Any:
+        y = x[0] if isinstance(x, list) else x + 0
+        return [super().forward(y.add_(1.0))]
+
+
+def trained(
+    block: type[Odd], wish: Recompute | None, kind: type[nn.Sequential] = nn.Sequential
+) -> dict[str, Any]:
+    """Losses, gradients and state of a few steps."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    blocks = [block() for _ in range(4)]
+    block.join(blocks)
+    model = kind(*blocks)
+    recomputed = recompute(model, wish) if wish is not None else None
+    seen: dict[str, Any] = {}
+    for step in range(3):
+        for inner in blocks:
+            inner.step = step
+        y, *_ = tensors(model(torch.randn(8, 4)))
+        loss = y.square().mean()
+        loss.backward()
+        seen |= {f"loss {step}": loss.detach()}
+        seen |= {f"{step} {name}": value.clone() for name, value in model.state_dict().items()}
+        seen |= {f"{step} {name} grad": p.grad for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+    if recomputed is not None:
+        recomputed.close()
+    return seen | {"next": torch.tensor([random.random(), np.random.rand()])}
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize(
+    "block",
+    [
+        *(ZeroMean, Later, Assigned, Codebook, Shared, Overlapping, Made, Sparse),
+        *(Draws, Within, Fills, Packed, Same, Trees),
+    ],
+)
+def test_bitwise_as_without(block: type[Odd], wish: str) -> None:
+    plain, found = trained(block, None), trained(block, WISHES[wish])
+    assert found.keys() == plain.keys()
+    assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
+
+
+@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize(("block", "first"), [(InPlace, 0), (InPlaceWithin, 1)])
+def test_blocks_that_change_their_input_are_named(block: type[Odd], first: int, wish: str) -> None:
+    words = rf"^{first} changes what it is called with in place, .* copy \(x = x\.clone\(\)"
+    with pytest.raises(UsageError, match=words):
+        trained(block, WISHES[wish])
+
+
+class Iterates(Odd):
+    """Gets what can be gone through once."""
+
+    def forward(self, x: Any) -> Any:
+        return iter([super().forward(x if isinstance(x, Tensor) else next(x))])
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_what_comes_to_its_end_is_refused(wish: str) -> None:
+    with pytest.raises(UsageError, match=r"1 is called with a list_iterator, .* give it a list"):
+        trained(Iterates, WISHES[wish])
+
+
+class Checkpointed(nn.Sequential):
+    """Computes every other block again itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self):
+            x = checkpoint(block, x, use_reentrant=False) if number % 2 else block(x)
+        return x
+
+
+@pytest.mark.parametrize("wish", WISHES)
+def test_checkpoints_of_the_model_itself_may_stand_beside(wish: str) -> None:
+    plain, found = trained(Odd, None), trained(Odd, WISHES[wish], Checkpointed)
+    assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
+
+
+def test_generators_are_left_alone_where_the_first_run_drew_nothing() -> None:
+    draws = SameDraws()
+    with draws.first():
+        pass
+    before = state()
+    with draws:
+        random.random()
+    assert state() != before

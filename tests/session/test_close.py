@@ -1,0 +1,142 @@
+"""How a session ends: closed, forgotten or by an exception, on one rank or on all."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.errors import ExchangeError
+from tests.harness.ranks import RankFailure, Ranks
+from tests.session.test_session import loss_of, opened, update
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def one_raises(at: str) -> None:
+    with opened() as session:
+        update(session)
+        if at == "forward" and session.rank == 1:
+            raise KeyError("bad batch")
+        session.backward(loss_of(session))
+        if at == "after backward" and session.rank == 1:
+            raise KeyError("bad batch")
+        session.step()
+        update(session)
+
+
+@pytest.mark.parametrize("at", ["forward", "after backward"])
+def test_an_exception_on_one_rank_ends_all(two: Ranks, at: str) -> None:
+    with pytest.raises(RankFailure) as failure:
+        two.run(one_raises, at, timeout=40)
+    errors = failure.value.errors
+    assert type(errors[1]) is KeyError
+    assert type(errors[0]) is ExchangeError
+    assert "Most often another rank has ended" in str(errors[0])
+
+
+def group_after_close() -> tuple[bool, float, bool]:
+    own = dist.new_group()
+    with opened() as session:
+        update(session)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.all_reduce(total, group=own)
+    with opened() as again:  # and it serves a second session
+        update(again)
+    return dist.is_initialized(), float(total), dist.group.WORLD is not None
+
+
+def test_the_scripts_own_groups_stay_usable(two: Ranks) -> None:
+    assert two.run(group_after_close) == [(True, 4.0, True)] * 2
+
+
+def group_made_by_session() -> list[bool]:
+    seen = [dist.is_initialized()]
+    with opened() as session:
+        seen.append(dist.is_initialized())
+        update(session)
+    session.close()
+    return [*seen, dist.is_initialized()]
+
+
+def test_a_group_that_the_session_made_ends_with_it(two: Ranks) -> None:
+    assert two.run(group_made_by_session, connect=False) == [[False, True, False]] * 2
+
+
+SCRIPT = """
+import sys, torch, slipstream
+embedding = torch.nn.Embedding(9, 4, sparse=True)
+model = torch.nn.Sequential(embedding, torch.nn.Linear(4, 1), torch.nn.BatchNorm1d(1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = slipstream.accelerate(model, optimizer, [torch.arange(6)] * 3)
+for batch in session.loader:
+    session.backward(session.model(batch).square().mean())
+    session.step()
+"""
+CAUGHT = """
+try:
+    session.step()
+except slipstream.SlipstreamError as error:
+    kept = error
+"""
+ENDINGS: dict[str, tuple[str, int, tuple[str, str]]] = {
+    "close is forgotten": ("", 0, ("", "")),
+    "close is forgotten, a cycle": (
+        "kept = [session]; kept.append(kept); del session",
+        0,
+        ("", ""),
+    ),
+    "a backward too many": ("session.backward(session.model(batch).mean())", 0, ("", "")),
+    "a mistake that is caught": (CAUGHT, 0, ("", "")),
+    "a mistake": ("session.step()", 1, ("UsageError: step() without",) * 2),
+    "one rank fails": (
+        "if session.rank: raise KeyError('bad batch')\n"
+        "session.backward(session.model(batch).mean())",
+        1,
+        ("ExchangeError", "KeyError: 'bad batch'"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("ending", "code", "words"), ENDINGS.values(), ids=ENDINGS)
+def test_a_script_ends_with_its_own_exit_code(
+    tmp_path: Path, ending: str, code: int, words: tuple[str, str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{SCRIPT}{ending}\n")
+    ranks = start(script)
+    outcomes = [(process.communicate(timeout=60)[1], process.returncode) for process in ranks]
+    assert [returned for _, returned in outcomes] == [code, code], outcomes
+    for (text, _), expected in zip(outcomes, words, strict=True):
+        assert expected in text
+        assert expected or "Traceback" not in text, text
+
+
+def start(script: Path) -> list[subprocess.Popen[str]]:
+    """Two processes as ``torchrun`` would start them, each with an exit code of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    common |= {"MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]

@@ -1,0 +1,138 @@
+"""The trace that a session writes: its spans and marks, when it is written, and when nothing is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slipstream.trace import Trace, marks, read
+from tests.harness.ranks import Ranks
+from tests.session.test_session import BATCH, opened, update
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def traced(folder: str, skip: int) -> list[bool]:
+    strategy = {
+        "gradients": {"split": "per_layer"},
+        "trace": {"steps": 2, "skip": skip, "folder": folder},
+    }
+    written = []
+    with opened(strategy, [BATCH] * 5) as session:
+        for batch in session.loader:
+            session.backward(session.model(batch).square().mean())
+            session.step()
+            written.append(os.path.exists(f"{folder}/trace.json"))
+    return written
+
+
+def uneven(folder: str) -> None:
+    """Rank 0 has three batches, rank 1 has four; an update takes two."""
+    batches = 3 + int(os.environ["RANK"])
+    strategy = {
+        "gradients": {"accumulate": 2},
+        "trace": {"steps": 2, "skip": 0, "folder": folder},
+    }
+    with opened(strategy, [BATCH] * batches) as session:
+        for batch in session.loader:
+            session.backward(session.model(batch).square().mean())
+            session.step()
+
+
+SPANS = ["iteration", "data_wait", "forward", "backward", "optimizer"]
+
+
+def check_trace(trace: Trace, ranks: int, spans: list[str], skip: int) -> None:
+    found = {(e.rank, e.step, e.name) for e in trace.events}
+    expected = {(r, skip + s, name) for r in range(ranks) for s in range(2) for name in spans}
+    assert found == expected
+    wholes = {(e.rank, e.step): e for e in trace.events if e.name == "iteration"}
+    slack = 2 * max(trace.meta["clock_error"]) + 1e-6
+    for event in trace.events:
+        whole = wholes[event.rank, event.step]
+        assert whole.start - slack <= event.start <= event.end <= whole.end + slack, event
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_one_process_writes_its_trace(tmp_path: Path, skip: int) -> None:
+    written = traced(str(tmp_path / "new"), skip)
+    assert written == [step > skip for step in range(5)]
+    trace = read(tmp_path / "new" / "trace.json")
+    check_trace(trace, 1, SPANS, skip)
+    assert {m.name for m in marks(trace.events)} == {"fp_start", "bp_end", "iteration_end"}
+
+
+@pytest.mark.parametrize("skip", [0, 2])
+def test_all_ranks_write_one_trace(two: Ranks, tmp_path: Path, skip: int) -> None:
+    first, _ = two.run(traced, str(tmp_path), skip, timeout=40)
+    assert first == [step > skip for step in range(5)]
+    trace = read(tmp_path / "trace.json")
+    check_trace(trace, 2, [*SPANS, "allreduce1", "allreduce2"], skip)
+    assert {m.name for m in marks(trace.events)} == {
+        "fp_start",
+        "bp_end",
+        "allreduce1_start",
+        "allreduce1_end",
+        "allreduce2_start",
+        "allreduce2_end",
+        "iteration_end",
+    }
+    assert trace.meta["world_size"] == 2
+    last, first_layer = ({*s["gradients"]} for s in trace.meta["segments"])
+    assert (last, first_layer) == ({"2.weight", "2.bias"}, {"0.weight", "0.bias"})
+
+
+def test_a_trace_tells_when_each_gradient_was_there(two: Ranks, tmp_path: Path) -> None:
+    two.run(traced, str(tmp_path), 0, timeout=40)
+    trace = read(tmp_path / "trace.json")
+    names = [gradient["name"] for gradient in trace.meta["gradients"]]
+    assert names == [name for s in trace.meta["segments"] for name in s["gradients"]]
+    carried = [gradient["bytes"] for gradient in trace.meta["gradients"]]
+    assert sum(carried) == sum(segment["bytes"] for segment in trace.meta["segments"]) > 0
+    backward = [event for event in trace.events if event.name == "backward"]
+    assert len(backward) == 4  # two steps of two ranks
+    for event in backward:
+        offsets = event.args["gradients_ready"]
+        assert len(offsets) == len(names)
+        assert offsets == sorted(offsets)
+        assert 0 < offsets[0] <= offsets[-1] <= event.duration
+    iterations = [event for event in trace.events if event.name == "iteration"]
+    assert {event.args["samples"] for event in iterations} == {len(BATCH)}
+
+
+def test_samples_of_fillers_do_not_count_and_those_of_a_window_add_up(
+    two: Ranks, tmp_path: Path
+) -> None:
+    two.run(uneven, str(tmp_path), timeout=40)
+    iterations = [e for e in read(tmp_path / "trace.json").events if e.name == "iteration"]
+    samples = {(e.rank, e.step): e.args["samples"] for e in iterations}
+    batch = len(BATCH)
+    assert samples == {(0, 0): 2 * batch, (0, 1): batch, (1, 0): 2 * batch, (1, 1): 2 * batch}
+
+
+def test_a_trace_still_open_is_written_at_close(tmp_path: Path) -> None:
+    with opened({"trace": {"steps": 9, "skip": 0, "folder": str(tmp_path)}}) as session:
+        update(session)
+        assert not (tmp_path / "trace.json").exists()
+    assert {e.step for e in read(tmp_path / "trace.json").events} == {0}
+
+
+def test_nothing_is_recorded_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a recorder was made")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("slipstream.session.compose.Recorder", refuse)
+    with opened() as session:
+        update(session)
+        assert not session.model._forward_pre_hooks
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(AssertionError, match="a recorder was made"):
+        opened({"trace": {"steps": 1}})

@@ -1,0 +1,72 @@
+"""Tensors in containers: every container that models use comes back as its own kind, copied."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from slipstream.pytree import mapped, tensors
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Batch:
+    values: Tensor
+    size: int = field(init=False)
+    unset: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.size = len(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    batch: Batch
+
+
+@dataclass
+class Output(ModelOutput):
+    logits: Tensor | None = None
+    hidden: tuple[Tensor, ...] | None = None
+
+
+@dataclass(eq=False)
+class Layer(nn.Module):
+    weight: Tensor
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+
+def test_containers_stay_what_they_are_and_are_copied() -> None:
+    given: list[Any] = [
+        Pair(torch.ones(1), {"a": torch.ones(1)}),
+        OrderedDict(b=(torch.ones(1), "text")),
+        UserDict(c=[torch.ones(1), None]),
+        Frozen(Batch(torch.ones(1))),
+        Output(logits=torch.ones(1), hidden=(torch.ones(1),)),
+    ]
+    found = mapped(given, lambda x: x + 1)
+    assert [type(x) for x in found] == [Pair, OrderedDict, UserDict, Frozen, Output]
+    assert [float(x) for x in tensors(found)] == [2.0] * 7
+    assert [float(x) for x in tensors(given)] == [1.0] * 7
+    assert found[1]["b"][1] == "text"
+    assert found[2]["c"][1] is None
+    assert type(found[3].batch) is Batch
+    assert found[3].batch.size == 1
+    assert not hasattr(found[3].batch, "unset")
+    assert found[4].logits is found[4]["logits"] is found[4][0]
+
+
+def test_what_has_no_tensor_to_change_stays_the_same_object() -> None:
+    """A dataclass in which a model notes something is still the caller's."""
+    kept = [Batch(torch.ones(1)), Batch, Layer(torch.ones(1)), Frozen(Batch(torch.ones(1)))]
+    found = mapped(kept, lambda x: x)
+    assert all(a is b for a, b in zip(kept, found, strict=True))
+    assert mapped(kept[2], lambda x: x + 1) is kept[2]

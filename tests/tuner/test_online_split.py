@@ -1,0 +1,175 @@
+"""The split that is searched for while the training runs: when it changes, and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import slipstream
+from slipstream.errors import TraceError
+from slipstream.strategy import ByIndex
+from slipstream.trace import read
+from slipstream.tuner import online_split
+from tests.harness.ranks import Ranks
+
+STEPS = 2
+LAYERS = 6
+Cuts = list[tuple[str, ...]]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def train(
+    updates: int,
+    settings: dict[str, Any],
+    proposed: tuple[int, ...] | Exception | None = None,
+    seconds: tuple[float, ...] = (2.0, 1.0, 2.0, 1.0),
+    state: dict[str, Any] | None = None,
+) -> tuple[list[Cuts], list[float], str, dict[str, Any]]:
+    """Segments after every update, parameters, report and state.
+
+    ``proposed`` and ``seconds`` (measured in each window) stand in for the planner's answer and the
+    clock: on a model this small both would be chance.
+    """
+    torch.manual_seed(1)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(online_split, "CALIBRATION_SECONDS", 0.2)
+        if proposed is not None:
+            patch.setattr(online_split, "optimal_split", _answer(proposed))
+            windows = iter(seconds)
+            patch.setattr(online_split, "iterations", lambda trace: [next(windows)])
+        session = slipstream.accelerate(model, optimizer, strategy=settings)
+        if state is not None:
+            session.load_state_dict(state)
+        seen: list[Cuts] = []
+        for step in range(updates):
+            inputs = torch.full((4, 8), float(step + session.rank))
+            session.backward(session.model(inputs).square().mean())
+            session.step()
+            seen.append([segment.gradients for segment in session.segments])
+        report, state = session.report(), session.state_dict()
+        session.close()
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return seen, flat.tolist(), report, state
+
+
+def _answer(proposed: tuple[int, ...] | Exception) -> Any:
+    def optimal_split(*_: object) -> ByIndex:
+        if isinstance(proposed, Exception):
+            raise proposed
+        return ByIndex(last=proposed)
+
+    return optimal_split
+
+
+OPTIMAL = {"gradients": {"split": {"kind": "optimal", "steps": STEPS}}}
+FIRST = online_split.SETTLING + STEPS  # updates before the first decision
+SECOND, THIRD, LAST = (FIRST + FIRST * n for n in range(1, 2 * online_split.TURNS))
+
+
+@pytest.mark.parametrize(("faster", "word"), [(True, "; 2 kept"), (False, "; 1 kept")])
+def test_all_ranks_switch_at_one_step_and_keep_the_faster(
+    two: Ranks, faster: bool, word: str
+) -> None:
+    # A machine that slows down meanwhile speaks for neither.
+    seconds = (2.0, 1.0, 4.0, 3.0) if faster else (1.0, 2.0, 3.0, 4.0)
+    answers = two.run(train, LAST + 2, OPTIMAL, (3, 11), seconds, timeout=60)
+    for seen, _, report, state in answers:
+        sizes = [[len(names) for names in cuts] for cuts in seen]
+        assert sizes[: FIRST - 1] == [[12]] * (FIRST - 1)
+        assert sizes[FIRST - 1 : SECOND - 1] == [[4, 8]] * FIRST
+        assert sizes[SECOND - 1 : THIRD - 1] == [[12]] * FIRST
+        assert sizes[THIRD - 1 : LAST - 1] == [[4, 8]] * FIRST
+        assert sizes[LAST - 1 :] == [[4, 8] if faster else [12]] * 3
+        assert word in report
+        kind = "by_index" if faster else "by_bytes"
+        assert state["split"]["kind"] == kind
+    first, second = answers
+    assert first[0] == second[0]
+
+
+def test_a_change_of_the_split_changes_no_bit_on_two_ranks(two: Ranks) -> None:
+    plain = two.run(train, LAST + 2, {}, timeout=60)
+    searched = two.run(train, LAST + 2, OPTIMAL, (0, 5, 11), timeout=60)
+    assert [a[1] for a in plain] == [a[1] for a in searched]
+
+
+CODECS = [{"kind": "half"}, *({"kind": k, "start_step": 0} for k in ("onebit", "powersgd"))]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["kind"])
+def test_codecs_go_on_when_the_split_changes(two: Ranks, codec: dict[str, object]) -> None:
+    wish = {"gradients": {**OPTIMAL["gradients"], "codec": codec}}
+    answers = two.run(train, LAST + 2, wish, (0, 5, 11), timeout=60)
+    (seen, parameters, *_), other = answers
+    assert [len(names) for names in seen[-1]] == [1, 5, 6]
+    assert parameters == other[1]
+    assert all(abs(value) < 1e3 for value in parameters)
+
+
+def test_the_real_planner_answers_on_real_ranks(two: Ranks) -> None:
+    answers = two.run(train, LAST + 1, OPTIMAL, timeout=60)
+    (seen, _, report, state), other = answers
+    assert seen == other[0]
+    assert state["split"] is not None
+    assert "optimal " in report
+    assert "predicted" in report or "optimum" in report
+
+
+def test_a_trace_that_explains_nothing_leaves_the_default(two: Ranks) -> None:
+    error = TraceError("a step is missing")
+    for seen, _, report, state in two.run(train, FIRST, OPTIMAL, error, timeout=60):
+        assert all(len(cuts) == 1 for cuts in seen)
+        assert "the default split stays" in report
+        assert state["split"]["kind"] == "by_bytes"
+
+
+def test_a_resumed_run_begins_with_the_chosen_split(two: Ranks) -> None:
+    before = two.run(train, LAST, OPTIMAL, (3, 11), timeout=60)[0]
+    state = before[3]
+    answers = two.run(train, 2, OPTIMAL, (5, 11), (1.0, 1.0), state, timeout=60)
+    for seen, _, report, again in answers:
+        assert [[len(names) for names in cuts] for cuts in seen] == [[4, 8]] * 2
+        assert "before the checkpoint" in report
+        assert again["split"] == state["split"]
+
+
+def test_the_trace_that_the_user_asked_for_comes_after_the_choice(
+    two: Ranks, tmp_path: Path
+) -> None:
+    wish = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
+    two.run(train, LAST + 6, OPTIMAL | wish, (3, 11), timeout=60)
+    trace = read(tmp_path / "trace.json")
+    assert {e.step for e in trace.events} == {LAST + online_split.SETTLING + i for i in range(2)}
+    assert [len(segment["gradients"]) for segment in trace.meta["segments"]] == [4, 8]
+    assert trace.meta["strategy"]["gradients"]["split"] == {"kind": "by_index", "last": [3, 11]}
+
+
+def test_the_trace_that_the_user_asked_for_comes_after_a_resume_too(
+    two: Ranks, tmp_path: Path
+) -> None:
+    state = two.run(train, LAST, OPTIMAL, (3, 11), timeout=60)[0][3]
+    wish = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
+    begin = FIRST + online_split.SETTLING  # behind what would have been the window of the search
+    two.run(train, begin + 3, OPTIMAL | wish, (5, 11), (1.0, 1.0), state, timeout=60)
+    trace = read(tmp_path / "trace.json")
+    assert {event.step for event in trace.events} == {begin, begin + 1}
+    assert [len(segment["gradients"]) for segment in trace.meta["segments"]] == [4, 8]
+
+
+def test_one_process_has_nothing_to_search() -> None:
+    seen, _, report, state = train(2, OPTIMAL)
+    assert seen == [[], []]
+    assert "one process" in report
+    assert state["split"] is None

@@ -1,0 +1,296 @@
+"""The tuner's decisions on scripts whose truth is known, and its trials on real processes."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.errors import LaunchError, TraceError
+from slipstream.planner.candidates import label
+from slipstream.planner.plan import Prediction
+from slipstream.strategy import Strategy
+from slipstream.trace import Trace, chrome, read
+from slipstream.tuner import trials
+from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS
+from slipstream.tuner.trials import Failure, Measurement, Trials, iterations, measure
+from slipstream.tuner.tune import Tuned, Tuner
+from tests.testbed.traces import marked
+from tests.trace.traces import by_hand
+
+TRACE = by_hand(ranks=2, steps=4)
+WALL = 10.0
+BASE = Strategy()
+
+
+def candidate(number: int, accumulate: int = 1) -> Strategy:
+    """A strategy like no other: by_bytes of so many megabytes."""
+    split = {"kind": "by_bytes", "megabytes": 100 + number}
+    return Strategy.load({"gradients": {"split": split, "accumulate": accumulate}})
+
+
+def predicted(strategy: Strategy, seconds: float) -> Prediction:
+    return Prediction(strategy, seconds, 0.0, 0.5, 0, 3, "reordered")
+
+
+class Script:
+    """A training of which the truth is known: every run takes WALL seconds of its own clock."""
+
+    def __init__(self, truth: dict[Strategy, Any], spread: float = 0.0) -> None:
+        self.truth, self.spread = truth, spread
+        self.clock, self.runs, self.limits = 0.0, [], []
+
+    def run(self, strategy: Strategy, limit: float) -> Measurement | Failure:
+        self.runs.append(strategy)
+        self.limits.append(limit)
+        truth = self.truth[strategy]
+        outcome = truth(self.runs.count(strategy)) if callable(truth) else truth
+        self.clock += limit if outcome == "hangs" else WALL
+        if outcome == "hangs":
+            return Failure("hanging", "no trace: killed")
+        if outcome == "fails":
+            return Failure("failed", "exit code 1: RuntimeError: boom")
+        return Measurement(outcome, self.spread, WALL, TRACE)
+
+    def tune(self, predictions: dict[Strategy, float], budget: float = 1000.0) -> Tuned:
+        found = [predicted(strategy, seconds) for strategy, seconds in predictions.items()]
+        found.sort(key=lambda one: one.per_batch)
+        self.tuner = Tuner(self.run, lambda trace: found, BASE, budget, clock=lambda: self.clock)
+        return self.tuner.tune()
+
+
+A, B, C, D = (candidate(number) for number in range(4))
+
+
+def fast_once(run: int) -> float:
+    """Lucky in its first run, and slower than the baseline in every other one."""
+    return 0.5 if run == 1 else 1.1
+
+
+def breaks_later(run: int) -> float | str:
+    return 0.79 if run == 1 else "fails"
+
+
+def now_and_then(run: int) -> float:
+    return 0.8 if run % 2 else 1.01
+
+
+CASES = {
+    "the prediction is right": ({A: 0.8, B: 0.82}, {A: 0.8, B: 0.82}, A),
+    "the order of the predictions is wrong": ({A: 0.8, B: 0.78}, {A: 0.95, B: 0.9}, B),
+    "candidates are slower than predicted": ({A: 0.7, B: 0.8}, {A: 1.2, B: 1.01}, BASE),
+    "one is as fast": ({A: 0.9}, {A: 1.0}, BASE),
+    "one was lucky": ({A: 0.9}, {A: fast_once}, BASE),
+    "one is faster now and then": ({A: 0.9}, {A: now_and_then}, BASE),
+    "the best fails": ({A: 0.7, B: 0.8}, {A: "fails", B: 0.8}, B),
+    "the best hangs": ({A: 0.7, B: 0.8}, {A: "hangs", B: 0.8}, B),
+    "all fail": ({A: 0.7, B: 0.8}, {A: "fails", B: "hangs"}, BASE),
+    "the best fails when it is compared": ({A: 0.7, B: 0.8}, {A: breaks_later, B: 0.8}, B),
+    "nothing is to be gained": ({A: 1.1, B: 1.2}, {}, BASE),
+    "there is no other": ({}, {}, BASE),
+}
+
+
+@pytest.mark.parametrize(("predictions", "truth", "chosen"), CASES.values(), ids=CASES)
+def test_what_is_chosen_has_proved_itself(predictions, truth, chosen) -> None:
+    script = Script({BASE: 1.0, **truth})
+    tuned = script.tune({BASE: 2.0, **{s: 2 * seconds for s, seconds in predictions.items()}})
+    assert (tuned.strategy, tuned.improved) == (chosen, chosen != BASE)
+    assert label(chosen) in tuned.verdict or "the baseline stays" in tuned.verdict
+    assert set(script.runs) == {BASE, *truth}
+    if tuned.improved:
+        assert len(tuned.ratios) >= LEAST_PAIRS
+        assert max(tuned.ratios) < 1
+    assert script.clock <= 1000
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0.3, 2), st.one_of(st.floats(0.3, 2), st.sampled_from(["fails", "hangs"]))
+        ),
+        max_size=24,
+    ),
+    st.floats(95, 2000),
+)
+def test_it_never_ends_slower_nor_late_and_finds_what_it_measured(cases, budget) -> None:
+    strategies = [candidate(number) for number in range(len(cases))]
+    truth = {s: true for s, (_, true) in zip(strategies, cases, strict=True)} | {BASE: 1.0}
+    script = Script(truth)
+    tuned = script.tune(
+        {BASE: 1.0} | {s: p for s, (p, _) in zip(strategies, cases, strict=True)}, budget
+    )
+    ran = [truth[s] for s in set(script.runs)]
+    assert script.clock <= budget + 1e-6
+    assert truth[tuned.strategy] == min(t for t in ran if not isinstance(t, str))
+    assert len(set(script.runs)) <= 1 + max(3, -(-len(cases) // 4))
+    assert {t.name for t in tuned.trials} == {label(s) for s in truth}  # every one has its reason
+
+
+def test_steps_that_take_more_batches_are_compared_by_the_batch() -> None:
+    double, quadruple = candidate(1, accumulate=2), candidate(2, accumulate=4)
+    script = Script({BASE: 1.0, double: 1.6, quadruple: 4.4})
+    tuned = script.tune({BASE: 1.0, double: 1.6, quadruple: 3.0})
+    assert tuned.strategy == double
+    assert tuned.ratios == pytest.approx([0.8] * 3)
+    measured = {trial.name: trial.measured for trial in tuned.trials}
+    assert measured[label(quadruple)] == pytest.approx(1.1)
+
+
+def test_runs_are_bounded_and_alternate() -> None:
+    script = Script({BASE: 1.0, A: "hangs", B: lambda run: 0.8 + 0.01 * run})
+    script.tune({BASE: 1.0, A: 0.5, B: 0.8})
+    assert script.limits[0] == pytest.approx(1000 / 9.4)
+    assert set(script.limits[1:]) == {3 * WALL}
+    assert script.runs[:3] == [BASE, A, B]
+    assert script.runs[3:9] == [BASE, B, B, BASE, BASE, B]
+
+
+def test_a_small_gain_takes_more_pairs_than_a_large_one() -> None:
+    def pairs(gain: float) -> int:
+        noisy = Script({BASE: 1.0, A: lambda run: 1 - gain + 0.01 * (run % 3)})
+        return len(noisy.tune({BASE: 1.0, A: 1 - gain}).ratios)
+
+    assert pairs(0.3) == LEAST_PAIRS
+    assert pairs(0.025) == MOST_PAIRS
+
+
+def test_a_noisy_baseline_is_not_chased() -> None:
+    predictions = {BASE: 1.0, A: 0.97}
+    assert Script({BASE: 1.0, A: 1.0}, spread=0.0).tune(predictions).trials[1].status == "measured"
+    noisy = Script({BASE: 1.0, A: 1.0}, spread=0.4).tune(predictions)
+    assert noisy.trials[1].status == "not measured"
+    assert "noise (20.0%)" in noisy.trials[1].reason
+
+
+WRONG = {
+    "a budget for one run": (1.0, 50, LaunchError, "the baseline run took 10.0 s.* --budget 94s"),
+    "a baseline that fails": ("fails", 500, LaunchError, "RuntimeError: boom; mend the script"),
+    "a baseline that hangs": (
+        "hangs",
+        500,
+        LaunchError,
+        "a budget of 500 s has room for runs of 53 s",
+    ),
+    "a script without a step": ("none", 500, TraceError, "never steps.*session.step"),
+}
+
+
+@pytest.mark.parametrize(("truth", "budget", "error", "message"), WRONG.values(), ids=WRONG)
+def test_a_baseline_without_a_result_is_an_error(truth, budget, error, message) -> None:
+    script = Script({BASE: truth})
+    if truth == "none":
+        script.run = lambda strategy, limit: Failure("no trace", "it ended without a trace")  # type: ignore[method-assign]
+    with pytest.raises(error, match=message):
+        script.tune({BASE: 1.0}, budget)
+    assert len(script.runs) <= 1
+
+
+# Real processes.
+
+SCRIPTS = {
+    "writes a trace and goes on": "finish(); time.sleep(100)",
+    "writes a trace and ends": "finish()",
+    "writes a trace in two parts": "finish(half=True); time.sleep(0.3); finish(); time.sleep(100)",
+    "fails": "print('so far'); raise RuntimeError('boom')",
+    "is killed": "import os; os.kill(os.getpid(), 9)",
+    "ends without a trace": "pass",
+    "ends with half a trace": "finish(half=True)",
+    "hangs": "time.sleep(100)",
+    "hangs and does not want to end": "ignore(signal.SIGTERM); time.sleep(100)",
+}
+OUTCOMES = {
+    "writes a trace and goes on": None,
+    "writes a trace and ends": None,
+    "writes a trace in two parts": None,
+    "fails": ("failed", "exit code 1: RuntimeError: boom"),
+    "is killed": ("failed", "killed by SIGKILL: it said nothing"),
+    "ends without a trace": ("no trace", "it ended without a trace"),
+    "ends with half a trace": ("failed", "is not JSON"),
+    "hangs": ("hanging", "no trace after 1 s: killed"),
+    "hangs and does not want to end": ("hanging", "no trace after 1 s: killed"),
+}
+PRELUDE = """
+import signal, subprocess, sys, time
+folder, template, marker = sys.argv[1:]
+text = open(template).read()
+def ignore(number):
+    signal.signal(number, signal.SIG_IGN)
+def finish(half=False):
+    with open(folder + "/trace.json", "w") as file:
+        file.write(text[:len(text) // 2] if half else text)
+# A child in a session of its own, as launchers have them.
+subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)", marker],
+                 start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[[str], tuple[list[str], str]]:
+    """From the last lines of a script to a command that runs it, and the mark of its child."""
+    chrome.write(TRACE, tmp_path / "template.json")
+
+    def make(code: str) -> tuple[list[str], str]:
+        (tmp_path / "script.py").write_text(PRELUDE + code)
+        marker = f"child-{uuid.uuid4()}"
+        words = [sys.executable, "-S", "script.py", ".", "template.json", marker]
+        return ["sh", "-c", f"cd {shlex.quote(str(tmp_path))}; exec {shlex.join(words)}"], marker
+
+    return make
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_run_ends_with_its_trace_and_leaves_no_process(
+    tmp_path: Path, command, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(trials, "GRACE_SECONDS", 0.5)
+    argv, marker = command(SCRIPTS[name])
+    outcome = measure(argv, tmp_path, limit=1.0 if "hangs" in name else 20.0)
+    if OUTCOMES[name] is None:
+        assert isinstance(outcome, Measurement)
+        assert outcome.trace == read(tmp_path / "template.json")
+        assert outcome.seconds == pytest.approx(0.1)
+        assert outcome.spread == pytest.approx(0)
+    else:
+        status, reason = OUTCOMES[name]
+        assert isinstance(outcome, Failure)
+        assert outcome.status == status
+        assert reason in outcome.reason
+    assert marked(marker) == []
+
+
+def test_trials_number_their_folders_and_trace_the_strategy(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def command(folder: Path) -> list[str]:
+        seen.append((folder / "strategy.yaml").read_text())
+        return ["false"]
+
+    own = Strategy.load({"gradients": {"overlap": False}, "trace": {"steps": 99}})
+    runs = Trials(command, tmp_path / "logs", steps=4, skip=1)
+    for _ in range(2):
+        assert isinstance(runs.run(own, 5.0), Failure)
+    strategies = [Strategy.from_yaml(text) for text in seen]
+    assert [s.trace.steps for s in strategies] == [4, 4]
+    assert [s.trace.skip for s in strategies] == [1, 1]
+    assert [s.trace.folder for s in strategies] == [
+        str(tmp_path / "logs" / name) for name in ("01", "02")
+    ]
+    assert not any(s.gradients.overlap for s in strategies)
+
+
+def test_an_iteration_is_as_long_as_it_is_on_the_mean_of_ranks() -> None:
+    events = [
+        event.__class__(event.name, event.rank, event.step, 0.0, 1.0 + event.rank * event.step)
+        for event in by_hand(ranks=3, steps=2).events
+        if event.name == "iteration"
+    ]
+    assert iterations(Trace(tuple(events))) == [3.0, 4.0]
