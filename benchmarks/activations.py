@@ -21,7 +21,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from slipstream.memory import offload, recompute
 from slipstream.memory.blocks import blocks_of
-from slipstream.memory.forward_override import Replaced
+from slipstream.memory.forward_override import ForwardOverride
 from slipstream.memory.recompute.budget import peak_bytes, segments
 from slipstream.strategy import Budget, BudgetBytes, Every, Offload
 
@@ -105,7 +105,7 @@ def to_files(model: nn.Module, _: Batch) -> Iterator[None]:
             return forward(*args, **kwargs)
 
     with TemporaryDirectory() as folder:
-        around = Replaced(model, written)
+        around = ForwardOverride(model, written)
         yield
         around.remove()
 
@@ -121,8 +121,8 @@ def torchs(model: nn.Module, _: Batch, again: bool, to_cpu: bool) -> Iterator[No
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
             return forward(*args, **kwargs)
 
-    around = [Replaced(model, moved)] if to_cpu else []
-    around += [Replaced(model.get_submodule(p), repeated) for p in blocks_of(model) if again]
+    around = [ForwardOverride(model, moved)] if to_cpu else []
+    around += [ForwardOverride(model.get_submodule(p), repeated) for p in blocks_of(model) if again]
     yield
     for replaced in reversed(around):
         replaced.remove()

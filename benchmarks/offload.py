@@ -39,7 +39,7 @@ from tables import save
 from torch import nn
 
 from slipstream.memory import estimate, max_batch
-from slipstream.memory.forward_override import Replaced
+from slipstream.memory.forward_override import ForwardOverride
 from slipstream.strategy import Offload
 
 LIMIT = 32 * 2**30
@@ -159,7 +159,7 @@ def measure_cuda(rounds: int) -> dict[str, Any] | None:
     rows = []
     whole = torch.cuda.get_device_properties(device).total_memory
     amp = partial(torch.autocast, "cuda", torch.bfloat16)
-    around = Replaced(model, lambda forward, *args, **kwargs: _under(amp(), forward, kwargs))
+    around = ForwardOverride(model, lambda forward, *args, **kwargs: _under(amp(), forward, kwargs))
     every = variants(Offload())
     del every["torch: save_on_cpu"]  # would take all of the host's memory
     del every["torch: saved tensors to files"], every["recompute, budget of as much"]

@@ -41,7 +41,7 @@ from tables import save
 
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.exchange import Plan
 from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
@@ -139,7 +139,7 @@ def trace_of(folder: Path, name: str, block: int) -> Path:
 
 def compare(model: str, rate: str, folder: Path) -> tuple[list[Row], Order]:
     """Predictions against measurements of one testbed."""
-    cluster = Cluster.load(folder / "cluster.yaml")
+    cluster = NetworkProfile.load(folder / "cluster.yaml")
     traces = {
         name: [chrome.read(trace_of(folder, name, block)) for block in range(BLOCKS)]
         for name in STRATEGIES
@@ -166,7 +166,7 @@ def seconds(trace: Trace) -> list[float]:
     return [duration / batches for duration in iterations(trace)]
 
 
-def predicted(source: Trace, target: Trace, cluster: Cluster) -> float:
+def predicted(source: Trace, target: Trace, cluster: NetworkProfile) -> float:
     """Seconds for a batch under the plan of ``target``, from the trace ``source``."""
     workload, fitted = prepare(source, cluster)
     plan = Plan.of_trace(target)

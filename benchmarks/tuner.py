@@ -35,7 +35,7 @@ from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import LAYERS, MEGABYTES, candidates, label
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.plan import Prediction, prepare, rank
 from slipstream.planner.workload import gradients_of
 from slipstream.strategy import Strategy
@@ -160,7 +160,7 @@ def train(example: str, steps: int, pairs: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def judge(example: str, ranks: Ranks, cluster: Cluster, pairs: int) -> Row:
+def judge(example: str, ranks: Ranks, cluster: NetworkProfile, pairs: int) -> Row:
     """Tune, measure the grid, compare."""
     gradients: list[Gradient] = []
 

@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from slipstream.codecs import Coder, HalfCodec, Momentum, Ranks, make_coder
+from slipstream.codecs import Compressor, HalfCodec, Momentum, Ranks, make_compressor
 from slipstream.codecs.compressor import is_finite
 from slipstream.errors import ModelError, UsageError
 from slipstream.gradients.compressed import NamedState, carry
-from slipstream.gradients.momentum import Lent, check_lendable
+from slipstream.gradients.momentum import MomentumCorrection, check_momentum_correction
 from slipstream.gradients.segments import parameters_of
 from slipstream.strategy import Adaptive, Codec, Dgc, Half, PlainCodec, Strategy, codec_of
 from slipstream.transport.channel import Channel, Label
@@ -45,9 +45,9 @@ class _Part:
 
     names: list[str]
     slices: list[slice]
-    coder: Coder | None
+    compressor: Compressor | None
     values: torch.Tensor
-    sound: bool = True
+    is_finite: bool = True
 
 
 class DdpCodec:
@@ -106,12 +106,14 @@ class DdpCodec:
             )
         trainables = parameters_of(ddp.module, trainable=True)
         self._names = {id(t.parameter): t.name for t in trainables}
-        self._lent: Lent | None = None
+        self._momentum_correction: MomentumCorrection | None = None
         members = dist.get_process_group_ranks(ddp.process_group)
         self._ranks = Ranks(dist.get_rank(ddp.process_group), len(members))
         if optimizer is not None:
-            check_lendable(optimizer, trainables, self._codec)
-            self._lent = Lent(optimizer, trainables, self._codec, self._ranks.count)
+            check_momentum_correction(optimizer, trainables, self._codec)
+            self._momentum_correction = MomentumCorrection(
+                optimizer, trainables, self._codec, self._ranks.count
+            )
         elif any(isinstance(codec_of(self._codec, t.name), Dgc) for t in trainables):
             raise ModelError("the codec dgc takes over momentum: DdpCodec(..., optimizer=...)")
         group = dist.new_group(members, use_local_synchronization=True)
@@ -120,7 +122,9 @@ class DdpCodec:
         self._channel = Channel(group, [group], device)
         self._loss_scale = loss_scale
         self._parts: dict[tuple[int, ...], list[_Part]] = {}
-        self._kept: NamedState = self._lent.buffers if self._lent else {}
+        self._kept: NamedState = (
+            self._momentum_correction.buffers if self._momentum_correction else {}
+        )
         self.step = 0
         self.skipped = 0
 
@@ -128,8 +132,8 @@ class DdpCodec:
         """Exchange a bucket behind those before it; DDP waits for the future."""
         if bucket.index() == 0:
             self._channel.wait()  # for none any more: errors of the last backward
-            if self._lent is not None:
-                self._lent.check()
+            if self._momentum_correction is not None:
+                self._momentum_correction.check()
         buffer = bucket.buffer()
         if buffer.is_sparse:
             names = ", ".join(self._names[id(p)] for p in bucket.parameters())
@@ -167,21 +171,21 @@ class DdpCodec:
         self, part: _Part, buffer: torch.Tensor, loss_scale: float, group: dist.ProcessGroup
     ) -> None:
         """Average the gradients of one part, in place; only what is kept needs their true size."""
-        loss_scale = 1.0 if part.coder is None else loss_scale
+        loss_scale = 1.0 if part.compressor is None else loss_scale
         scale = 1.0 / self._ranks.count / loss_scale
         stop = 0
         for place in part.slices:
             start, stop = stop, stop + _real(buffer[place]).numel()
             torch.mul(_real(buffer[place]), scale, out=part.values[start:stop])
         part.values[stop:] = 0
-        if part.coder is None:
+        if part.compressor is None:
             dist.all_reduce(part.values, group=group)
-            part.sound = is_finite(part.values)
+            part.is_finite = is_finite(part.values)
         else:
             unsound = torch.zeros(1, dtype=torch.uint8, device=buffer.device)
-            carry(part.coder.exchange(part.values, unsound, self.step), group)
-            part.sound = not unsound
-            if not part.sound:
+            carry(part.compressor.exchange(part.values, unsound, self.step), group)
+            part.is_finite = not unsound
+            if not part.is_finite:
                 part.values.fill_(torch.nan)
         stop = 0
         for place in part.slices:
@@ -190,14 +194,14 @@ class DdpCodec:
 
     def _settle(self) -> None:
         every = [part for parts in self._parts.values() for part in parts]
-        sound = all(part.sound for part in every)
-        for coder in (part.coder for part in every if part.coder is not None):
-            if sound:
-                coder.commit()
+        is_finite = all(part.is_finite for part in every)
+        for compressor in (part.compressor for part in every if part.compressor is not None):
+            if is_finite:
+                compressor.commit()
             else:
-                coder.rollback()
-        self.step += sound
-        self.skipped += not sound
+                compressor.rollback()
+        self.step += is_finite
+        self.skipped += not is_finite
 
     def _parts_of(self, parameters: Sequence[torch.Tensor], buffer: torch.Tensor) -> list[_Part]:
         """How the gradients of a bucket travel; DDP changes its buckets after the first step."""
@@ -220,23 +224,27 @@ class DdpCodec:
         for codec, inside in positions.items():
             chosen = [parameters[i] for i in inside]
             numel = sum(2 * p.numel() if p.is_complex() else p.numel() for p in chosen)
-            coder, dtype = None, _real(buffer).dtype
+            compressor, dtype = None, _real(buffer).dtype
             if isinstance(codec, Half):
                 dtype = HalfCodec(codec.dtype).wire_dtype
             elif codec is not None:
-                lent = self._lent.momenta if self._lent else {}
-                coder = make_coder(
+                momentum_correction = (
+                    self._momentum_correction.momenta if self._momentum_correction else {}
+                )
+                compressor = make_compressor(
                     codec,
                     chosen,
                     self._ranks,
-                    momenta=[lent.get(names[i], Momentum(0.0)) for i in inside],
-                    num_riders=1,
+                    momenta=[momentum_correction.get(names[i], Momentum(0.0)) for i in inside],
+                    num_flags=1,
                     seed=crc32(names[inside[0]].encode()),
                 )
-                coder.load([self._kept.get(names[i], {}) for i in inside])
-                numel, dtype = coder.num_values, coder.works_in
+                compressor.load([self._kept.get(names[i], {}) for i in inside])
+                numel, dtype = compressor.num_values, compressor.works_in
             values = torch.zeros(numel, dtype=dtype, device=buffer.device)
-            part = _Part([names[i] for i in inside], [slices[i] for i in inside], coder, values)
+            part = _Part(
+                [names[i] for i in inside], [slices[i] for i in inside], compressor, values
+            )
             parts.append(part)
         return parts
 
@@ -246,8 +254,8 @@ class DdpCodec:
         """What the codecs keep on this rank, by parameter; every rank saves its own."""
         found = dict(self._kept)
         for part in (part for parts in self._parts.values() for part in parts):
-            if part.coder is not None:
-                pairs = zip(part.names, part.coder.state(), strict=True)
+            if part.compressor is not None:
+                pairs = zip(part.names, part.compressor.state(), strict=True)
                 found.update({name: state for name, state in pairs if state})
         return found
 
@@ -277,8 +285,8 @@ class DdpCodec:
     def close(self) -> None:
         """End the thread and give the optimizer its momentum back; DDP must not go on."""
         self._channel.close()
-        if self._lent is not None:
-            self._lent.give_back()
+        if self._momentum_correction is not None:
+            self._momentum_correction.give_back()
 
 
 def codec_hook(state: DdpCodec, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from slipstream.calibration.adaptive_codec import Verdict
+from slipstream.calibration.adaptive_codec import CodecDecision
 from slipstream.planner.cost import CodecCost, Curve, Piece
 from slipstream.session import compose
 from tests.gradients.test_codec import session_of, step_of, wide
@@ -36,22 +36,22 @@ def test_saved_is_wire_before_less_wire_after_less_coding(num_bytes) -> None:
     before = LATENCY + PER_BYTE * num_bytes
     after = 2 * (LATENCY + PER_BYTE * num_bytes * 0.25 / 2)
     coding = 2e-9 * num_bytes + 2e-5
-    verdict = Verdict(NETWORK, QUARTER, rounds=2)
+    verdict = CodecDecision(NETWORK, QUARTER, rounds=2)
     assert verdict.saved(num_bytes) == pytest.approx(before - after - coding, rel=1e-6)
     assert verdict.pays(num_bytes) is (before > after + coding)
 
 
 def test_what_waits_longer_than_it_saves_does_not_pay() -> None:
-    verdict = Verdict(NETWORK, QUARTER, rounds=2)
+    verdict = CodecDecision(NETWORK, QUARTER, rounds=2)
     assert not verdict.pays(0)
     assert not verdict.pays(128)  # a second exchange waits as long as 100 bytes travel
     assert verdict.pays(1024)
     slow = QUARTER.model_copy(update={"encode": PER_BYTE})
-    assert not any(Verdict(NETWORK, slow, rounds=2).pays(10**n) for n in range(9))
+    assert not any(CodecDecision(NETWORK, slow, rounds=2).pays(10**n) for n in range(9))
 
 
-def verdict_of(cost: CodecCost, *_: object) -> Verdict:
-    return Verdict(NETWORK, cost, rounds=2)
+def verdict_of(cost: CodecCost, *_: object) -> CodecDecision:
+    return CodecDecision(NETWORK, cost, rounds=2)
 
 
 def train(cost: CodecCost, codec: object) -> tuple[list[list[str]], str, str]:

@@ -13,7 +13,7 @@ from slipstream.calibration import calibrate as measuring
 from slipstream.calibration.calibrate import calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.errors import ClusterError, ExchangeError
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from tests.harness.ranks import Ranks
 
 SIZES = (1000, 4096, 50_000)
@@ -31,7 +31,7 @@ def four():
         yield ranks
 
 
-def measure(hosts: str = "", **options: Any) -> tuple[Cluster, int]:
+def measure(hosts: str = "", **options: Any) -> tuple[NetworkProfile, int]:
     """What a rank measures, its ranks on hosts named by a letter each, and the groups left."""
     ranks = connect(from_environ(), "cpu")
     if hosts:
@@ -40,7 +40,7 @@ def measure(hosts: str = "", **options: Any) -> tuple[Cluster, int]:
     return found, len(dist.distributed_c10d._world.pg_map)
 
 
-def measure_sizes(sizes: tuple[int, ...]) -> Cluster:
+def measure_sizes(sizes: tuple[int, ...]) -> NetworkProfile:
     return measure(sizes=sizes)[0]
 
 
@@ -71,7 +71,7 @@ def test_each_kind_of_groups_is_measured_alike_on_all_ranks(four, hosts, kinds, 
             assert [num_bytes for num_bytes, _ in curve.points] == expected
 
 
-def slow(sizes: tuple[int, ...], seconds: float, pauses: tuple[float, float]) -> Cluster:
+def slow(sizes: tuple[int, ...], seconds: float, pauses: tuple[float, float]) -> NetworkProfile:
     """Measure where each rank pauses after every collective."""
     own, pause = measuring.COLLECTIVES, pauses[dist.get_rank()]
 

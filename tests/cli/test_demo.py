@@ -90,10 +90,10 @@ def test_it_trains_both_and_leaves_what_it_promises(tmp_path: Path, options: lis
         "cluster.yaml",
         "strategy.yaml",
         "overview.txt",
-        "command.json",
+        "demo.json",
     }
 
-    measured = Measured.read(folder / "command.json")
+    measured = Measured.read(folder / "demo.json")
     assert measured.all_reduces[SLIPSTREAM] < measured.gradients == 62
     assert {name: len(times) for name, times in measured.seconds.items()} == {
         DDP: 2,
@@ -180,6 +180,6 @@ def test_the_verdict_is_honest(times: list[float], said: str) -> None:
 
 
 def test_numbers_survive_their_file_with_the_results_beside_them(tmp_path: Path) -> None:
-    MEASURED.write(path := tmp_path / "command.json")
+    MEASURED.write(path := tmp_path / "demo.json")
     assert Measured.read(path) == MEASURED
     assert json.loads(path.read_text())["results"]["alone"] == 0.3

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from slipstream.cli.doctor import command
 from slipstream.cli.doctor.report import report
-from slipstream.planner.cost import Cluster, Curve
+from slipstream.planner.cost import Curve, NetworkProfile
 from slipstream.testbed import unavailable
 from tests.planner.clusters import SIZES, cluster
 
@@ -60,7 +60,7 @@ def test_it_measures_draws_and_saves(tmp_path: Path, before, words, shape, kinds
         pytest.skip(_reason)
     ran = slipstream(tmp_path, *before, *words)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = Cluster.load(tmp_path / "cluster.yaml")
+    found = NetworkProfile.load(tmp_path / "cluster.yaml")
     assert (found.world_size, found.hosts, found.ranks_per_host) == shape
     assert found.networks.keys() == kinds
     for kind in kinds:
@@ -110,7 +110,7 @@ def test_a_rank_alone_is_told_so(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def drawn(found: Cluster) -> str:
+def drawn(found: NetworkProfile) -> str:
     console = Console(width=80)
     with console.capture() as shown:
         console.print(report(found))

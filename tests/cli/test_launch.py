@@ -110,7 +110,7 @@ def test_ranks_get_arguments_untouched_variables_and_a_log_each(tmp_path: Path) 
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert logs(tmp_path) == {
         "rank0.log": out,
-        "rank1.log": f"{tmp_path / 'wish.yaml'} {threads}\n",
+        "rank1.log": f"{tmp_path / 'config.yaml'} {threads}\n",
     }
     for shown in ("world size", "c10d at a free local port", "overlap", f"logs: {tmp_path}/logs"):
         assert shown in err

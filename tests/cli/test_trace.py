@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli import main
-from slipstream.planner.cost import Cluster, Curve, Network
+from slipstream.planner.cost import Curve, Network, NetworkProfile
 from slipstream.strategy import Strategy
 from slipstream.trace import write
 from tests.trace.traces import by_hand
@@ -85,7 +85,7 @@ def _cluster(path, world_size: int, startup: float, noise: float = 0.0) -> str:
     network = Network(
         kind="world", ranks=world_size, all_reduce=curve, reduce_scatter=curve, all_gather=curve
     )
-    Cluster(
+    NetworkProfile(
         world_size=world_size,
         hosts=world_size,
         ranks_per_host=1,

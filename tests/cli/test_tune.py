@@ -14,7 +14,7 @@ import pytest
 from slipstream.cli import main as cli
 from slipstream.cli.tune import command as command
 from slipstream.errors import LaunchError
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.strategy import Strategy
 from slipstream.tuner import significance, tune
 from tests.planner.test_plan import cluster
@@ -91,7 +91,7 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     assert "trials" in out
     assert "baseline" in err
     [network] = Path().glob("slipstream-logs/tune-*/network/cluster.yaml")
-    assert Cluster.load(network).world_size == 2
+    assert NetworkProfile.load(network).world_size == 2
     assert marked("train.py") == []
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.codecs import Coder, Ranks, make_coder, run_together
+from slipstream.codecs import Compressor, Ranks, make_compressor, run_together
 from slipstream.strategy import Dgc, Int8, OneBit, PowerSgd
 
 WISHES = {
@@ -28,8 +28,8 @@ WISHES = {
 
 FED_BACK = [
     name
-    for name, wish in WISHES.items()
-    if isinstance(wish, OneBit | Dgc) or getattr(wish, "error_feedback", False)
+    for name, config in WISHES.items()
+    if isinstance(config, OneBit | Dgc) or getattr(config, "error_feedback", False)
 ]
 
 SHAPES = [(17, 23), (5,), (3, 4, 3, 3), (1,), (0,), (40, 40)]
@@ -39,16 +39,16 @@ SHAPES = [(17, 23), (5,), (3, 4, 3, 3), (1,), (0,), (40, 40)]
 class Team:
     """The coders of all ranks for one bucket."""
 
-    wish: Int8 | OneBit | Dgc | PowerSgd
+    config: Int8 | OneBit | Dgc | PowerSgd
     ranks: int
     shapes: Sequence[Sequence[int]] = field(default_factory=lambda: SHAPES)
     dtype: torch.dtype = torch.float32
-    riders: int = 2
+    num_flags: int = 2
 
     def __post_init__(self) -> None:
         parameters = [torch.zeros(*shape, dtype=self.dtype) for shape in self.shapes]
-        self.coders: list[Coder] = [
-            make_coder(self.wish, parameters, Ranks(r, self.ranks), num_riders=self.riders)
+        self.compressors: list[Compressor] = [
+            make_compressor(self.config, parameters, Ranks(r, self.ranks), num_flags=self.num_flags)
             for r in range(self.ranks)
         ]
         self.sent = 0.0
@@ -61,7 +61,7 @@ class Team:
     def gradients(self, seed: int) -> list[torch.Tensor]:
         """Of each rank, its share of the mean: alike, but for noise."""
         random = torch.Generator().manual_seed(seed)
-        common = torch.randn(self.size, generator=random, dtype=self.coders[0].works_in)
+        common = torch.randn(self.size, generator=random, dtype=self.compressors[0].works_in)
         noise = [torch.randn(self.size, generator=random) for _ in range(self.ranks)]
         return [(common + 0.5 * one) / self.ranks for one in noise]
 
@@ -70,28 +70,28 @@ class Team:
     ) -> list[torch.Tensor]:
         """What each rank gets; ``flags`` holds what became of riders (rank r raised rider r)."""
         values = []
-        for coder, gradient in zip(self.coders, gradients, strict=True):
-            padded = torch.zeros(coder.num_values, dtype=coder.works_in)
+        for compressor, gradient in zip(self.compressors, gradients, strict=True):
+            padded = torch.zeros(compressor.num_values, dtype=compressor.works_in)
             padded[: self.size] = gradient
             values.append(padded)
-        self.flags = [torch.zeros(self.riders, dtype=torch.uint8) for _ in self.coders]
-        for rank, flags in enumerate(self.flags[: self.riders]):
+        self.flags = [torch.zeros(self.num_flags, dtype=torch.uint8) for _ in self.compressors]
+        for rank, flags in enumerate(self.flags[: self.num_flags]):
             flags[rank] = 1
-        every = zip(self.coders, values, self.flags, strict=True)
-        self.sent = run_together([coder.exchange(v, f, step) for coder, v, f in every])
-        for coder in self.coders:
+        every = zip(self.compressors, values, self.flags, strict=True)
+        self.sent = run_together([compressor.exchange(v, f, step) for compressor, v, f in every])
+        for compressor in self.compressors:
             if counts:
-                coder.commit()
+                compressor.commit()
             else:
-                coder.rollback()
+                compressor.rollback()
         return [one[: self.size] for one in values]
 
     def kept(self) -> torch.Tensor:
         """What all ranks together have not sent yet."""
         total = torch.zeros(self.size, dtype=torch.float64)
-        for coder in self.coders:
+        for compressor in self.compressors:
             start = 0
-            for shape, state in zip(self.shapes, coder.state(), strict=True):
+            for shape, state in zip(self.shapes, compressor.state(), strict=True):
                 stop = start + torch.Size(shape).numel()
                 for key in ("error", "velocity"):
                     if key in state:

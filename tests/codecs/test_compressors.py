@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from slipstream.codecs import (
     DgcCodec,
-    DgcCoder,
+    DgcCompressor,
     HalfCodec,
     Int8Codec,
     Momentum,
     PowerSgdCodec,
-    PowerSgdCoder,
+    PowerSgdCompressor,
     Ranks,
     run_together,
 )
@@ -68,7 +68,7 @@ def test_a_step_that_does_not_count_leaves_no_trace(name) -> None:
         team.exchange([torch.full_like(g, 7.0) for g in gradients], step, counts=False)
         results = team.exchange(gradients, step)
         assert torch.equal(results[0], other.exchange(gradients, step)[0])
-    for mine, theirs in zip(team.coders, other.coders, strict=True):
+    for mine, theirs in zip(team.compressors, other.compressors, strict=True):
         for state, same in zip(mine.state(), theirs.state(), strict=True):
             assert state.keys() == same.keys()
             assert all(torch.equal(state[key], same[key]) for key in state)
@@ -87,7 +87,7 @@ def test_a_step_that_does_not_count_leaves_no_trace(name) -> None:
 )
 def test_what_is_not_finite_on_one_rank_is_known_to_all(name, poison, at) -> None:
     """Where it stands must not matter: in a matrix, a vector, a part that is not sent."""
-    team, other = Team(WISHES[name], 3, riders=4), Team(WISHES[name], 3, riders=4)
+    team, other = Team(WISHES[name], 3, num_flags=4), Team(WISHES[name], 3, num_flags=4)
     for step in range(3):
         gradients = team.gradients(step)
         for poisoned in ([step], [0, 1, 2]):
@@ -104,7 +104,7 @@ def test_what_is_not_finite_on_one_rank_is_known_to_all(name, poison, at) -> Non
 @every_codec
 @pytest.mark.parametrize("shapes", [SHAPES, [(40, 40)]])
 def test_a_sum_that_overflows_is_known_to_all(name, shapes) -> None:
-    team = Team(WISHES[name], 3, shapes, riders=4)
+    team = Team(WISHES[name], 3, shapes, num_flags=4)
     team.exchange([torch.full((team.size,), 3e38) for _ in range(3)], counts=False)
     assert [flags.tolist() for flags in team.flags] == [[1, 1, 1, 1]] * 3
 
@@ -112,7 +112,7 @@ def test_a_sum_that_overflows_is_known_to_all(name, shapes) -> None:
 @every_codec
 @pytest.mark.parametrize("at", [3, 70_000, 139_999])
 def test_every_part_of_a_large_gradient_is_looked_at(name, at) -> None:
-    team = Team(WISHES[name], 2, [(140, 1000)], riders=3)
+    team = Team(WISHES[name], 2, [(140, 1000)], num_flags=3)
     gradients = team.gradients(0)
     gradients[1][at] = float("nan")
     team.exchange(gradients, counts=False)
@@ -123,7 +123,7 @@ def test_every_part_of_a_large_gradient_is_looked_at(name, at) -> None:
 
 
 def test_infinity_is_found_where_powersgd_looks_along_zeros() -> None:
-    team = Team(PowerSgd(rank=1, start_step=0), 2, [(40, 40)], riders=3)
+    team = Team(PowerSgd(rank=1, start_step=0), 2, [(40, 40)], num_flags=3)
     dead = torch.randn(40, 40, generator=torch.Generator().manual_seed(0))
     dead[:, 7] = 0  # so is Q there, from the second step on
     for step in range(2):
@@ -138,7 +138,7 @@ def test_a_state_goes_on_bit_for_bit(name) -> None:
     team, resumed = Team(WISHES[name], 3), Team(WISHES[name], 3)
     for step in range(3):
         team.exchange(team.gradients(step), step)
-    for old, new in zip(team.coders, resumed.coders, strict=True):
+    for old, new in zip(team.compressors, resumed.compressors, strict=True):
         new.load(old.state())
     for step in range(3, 6):
         gradients = team.gradients(step)
@@ -152,15 +152,15 @@ def test_nothing_is_lost_when_gradients_move_to_other_buckets(name) -> None:
         team.exchange(team.gradients(step), step)
     left = team.kept()
     halves = [Team(WISHES[name], 3, SHAPES[:3]), Team(WISHES[name], 3, SHAPES[3:])]
-    for rank, coder in enumerate(team.coders):
-        states = coder.state()
-        halves[0].coders[rank].load(states[:3])
-        halves[1].coders[rank].load(states[3:])
+    for rank, compressor in enumerate(team.compressors):
+        states = compressor.state()
+        halves[0].compressors[rank].load(states[:3])
+        halves[1].compressors[rank].load(states[3:])
     near = {"atol": 1e-5, "rtol": 1e-5}
     torch.testing.assert_close(torch.cat([half.kept() for half in halves]), left, **near)
     again = Team(WISHES[name], 3)
-    for rank, coder in enumerate(again.coders):
-        coder.load(halves[0].coders[rank].state() + halves[1].coders[rank].state())
+    for rank, compressor in enumerate(again.compressors):
+        compressor.load(halves[0].compressors[rank].state() + halves[1].compressors[rank].state())
     torch.testing.assert_close(again.kept(), left, **near)
 
 
@@ -209,10 +209,10 @@ def test_odd_and_empty_sizes(name, shapes) -> None:
 def test_every_dtype_has_an_exchange(name, dtype) -> None:
     team = Team(WISHES[name], 2, dtype=dtype)
     wide = dtype in (torch.float64, torch.complex128)
-    assert team.coders[0].works_in == (torch.float64 if wide else torch.float32)
+    assert team.compressors[0].works_in == (torch.float64 if wide else torch.float32)
     for step in range(3):
         results = team.exchange(team.gradients(step), step)
-        assert results[0].dtype == team.coders[0].works_in
+        assert results[0].dtype == team.compressors[0].works_in
         assert torch.equal(results[0], results[1])
         assert results[0].any()
 
@@ -222,7 +222,7 @@ def test_every_dtype_has_an_exchange(name, dtype) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
-    ("wish", "payload"),
+    ("config", "payload"),
     [
         (Int8(block=64), lambda p: 1600 + 1600 // 64 * 4),
         (OneBit(block=64, start_step=0), lambda p: 1600 // 8 + 1600 // 64 * 4),
@@ -231,12 +231,12 @@ def test_every_dtype_has_an_exchange(name, dtype) -> None:
         (PowerSgd(rank=2, start_step=9), lambda p: 1600 * 4),
     ],
 )
-def test_bytes_are_those_of_the_payload(wish, payload, ranks) -> None:
-    team = Team(wish, ranks, [(40, 40)], riders=0)
+def test_bytes_are_those_of_the_payload(config, payload, ranks) -> None:
+    team = Team(config, ranks, [(40, 40)], num_flags=0)
     team.exchange(team.gradients(0))
     exact = 2 * (ranks - 1) / ranks * payload(ranks)
     padding = 2 * (ranks - 1) * (64 + 4 + 8)  # each piece: whole blocks, and 8 bytes to align
-    assert exact <= team.sent <= exact + (padding if isinstance(wish, Int8 | OneBit) else 0)
+    assert exact <= team.sent <= exact + (padding if isinstance(config, Int8 | OneBit) else 0)
 
 
 def test_a_bit_a_value_is_a_thirty_second() -> None:
@@ -247,7 +247,7 @@ def test_a_bit_a_value_is_a_thirty_second() -> None:
 
 
 def test_dgc_sends_an_index_and_a_value_for_each_of_few() -> None:
-    team = Team(Dgc(density=0.001, warmup_steps=0), 4, [(100, 1000)], riders=0)
+    team = Team(Dgc(density=0.001, warmup_steps=0), 4, [(100, 1000)], num_flags=0)
     team.exchange(team.gradients(0))
     assert team.sent == 3 * 100 * 8
 
@@ -279,10 +279,10 @@ def test_stochastic_rounding_is_right_on_average_and_independent_between_ranks()
     errors = torch.stack([team.exchange([x] * 4, step)[0] - 4 * x for step in range(400)])
     assert errors.mean(0).abs().max() < 0.1 * errors.abs().max()
     sent = []
-    for coder in team.coders:
-        values = torch.zeros(coder.num_values)
+    for compressor in team.compressors:
+        values = torch.zeros(compressor.num_values)
         values[:512] = x
-        exchange = coder.exchange(values, torch.zeros(2, dtype=torch.uint8), 0)
+        exchange = compressor.exchange(values, torch.zeros(2, dtype=torch.uint8), 0)
         sent.append(next(exchange).send.clone())
     assert not torch.equal(sent[0], sent[1])
 
@@ -345,8 +345,8 @@ def test_onebit_is_sign_and_mean_magnitude() -> None:
 
 def test_powersgd_of_full_rank_is_dense() -> None:
     team = Team(PowerSgd(start_step=0), 3, [(40, 30), (12, 500)])
-    team.coders = [
-        PowerSgdCoder(
+    team.compressors = [
+        PowerSgdCompressor(
             PowerSgdCodec(rank=30, min_compression_rate=0.01),
             team.shapes,
             torch.float32,
@@ -355,7 +355,7 @@ def test_powersgd_of_full_rank_is_dense() -> None:
             start_step=0,
             warm_start=True,
             feedback=True,
-            num_riders=2,
+            num_flags=2,
         )
         for rank in range(3)
     ]
@@ -383,8 +383,8 @@ def test_dgc_at_density_one_is_sgd_with_momentum() -> None:
         weight = torch.nn.Parameter(torch.ones(8, 8))
         twin = torch.nn.Parameter(torch.ones(8, 8))
         sgd = torch.optim.SGD([twin], lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.01)
-        coders = [
-            DgcCoder(
+        compressors = [
+            DgcCompressor(
                 DgcCodec(1.0),
                 [(8, 8)],
                 torch.float32,
@@ -399,12 +399,12 @@ def test_dgc_at_density_one_is_sgd_with_momentum() -> None:
             shares = [torch.randn(64, generator=random) / 2 for _ in range(2)]
             twin.grad = (shares[0] + shares[1]).view(8, 8)
             sgd.step()
-            riders = [torch.zeros(0, dtype=torch.uint8)] * 2
+            num_flags = [torch.zeros(0, dtype=torch.uint8)] * 2
             values = [share.clone() for share in shares]
-            every = zip(coders, values, riders, strict=True)
+            every = zip(compressors, values, num_flags, strict=True)
             run_together([c.exchange(v, r, step) for c, v, r in every])
-            for coder in coders:
-                coder.commit()
+            for compressor in compressors:
+                compressor.commit()
             weight.data.sub_(0.1 * values[0].view(8, 8))
             torch.testing.assert_close(weight, twin)
 
@@ -414,8 +414,8 @@ def test_dgc_at_density_one_is_sgd_with_momentum() -> None:
 def test_dgc_is_momentum_that_gathers_until_it_is_among_the_largest(nesterov, decay) -> None:
     ranks, size, count, m = 3, 400, 20, 0.9
     weight = torch.linspace(-1, 1, size).view(20, 20)
-    coders = [
-        DgcCoder(
+    compressors = [
+        DgcCompressor(
             DgcCodec(count / size),
             [(20, 20)],
             torch.float32,
@@ -438,11 +438,11 @@ def test_dgc_is_momentum_that_gathers_until_it_is_among_the_largest(nesterov, de
             expected[largest] += v[rank, largest]
             v[rank, largest] = u[rank, largest] = 0
         values = list(shares.clone())
-        riders = [torch.zeros(1, dtype=torch.uint8) for _ in values]
-        every = zip(coders, values, riders, strict=True)
+        num_flags = [torch.zeros(1, dtype=torch.uint8) for _ in values]
+        every = zip(compressors, values, num_flags, strict=True)
         run_together([c.exchange(x, r, step) for c, x, r in every])
-        for coder, result in zip(coders, values, strict=True):
-            coder.commit()
+        for compressor, result in zip(compressors, values, strict=True):
+            compressor.commit()
             torch.testing.assert_close(result, expected)
 
 
@@ -461,7 +461,7 @@ def test_dgc_sends_the_largest_and_masks_their_momentum() -> None:
     x = torch.arange(100.0)
     result = team.exchange([x])[0]
     assert torch.equal(result.nonzero().view(-1), torch.arange(90, 100))
-    (state,) = team.coders[0].state()
+    (state,) = team.compressors[0].state()
     assert not state["velocity"][90:].any()
     assert not state["momentum"][90:].any()
     assert torch.equal(state["velocity"][:90], x[:90])

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import slipstream.comm as comm
-from slipstream.comm.signature import Header
+from slipstream.comm.signature import Signature
 from tests.harness.ranks import Ranks
 
 SIZE = 2
@@ -43,7 +43,7 @@ def work(name: str, rows: int) -> list[str]:
     """The operations that touch the elements of a tensor, and the collectives."""
     group = comm.group(check=False)
     x = torch.ones(rows, 4)
-    with Log() as log, patch.object(Header, "of", side_effect=AssertionError("a header")):
+    with Log() as log, patch.object(Signature, "of", side_effect=AssertionError("a header")):
         getattr(comm, name)(x, group)
     return [word for word in log.names if word not in VIEWS | ALLOCATIONS]
 

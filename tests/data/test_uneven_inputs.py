@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import slipstream
-from slipstream.data.uneven_inputs import EvenLoader
+from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import ModelError
 from slipstream.trace.recorder import Recorder
 from tests.harness.ranks import PerRank, Ranks
@@ -45,9 +45,9 @@ def loader_of(length: int, known: bool) -> Iterable[int]:
 
 def epochs(length: int, known: bool, number: int = 2) -> list[list[tuple[int, bool, int]]]:
     """What every batch of some epochs is: its value, whether it is a filler, and active ranks."""
-    loader = EvenLoader(loader_of(length, known), group=dist.group.WORLD)
-    seen = [[(int(b), loader.filler, loader.active) for b in loader] for _ in range(number)]
-    assert (loader.filler, loader.active) == (False, 3)
+    loader = UnevenInputLoader(loader_of(length, known), group=dist.group.WORLD)
+    seen = [[(int(b), loader.dummy_batch, loader.active) for b in loader] for _ in range(number)]
+    assert (loader.dummy_batch, loader.active) == (False, 3)
     return seen
 
 
@@ -95,12 +95,12 @@ def test_an_empty_loader_among_others_is_refused_on_every_rank(
 
 
 def broken_off(length: int, known: bool) -> list[Any]:
-    loader = EvenLoader(loader_of(length, known), group=dist.group.WORLD)
+    loader = UnevenInputLoader(loader_of(length, known), group=dist.group.WORLD)
     for step, _ in enumerate(loader):
         if step == 2:
-            during = loader.filler, loader.active
+            during = loader.dummy_batch, loader.active
             break
-    after = loader.filler, loader.active
+    after = loader.dummy_batch, loader.active
     return [during, after, [int(batch) for batch in loader]]
 
 
@@ -113,7 +113,7 @@ def test_a_loop_that_breaks_off_leaves_no_trace(three: Ranks, known: bool) -> No
 
 def the_same_objects() -> bool:
     batches = [{"x": torch.ones(2)}, (1, "two"), None]
-    seen = list(EvenLoader(batches, group=dist.group.WORLD))
+    seen = list(UnevenInputLoader(batches, group=dist.group.WORLD))
     return len(seen) == 3 and all(a is b for a, b in zip(seen, batches, strict=True))
 
 
@@ -122,7 +122,7 @@ def test_batches_are_the_users_objects(two: Ranks) -> None:
 
 
 def detached() -> list[int]:
-    loader = EvenLoader([1, 2, 3][: dist.get_rank() + 1], group=dist.group.WORLD)
+    loader = UnevenInputLoader([1, 2, 3][: dist.get_rank() + 1], group=dist.group.WORLD)
     loader.detach()
     return list(loader)
 
@@ -133,25 +133,27 @@ def test_a_detached_loader_is_the_users_own(three: Ranks) -> None:
 
 def test_one_process_has_its_own_batches() -> None:
     generator = (number for number in range(3))
-    assert list(EvenLoader(generator, group=None)) == [0, 1, 2]
-    assert list(EvenLoader([], group=None)) == []
+    assert list(UnevenInputLoader(generator, group=None)) == [0, 1, 2]
+    assert list(UnevenInputLoader([], group=None)) == []
 
 
 def test_the_loader_still_shows_what_it_is() -> None:
     plain = DataLoader(TensorDataset(torch.arange(7)), batch_size=2, drop_last=True)
-    loader = EvenLoader(plain, group=None)
+    loader = UnevenInputLoader(plain, group=None)
     assert len(loader) == 3
     assert loader.dataset is plain.dataset
     assert loader.sampler is plain.sampler
     with pytest.raises(AttributeError, match="no_such"):
         _ = loader.no_such
     with pytest.raises(TypeError, match="no len"):
-        len(EvenLoader(iter(()), group=None))
+        len(UnevenInputLoader(iter(()), group=None))
 
 
 def test_the_start_of_an_epoch_is_told_and_every_wait_recorded() -> None:
     started, recorder = [], Recorder(0, 0, 2)
-    loader = EvenLoader("ab", group=None, recorder=recorder, on_start=lambda: started.append(1))
+    loader = UnevenInputLoader(
+        "ab", group=None, recorder=recorder, on_start=lambda: started.append(1)
+    )
     for step, _ in enumerate(loader):
         assert started == [1]
         recorder.end_step()

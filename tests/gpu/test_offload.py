@@ -147,11 +147,11 @@ def test_pinned_memory_is_reused():
 @pytest.mark.filterwarnings("ignore")  # of what torch cannot make deterministic
 @pytest.mark.parametrize("name", ["bert", "gpt2", "swin"])  # max-pooling adds in any order
 def test_bitwise_equal_to_the_plain_run(name, slow):
-    def trained(wish: Offload | None) -> list[torch.Tensor]:
+    def trained(config: Offload | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = MODELS[name].build().cuda().train()
         inputs = {k: v.cuda() for k, v in MODELS[name].batch(0).items()}
-        offloader = offload(model, wish, store=Delayed(slow)) if wish else None
+        offloader = offload(model, config, store=Delayed(slow)) if config else None
         seen = []
         torch.manual_seed(7)
         for _ in range(3):
@@ -173,11 +173,11 @@ def test_bitwise_equal_to_the_plain_run(name, slow):
 
 
 def test_less_memory_is_allocated():
-    def peak(wish: Offload | None) -> int:
+    def peak(config: Offload | None) -> int:
         blocks = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(16)]
         model = nn.Sequential(*blocks).cuda()
         x = torch.randn(2**14, 512, device=cuda())
-        offloader = offload(model, wish) if wish else None
+        offloader = offload(model, config) if config else None
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.errors import ModelError, StrategyError
-from slipstream.gradients.layout import MEGABYTE, Gradient, Segment, plan_segments
+from slipstream.gradients.layout import MEGABYTE, Gradient, SegmentRange, plan_segments
 from slipstream.strategy import (
     ByBytes,
     ByIndex,
@@ -110,7 +110,7 @@ def test_by_index_ends_at_its_indices(ready, data):
 @pytest.mark.parametrize("split", [ByBytes(), ByPercent(), PerLayer(), PerGradient(), Single()])
 def test_one_gradient_is_one_segment(split):
     for num_bytes in (0, 4, 200 * MEGABYTE):
-        assert plan_segments(gradients(num_bytes), split) == (Segment(0, 1),)
+        assert plan_segments(gradients(num_bytes), split) == (SegmentRange(0, 1),)
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,10 @@ def in_stages(schedule: str) -> int:
         model = case.build().train()
         calls = forwards(model.transformer.h[4 * dist.get_rank()].mlp)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wish = {"ranks": 2, "cut": ["transformer.h.2"], "schedule": schedule, "micro_batches": 2}
-        strategy = {"parallel": {"pipeline": wish}, "memory": memory}
+        config = {"ranks": 2, "cut": ["transformer.h.2"], "schedule": schedule, "micro_batches": 2}
+        strategy = {"parallel": {"pipeline": config}, "memory": memory}
         if schedule == "zero_bubble":
-            wish["cut"] = ["transformer.h.1", "transformer.h.2", "transformer.h.4"]
+            config["cut"] = ["transformer.h.1", "transformer.h.2", "transformer.h.4"]
         with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
             torch.manual_seed(1)
             losses = []

@@ -49,8 +49,8 @@ def trains_as_one_process(name: str, plan: str, gradients: dict[str, Any]) -> No
         model.load_state_dict(whole.state_dict())
     first = torch.optim.AdamW(whole.parameters(), lr=0.01)
     second = torch.optim.AdamW(model.parameters(), lr=0.01)
-    wish = strategy(name, plan, **gradients)
-    session = slipstream.accelerate(model, second, strategy=wish)
+    config = strategy(name, plan, **gradients)
+    session = slipstream.accelerate(model, second, strategy=config)
     assert (session.data_size, session.data_rank) == (2, dist.get_rank() // 2)
     for number in range(STEPS):
         losses = []
@@ -155,13 +155,13 @@ def shared(
     name: str, *, tensor: bool, schedule: str | None, ranks: int = 2, micro_batches: int = 2
 ) -> dict[str, Any]:
     """The strategy's settings of ranks that share a model."""
-    wish = dict(TASKS[name].plan) if tensor else {}
+    config = dict(TASKS[name].plan) if tensor else {}
     if schedule is not None:
         stages = 2 * ranks if schedule in ("interleaved_1f1b", "zero_bubble") else ranks
         cut = TASKS[name].blocks[-(stages - 1) :]
         sizes = {"ranks": ranks, "micro_batches": micro_batches}
-        wish["pipeline"] = {"cut": cut, "schedule": schedule, **sizes}
-    return wish
+        config["pipeline"] = {"cut": cut, "schedule": schedule, **sizes}
+    return config
 
 
 def trains_alike(name: str, parallel: dict[str, Any], gradients: dict[str, Any]) -> None:
@@ -175,8 +175,8 @@ def trains_alike(name: str, parallel: dict[str, Any], gradients: dict[str, Any])
         model.load_state_dict(whole.state_dict())
     first = torch.optim.AdamW(whole.parameters(), lr=0.005)
     second = torch.optim.AdamW(model.parameters(), lr=0.005)
-    wish = {"parallel": parallel, "gradients": gradients}
-    session = slipstream.accelerate(model, second, strategy=wish)
+    config = {"parallel": parallel, "gradients": gradients}
+    session = slipstream.accelerate(model, second, strategy=config)
     parts = parallel["pipeline"]["micro_batches"] if "pipeline" in parallel else 1
     replicas = session.data_size
     for number in range(STEPS):
@@ -246,10 +246,10 @@ def stages_with(gradients: dict[str, Any], trace: dict[str, Any]) -> None:
     torch.manual_seed(0)
     task = TASKS["gpt2"]
     model = task.build()
-    wish = {"parallel": shared("gpt2", tensor=True, schedule="1f1b"), "gradients": gradients}
+    config = {"parallel": shared("gpt2", tensor=True, schedule="1f1b"), "gradients": gradients}
     accumulate = gradients.get("accumulate", 1)
     losses = []
-    with slipstream.accelerate(model, sgd(model), strategy={**wish, "trace": trace}) as session:
+    with slipstream.accelerate(model, sgd(model), strategy={**config, "trace": trace}) as session:
         for number in range(4 * accumulate):
             x, y = task.batch(0)
             loss = session.forward_backward(task.loss, (x,), target=y, loss_scale=8.0)
@@ -303,12 +303,12 @@ def test_a_rank_exchanges_the_gradients_of_its_share(four: Ranks) -> None:
 def codecs_resume(codec: dict[str, Any]) -> None:
     """What codecs keep belongs to a share: a resumed run goes on bit for bit."""
     runs = []
-    wish = {**TENSOR, "gradients": {"codec": codec}}
+    config = {**TENSOR, "gradients": {"codec": codec}}
     for interrupted in (False, True):
         torch.manual_seed(0)
         model = CASES["gpt2"].build()
         optimizer = sgd(model)
-        session = slipstream.accelerate(model, optimizer, strategy=wish)
+        session = slipstream.accelerate(model, optimizer, strategy=config)
         losses = []
         for number in range(6):
             if interrupted and number == 3:
@@ -316,7 +316,7 @@ def codecs_resume(codec: dict[str, Any]) -> None:
                 session.close()
                 model = CASES["gpt2"].build()
                 optimizer = sgd(model)
-                session = slipstream.accelerate(model, optimizer, strategy=wish)
+                session = slipstream.accelerate(model, optimizer, strategy=config)
                 session.load_full_state_dict(full)
                 session.load_state_dict(kept)
                 with pytest.raises(UsageError, match="is of 3 ranks, this run has 4"):
@@ -339,8 +339,8 @@ def replicas_stay_alike(plan: str, codec: dict[str, Any], split: object) -> None
     """Shares differ in size, so do the segments of a rank; replicas must not notice."""
     torch.manual_seed(0)
     model = CASES["gpt2"].build()
-    wish = strategy("gpt2", plan, codec=codec, split=split)
-    with slipstream.accelerate(model, sgd(model), strategy=wish) as session:
+    config = strategy("gpt2", plan, codec=codec, split=split)
+    with slipstream.accelerate(model, sgd(model), strategy=config) as session:
         for number in range(4):
             loss = session.model(*CASES["gpt2"].batch(2 * number + session.data_rank))
             session.backward(loss)
@@ -378,8 +378,8 @@ def overflows_together(codec: dict[str, Any] | None) -> None:
     """A gradient overflows in one share of one replica: no rank updates."""
     torch.manual_seed(0)
     model = CASES["gpt2"].build()
-    wish = {**TENSOR, "gradients": {"codec": codec}}
-    with slipstream.accelerate(model, sgd(model), strategy=wish) as session:
+    config = {**TENSOR, "gradients": {"codec": codec}}
+    with slipstream.accelerate(model, sgd(model), strategy=config) as session:
         block = model.inner.transformer.h[0].mlp.c_fc
         for number in range(4):
             loss = session.model(*CASES["gpt2"].batch(number))
@@ -404,9 +404,9 @@ def test_an_overflow_in_one_share_skips_the_update_of_all(four: Ranks, codec) ->
 
 def alone_on_the_data_axis() -> None:
     model = CASES["gpt2"].build()
-    wish = {"parallel": {"tensor": {"ranks": 4}}}
+    config = {"parallel": {"tensor": {"ranks": 4}}}
     batches = [CASES["gpt2"].batch(0)] * 3
-    with slipstream.accelerate(model, sgd(model), batches, strategy=wish) as session:
+    with slipstream.accelerate(model, sgd(model), batches, strategy=config) as session:
         assert (session.data_size, session.data_rank) == (1, 0)
         losses = []
         for batch in session.loader:
@@ -452,8 +452,8 @@ def evaluates_and_resumes(parallel: dict[str, Any]) -> None:
         torch.manual_seed(0)
         model = task.build()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        wish = {"parallel": parallel}
-        session = slipstream.accelerate(model, optimizer, strategy=wish)
+        config = {"parallel": parallel}
+        session = slipstream.accelerate(model, optimizer, strategy=config)
         for number in range(4):
             x, y = task.batch(number)
             if interrupted and number == 2:
@@ -464,7 +464,7 @@ def evaluates_and_resumes(parallel: dict[str, Any]) -> None:
                     assert all(map(torch.equal, values.values(), kept[index].values()))
                 model = task.build()
                 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-                session = slipstream.accelerate(model, optimizer, strategy=wish)
+                session = slipstream.accelerate(model, optimizer, strategy=config)
                 session.load_full_state_dict(saved[0])
                 session.load_full_optimizer_state_dict(saved[1])
             loss = session.forward_backward(task.loss, (x,), target=y)
@@ -514,17 +514,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refused(wish: dict[str, Any], said: str) -> None:
+def refused(config: dict[str, Any], said: str) -> None:
     model = CASES["gpt2"].build()
     shapes = [p.shape for p in model.parameters()]
     with pytest.raises((StrategyError, ModelError), match=re.escape(said)):
-        slipstream.accelerate(model, sgd(model), strategy=wish)
+        slipstream.accelerate(model, sgd(model), strategy=config)
     assert shapes == [p.shape for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("wish", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_go_together_is_refused_with_the_reason(four, wish, said) -> None:
-    four.run(refused, wish, said)
+@pytest.mark.parametrize(("config", "said"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_go_together_is_refused_with_the_reason(four, config, said) -> None:
+    four.run(refused, config, said)
 
 
 def lamb_is_refused() -> None:
@@ -536,11 +536,11 @@ def lamb_is_refused() -> None:
     frozen = TASKS["gpt2"].build()
     frozen.inner.transformer.requires_grad_(False)
     frozen.inner.transformer.h[3].requires_grad_(True)
-    wish = {"parallel": shared("gpt2", tensor=False, schedule="1f1b")}
+    config = {"parallel": shared("gpt2", tensor=False, schedule="1f1b")}
     with pytest.raises(ModelError, match="pipeline rank 0 have no parameter that requires"):
-        slipstream.accelerate(frozen, sgd(frozen), strategy=wish)
+        slipstream.accelerate(frozen, sgd(frozen), strategy=config)
     whole = TASKS["gpt2"].build()
-    indices = {**wish, "gradients": {"split": {"kind": "by_index", "last": [1, 51]}}}
+    indices = {**config, "gradients": {"split": {"kind": "by_index", "last": [1, 51]}}}
     with pytest.raises(StrategyError, match=r"with gradients\.split by_index"):
         slipstream.accelerate(whole, sgd(whole), strategy=indices)
     plan = {} if dist.get_rank() else {"parallel": {"tensor": {"ranks": 2}}}
@@ -554,8 +554,8 @@ def test_layerwise_optimizers_and_strategies_that_differ_are_refused(four: Ranks
 
 def different_batches_of_stages() -> None:
     task, model = TASKS["gpt2"], TASKS["gpt2"].build()
-    wish = {"parallel": shared("gpt2", tensor=False, schedule="1f1b")}
-    with slipstream.accelerate(model, sgd(model), strategy=wish) as session:
+    config = {"parallel": shared("gpt2", tensor=False, schedule="1f1b")}
+    with slipstream.accelerate(model, sgd(model), strategy=config) as session:
         x, y = task.batch(dist.get_rank())
         with pytest.raises(MismatchError, match="ranks 0 and 1 share one model, but got different"):
             session.forward_backward(task.loss, (x,), target=y)

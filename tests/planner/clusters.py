@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.planner.cost import Cluster, Curve, Kind, Network
+from slipstream.planner.cost import Curve, Kind, Network, NetworkProfile
 
 SIZES = tuple(sorted({2**k for k in range(10, 27)} | {3 * 2**k for k in range(9, 25)}))
 
@@ -22,7 +22,7 @@ def network(kind: Kind, ranks: int, latency: float, per_byte: float) -> Network:
     return Network(kind=kind, ranks=ranks, all_reduce=twice, reduce_scatter=once, all_gather=once)
 
 
-def cluster(hosts: int = 4, ranks_per_host: int = 1, **changes: Any) -> Cluster:
+def cluster(hosts: int = 4, ranks_per_host: int = 1, **changes: Any) -> NetworkProfile:
     """Links of 1 Gbit/s (8 ns a byte, 50 us), 1 ns a byte and 5 us inside a host."""
     world = hosts * ranks_per_host
     between, inside = (50e-6, 8e-9), (5e-6, 1e-9)
@@ -44,4 +44,4 @@ def cluster(hosts: int = 4, ranks_per_host: int = 1, **changes: Any) -> Cluster:
         "date": "2026-11-21 07:00",
         "versions": {"torch": "2.13.0"},
     }
-    return Cluster(**values | changes)
+    return NetworkProfile(**values | changes)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ClusterError
 from slipstream.planner import fit
-from slipstream.planner.cost import FRAMES, Cluster, Curve, Piece
+from slipstream.planner.cost import FRAMES, Curve, NetworkProfile, Piece
 from tests.planner.clusters import SIZES, cluster, network
 
 SHAPES = {
@@ -150,9 +150,9 @@ def test_too_little_makes_no_curve(bad) -> None:
     "saved",
     [cluster(), cluster(2, 3), cluster(1, 2), cluster().scaled(1, 1), cluster().scaled(3, 2, 1e10)],
 )
-def test_what_is_saved_is_loaded(tmp_path: Path, saved: Cluster) -> None:
+def test_what_is_saved_is_loaded(tmp_path: Path, saved: NetworkProfile) -> None:
     saved.save(tmp_path / "cluster.yaml")
-    assert Cluster.load(tmp_path / "cluster.yaml") == saved
+    assert NetworkProfile.load(tmp_path / "cluster.yaml") == saved
 
 
 def without(document, *path):
@@ -197,7 +197,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, spoil, said: str) -> None:
     spoil(document)
     path.write_text(yaml.safe_dump(document))
     with pytest.raises(ClusterError) as caught:
-        Cluster.load(path)
+        NetworkProfile.load(path)
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
     assert "slipstream doctor network" in str(caught.value)
@@ -216,13 +216,13 @@ NO_DOCUMENT = {
 def test_what_is_no_such_file_is_refused(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "c.yaml").write_bytes(content)
     with pytest.raises(ClusterError, match=r"c\.yaml") as caught:
-        Cluster.load(tmp_path / "c.yaml")
+        NetworkProfile.load(tmp_path / "c.yaml")
     assert said in str(caught.value)
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="cannot be read"):
-        Cluster.load(tmp_path / "none.yaml")
+        NetworkProfile.load(tmp_path / "none.yaml")
     with pytest.raises(ClusterError, match="cannot be written"):
         cluster().save(tmp_path / "no" / "folder.yaml")
 
@@ -270,7 +270,7 @@ def test_one_host_is_as_fast_as_the_inside_of_one() -> None:
 
 
 def test_a_rate_replaces_the_links_but_never_beats_the_hosts() -> None:
-    def per_byte(found: Cluster, kind) -> float:
+    def per_byte(found: NetworkProfile, kind) -> float:
         return found.network(kind).all_reduce.per_byte
 
     slow = cluster(4, 2).scaled(8, 4, rate=2e9)

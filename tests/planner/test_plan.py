@@ -11,7 +11,7 @@ import pytest
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import candidates, label, optimal_split
-from slipstream.planner.cost import Cluster, Curve, Network
+from slipstream.planner.cost import Curve, Network, NetworkProfile
 from slipstream.planner.exchange import Plan
 from slipstream.planner.plan import prepare, rank, traced_strategy, what_if
 from slipstream.planner.simulate import simulate
@@ -36,9 +36,9 @@ def network(ranks: int, gigabits: float = 1.0, latency: float = 4e-3) -> Network
 
 def cluster(
     ranks: int = 4, gigabits: float = 1.0, slowdown: float = 0.0, latency: float = 4e-3
-) -> Cluster:
+) -> NetworkProfile:
     """One rank on each host."""
-    return Cluster(
+    return NetworkProfile(
         world_size=ranks,
         hosts=ranks,
         ranks_per_host=1,
@@ -114,7 +114,7 @@ def test_the_optimal_split_is_as_fast_as_any_fixed_one_with_fewer_segments(work,
     assert all(one.segments >= computed.segments for one in no_worse)
 
 
-def optimal(work: Workload, where: Cluster) -> dict[str, object]:
+def optimal(work: Workload, where: NetworkProfile) -> dict[str, object]:
     return optimal_split(work, where, candidates(work, where)).document()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.cost import Cluster, Curve, Network
+from slipstream.planner.cost import Curve, Network, NetworkProfile
 from slipstream.planner.workload import Workload
 
 MB = 2**20
@@ -34,7 +34,9 @@ def workload(ranks: int = 4, count: int = 6, late: float = 0.0, **changes: Any) 
     return Workload(**values | changes)
 
 
-def cluster(ranks: int = 4, seconds: float = 0.1, latency: float = 0.0, **changes: Any) -> Cluster:
+def cluster(
+    ranks: int = 4, seconds: float = 0.1, latency: float = 0.0, **changes: Any
+) -> NetworkProfile:
     """An all-reduce takes ``latency``, and ``seconds`` for each MB; its halves half of that."""
     curves = {
         name: Curve.fit(
@@ -56,7 +58,7 @@ def cluster(ranks: int = 4, seconds: float = 0.1, latency: float = 0.0, **change
         "date": "2026-11-21",
         "versions": {},
     }
-    return Cluster(**values | changes)
+    return NetworkProfile(**values | changes)
 
 
 def random_workload(seed: int, ranks: int, count: int) -> Workload:

@@ -182,13 +182,13 @@ def skips(session: Any, before: Any) -> None:
 
 def types_are_right(session: Any) -> None:
     """Parameters are the rounded masters, and every state is fp32."""
-    wish, model = session.strategy.precision, session.model
+    config, model = session.strategy.precision, session.model
     state = model.state_dict()
     floats = [v for v in state.values() if v.is_floating_point()]
     assert {v.dtype for v in floats} == {torch.float32}
     for kept in session.optimizer.state.values():
         assert {t.dtype for t in kept.values() if isinstance(t, Tensor)} <= {torch.float32}
-    half = TYPES[wish.dtype] if wish.kind == "half_weights" else torch.float32
+    half = TYPES[config.dtype] if config.kind == "half_weights" else torch.float32
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         wide = "norm" in name or not value.is_floating_point()
         assert value.dtype == (state[name].dtype if wide else half), name

@@ -32,28 +32,28 @@ def walks(parameters: dict[str, Any]) -> Iterator[list[bool]]:
         yield [dice.random() < share for _ in range(length)]
 
 
-def by_runs(wish: DynamicScale, overflows: Sequence[bool]) -> list[float]:
+def by_runs(config: DynamicScale, overflows: Sequence[bool]) -> list[float]:
     """The scale before each update, found another way: from the lengths of runs of equal ones."""
-    scales, scale, run = [], wish.init, 0
+    scales, scale, run = [], config.init, 0
     for number, overflowed in enumerate(overflows):
         scales.append(scale)
         run = run + 1 if number and overflows[number - 1] == overflowed else 1
-        every = wish.decr_every_n if overflowed else wish.incr_every_n
+        every = config.decr_every_n if overflowed else config.incr_every_n
         if run % every == 0:
-            scale *= wish.decr_ratio if overflowed else wish.incr_ratio
-            scale = sorted((wish.min, scale, wish.max))[1]
+            scale *= config.decr_ratio if overflowed else config.incr_ratio
+            scale = sorted((config.min, scale, config.max))[1]
     return scales
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_every_set_of_parameters_walks_as_the_table_says(name: str) -> None:
-    wish = DynamicScale(**PARAMETERS[name])
+    config = DynamicScale(**PARAMETERS[name])
     for overflows in walks(PARAMETERS[name]):
-        scaler, scales = LossScaler(wish), []
+        scaler, scales = LossScaler(config), []
         for overflowed in overflows:
             scales.append(scaler.scale)
             scaler.update(overflowed)
-        assert scales == by_runs(wish, overflows)
+        assert scales == by_runs(config, overflows)
 
 
 PADDLE = DynamicScale(init=32768.0, incr_every_n=1000, decr_every_n=2, decr_ratio=0.8)
@@ -111,8 +111,8 @@ def test_it_is_torchs_grad_scaler_within_bounds_that_it_does_not_reach(
 
 
 def test_a_scale_that_would_be_infinite_stays() -> None:
-    wish = DynamicScale(init=2.0**127, incr_every_n=1, max=1e300)
-    assert next_state(ScaleState(2.0**127), wish, False) == ScaleState(2.0**127)
+    config = DynamicScale(init=2.0**127, incr_every_n=1, max=1e300)
+    assert next_state(ScaleState(2.0**127), config, False) == ScaleState(2.0**127)
     assert torch.tensor(LARGEST).isfinite()
     assert torch.tensor(LARGEST * (1 + 1e-7)).isinf()
 

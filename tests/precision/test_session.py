@@ -41,9 +41,9 @@ def test_every_precision_holds_on_two_ranks(two: Ranks, name: str) -> None:
     two.run(holds, CASES[name], "cpu")
 
 
-def opened(model: nn.Module, lr: float = 0.1, loader: Any = None, **wish: Any) -> Any:
+def opened(model: nn.Module, lr: float = 0.1, loader: Any = None, **config: Any) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    return slipstream.accelerate(model, optimizer, loader, wish)
+    return slipstream.accelerate(model, optimizer, loader, config)
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "plain" in n])
@@ -58,11 +58,11 @@ def test_it_learns(name: str) -> None:
 def near_fp32(name: str, precision: Case) -> tuple[float, bool]:
     """How far parameters lie from those of a session in fp32, and whether ranks have the same."""
     case, trained = MODELS[name], []
-    for wish in (None, precision):
+    for config in (None, precision):
         torch.manual_seed(0)
         model = case.build()
         trained.append(model)
-        with opened(model, precision=wish, gradients={"split": "per_layer"}) as session:
+        with opened(model, precision=config, gradients={"split": "per_layer"}) as session:
             for step in range(3):
                 session.backward(session.model(*case.batch(here(), step)))
                 assert session.step()
@@ -253,8 +253,8 @@ def test_a_rank_without_a_batch_stays_in_step(two: Ranks, kind: str) -> None:
 def test_the_scale_stays_in_a_window_and_a_loss_may_be_called_twice() -> None:
     model, _ = build("cpu")
     scale = {"kind": "dynamic", "init": 64, "incr_every_n": 1}
-    wish = {"precision": {"kind": "half_weights", **FP16, "loss_scale": scale}}
-    with opened(model, lr=1e-4, gradients={"accumulate": 2}, **wish) as session:
+    config = {"precision": {"kind": "half_weights", **FP16, "loss_scale": scale}}
+    with opened(model, lr=1e-4, gradients={"accumulate": 2}, **config) as session:
         scales = []
         for _ in range(6):
             for _ in range(2):  # two losses of one pass
@@ -302,9 +302,9 @@ def test_the_overview_says_what_became_of_it() -> None:
 def test_tf32_is_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     before = torch.backends.cuda.matmul.fp32_precision
-    wish = Strategy.load({"compute": {"tf32": True}})
+    config = Strategy.load({"compute": {"tf32": True}})
     optimizer = torch.optim.SGD((model := nn.Linear(1, 1)).parameters())
-    precision = model_precision.ModelPrecision(model, optimizer, None, wish.compute)
+    precision = model_precision.ModelPrecision(model, optimizer, None, config.compute)
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     assert precision.rows(0)[0].value == "active"
     precision.close()

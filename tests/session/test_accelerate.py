@@ -40,7 +40,7 @@ def accelerated(model: Any = None, optimizer: Any = None, strategy: Any = None) 
     slipstream.accelerate(model, optimizer or sgd(model), strategy=strategy).close()
 
 
-def wish(**gradients: object) -> None:
+def config(**gradients: object) -> None:
     accelerated(strategy={"gradients": gradients})
 
 
@@ -104,28 +104,28 @@ STRATEGIES: dict[str, Case] = {
         StrategyError,
         ["gradient", "did you mean", "gradients"],
     ),
-    "wrong type": (lambda: wish(overlap="yes"), StrategyError, ["gradients.overlap", "'yes'"]),
+    "wrong type": (lambda: config(overlap="yes"), StrategyError, ["gradients.overlap", "'yes'"]),
     "percents": (
-        lambda: wish(split={"kind": "by_percent", "percents": [50.0, 40.0]}),
+        lambda: config(split={"kind": "by_percent", "percents": [50.0, 40.0]}),
         StrategyError,
         ["percents", "90", "100"],
     ),
     "an index beyond": (
-        lambda: wish(split={"kind": "by_index", "last": [1, 4]}),
+        lambda: config(split={"kind": "by_index", "last": [1, 4]}),
         StrategyError,
         ["gradients.split.last", "ends with 4", "has 4 gradients", "must be 3"],
     ),
     "an index short of the end": (
-        lambda: wish(split={"kind": "by_index", "last": [0, 2]}),
+        lambda: config(split={"kind": "by_index", "last": [0, 2]}),
         StrategyError,
         ["ends with 2", "must be 3"],
     ),
     "not ascending": (
-        lambda: wish(split={"kind": "by_index", "last": [2, 1, 3]}),
+        lambda: config(split={"kind": "by_index", "last": [2, 1, 3]}),
         StrategyError,
         ["last", "[2, 1, 3]", "ascend"],
     ),
-    "accumulate": (lambda: wish(accumulate=0), StrategyError, ["gradients.accumulate", "0", "1"]),
+    "accumulate": (lambda: config(accumulate=0), StrategyError, ["gradients.accumulate", "0", "1"]),
     "no such preset": (
         lambda: accelerated(strategy="hcll"),
         StrategyError,
@@ -297,7 +297,7 @@ ONLY_ONE: dict[str, tuple[Callable[[], object], list[str]]] = {
         ["buffer mean", "(2,) on rank 1"],
     ),
     "strategy": (
-        lambda: wish(overlap=first()),
+        lambda: config(overlap=first()),
         ['the strategy: {"gradients": {"overlap": false}} on rank 1, {} on rank 0'],
     ),
     "loader": (lambda: own_loader(first()), ["the loader", "none on rank 1", "given on rank 0"]),

@@ -57,9 +57,9 @@ def test_names_of_other_projects_are_told_ours(name: str, wrap: Callable[[str], 
 @pytest.mark.parametrize("kind", ["autocast", "half_weights"])
 def test_fp16_has_a_dynamic_scale_unless_it_is_told_otherwise(kind: str) -> None:
     def scale(**settings: object) -> object:
-        wish = Strategy.load({"precision": {"kind": kind, **settings}}).precision
-        assert wish is not None
-        return wish.scale
+        config = Strategy.load({"precision": {"kind": kind, **settings}}).precision
+        assert config is not None
+        return config.scale
 
     assert scale() is None
     assert scale(dtype="fp16") == DynamicScale()
@@ -68,6 +68,6 @@ def test_fp16_has_a_dynamic_scale_unless_it_is_told_otherwise(kind: str) -> None
     assert scale(loss_scale={"kind": "static", "scale": 8}) == StaticScale(scale=8.0)
 
 
-@pytest.mark.parametrize("wish", [{"precision": "autocast"}, {"compute": {"tf32": True}}])
-def test_it_is_lossy(wish: dict[str, object]) -> None:
-    assert Strategy.load(wish).exactness == "lossy"
+@pytest.mark.parametrize("config", [{"precision": "autocast"}, {"compute": {"tf32": True}}])
+def test_it_is_lossy(config: dict[str, object]) -> None:
+    assert Strategy.load(config).exactness == "lossy"

@@ -104,7 +104,7 @@ recomputes = st.one_of(
     st.builds(Budget, budget=st.floats(min_value=0, max_value=1, exclude_min=True)),
     st.builds(BudgetBytes, budget_bytes=st.integers(1)),
 )
-anywhere = {
+any_rank = {
     "keep_last": st.integers(0, 9),
     "prefetch": st.integers(0, 9),
     "min_bytes": st.integers(0),
@@ -112,8 +112,8 @@ anywhere = {
 }
 offloads = st.one_of(
     st.none(),
-    st.builds(Offload, **anywhere),
-    st.builds(Offload, to=st.just("disk"), folder=st.none() | st.text(min_size=1), **anywhere),
+    st.builds(Offload, **any_rank),
+    st.builds(Offload, to=st.just("disk"), folder=st.none() | st.text(min_size=1), **any_rank),
 )
 wishes = st.builds(
     Strategy,
@@ -175,12 +175,12 @@ SCHEMA = Strategy.json_schema()
 
 @settings(deadline=None)
 @given(wishes, st.booleans())
-def test_round_trips(wish, full):
-    assert Strategy.from_yaml(wish.to_yaml(full=full)) == wish
-    assert Strategy.from_json(wish.to_json(full=full)) == wish
-    assert Strategy.load(wish.document(full=full)) == wish
-    assert pickle.loads(pickle.dumps(wish)) == wish
-    assert accepts(SCHEMA, wish.document(full=full), SCHEMA["$defs"])
+def test_round_trips(config, full):
+    assert Strategy.from_yaml(config.to_yaml(full=full)) == config
+    assert Strategy.from_json(config.to_json(full=full)) == config
+    assert Strategy.load(config.document(full=full)) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert accepts(SCHEMA, config.document(full=full), SCHEMA["$defs"])
 
 
 def test_bytes_may_be_written_with_an_exponent():
@@ -228,7 +228,7 @@ def test_every_shorthand_of_the_schema_loads():
 
 
 @pytest.mark.parametrize(
-    ("wish", "text"),
+    ("config", "text"),
     [
         (Strategy(), "{}\n"),
         (Strategy(gradients=Gradients(split=Single())), "gradients: {split: single}\n"),
@@ -252,8 +252,8 @@ def test_every_shorthand_of_the_schema_loads():
         ),
     ],
 )
-def test_yaml_is_minimal(wish, text):
-    assert wish.to_yaml() == text
+def test_yaml_is_minimal(config, text):
+    assert config.to_yaml() == text
 
 
 def test_full_yaml_shows_every_setting_in_order():
@@ -281,12 +281,12 @@ def test_equal_by_value_and_hashable():
 
 
 def test_frozen():
-    wish = Strategy()
+    config = Strategy()
     with pytest.raises(StrategyError, match=r"Gradients\.overlap cannot be set to False.*frozen"):
-        wish.gradients.overlap = False
+        config.gradients.overlap = False
     with pytest.raises(StrategyError, match=r"Strategy\.trace cannot be deleted.*frozen"):
-        del wish.trace
-    assert wish == Strategy()
+        del config.trace
+    assert config == Strategy()
 
 
 def test_copies_are_checked():
@@ -321,13 +321,13 @@ def test_presets_load(name):
 
 
 def test_load_from_every_source(tmp_path):
-    wish = Strategy(trace=Trace(steps=3))
-    for name, text in [("s.yaml", wish.to_yaml()), ("s.YML", wish.to_yaml(full=True))]:
+    config = Strategy(trace=Trace(steps=3))
+    for name, text in [("s.yaml", config.to_yaml()), ("s.YML", config.to_yaml(full=True))]:
         (tmp_path / name).write_text(text, encoding="utf-8")
-        assert Strategy.load(tmp_path / name) == wish
-    (tmp_path / "s.json").write_text("\ufeff" + wish.to_json(), encoding="utf-8")
-    assert Strategy.load(str(tmp_path / "s.json")) == wish
-    assert Strategy.load(wish) is wish
+        assert Strategy.load(tmp_path / name) == config
+    (tmp_path / "s.json").write_text("\ufeff" + config.to_json(), encoding="utf-8")
+    assert Strategy.load(str(tmp_path / "s.json")) == config
+    assert Strategy.load(config) is config
     assert Strategy.load(None) == Strategy()
 
 

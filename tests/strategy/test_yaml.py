@@ -56,16 +56,16 @@ def test_wrong_json(text, words):
     ("text", "megabytes"), [("1e2", 100), ("1.5e1", 15), ("+3E0", 3), (".5e1", 5)]
 )
 def test_exponents_are_numbers(text, megabytes):
-    wish = Strategy.from_yaml(f"gradients: {{split: {{kind: by_bytes, megabytes: {text}}}}}")
-    assert wish.gradients.split == ByBytes(megabytes=megabytes)
+    config = Strategy.from_yaml(f"gradients: {{split: {{kind: by_bytes, megabytes: {text}}}}}")
+    assert config.gradients.split == ByBytes(megabytes=megabytes)
 
 
 @pytest.mark.parametrize(
     "folder", ["1e2", ".5e1", "true", "null", "2026-11-21", "~", "a: b", "\x85", "\ufeff"]
 )
 def test_text_that_looks_like_something_else_stays_text(folder):
-    wish = Strategy(trace=Trace(folder=folder))
-    assert Strategy.from_yaml(wish.to_yaml()) == wish
+    config = Strategy(trace=Trace(folder=folder))
+    assert Strategy.from_yaml(config.to_yaml()) == config
 
 
 def test_merge_keys_are_read():

@@ -110,8 +110,8 @@ CODECS = [{"kind": "half"}, *({"kind": k, "start_step": 0} for k in ("onebit", "
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["kind"])
 def test_codecs_go_on_when_the_split_changes(two: Ranks, codec: dict[str, object]) -> None:
-    wish = {"gradients": {**OPTIMAL["gradients"], "codec": codec}}
-    answers = two.run(train, LAST + 2, wish, (0, 5, 11), timeout=60)
+    config = {"gradients": {**OPTIMAL["gradients"], "codec": codec}}
+    answers = two.run(train, LAST + 2, config, (0, 5, 11), timeout=60)
     (seen, parameters, *_), other = answers
     assert [len(names) for names in seen[-1]] == [1, 5, 6]
     assert parameters == other[1]
@@ -148,8 +148,8 @@ def test_a_resumed_run_begins_with_the_chosen_split(two: Ranks) -> None:
 def test_the_trace_that_the_user_asked_for_comes_after_the_choice(
     two: Ranks, tmp_path: Path
 ) -> None:
-    wish = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
-    two.run(train, LAST + 6, OPTIMAL | wish, (3, 11), timeout=60)
+    config = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
+    two.run(train, LAST + 6, OPTIMAL | config, (3, 11), timeout=60)
     trace = read(tmp_path / "trace.json")
     assert {e.step for e in trace.events} == {LAST + online_split.SETTLING + i for i in range(2)}
     assert [len(segment["gradients"]) for segment in trace.meta["segments"]] == [4, 8]
@@ -160,9 +160,9 @@ def test_the_trace_that_the_user_asked_for_comes_after_a_resume_too(
     two: Ranks, tmp_path: Path
 ) -> None:
     state = two.run(train, LAST, OPTIMAL, (3, 11), timeout=60)[0][3]
-    wish = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
+    config = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
     begin = FIRST + online_split.SETTLING  # behind what would have been the window of the search
-    two.run(train, begin + 3, OPTIMAL | wish, (5, 11), (1.0, 1.0), state, timeout=60)
+    two.run(train, begin + 3, OPTIMAL | config, (5, 11), (1.0, 1.0), state, timeout=60)
     trace = read(tmp_path / "trace.json")
     assert {event.step for event in trace.events} == {begin, begin + 1}
     assert [len(segment["gradients"]) for segment in trace.meta["segments"]] == [4, 8]

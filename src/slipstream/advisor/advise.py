@@ -28,11 +28,11 @@ from slipstream.advisor.split_rules import (
     overlap_exchange,
     start_earlier,
 )
-from slipstream.advisor.trace_stats import Facts, facts
+from slipstream.advisor.trace_stats import TraceStats, facts
 from slipstream.analysis.throughput import compute_share
 from slipstream.trace.event import Trace
 
-RULES: tuple[Callable[[Facts], Finding | None], ...] = (
+RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
     move_cut_later,
     move_cut_earlier,
     add_segments,
@@ -91,7 +91,7 @@ def _joined(findings: Iterable[Finding]) -> list[Finding]:
     return found
 
 
-def _nothing_to_do(known: Facts) -> Finding:
+def _nothing_to_do(known: TraceStats) -> Finding:
     return Finding(
         "good",
         "iteration",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from slipstream.advisor.exchanges import Exchanges
 from slipstream.advisor.findings import Finding
-from slipstream.advisor.trace_stats import Facts
+from slipstream.advisor.trace_stats import TraceStats
 from slipstream.analysis.ascii_timeline import timing
 
 STARVED = 0.1
@@ -23,7 +23,7 @@ CLOCKS_OFF = 0.01
 """Share of an iteration."""
 
 
-def feed_faster(facts: Facts) -> Finding | None:
+def feed_faster(facts: TraceStats) -> Finding | None:
     """Data is waited for in more than a tenth of an iteration. Gain: the wait."""
     wait = facts.typical.spread("data_wait")
     if wait.median <= STARVED * facts.iteration:
@@ -39,7 +39,7 @@ def feed_faster(facts: Facts) -> Finding | None:
     )
 
 
-def even_ranks(facts: Facts) -> Finding | None:
+def even_ranks(facts: TraceStats) -> Finding | None:
     """Ranks wait for the last one, at more than 5 % of an iteration between first and last.
 
     Gain: the excess of the worst straggler over the median of the others; where no rank is
@@ -72,7 +72,7 @@ def even_ranks(facts: Facts) -> Finding | None:
     )
 
 
-def lighten_optimizer(facts: Facts) -> Finding | None:
+def lighten_optimizer(facts: TraceStats) -> Finding | None:
     """The optimizer takes more than a tenth of an iteration. Gain: not known from a trace."""
     seconds = facts.median("optimizer")
     if seconds <= OPTIMIZER_HEAVY * facts.iteration:
@@ -87,7 +87,7 @@ def lighten_optimizer(facts: Facts) -> Finding | None:
     )
 
 
-def accumulate(facts: Facts) -> Finding | None:
+def accumulate(facts: TraceStats) -> Finding | None:
     """Even at the best split, exchanges that nothing hides take more than half of compute.
 
     Speaks with the smallest of 2, 4, 8 passes after which they take no more than that of the
@@ -115,7 +115,7 @@ def accumulate(facts: Facts) -> Finding | None:
     )
 
 
-def send_less(facts: Facts) -> Finding | None:
+def send_less(facts: TraceStats) -> Finding | None:
     """Exchanges take longer than compute: no split hides them.
 
     Gain: half of their time, at most the tail, as if gradients had half the bytes.
@@ -134,7 +134,7 @@ def send_less(facts: Facts) -> Finding | None:
     )
 
 
-def distrust_clocks(facts: Facts) -> Finding | None:
+def distrust_clocks(facts: TraceStats) -> Finding | None:
     """The clocks of two ranks may be off by more than 1 % of an iteration."""
     if facts.clock_error <= CLOCKS_OFF * facts.iteration:
         return None
@@ -148,7 +148,7 @@ def distrust_clocks(facts: Facts) -> Finding | None:
     )
 
 
-def miss_steps(facts: Facts) -> Finding | None:
+def miss_steps(facts: TraceStats) -> Finding | None:
     """Ranks recorded other steps than the others, or none."""
     if not facts.lacking:
         return None
@@ -162,7 +162,7 @@ def miss_steps(facts: Facts) -> Finding | None:
     )
 
 
-def miss_sizes(facts: Facts) -> Finding | None:
+def miss_sizes(facts: TraceStats) -> Finding | None:
     """The trace does not tell the gradients' sizes, so there is no advice about the split."""
     if facts.exchanges is None or facts.exchanges.queue is not None:
         return None

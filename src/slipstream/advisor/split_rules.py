@@ -11,7 +11,7 @@ from __future__ import annotations
 from slipstream.advisor.exchanges import Exchanges
 from slipstream.advisor.findings import Finding, merged
 from slipstream.advisor.splits import Cuts, by_index
-from slipstream.advisor.trace_stats import Facts
+from slipstream.advisor.trace_stats import TraceStats
 from slipstream.analysis.ascii_timeline import timing
 
 LATENCY_BOUND = 0.5
@@ -20,7 +20,7 @@ LATE = 0.25
 """Share of backward in which nothing moves though gradients wait."""
 
 
-def move_cut_later(facts: Facts) -> Finding | None:
+def move_cut_later(facts: TraceStats) -> Finding | None:
     """Scenario 1: all before the last exchange is hidden, and the last one is long.
 
     Speaks where that is so and a split of no more segments brings what is worthwhile. Gain:
@@ -38,7 +38,7 @@ def move_cut_later(facts: Facts) -> Finding | None:
     )
 
 
-def move_cut_earlier(facts: Facts) -> Finding | None:
+def move_cut_earlier(facts: TraceStats) -> Finding | None:
     """Scenario 2: an exchange before the last runs past the end of backward.
 
     Speaks where that is so and a split of no more segments brings what is worthwhile. Gain:
@@ -58,7 +58,7 @@ def move_cut_earlier(facts: Facts) -> Finding | None:
     )
 
 
-def add_segments(facts: Facts) -> Finding | None:
+def add_segments(facts: TraceStats) -> Finding | None:
     """Scenario 3: compute is long, and as many segments as now do not serve, wherever they end.
 
     Speaks where more segments bring what is worthwhile beyond the best split of as many as now.
@@ -76,7 +76,7 @@ def add_segments(facts: Facts) -> Finding | None:
     )
 
 
-def join_segments(facts: Facts) -> Finding | None:
+def join_segments(facts: TraceStats) -> Finding | None:
     """Segments are too small: startups take more than half of the time of all exchanges.
 
     Speaks where that is so and fewer segments bring what is worthwhile. Gain:
@@ -98,7 +98,7 @@ def join_segments(facts: Facts) -> Finding | None:
     )
 
 
-def start_earlier(facts: Facts) -> Finding | None:
+def start_earlier(facts: TraceStats) -> Finding | None:
     """Segments are too large: in much of backward gradients wait, and nothing moves.
 
     Speaks where that is more than a quarter of backward and another split brings what is
@@ -116,7 +116,7 @@ def start_earlier(facts: Facts) -> Finding | None:
     )
 
 
-def overlap_exchange(facts: Facts) -> Finding | None:
+def overlap_exchange(facts: TraceStats) -> Finding | None:
     """Exchanges wait for the end of backward.
 
     Speaks where overlap is off, and on it brings what is worthwhile. Gain: ``backward +
@@ -144,18 +144,18 @@ def overlap_exchange(facts: Facts) -> Finding | None:
     )
 
 
-def _worth_splitting(facts: Facts) -> Exchanges | None:
+def _worth_splitting(facts: TraceStats) -> Exchanges | None:
     """The exchanges, where they overlap and another split brings what is worthwhile."""
     found = facts.exchanges
     return found if found and facts.overlap and found.gain >= facts.worthwhile else None
 
 
-def _runs_over(facts: Facts, found: Exchanges) -> bool:
+def _runs_over(facts: TraceStats, found: Exchanges) -> bool:
     """Whether an exchange before the last ends after backward."""
     return any(end > found.backward + facts.clock_error for _, end in found.spans[:-1])
 
 
-def _resplit(facts: Facts, found: Exchanges, evidence: str, advice: str) -> Finding:
+def _resplit(facts: TraceStats, found: Exchanges, evidence: str, advice: str) -> Finding:
     return Finding(
         facts.severity(found.gain),
         "gradients.split",

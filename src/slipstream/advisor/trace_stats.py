@@ -26,7 +26,7 @@ GRAVE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class TraceStats:
     """What is known of a run.
 
     Attributes:
@@ -75,7 +75,7 @@ class Facts:
         return f"{seconds / self.iteration if self.iteration else 0:.1%} of an iteration"
 
 
-def facts(trace: Trace, seconds_of: Cost | None = None) -> Facts:
+def facts(trace: Trace, seconds_of: Cost | None = None) -> TraceStats:
     """Draw the facts from a trace.
 
     Raises:
@@ -89,7 +89,7 @@ def facts(trace: Trace, seconds_of: Cost | None = None) -> Facts:
     clock_error = max(meta.get("clock_error") or [0.0])
     worthwhile = max(WORTHWHILE * middle.spread("iteration").median, clock_error)
     sizes, settings = _sizes(meta), _settings(meta)
-    return Facts(
+    return TraceStats(
         typical=middle,
         stragglers=stragglers(iterations, clock_error),
         exchanges=exchanges(steps, sizes, seconds_of, worthwhile),

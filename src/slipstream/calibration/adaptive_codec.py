@@ -18,7 +18,7 @@ SIZES = (2**12, 2**16, 2**20, 2**23)
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CodecDecision:
     """What coding a segment saves: more than 0 where it pays."""
 
     all_reduce: Curve
@@ -41,15 +41,15 @@ class Verdict:
         return self.saved(num_bytes) > 0
 
 
-def measure(wish: Adaptive, ranks: Cluster) -> Verdict:
+def measure(config: Adaptive, ranks: Cluster) -> CodecDecision:
     """Measure network and codec on all ranks at once; every rank gets the same.
 
     Raises:
         ExchangeError: another rank is gone.
     """
     measured = calibrate(
-        ranks, sizes=SIZES, seconds=CALIBRATION_SECONDS, rounds=3, codecs=[wish.codec]
+        ranks, sizes=SIZES, seconds=CALIBRATION_SECONDS, rounds=3, codecs=[config.codec]
     )
-    cost = measured.codecs[wish.codec.kind]
-    rounds = 1 if isinstance(wish.codec, Half) else 2
-    return Verdict(measured.network("world").all_reduce, cost, rounds)
+    cost = measured.codecs[config.codec.kind]
+    rounds = 1 if isinstance(config.codec, Half) else 2
+    return CodecDecision(measured.network("world").all_reduce, cost, rounds)

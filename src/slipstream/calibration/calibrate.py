@@ -23,9 +23,9 @@ from slipstream.calibration.contention import contention
 from slipstream.cluster import connect
 from slipstream.cluster.topology import ranks_by_host
 from slipstream.errors import ClusterError
-from slipstream.planner.cost import Cluster, CodecCost, Collective, Curve, Kind, Network
+from slipstream.planner.cost import CodecCost, Collective, Curve, Kind, Network, NetworkProfile
 from slipstream.strategy import PlainCodec
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 from slipstream.version import __version__
 
 Progress = Callable[[float, str], None]
@@ -70,7 +70,7 @@ def calibrate(
     rounds: int = 9,
     codecs: Sequence[PlainCodec] = (),
     progress: Progress | None = None,
-) -> Cluster:
+) -> NetworkProfile:
     """Measure the ranks' networks; every rank calls this and gets the same.
 
     All-reduce, reduce-scatter and all-gather, of the world, of the ranks of each host and of the
@@ -97,7 +97,7 @@ def calibrate(
         )
     if len(set(sizes)) < 2 or min(sizes) < 1:
         raise ClusterError(f"sizes {list(sizes)}: must be two or more different numbers of bytes")
-    with together("the measurement of the network"), _groups(ranks) as groups:
+    with collective_errors("the measurement of the network"), _groups(ranks) as groups:
         report = progress or (lambda share, what: None)
         networks = _Bench(ranks, sizes, seconds, rounds).networks(groups, report)
         report(1.0, "compute beside an exchange")
@@ -111,7 +111,7 @@ def calibrate(
         }
         by_host = ranks_by_host(ranks.hosts)
         found = [
-            Cluster(
+            NetworkProfile(
                 world_size=ranks.world_size,
                 hosts=len(by_host),
                 ranks_per_host=max(map(len, by_host.values())),

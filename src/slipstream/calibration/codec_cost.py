@@ -11,7 +11,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from slipstream.codecs import Gather, Momentum, Ranks, make_coder, sent_bytes
+from slipstream.codecs import AllGather, Momentum, Ranks, make_compressor, sent_bytes
 from slipstream.planner.cost import CodecCost
 from slipstream.strategy import Half, PlainCodec
 
@@ -61,25 +61,25 @@ def _measured(
     if isinstance(codec, Half):
         return _measured_half(codec, weight)
     momenta = [Momentum(0.9)]
-    coder = make_coder(codec, [weight], Ranks(0, ranks), momenta=momenta, num_riders=2)
+    compressor = make_compressor(codec, [weight], Ranks(0, ranks), momenta=momenta, num_flags=2)
     later = 10**9  # behind every warm-up
     dense = 2 * (ranks - 1) / ranks * weight.nbytes
     times, sent = [], 0.0
     for _ in range(ROUNDS + 1):
-        values = torch.zeros(coder.num_values, dtype=coder.works_in, device=device)
+        values = torch.zeros(compressor.num_values, dtype=compressor.works_in, device=device)
         values[: weight.numel()] = weight.flatten()
-        riders = torch.zeros(2, dtype=torch.uint8, device=device)
+        flags = torch.zeros(2, dtype=torch.uint8, device=device)
         start = asked = perf_counter()
         sent = 0.0
-        for request in coder.exchange(values, riders, later):
+        for request in compressor.exchange(values, flags, later):
             sent += sent_bytes(request, ranks)
-            if isinstance(request, Gather):
+            if isinstance(request, AllGather):
                 request.receive.zero_()  # what is left undone must still be indices
             _finish(device)
             asked = perf_counter()
         _finish(device)
         end = perf_counter()
-        coder.commit()
+        compressor.commit()
         times.append((end - start, asked - start, end - asked))
     total, encode, decode = (median(column) for column in zip(*times[1:], strict=True))
     return total, encode, decode, sent / dense

@@ -62,7 +62,7 @@ def launch(
     [dim]slipstream launch --nproc gpu --strategy strategy.yaml -m my.training[/dim]
     [dim]slipstream launch --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 train.py[/dim]
     """
-    wish = None if strategy is None else Strategy.load(strategy)
+    config = None if strategy is None else Strategy.load(strategy)
     spec = LaunchSpec(
         script=script,
         args=tuple(args or ()),
@@ -77,8 +77,8 @@ def launch(
     )
     if spec.node_rank in (None, 0):
         console.print(_environment(spec))
-        if wish is not None:
-            console.print(overview(wish))
+        if config is not None:
+            console.print(overview(config))
     outcome = run(spec)
     if outcome.failure is not None:
         console.print(_failure(outcome.failure))

@@ -18,7 +18,7 @@ from slipstream.advisor.findings import Finding
 from slipstream.analysis.ascii_timeline import timing
 from slipstream.analysis.summary import document
 from slipstream.analysis.summary import summary as draw
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
 from slipstream.trace.event import Trace
@@ -114,7 +114,7 @@ def _drawn(finding: Finding) -> Group:
 
 def _cost(path: Path, trace: Trace) -> Callable[[float], float]:
     """Seconds of an all-reduce over all ranks, as they were measured; warns of doubtful ones."""
-    cluster = Cluster.load(path)
+    cluster = NetworkProfile.load(path)
     cluster.check_world(trace.meta.get("world_size", 1))
     for doubt in cluster.doubts:
         Console(stderr=True).print(Text(f"warning: {path}: {doubt}"), style="yellow")

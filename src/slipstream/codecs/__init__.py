@@ -3,44 +3,44 @@
 Never communicates: an exchange says what is to be moved (``exchange``), and others move it.
 """
 
-from slipstream.codecs.compressor import Coder, Ranks
-from slipstream.codecs.dgc import DgcCodec, DgcCoder, Momentum
+from slipstream.codecs.compressor import Compressor, Ranks
+from slipstream.codecs.dgc import DgcCodec, DgcCompressor, Momentum
 from slipstream.codecs.exchange import (
+    AllGather,
+    AllReduce,
+    AllToAll,
     Exchange,
-    Gather,
     Request,
-    Sum,
-    Swap,
     run_together,
     sent_bytes,
 )
 from slipstream.codecs.half import HalfCodec
 from slipstream.codecs.int8 import Int8Codec
-from slipstream.codecs.make import make_coder, wire_bytes
+from slipstream.codecs.make import make_compressor, wire_bytes
 from slipstream.codecs.onebit import OneBitCodec
-from slipstream.codecs.powersgd import PowerSgdCodec, PowerSgdCoder
+from slipstream.codecs.powersgd import PowerSgdCodec, PowerSgdCompressor
 from slipstream.codecs.residual import Residual
-from slipstream.codecs.two_phase import TwoPhaseCoder
+from slipstream.codecs.two_phase import TwoPhaseCompressor
 
 __all__ = [
-    "Coder",
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Compressor",
     "DgcCodec",
-    "DgcCoder",
+    "DgcCompressor",
     "Exchange",
-    "Gather",
     "HalfCodec",
     "Int8Codec",
     "Momentum",
     "OneBitCodec",
     "PowerSgdCodec",
-    "PowerSgdCoder",
+    "PowerSgdCompressor",
     "Ranks",
     "Request",
     "Residual",
-    "Sum",
-    "Swap",
-    "TwoPhaseCoder",
-    "make_coder",
+    "TwoPhaseCompressor",
+    "make_compressor",
     "run_together",
     "sent_bytes",
     "wire_bytes",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.codecs.exchange import Exchange, Sum
+from slipstream.codecs.exchange import AllReduce, Exchange
 
 _CACHED = 2**16
 """Values that fit into the cache of a core, with room for what is computed of them."""
@@ -28,7 +28,7 @@ class Ranks:
     count: int
 
 
-class Coder(ABC):
+class Compressor(ABC):
     """One rank's side of the exchange of one bucket, whose slots are gradients of known sizes.
 
     Attributes:
@@ -43,7 +43,7 @@ class Coder(ABC):
     works_in: torch.dtype
 
     @abstractmethod
-    def exchange(self, values: torch.Tensor, riders: torch.Tensor, step: int) -> Exchange:
+    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
         """Leave in ``values`` the sum over ranks of what each sent for its own.
 
         Args:
@@ -99,16 +99,16 @@ def any_infinite(values: torch.Tensor) -> torch.Tensor:
     return torch.stack(extremes).isfinite().all().logical_not()
 
 
-def exchange_dense(values: torch.Tensor, riders: torch.Tensor) -> Exchange:
+def exchange_dense(values: torch.Tensor, flags: torch.Tensor) -> Exchange:
     """What a codec that has not begun yet does: the plain sum, flags and all, in one collective.
 
     The last flag is raised where the sum is not finite.
     """
-    plain = torch.cat([values, riders.to(values.dtype)])
-    yield Sum(plain)
+    plain = torch.cat([values, flags.to(values.dtype)])
+    yield AllReduce(plain)
     values.copy_(plain[: values.numel()])
-    riders.copy_(plain[values.numel() :] > 0)
-    riders[-1:] |= any_infinite(plain)
+    flags.copy_(plain[values.numel() :] > 0)
+    flags[-1:] |= any_infinite(plain)
 
 
 def parts(numel: int, device: torch.device, multiple: int = 1) -> Iterator[slice]:

@@ -25,7 +25,7 @@ from math import prod, sqrt
 import torch
 
 from slipstream.codecs.compressor import (
-    Coder,
+    Compressor,
     Ranks,
     SlotState,
     any_infinite,
@@ -34,7 +34,7 @@ from slipstream.codecs.compressor import (
     parts,
     real_dtype,
 )
-from slipstream.codecs.exchange import Exchange, Gather, Sum
+from slipstream.codecs.exchange import AllGather, AllReduce, Exchange
 
 EXACT_BELOW = 4096
 """Values among which the largest are found by sorting rather than by a sampled threshold."""
@@ -144,7 +144,7 @@ class Momentum:
     parameter: torch.Tensor | None = None
 
 
-class DgcCoder(Coder):
+class DgcCompressor(Compressor):
     """The exchange of a bucket: what stays dense, then what is sparse.
 
     Args:
@@ -192,21 +192,21 @@ class DgcCoder(Coder):
         reached = [density for first, density in self._stages if step >= first]
         return reached[-1] if reached else self._codec.density
 
-    def exchange(self, values: torch.Tensor, riders: torch.Tensor, step: int) -> Exchange:
+    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
         density = self.density(step)
         sparse = [i for i, matrix in enumerate(self._matrices) if matrix and density < 1]
         dense = [i for i in range(len(self._slots)) if i not in set(sparse)]
-        self._gather_momentum(values, set(sparse), riders[-1:])
+        self._gather_momentum(values, set(sparse), flags[-1:])
         waiting = self._next_velocity
-        first = torch.cat([riders.to(self.works_in), *(waiting[self._slots[i]] for i in dense)])
+        first = torch.cat([flags.to(self.works_in), *(waiting[self._slots[i]] for i in dense)])
         for i in dense:
             waiting[self._slots[i]] = 0
-        yield Sum(first)
-        riders.copy_(first[: riders.numel()] > 0)
-        riders[-1:] |= any_infinite(first)
-        sums = first[riders.numel() :].split([_length(self._slots[i]) for i in dense])
+        yield AllReduce(first)
+        flags.copy_(first[: flags.numel()] > 0)
+        flags[-1:] |= any_infinite(first)
+        sums = first[flags.numel() :].split([_length(self._slots[i]) for i in dense])
         if sparse:
-            yield from self._exchange_sparse(values, sparse, density, step, riders[-1:])
+            yield from self._exchange_sparse(values, sparse, density, step, flags[-1:])
         for i, total in zip(dense, sums, strict=True):
             values[self._slots[i]] = total
 
@@ -271,7 +271,7 @@ class DgcCoder(Coder):
             self._next_velocity[found] = 0
             self._next_momentum[found] = 0
         receive = send.new_empty(self._ranks.count, send.numel())
-        yield Gather(send, receive)
+        yield AllGather(send, receive)
         for message in receive:
             kept, indices = message[:border].view(self.works_in), message[border:total]
             values.index_add_(0, indices, kept)

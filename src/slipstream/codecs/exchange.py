@@ -14,14 +14,14 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class AllReduce:
     """Leave the sum over ranks in ``tensor``."""
 
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
+class AllToAll:
     """Row ``i`` of ``send`` goes to rank ``i``; row ``j`` of ``receive`` comes from rank ``j``."""
 
     send: torch.Tensor
@@ -29,14 +29,14 @@ class Swap:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class AllGather:
     """``send`` of rank ``j`` comes to row ``j`` of ``receive`` on every rank."""
 
     send: torch.Tensor
     receive: torch.Tensor
 
 
-Request = Sum | Swap | Gather
+Request = AllReduce | AllToAll | AllGather
 Exchange = Generator[Request, None, None]
 
 
@@ -50,11 +50,11 @@ def sent_bytes(request: Request, ranks: int) -> float:
     if ranks == 1:
         return 0.0
     match request:
-        case Sum(tensor):
+        case AllReduce(tensor):
             return 2 * (ranks - 1) / ranks * tensor.nbytes
-        case Swap(send, _):
+        case AllToAll(send, _):
             return (ranks - 1) / ranks * send.nbytes
-        case Gather(send, _):
+        case AllGather(send, _):
             return float((ranks - 1) * send.nbytes)
 
 
@@ -79,7 +79,7 @@ def run_together(exchanges: Sequence[Exchange]) -> float:
 
 
 def _serve(requests: Sequence[Request | None]) -> None:
-    sums = [r.tensor for r in requests if isinstance(r, Sum)]
+    sums = [r.tensor for r in requests if isinstance(r, AllReduce)]
     if sums:
         total = sums[0].clone()
         for other in sums[1:]:
@@ -88,7 +88,7 @@ def _serve(requests: Sequence[Request | None]) -> None:
             summed.copy_(total)
     for rank, request in enumerate(requests):
         for peer, their in enumerate(requests):
-            if isinstance(request, Swap) and isinstance(their, Swap):
+            if isinstance(request, AllToAll) and isinstance(their, AllToAll):
                 request.receive[peer].copy_(their.send[rank])
-            elif isinstance(request, Gather) and isinstance(their, Gather):
+            elif isinstance(request, AllGather) and isinstance(their, AllGather):
                 request.receive[peer].copy_(their.send)

@@ -10,25 +10,25 @@ from math import prod
 
 import torch
 
-from slipstream.codecs.compressor import Coder, Ranks, real_dtype
-from slipstream.codecs.dgc import DgcCodec, DgcCoder, Momentum
+from slipstream.codecs.compressor import Compressor, Ranks, real_dtype
+from slipstream.codecs.dgc import DgcCodec, DgcCompressor, Momentum
 from slipstream.codecs.half import HalfCodec
 from slipstream.codecs.int8 import Int8Codec
 from slipstream.codecs.onebit import OneBitCodec
-from slipstream.codecs.powersgd import PowerSgdCodec, PowerSgdCoder
-from slipstream.codecs.two_phase import TwoPhaseCoder
+from slipstream.codecs.powersgd import PowerSgdCodec, PowerSgdCompressor
+from slipstream.codecs.two_phase import TwoPhaseCompressor
 from slipstream.strategy import Dgc, Half, Int8, OneBit, PlainCodec, PowerSgd
 
 
-def make_coder(
-    wish: Int8 | OneBit | Dgc | PowerSgd,
+def make_compressor(
+    config: Int8 | OneBit | Dgc | PowerSgd,
     parameters: Sequence[torch.Tensor],
     ranks: Ranks,
     *,
     momenta: Sequence[Momentum] = (),
-    num_riders: int = 0,
+    num_flags: int = 0,
     seed: int = 0,
-) -> Coder:
+) -> Compressor:
     """The coder of a bucket that holds the gradients of ``parameters``, all of one dtype.
 
     Args:
@@ -36,63 +36,63 @@ def make_coder(
         parameters: slot by slot; complex ones count as twice as many real values.
         ranks: who takes part.
         momenta: what DGC is to do for the optimizer, slot by slot.
-        num_riders: flags that travel along.
+        num_flags: flags that travel along.
         seed: of random streams; the same on all ranks, another one for each bucket.
     """
     shapes = [real_shape(p) for p in parameters]
     dtype, device = parameters[0].dtype, parameters[0].device
-    match wish:
+    match config:
         case Int8():
-            return TwoPhaseCoder(
-                Int8Codec(wish.block, wish.rounding),
+            return TwoPhaseCompressor(
+                Int8Codec(config.block, config.rounding),
                 [prod(shape) for shape in shapes],
                 dtype,
                 ranks,
                 device,
-                feedback=wish.error_feedback,
-                num_riders=num_riders,
+                feedback=config.error_feedback,
+                num_flags=num_flags,
                 seed=seed,
             )
         case OneBit():
-            return TwoPhaseCoder(
-                OneBitCodec(wish.block),
+            return TwoPhaseCompressor(
+                OneBitCodec(config.block),
                 [prod(shape) for shape in shapes],
                 dtype,
                 ranks,
                 device,
                 feedback=True,
-                start_step=wish.start_step,
-                num_riders=num_riders,
+                start_step=config.start_step,
+                num_flags=num_flags,
                 seed=seed,
             )
         case Dgc():
-            return DgcCoder(
-                DgcCodec(wish.density, wish.sample),
+            return DgcCompressor(
+                DgcCodec(config.density, config.sample),
                 shapes,
                 dtype,
                 ranks,
                 device,
                 momenta=momenta or [Momentum(0.0)] * len(shapes),
-                stages=wish.stages,
-                clip=wish.clip,
+                stages=config.stages,
+                clip=config.clip,
                 seed=seed,
             )
         case PowerSgd():
-            return PowerSgdCoder(
-                PowerSgdCodec(wish.rank, wish.min_compression_rate),
+            return PowerSgdCompressor(
+                PowerSgdCodec(config.rank, config.min_compression_rate),
                 shapes,
                 dtype,
                 ranks,
                 device,
-                start_step=wish.start_step,
-                warm_start=wish.warm_start,
-                feedback=wish.error_feedback,
-                num_riders=num_riders,
+                start_step=config.start_step,
+                warm_start=config.warm_start,
+                feedback=config.error_feedback,
+                num_flags=num_flags,
                 seed=seed,
             )
 
 
-def wire_bytes(wish: PlainCodec | None, parameter: torch.Tensor) -> int:
+def wire_bytes(config: PlainCodec | None, parameter: torch.Tensor) -> int:
     """Bytes that stand for the gradient of a parameter on the wire, once it is compressed.
 
     Example:
@@ -101,19 +101,19 @@ def wire_bytes(wish: PlainCodec | None, parameter: torch.Tensor) -> int:
         (16384, 8192, 4160)
     """
     numel, dtype, shape = parameter.numel(), parameter.dtype, real_shape(parameter)
-    match wish:
+    match config:
         case None:
             return parameter.nbytes
         case Half():
-            return min(HalfCodec(wish.dtype).wire_bytes(numel, dtype), parameter.nbytes)
+            return min(HalfCodec(config.dtype).wire_bytes(numel, dtype), parameter.nbytes)
         case Int8():
-            return Int8Codec(wish.block).wire_bytes(prod(shape), dtype)
+            return Int8Codec(config.block).wire_bytes(prod(shape), dtype)
         case OneBit():
-            return OneBitCodec(wish.block).wire_bytes(prod(shape), dtype)
+            return OneBitCodec(config.block).wire_bytes(prod(shape), dtype)
         case Dgc() if len(shape) > 1:
-            return DgcCodec(wish.density).wire_bytes(prod(shape), dtype)
+            return DgcCodec(config.density).wire_bytes(prod(shape), dtype)
         case PowerSgd():
-            values = PowerSgdCodec(wish.rank, wish.min_compression_rate).wire_values(shape)
+            values = PowerSgdCodec(config.rank, config.min_compression_rate).wire_values(shape)
             return values * real_dtype(dtype).itemsize
         case _:
             return parameter.nbytes

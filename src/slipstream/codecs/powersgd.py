@@ -23,7 +23,7 @@ from math import prod
 import torch
 
 from slipstream.codecs.compressor import (
-    Coder,
+    Compressor,
     Ranks,
     SlotState,
     any_infinite,
@@ -31,7 +31,7 @@ from slipstream.codecs.compressor import (
     mixed,
     real_dtype,
 )
-from slipstream.codecs.exchange import Exchange, Sum
+from slipstream.codecs.exchange import AllReduce, Exchange
 from slipstream.codecs.residual import Residual
 
 
@@ -103,7 +103,7 @@ def direction(m: int, rank: int, seed: int) -> torch.Tensor:
     return torch.randn(m, rank, generator=random)
 
 
-class PowerSgdCoder(Coder):
+class PowerSgdCompressor(Compressor):
     """The exchange of a bucket: P beside all that stays dense, then Q.
 
     Args:
@@ -115,7 +115,7 @@ class PowerSgdCoder(Coder):
         start_step: updates before which gradients travel as they are.
         warm_start: whether Q is kept from step to step.
         feedback: whether errors are fed back.
-        num_riders: flags that travel along.
+        num_flags: flags that travel along.
         seed: of the first Q; the same on all ranks.
     """
 
@@ -130,7 +130,7 @@ class PowerSgdCoder(Coder):
         start_step: int,
         warm_start: bool,
         feedback: bool,
-        num_riders: int = 0,
+        num_flags: int = 0,
         seed: int = 0,
     ) -> None:
         self.works_in = real_dtype(dtype)
@@ -144,8 +144,8 @@ class PowerSgdCoder(Coder):
         self._dense = [slot for i, slot in enumerate(self._slots) if i not in self._matrices]
         sizes = [shape[0] * self._width(shape) for shape in self._matrices.values()]
         sizes += [slot.stop - slot.start for slot in self._dense]
-        self._first = torch.zeros(sum(sizes) + num_riders, dtype=self.works_in, device=device)
-        *parts, self._riders = self._first.split([*sizes, num_riders])
+        self._first = torch.zeros(sum(sizes) + num_flags, dtype=self.works_in, device=device)
+        *parts, self._wire_flags = self._first.split([*sizes, num_flags])
         shapes_p = [(n, self._width((n, m))) for n, m in self._matrices.values()]
         self._p = [part.view(s) for part, s in zip(parts, shapes_p, strict=False)]
         self._dense_parts = parts[len(self._p) :]
@@ -165,10 +165,10 @@ class PowerSgdCoder(Coder):
     def _width(self, shape: tuple[int, int]) -> int:
         return min(self._codec.rank, *shape)
 
-    def exchange(self, values: torch.Tensor, riders: torch.Tensor, step: int) -> Exchange:
+    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
         self._low_rank = step >= self._start_step
         if not self._low_rank:
-            yield from exchange_dense(values, riders)
+            yield from exchange_dense(values, flags)
             return
         results = [values[self._slots[i]].view(shape) for i, shape in self._matrices.items()]
         matrices = results
@@ -181,12 +181,12 @@ class PowerSgdCoder(Coder):
             torch.mm(matrix, orthonormal(self._direction(number, step)), out=p)
         for part, slot in zip(self._dense_parts, self._dense, strict=True):
             part.copy_(values[slot])
-        self._riders.copy_(riders)
-        yield Sum(self._first)
-        riders.copy_(self._riders > 0)
+        self._wire_flags.copy_(flags)
+        yield AllReduce(self._first)
+        flags.copy_(self._wire_flags > 0)
         # What is not finite in a matrix is not finite in P, as 0 times infinity is not a number.
         unsound = any_infinite(self._first)
-        riders[-1:] |= unsound
+        flags[-1:] |= unsound
         self._first.masked_fill_(unsound, 0)
         for part, slot in zip(self._dense_parts, self._dense, strict=True):
             values[slot] = part
@@ -197,8 +197,8 @@ class PowerSgdCoder(Coder):
             q.copy_((base.T.contiguous() @ matrix).T)  # M^T P would go through M by columns
             if self._residuals:
                 matrix.addmm_(base, q.T, alpha=-1)
-        yield Sum(self._second)
-        riders[-1:] |= any_infinite(self._second * self._codec.rank)
+        yield AllReduce(self._second)
+        flags[-1:] |= any_infinite(self._second * self._codec.rank)
         for result, base, q in zip(results, bases, self._q, strict=True):
             torch.mm(base, q.T, out=result)
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from slipstream.codecs.compressor import (
-    Coder,
+    Compressor,
     Ranks,
     SlotState,
     any_infinite,
@@ -27,7 +27,7 @@ from slipstream.codecs.compressor import (
     parts,
     real_dtype,
 )
-from slipstream.codecs.exchange import Exchange, Gather, Swap
+from slipstream.codecs.exchange import AllGather, AllToAll, Exchange
 from slipstream.codecs.residual import Residual
 
 _ALIGNED = 8
@@ -51,7 +51,7 @@ class BlockCodec(Protocol):
     def peaks(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor: ...
 
 
-class TwoPhaseCoder(Coder):
+class TwoPhaseCompressor(Compressor):
     """The exchange of a bucket by a block codec, with error feedback on both sides if asked for.
 
     A worker's residual is what it failed to send of its gradients; a server's, what it failed to
@@ -65,7 +65,7 @@ class TwoPhaseCoder(Coder):
         device: where the gradients are.
         feedback: whether errors are fed back.
         start_step: updates before which gradients travel as they are.
-        num_riders: flags that travel along.
+        num_flags: flags that travel along.
         seed: of the random streams; the same on all ranks.
     """
 
@@ -79,7 +79,7 @@ class TwoPhaseCoder(Coder):
         *,
         feedback: bool,
         start_step: int = 0,
-        num_riders: int = 0,
+        num_flags: int = 0,
         seed: int = 0,
     ) -> None:
         self._codec, self._sizes, self._ranks, self._seed = codec, list(sizes), ranks, seed
@@ -89,8 +89,8 @@ class TwoPhaseCoder(Coder):
         self._piece = -(-blocks // ranks.count) * codec.block
         self.num_values = self._piece * ranks.count
         coded = codec.wire_bytes(self._piece, self.works_in)
-        length = -(-(coded + num_riders) // _ALIGNED) * _ALIGNED  # so that scales are aligned
-        self._coded, self._num_riders = coded, num_riders
+        length = -(-(coded + num_flags) // _ALIGNED) * _ALIGNED  # so that scales are aligned
+        self._coded, self._num_flags = coded, num_flags
         buffers = torch.zeros(2, ranks.count, length, dtype=torch.uint8, device=device)
         self._send, self._receive = buffers
         self._random = torch.Generator(device)
@@ -101,28 +101,28 @@ class TwoPhaseCoder(Coder):
             )
             self._server = Residual(torch.zeros(self._piece, dtype=self.works_in, device=device))
 
-    def exchange(self, values: torch.Tensor, riders: torch.Tensor, step: int) -> Exchange:
+    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
         if step < self._start_step:
-            yield from exchange_dense(values, riders)
+            yield from exchange_dense(values, flags)
             return
         self._random.manual_seed(mixed(self._seed, step, self._ranks.rank))
         pieces = values.view(self._ranks.count, self._piece)
         for number, piece in enumerate(pieces):
             begin = number * self._piece
-            self._encode(piece, self._send[number], begin, self._worker, begin, riders[-1:])
-        self._send[:, self._coded : self._coded + self._num_riders] = riders
-        yield Swap(self._send, self._receive)
-        passengers = self._receive[:, self._coded : self._coded + self._num_riders]
-        riders.copy_(passengers.amax(0))
+            self._encode(piece, self._send[number], begin, self._worker, begin, flags[-1:])
+        self._send[:, self._coded : self._coded + self._num_flags] = flags
+        yield AllToAll(self._send, self._receive)
+        passengers = self._receive[:, self._coded : self._coded + self._num_flags]
+        flags.copy_(passengers.amax(0))
         rank = self._ranks.rank
         mine, sent = pieces[rank], self._send[rank]
         self._add_up(mine)
-        self._encode(mine, sent, rank * self._piece, self._server, 0, riders[-1:])
-        yield Gather(sent, self._receive)
+        self._encode(mine, sent, rank * self._piece, self._server, 0, flags[-1:])
+        yield AllGather(sent, self._receive)
         for payload, piece in zip(self._receive, pieces, strict=True):
             for part, coded in self._parts(payload):
                 self._codec.decode(coded, self.works_in, out=piece[part])
-                riders[-1:] |= any_infinite(self._codec.peaks(coded, self.works_in))
+                flags[-1:] |= any_infinite(self._codec.peaks(coded, self.works_in))
 
     def commit(self) -> None:
         for residual in self._residuals():

@@ -29,7 +29,7 @@ from slipstream.comm.collectives import Extreme, Maybe, Move, Receive, Send
 from slipstream.comm.graphs import Graph, current
 from slipstream.comm.wire import carry
 from slipstream.trace.recorder import Recorder
-from slipstream.transport.consistency import lost, together
+from slipstream.transport.consistency import collective_errors, lost
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -237,7 +237,7 @@ def _given(name: str, move: Move, gradient: Maybe) -> tuple[bool, bool]:
         return gradient is not None, wants
     flags = torch.tensor([gradient is not None, wants], dtype=torch.uint8, device=group.device)
     advice = "(backward runs on every rank: comm.backward(), with or without loss)"
-    with together(name, "in", group, advice):
+    with collective_errors(name, "in", group, advice):
         match move:
             case Send():
                 carry({move.peer: flags}, {}, group)

@@ -13,10 +13,10 @@ import torch
 
 from slipstream.comm.groups import Group, member
 from slipstream.comm.signature import (
-    Header,
+    Signature,
     check_tensor,
-    consult,
     consult_sizes,
+    exchange_signatures,
     receive_header,
     same,
     send_header,
@@ -54,7 +54,7 @@ def from_root(
             )
         wants = _wants(operator, x)
         return Like.of(x), wants
-    root = consult(Header.of(operator, x, options), group)[0]
+    root = exchange_signatures(Signature.of(operator, x, options), group)[0]
     if x is not None:
         check_tensor(operator, x)
     if root.shape is None:
@@ -128,7 +128,7 @@ def exchanged(
 def sent(x: torch.Tensor, to: int, group: Group) -> bool:
     """Whether the tensor for rank ``to`` wants a gradient, of which that rank has been told."""
     if group.check:
-        send_header(Header.of("send", x), to, group)
+        send_header(Signature.of("send", x), to, group)
     return _wants("send", x)
 
 
@@ -222,7 +222,7 @@ def must_add_up(operator: str, x: torch.Tensor, *, mean: bool = False, order: bo
 
 def _brought(
     operator: str, x: torch.Tensor, group: Group, *options: int
-) -> tuple[Sequence[Header], Sizes, bool]:
+) -> tuple[Sequence[Signature], Sizes, bool]:
     """The ranks' headers (none where they do not consult), the shape of the first rank's tensor,
     and whether any rank wants a gradient.
 
@@ -232,7 +232,7 @@ def _brought(
     if not group.consults:
         wants = _wants(operator, x)
         return (), x.shape, wants
-    every = consult(Header.of(operator, x, options), group)
+    every = exchange_signatures(Signature.of(operator, x, options), group)
     if x is not None:
         check_tensor(operator, x)
     for rank, header in zip(group.ranks, every, strict=True):
@@ -253,11 +253,11 @@ def _wants(operator: str, x: torch.Tensor) -> bool:
 
 
 def _lengths(
-    operator: str, every: Sequence[Header], shape: Sizes, axis: int, group: Group
+    operator: str, every: Sequence[Signature], shape: Sizes, axis: int, group: Group
 ) -> Sizes:
     """The ranks' lengths along ``axis``; in all else their tensors must be equal."""
 
-    def fixed(header: Header) -> str:
+    def fixed(header: Signature) -> str:
         sides = enumerate(header.shape or ())
         kept = ["any" if side == axis else size for side, size in sides]
         return f"{header.dtype} {kept}".replace("'", "").removeprefix("torch.")
@@ -268,7 +268,7 @@ def _lengths(
     return tuple(header.shape[axis] for header in every if header.shape is not None)
 
 
-def _template(header: Header, x: torch.Tensor | None, group: Group, device: Device) -> Like:
+def _template(header: Signature, x: torch.Tensor | None, group: Group, device: Device) -> Like:
     """The tensor of another rank's header, where ``x`` is, or on ``device``."""
     assert header.shape is not None
     assert header.dtype is not None

@@ -4,8 +4,8 @@ A map is known on every rank by values (sizes, dtype) before it runs. ``move(x)`
 this rank's tensor, or None where the map takes none from it; so is what it returns. The adjoint of
 a map A is the A* of ``<A x, y> = <x, A* y>``, summed over ranks: what backward of the operator is.
 
-    SumAll <-> SumAll            Broadcast <-> Sum          Gather <-> Scatter
-    GatherAll <-> SumScatter     AllToAll <-> AllToAll      Send <-> Receive
+    AllReduce <-> AllReduce            Broadcast <-> Sum          Gather <-> Scatter
+    AllGather <-> ReduceScatter     AllToAll <-> AllToAll      Send <-> Receive
 
 Those that cut tensors, or join them, are in ``cuts``. `Extreme` alone is not linear.
 """
@@ -19,24 +19,24 @@ import torch
 import torch.distributed as dist
 
 from slipstream.comm.groups import Group
-from slipstream.comm.shards import AllToAll, Gather, GatherAll, Scatter, SumScatter
+from slipstream.comm.shards import AllGather, AllToAll, Gather, ReduceScatter, Scatter
 from slipstream.comm.wire import Like, Maybe, carry, copy, wire
 
 __all__ = [
+    "AllGather",
+    "AllReduce",
     "AllToAll",
     "Broadcast",
     "Extreme",
     "Gather",
-    "GatherAll",
     "Like",
     "Maybe",
     "Move",
     "Receive",
+    "ReduceScatter",
     "Scatter",
     "Send",
     "Sum",
-    "SumAll",
-    "SumScatter",
 ]
 
 
@@ -60,7 +60,7 @@ class Move(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SumAll:
+class AllReduce:
     """The sum on every rank, or (``mean``) that over the number of ranks."""
 
     group: Group
@@ -91,8 +91,8 @@ class Extreme:
     op: dist.ReduceOp.RedOpType
 
     @property
-    def adjoint(self) -> SumAll:
-        return SumAll(self.group, self.output)
+    def adjoint(self) -> AllReduce:
+        return AllReduce(self.group, self.output)
 
     def __call__(self, x: Maybe) -> torch.Tensor:
         assert x is not None

@@ -19,13 +19,13 @@ from slipstream.comm.arguments import (
     pieces_of,
 )
 from slipstream.comm.collectives import (
+    AllGather,
     AllToAll,
     Broadcast,
     Gather,
-    GatherAll,
     Like,
+    ReduceScatter,
     Scatter,
-    SumScatter,
 )
 from slipstream.comm.groups import Group, member
 
@@ -109,7 +109,7 @@ def all_gather(
     """
     group = member(group, "all_gather")
     x, axis, lengths, wants = gathered("all_gather", x, group, axis, sizes)
-    move = GatherAll(group, Like.of(x).sized(sum(lengths), axis), axis, lengths)
+    move = AllGather(group, Like.of(x).sized(sum(lengths), axis), axis, lengths)
     return everywhere("all_gather", move, x, wants=wants)
 
 
@@ -182,7 +182,9 @@ def reduce_scatter_sum(
     wants = equal(name, x, group, axis, *digest(sizes))
     must_add_up(name, x)
     axis = axis_of(name, axis, x.shape)
-    move = SumScatter(group, Like.of(x), axis, pieces_of(name, x.shape[axis], axis, group, sizes))
+    move = ReduceScatter(
+        group, Like.of(x), axis, pieces_of(name, x.shape[axis], axis, group, sizes)
+    )
     return everywhere(name, move, x, wants=wants)
 
 

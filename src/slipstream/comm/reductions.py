@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from slipstream.comm.apply import apply, eager, everywhere
 from slipstream.comm.arguments import equal, must_add_up
-from slipstream.comm.collectives import Extreme, Like, Sum, SumAll
+from slipstream.comm.collectives import AllReduce, Extreme, Like, Sum
 from slipstream.comm.groups import Group, member
 
 
@@ -87,7 +87,7 @@ def _sum_all(name: str, x: torch.Tensor, group: Group | None, *, mean: bool) -> 
     group = member(group, name)
     wants = equal(name, x, group)
     must_add_up(name, x, mean=mean)
-    return everywhere(name, SumAll(group, Like.of(x), mean), x, wants=wants)
+    return everywhere(name, AllReduce(group, Like.of(x), mean), x, wants=wants)
 
 
 def _extreme(

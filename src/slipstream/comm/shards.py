@@ -83,7 +83,7 @@ class Scatter(_Cut):
         return out
 
 
-class GatherAll(_Cut):
+class AllGather(_Cut):
     """The ranks' pieces one behind the other, on every rank.
 
     [Note: Gloo's own all-gather] takes equal pieces only, but passes them around a ring, which is
@@ -97,8 +97,8 @@ class GatherAll(_Cut):
         return self.whole
 
     @property
-    def adjoint(self) -> SumScatter:
-        return SumScatter(self.group, self.whole, self.axis, self.sizes)
+    def adjoint(self) -> ReduceScatter:
+        return ReduceScatter(self.group, self.whole, self.axis, self.sizes)
 
     def __call__(self, x: Maybe) -> torch.Tensor:
         assert x is not None
@@ -115,7 +115,7 @@ class GatherAll(_Cut):
         return torch.cat([pieces[place] for place in group.places], self.axis)
 
 
-class SumScatter(_Cut):
+class ReduceScatter(_Cut):
     """The sum of the ranks' tensors, cut.
 
     [Note: Gloo's own reduce-scatter] sends twice the bytes that it needs (torch 2.13): pieces are
@@ -129,8 +129,8 @@ class SumScatter(_Cut):
         return self.piece
 
     @property
-    def adjoint(self) -> GatherAll:
-        return GatherAll(self.group, self.whole, self.axis, self.sizes)
+    def adjoint(self) -> AllGather:
+        return AllGather(self.group, self.whole, self.axis, self.sizes)
 
     def __call__(self, x: Maybe) -> torch.Tensor:
         assert x is not None

@@ -12,7 +12,7 @@ import torch
 
 from slipstream.comm.groups import Group
 from slipstream.errors import CommError, MismatchError
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 from slipstream.transport.p2p import gather_all, transfer
 
 MAX_DIMS = 10
@@ -53,7 +53,7 @@ DTYPES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class Signature:
     """What one rank is about to do.
 
     ``dtype`` and ``shape`` are None where it brings no tensor. ``wants``: its tensor requires a
@@ -69,7 +69,7 @@ class Header:
     options: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, operator: str, x: object, options: tuple[int, ...] = ()) -> Header:
+    def of(cls, operator: str, x: object, options: tuple[int, ...] = ()) -> Signature:
         """The header of this rank, which calls ``operator(x)``."""
         records = torch.is_grad_enabled()
         if not isinstance(x, torch.Tensor) or not travels(x):
@@ -94,7 +94,7 @@ class Header:
         ]
 
     @classmethod
-    def read(cls, numbers: Sequence[int]) -> Header:
+    def read(cls, numbers: Sequence[int]) -> Signature:
         """The inverse of ``numbers``."""
         operator, dtype, dims, wants, records, count, *rest = numbers
         return cls(
@@ -133,7 +133,7 @@ def check_tensor(operator: str, x: object) -> None:
         )
 
 
-def consult(own: Header, group: Group) -> list[Header]:
+def exchange_signatures(own: Signature, group: Group) -> list[Signature]:
     """The headers of all members, in the group's order; one collective.
 
     Raises:
@@ -142,10 +142,10 @@ def consult(own: Header, group: Group) -> list[Header]:
     """
     mine = torch.tensor(own.numbers(), device=group.device)
     every = mine.new_empty(group.size, LENGTH)
-    with together(own.operator, "in", group):
+    with collective_errors(own.operator, "in", group):
         gather_all(every.view(-1), mine, group.members)
     rows = every.tolist()
-    headers = [Header.read(rows[place]) for place in group.places]
+    headers = [Signature.read(rows[place]) for place in group.places]
     same(headers, group, "calls", lambda h: h.operator)
     same(headers, group, f"calls {own.operator} with options", lambda h: h.options)
     if any(h.wants for h in headers):
@@ -154,23 +154,23 @@ def consult(own: Header, group: Group) -> list[Header]:
     return headers
 
 
-def send_header(own: Header, peer: int, group: Group) -> None:
+def send_header(own: Signature, peer: int, group: Group) -> None:
     """Tell ``peer`` (a rank of the group) what comes."""
     mine = torch.tensor(own.numbers(), device=group.device)
-    with together("send to rank", group.ranks[peer]):
+    with collective_errors("send to rank", group.ranks[peer]):
         transfer({}, {group.places[peer]: mine}, group.members)
 
 
-def receive_header(peer: int, group: Group) -> Header:
+def receive_header(peer: int, group: Group) -> Signature:
     """What ``peer`` (a rank of the group) is about to send."""
     theirs = torch.empty(LENGTH, dtype=torch.int64, device=group.device)
-    with together("recv from rank", group.ranks[peer]):
+    with collective_errors("recv from rank", group.ranks[peer]):
         transfer({group.places[peer]: theirs}, {}, group.members)
-    return Header.read(theirs.tolist())
+    return Signature.read(theirs.tolist())
 
 
 def same(
-    headers: Sequence[Header], group: Group, what: str, of: Callable[[Header], object]
+    headers: Sequence[Signature], group: Group, what: str, of: Callable[[Signature], object]
 ) -> None:
     """Refuse headers that differ in ``of``.
 
@@ -192,7 +192,7 @@ def consult_sizes(sizes: Sequence[int], group: Group) -> list[list[int]]:
         return [list(sizes)]
     mine = torch.tensor(sizes, dtype=torch.int64, device=group.device)
     every = mine.new_empty(group.size, group.size)
-    with together("the comparison of sizes in", group):
+    with collective_errors("the comparison of sizes in", group):
         gather_all(every.view(-1), mine, group.members)
     rows: list[list[int]] = every.tolist()
     return [rows[place] for place in group.places]

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from slipstream.errors import ModelError
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 
 _UNKNOWN = -1
 _NOTHING = object()
 
 
-class EvenLoader:
+class UnevenInputLoader:
     """The user's loader, iterated in step with all other ranks.
 
     Lengths are compared once an epoch, when iteration starts (one small collective). Where all are
@@ -51,7 +51,7 @@ class EvenLoader:
             on_start,
         )
         self._world_size = dist.get_world_size(group) if group is not None else 1
-        self.filler = False
+        self.dummy_batch = False
         self.active = self._world_size
 
     def detach(self) -> None:
@@ -83,7 +83,7 @@ class EvenLoader:
                 else:
                     yield from self._to_the_longest(lengths)
         finally:
-            self.filler, self.active = False, self._world_size
+            self.dummy_batch, self.active = False, self._world_size
 
     def _to_the_longest(self, lengths: list[int]) -> Iterator[Any]:
         _refuse_empty(lengths)
@@ -91,8 +91,8 @@ class EvenLoader:
         batch = _NOTHING
         for step in range(max(lengths)):
             own = next(batches, _NOTHING)
-            self.filler = own is _NOTHING
-            batch = batch if self.filler else own
+            self.dummy_batch = own is _NOTHING
+            batch = batch if self.dummy_batch else own
             self.active = sum(length > step for length in lengths)
             yield batch
 
@@ -107,8 +107,8 @@ class EvenLoader:
                 return
             if batch is _NOTHING:  # the first step, on every rank alike
                 _refuse_empty(has_batch)
-            self.filler = own is _NOTHING
-            batch = batch if self.filler else own
+            self.dummy_batch = own is _NOTHING
+            batch = batch if self.dummy_batch else own
             yield batch
 
     def _timed(self) -> Iterator[Any]:
@@ -127,7 +127,7 @@ class EvenLoader:
 
     def _compare(self, value: int) -> list[int]:
         every = torch.empty(self._world_size, dtype=torch.int64)
-        with together("the comparison of the loaders"):
+        with collective_errors("the comparison of the loaders"):
             dist.all_gather(list(every.split(1)), torch.tensor([int(value)]), group=self._group)
         return [int(v) for v in every]
 

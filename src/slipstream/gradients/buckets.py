@@ -59,7 +59,7 @@ class Bucket(ABC):
 
     @property
     @abstractmethod
-    def sound(self) -> bool:
+    def is_finite(self) -> bool:
         """Whether the sum is finite, on all ranks alike."""
 
     @abstractmethod
@@ -177,7 +177,7 @@ class DenseBucket(Bucket):
         return transport(self.flat, group)
 
     @property
-    def sound(self) -> bool:
+    def is_finite(self) -> bool:
         return is_finite(self.flat)
 
     def finish(self) -> None:
@@ -248,7 +248,7 @@ class SparseBucket(Bucket):
         self._gradient = sparse.all_reduce_sum(own, group, used=used)
 
     @property
-    def sound(self) -> bool:
+    def is_finite(self) -> bool:
         return self._gradient is None or is_finite(self._gradient._values())
 
     def finish(self) -> None:

@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.codecs import (
-    Coder,
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Compressor,
     Exchange,
-    Gather,
     HalfCodec,
     Momentum,
     Ranks,
-    Sum,
-    Swap,
-    make_coder,
+    make_compressor,
     wire_bytes,
 )
 from slipstream.gradients.buckets import DenseBucket, gradient_dtype
@@ -41,7 +41,7 @@ NamedState = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Coding:
+class CompressionPlan:
     """How the gradients of a model are coded: by path, and what DGC does for the optimizer."""
 
     codec_of: Callable[[str], PlainCodec | None]
@@ -53,7 +53,7 @@ class Coding:
     """Whether gradients without a codec travel in the type of their parameters, where that is
     narrower than their own."""
 
-    def for_segment(self, num_bytes: int) -> Coding:
+    def for_segment(self, num_bytes: int) -> CompressionPlan:
         """How the gradients of one segment are coded, if they are."""
         return self if self.pays(num_bytes) else replace(self, codec_of=lambda name: None)
 
@@ -78,15 +78,15 @@ class Coding:
             case Half():
                 return DenseBucket(parameters, HalfCodec(codec.dtype).wire_dtype)
         momenta = [self.momenta.get(name, Momentum(0.0)) for name in names]
-        coder = make_coder(
+        compressor = make_compressor(
             codec,
             parameters,
             self.ranks,
             momenta=momenta,
-            num_riders=len(parameters) + 1,
+            num_flags=len(parameters) + 1,
             seed=seed,
         )
-        return CodedBucket(names, parameters, coder)
+        return CodedBucket(names, parameters, compressor)
 
 
 class CodedBucket(DenseBucket):
@@ -99,56 +99,58 @@ class CodedBucket(DenseBucket):
     """
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[nn.Parameter], coder: Coder
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], compressor: Compressor
     ) -> None:
-        super().__init__(parameters, coder.works_in, coder.num_values)
-        self.coder, self.names = coder, list(names)
-        self._sound = True
-        self._values = self.flat[: coder.num_values]
+        super().__init__(parameters, compressor.works_in, compressor.num_values)
+        self.compressor, self.names = compressor, list(names)
+        self._is_finite = True
+        self._values = self.flat[: compressor.num_values]
         self._num_real = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
-        self._riders = torch.zeros(len(parameters) + 1, dtype=torch.uint8, device=self.flat.device)
+        self._wire_flags = torch.zeros(
+            len(parameters) + 1, dtype=torch.uint8, device=self.flat.device
+        )
 
     def exchange(self, step: int, group: dist.ProcessGroup) -> None:
         """Leave the sum over ranks in the flat tensor: several collectives."""
         self._values[self._num_real :] = 0
-        self._riders[:-1] = self._flags > 0
-        self._riders[-1] = 0
-        carry(self.coder.exchange(self._values, self._riders, step), group)
-        used = self._riders.tolist()
-        self.coder.forget([slot for slot in self._unused if not used[slot]])
-        self._flags.copy_(self._riders[:-1])
-        self._sound = not self._riders[-1]
-        if not self._sound:
+        self._wire_flags[:-1] = self._flags > 0
+        self._wire_flags[-1] = 0
+        carry(self.compressor.exchange(self._values, self._wire_flags, step), group)
+        used = self._wire_flags.tolist()
+        self.compressor.forget([slot for slot in self._unused if not used[slot]])
+        self._flags.copy_(self._wire_flags[:-1])
+        self._is_finite = not self._wire_flags[-1]
+        if not self._is_finite:
             self._values.fill_(torch.nan)
 
     @property
-    def sound(self) -> bool:
-        return self._sound
+    def is_finite(self) -> bool:
+        return self._is_finite
 
     def settle(self, counts: bool) -> None:
         """Keep what the coder has learned from the last exchange, or forget it."""
         if counts:
-            self.coder.commit()
+            self.compressor.commit()
         else:
-            self.coder.rollback()
+            self.compressor.rollback()
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
         """What the coder keeps, by parameter."""
-        pairs = zip(self.names, self.coder.state(), strict=True)
+        pairs = zip(self.names, self.compressor.state(), strict=True)
         return {name: state for name, state in pairs if state}
 
     def load(self, kept: NamedState) -> None:
         """Go on from the states of these parameters, wherever they come from."""
-        self.coder.load([kept.get(name, {}) for name in self.names])
+        self.compressor.load([kept.get(name, {}) for name in self.names])
 
 
 def carry(exchange: Exchange, group: dist.ProcessGroup) -> None:
     """Do what a codec asks for, over a process group."""
     for request in exchange:
         match request:
-            case Sum(tensor):
+            case AllReduce(tensor):
                 dist.all_reduce(tensor, group=group)
-            case Swap(send, receive):
+            case AllToAll(send, receive):
                 all_to_all(receive.unbind(), send.unbind(), group)
-            case Gather(send, receive):
+            case AllGather(send, receive):
                 gather_all(receive.view(-1), send.view(-1), group)

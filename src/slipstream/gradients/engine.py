@@ -27,7 +27,7 @@ import torch.distributed as dist
 from slipstream.errors import ExchangeError
 from slipstream.gradients.buckets import Bucket, DenseBucket, SparseBucket, Transport
 from slipstream.gradients.buffers import Buffers
-from slipstream.gradients.compressed import CodedBucket, Coding, NamedState
+from slipstream.gradients.compressed import CodedBucket, CompressionPlan, NamedState
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
     averaged_already,
@@ -39,10 +39,10 @@ from slipstream.gradients.messages import (
 )
 from slipstream.gradients.ready_order import Observer, ReadyOrder
 from slipstream.gradients.segments import (
-    Exchanged,
-    Place,
-    Shipment,
-    Trainable,
+    BucketSlot,
+    NamedParameter,
+    Segment,
+    SegmentStats,
     gradients_of,
     lay_out,
 )
@@ -88,17 +88,17 @@ class Engine:
 
     def __init__(
         self,
-        trainables: Sequence[Trainable],
-        frozen: Sequence[Trainable],
+        trainables: Sequence[NamedParameter],
+        frozen: Sequence[NamedParameter],
         buffers: Callable[[], Iterable[torch.Tensor]],
         *,
         split: Split,
         overlap: bool,
         transport: Transport,
-        coding: Coding,
+        coding: CompressionPlan,
         channel: Channel,
         control: dist.ProcessGroup,
-        anywhere: Callable[[bool], bool] = bool,
+        any_rank: Callable[[bool], bool] = bool,
         recorder: Recorder | None = None,
     ) -> None:
         self._trainables, self._frozen = list(trainables), list(frozen)
@@ -106,12 +106,12 @@ class Engine:
         self.split, self._overlap, self._transport = split, overlap, transport
         self._coding = coding
         self._channel, self._control, self._recorder = channel, control, recorder
-        self._anywhere, self._rank = anywhere, dist.get_rank()
+        self._any_rank, self._rank = any_rank, dist.get_rank()
         self._device = trainables[0].parameter.device
         self._order: ReadyOrder | None = None
         self._observer: Observer | None = None
-        self._shipments: list[Shipment] = []
-        self._places: list[Place] = []
+        self._shipments: list[Segment] = []
+        self._places: list[BucketSlot] = []
         self._backward: _Backward | None = None
         self._local_only = False
         self._lost: str | None = None
@@ -180,7 +180,7 @@ class Engine:
             self._send(backward, everything=True)
             self.overflowed = False
             self._channel.wait()
-            self.overflowed = self._anywhere(self.overflowed)
+            self.overflowed = self._any_rank(self.overflowed)
         except Exception as error:
             self._lost = str(error)
             raise
@@ -227,7 +227,7 @@ class Engine:
         return self._order
 
     @property
-    def segments(self) -> tuple[Exchanged, ...]:
+    def segments(self) -> tuple[SegmentStats, ...]:
         """The segments in the order of their exchange; empty before the first exchange."""
         return tuple(shipment.summary for shipment in self._shipments)
 
@@ -363,7 +363,7 @@ class Engine:
 
     def _land(self, bucket: Bucket) -> None:
         """The averages of one bucket are here, those of others may be on their way."""
-        if self._lossy and not bucket.sound:
+        if self._lossy and not bucket.is_finite:
             self.overflowed = True
         bucket.finish()
         if bucket.may_overflow and isinstance(bucket, DenseBucket):

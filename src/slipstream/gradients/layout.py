@@ -42,7 +42,7 @@ class Gradient:
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class SegmentRange:
     """The gradients ``[start, stop)`` of the ready order, which are exchanged together."""
 
     start: int
@@ -52,7 +52,7 @@ class Segment:
         return self.stop - self.start
 
 
-def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[Segment, ...]:
+def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[SegmentRange, ...]:
     """Cut gradients, given in ready order, into segments that follow each other without a gap.
 
     Ready order is the order in which backward produces gradients: the output layer comes first.
@@ -65,7 +65,7 @@ def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[Segment,
         >>> from slipstream.strategy import ByPercent
         >>> ready = [Gradient("b", "2", 30), Gradient("a", "1", 60), Gradient("c", "0", 10)]
         >>> plan_segments(ready, ByPercent(percents=(90, 10)))
-        (Segment(start=0, stop=2), Segment(start=2, stop=3))
+        (SegmentRange(start=0, stop=2), SegmentRange(start=2, stop=3))
     """
     if not gradients:
         raise ModelError(
@@ -74,7 +74,7 @@ def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[Segment,
         )
     cut = _CUTS[type(split)]
     stops = sorted({*cut(gradients, split), len(gradients)} - {0})
-    return tuple(Segment(start, stop) for start, stop in pairwise([0, *stops]))
+    return tuple(SegmentRange(start, stop) for start, stop in pairwise([0, *stops]))
 
 
 def _by_bytes(gradients: Sequence[Gradient], split: ByBytes) -> Iterable[int]:

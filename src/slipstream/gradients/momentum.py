@@ -14,15 +14,15 @@ import torch
 from slipstream.codecs import Momentum
 from slipstream.codecs.compressor import memory_order
 from slipstream.errors import ModelError, UsageError
-from slipstream.gradients.segments import Trainable
+from slipstream.gradients.segments import NamedParameter
 from slipstream.strategy import Codec, Dgc, codec_of
 
 LENT = "lent_to_dgc"
 _SETTINGS = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
 
 
-def check_lendable(
-    optimizer: torch.optim.Optimizer, trainables: Sequence[Trainable], codec: Codec | None
+def check_momentum_correction(
+    optimizer: torch.optim.Optimizer, trainables: Sequence[NamedParameter], codec: Codec | None
 ) -> None:
     """Refuse what DGC cannot take over.
 
@@ -54,12 +54,12 @@ def check_lendable(
             )
 
 
-class Lent:
+class MomentumCorrection:
     """What an optimizer has lent; ``give_back`` undoes it: before the first update in full, later
     the settings, as the momentum is spent by then.
 
     Args:
-        optimizer: as ``check_lendable`` accepts it.
+        optimizer: as ``check_momentum_correction`` accepts it.
         trainables: every parameter that requires a gradient.
         codec: of the strategy.
         world_size: each rank applies its share of a momentum that was built up before.
@@ -68,7 +68,7 @@ class Lent:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        trainables: Sequence[Trainable],
+        trainables: Sequence[NamedParameter],
         codec: Codec | None,
         world_size: int,
     ) -> None:
@@ -82,20 +82,22 @@ class Lent:
             if not inside:
                 _give_back(group)
                 continue
-            lent = dict(group.get(LENT) or {name: group[name] for name in _SETTINGS})
+            momentum_correction = dict(group.get(LENT) or {name: group[name] for name in _SETTINGS})
             for parameter in inside:
                 name = coded[id(parameter)]
-                decayed = parameter if lent["weight_decay"] else None
-                self.momenta[name] = Momentum(**lent, parameter=decayed)
+                decayed = parameter if momentum_correction["weight_decay"] else None
+                self.momenta[name] = Momentum(**momentum_correction, parameter=decayed)
                 buffer = optimizer.state[parameter].pop("momentum_buffer", None)
                 if buffer is not None:
                     self._unspent[parameter] = buffer
-                    ahead = lent["momentum"] if lent["nesterov"] else 1.0
+                    ahead = (
+                        momentum_correction["momentum"] if momentum_correction["nesterov"] else 1.0
+                    )
                     in_order = memory_order(
                         torch.empty_like(parameter, dtype=buffer.dtype).copy_(buffer)
                     )
                     self.buffers[name] = {"momentum": in_order * (ahead / world_size)}
-            group.update(_SETTINGS, **{LENT: lent})
+            group.update(_SETTINGS, **{LENT: momentum_correction})
             self._numbers.add(number)
 
     def check(self) -> None:
@@ -111,8 +113,8 @@ class Lent:
             if number not in self._numbers:
                 _give_back(group)
                 continue
-            for name, lent in _SETTINGS.items():
-                if group[name] != lent:
+            for name, momentum_correction in _SETTINGS.items():
+                if group[name] != momentum_correction:
                     raise UsageError(
                         f"the optimizer's {name} became {group[name]!r}, but gradients.codec dgc "
                         "applies it and it would count twice; use a scheduler that leaves it "
@@ -132,6 +134,6 @@ def _give_back(group: dict[str, Any]) -> None:
     group.update(group.pop(LENT, {}))
 
 
-def _coded(trainables: Sequence[Trainable], codec: Codec | None) -> dict[int, str]:
+def _coded(trainables: Sequence[NamedParameter], codec: Codec | None) -> dict[int, str]:
     """Names of the parameters that DGC codes, by identity."""
     return {id(t.parameter): t.name for t in trainables if isinstance(codec_of(codec, t.name), Dgc)}

@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.codecs import wire_bytes
 from slipstream.gradients.buckets import Bucket, DenseBucket, gradient_dtype, make_buckets
-from slipstream.gradients.compressed import Coding
+from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import sparse_without_momentum
 from slipstream.gradients.ready_order import ReadyOrder
@@ -22,7 +22,7 @@ from slipstream.trace.recorder import Stamp
 
 
 @dataclass(frozen=True, slots=True)
-class Trainable:
+class NamedParameter:
     """A parameter that gets gradients, and its path in the model.
 
     [Note: Ranks that share a model] each hold shares of some parameters, and replicas of others,
@@ -45,27 +45,27 @@ class Trainable:
 
 def parameters_of(
     model: nn.Module, *, trainable: bool, shares: Mapping[str, Sequence[int]] | None = None
-) -> list[Trainable]:
+) -> list[NamedParameter]:
     """The parameters that require a gradient, or the others, as registered, tied ones once.
 
     ``shares``: where ranks share the model, the shapes of the largest shares, by name.
     """
     chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad is trainable]
     if shares is None:
-        return [Trainable(name, p, p) for name, p in chosen]
+        return [NamedParameter(name, p, p) for name, p in chosen]
     shapes = [shares.get(name) for name, _ in chosen]
     return [
-        Trainable(name, p, p, replica=True)
+        NamedParameter(name, p, p, replica=True)
         if shape is None
-        else Trainable(name, p, torch.empty(tuple(shape), dtype=p.dtype, device="meta"))
+        else NamedParameter(name, p, torch.empty(tuple(shape), dtype=p.dtype, device="meta"))
         for (name, p), shape in zip(chosen, shapes, strict=True)
     ]
 
 
-def as_wide_as_gradients(trainables: Sequence[Trainable]) -> list[Trainable]:
+def as_wide_as_gradients(trainables: Sequence[NamedParameter]) -> list[NamedParameter]:
     """``trainables`` whose gradients travel in their own type, wider than that of parameters."""
 
-    def wide(trainable: Trainable) -> torch.Tensor:
+    def wide(trainable: NamedParameter) -> torch.Tensor:
         dtype = gradient_dtype(trainable.parameter)
         return torch.empty(trainable.widest.shape, dtype=dtype, device="meta")
 
@@ -73,11 +73,13 @@ def as_wide_as_gradients(trainables: Sequence[Trainable]) -> list[Trainable]:
 
 
 def gradients_of(
-    trainables: Sequence[Trainable], sparse_dims: Sequence[int], coding: Coding | None = None
+    trainables: Sequence[NamedParameter],
+    sparse_dims: Sequence[int],
+    coding: CompressionPlan | None = None,
 ) -> list[Gradient]:
     """What the layout knows of their gradients; with ``coding``, bytes are those it leaves."""
 
-    def num_bytes(trainable: Trainable) -> int:
+    def num_bytes(trainable: NamedParameter) -> int:
         codec = coding.of(trainable.name, trainable.parameter) if coding else None
         return wire_bytes(codec, trainable.widest)
 
@@ -93,7 +95,7 @@ def gradients_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class SegmentStats:
     """What one segment carries: names in ready order, bytes, and how many collectives.
 
     ``wire_bytes`` are those that stand for ``num_bytes`` of gradients once codecs are at work.
@@ -106,7 +108,7 @@ class Exchanged:
 
 
 @dataclass(slots=True)
-class Shipment:
+class Segment:
     """A segment at run time: its buckets, and how many of its gradients are still to come."""
 
     names: tuple[str, ...]
@@ -116,24 +118,24 @@ class Shipment:
     ready: Stamp = 0.0
 
     @property
-    def summary(self) -> Exchanged:
+    def summary(self) -> SegmentStats:
         """What it carries."""
         num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
-        return Exchanged(self.names, num_bytes, len(self.buckets), self.wire_bytes)
+        return SegmentStats(self.names, num_bytes, len(self.buckets), self.wire_bytes)
 
 
 @dataclass(slots=True)
-class Place:
+class BucketSlot:
     """Where the gradient of one parameter goes."""
 
-    shipment: Shipment
+    shipment: Segment
     bucket: Bucket
     slot: int
 
 
 def lay_out(
-    trainables: Sequence[Trainable], order: ReadyOrder, split: Split, coding: Coding
-) -> tuple[list[Shipment], list[Place]]:
+    trainables: Sequence[NamedParameter], order: ReadyOrder, split: Split, coding: CompressionPlan
+) -> tuple[list[Segment], list[BucketSlot]]:
     """Segments in the order of their exchange, and for each trainable the place of its gradient.
 
     Sizes that a split asks for are those on the wire.
@@ -144,8 +146,8 @@ def lay_out(
         if sparse_dim and isinstance(coding.of(trainable.name, trainable.parameter), Dgc):
             raise sparse_without_momentum(trainable.name)
     gradients = gradients_of(ready, sparse_dims, coding)
-    shipments: list[Shipment] = []
-    places: dict[int, Place] = {}
+    shipments: list[Segment] = []
+    places: dict[int, BucketSlot] = {}
     for number, segment in enumerate(plan_segments(gradients, split)):
         part = slice(segment.start, segment.stop)
         inside = ready[part]
@@ -153,16 +155,19 @@ def lay_out(
         buckets = _buckets(inside, sparse_dims[part], own, number)
         wire = sum(g.num_bytes for g in gradients_of(inside, sparse_dims[part], own))
         names = tuple(t.name for t in inside)
-        shipment = Shipment(names, [b for b, _ in buckets], wire)
+        shipment = Segment(names, [b for b, _ in buckets], wire)
         shipments.append(shipment)
         for bucket, positions in buckets:
             for slot, position in enumerate(positions):
-                places[order.order[segment.start + position]] = Place(shipment, bucket, slot)
+                places[order.order[segment.start + position]] = BucketSlot(shipment, bucket, slot)
     return shipments, [places[index] for index in range(len(trainables))]
 
 
 def _buckets(
-    trainables: Sequence[Trainable], sparse_dims: Sequence[int], coding: Coding, seed: int
+    trainables: Sequence[NamedParameter],
+    sparse_dims: Sequence[int],
+    coding: CompressionPlan,
+    seed: int,
 ) -> list[tuple[Bucket, list[int]]]:
     """The buckets of one segment, each with the positions it holds."""
 

@@ -15,7 +15,7 @@ from slipstream.errors import UsageError
 Forward = Callable[..., Any]
 
 
-class Replaced:
+class ForwardOverride:
     """Stands in ``module.forward`` and calls ``around(forward, *args, **kwargs)`` with the forward
     that stood there before.
 
@@ -25,7 +25,7 @@ class Replaced:
     Example:
         >>> import copy
         >>> layer = nn.Identity()
-        >>> twice = Replaced(layer, lambda forward, x: 2 * forward(x))
+        >>> twice = ForwardOverride(layer, lambda forward, x: 2 * forward(x))
         >>> layer(3), copy.deepcopy(layer)(3)
         (6, 3)
         >>> twice.remove()

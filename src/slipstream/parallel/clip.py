@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.comm import Group
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def clip_grad_norm_(
     if norms:
         square = torch.stack(norms).square().sum()
     if group.size > 1:
-        with together("the norm of the gradients"):
+        with collective_errors("the norm of the gradients"):
             dist.all_reduce(square, group=group.members)
     norm = square.sqrt()
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)

@@ -18,7 +18,7 @@ from slipstream.errors import MismatchError
 from slipstream.parallel.mesh import Mesh
 from slipstream.strategy import Parallel
 from slipstream.trace.recorder import Recorder
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 
 _CLOSE = 1e-5
 
@@ -53,7 +53,7 @@ def checksum(batch: object) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Axes:
+class ParallelDims:
     """This rank among the others; groups are None where it is alone in them.
 
     Attributes:
@@ -85,7 +85,7 @@ class Axes:
         parallel: Parallel,
         control: dist.ProcessGroup | None,
         recorder: Recorder | None,
-    ) -> Axes:
+    ) -> ParallelDims:
         """Every rank of the world calls it."""
         mesh = mesh_of(parallel, cluster.world_size)
 
@@ -118,12 +118,12 @@ class Axes:
         """How many ranks train this part of the model."""
         return len(self.data_ranks)
 
-    def anywhere(self, flag: bool) -> bool:
+    def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is up on any rank that shares this model."""
         if self.model is None:
             return flag
         up = torch.tensor(flag, dtype=torch.uint8)
-        with together("the comparison of the ranks that share a model"):
+        with collective_errors("the comparison of the ranks that share a model"):
             dist.all_reduce(up, op=dist.ReduceOp.MAX, group=self.model)
         return bool(up)
 
@@ -137,7 +137,7 @@ class Axes:
             return
         own = torch.tensor([checksum(batch)])
         every = own.new_empty(self.control.size())
-        with together("the comparison of batches"):
+        with collective_errors("the comparison of batches"):
             dist.all_gather(list(every.split(1)), own, group=self.control)
         for first, *others in self.mesh.models():
             for other in others:
@@ -158,7 +158,7 @@ class Axes:
             return
         own = loss.detach().to("cpu", torch.float64, copy=True).reshape(1)
         every = own.new_empty(self.control.size())
-        with together("the comparison of losses"):
+        with collective_errors("the comparison of losses"):
             dist.all_gather(list(every.split(1)), own, group=self.control)
         losses = every.tolist()
         for first, *others in self.mesh.groups("tensor"):

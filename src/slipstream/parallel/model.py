@@ -15,17 +15,17 @@ from torch import nn
 
 from slipstream.comm import group_of
 from slipstream.parallel.clip import clip_grad_norm_
-from slipstream.parallel.dims import Axes
+from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.parallel.tensor.plans import plan_of
 from slipstream.parallel.tensor.split import SplitLayers, split_layers
 from slipstream.strategy import Parallel, Row
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 
 
-class SharedModel:
+class ModelParallel:
     """A model that several ranks share, as a strategy says.
 
     Attributes:
@@ -37,8 +37,8 @@ class SharedModel:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        wish: Parallel,
-        axes: Axes,
+        config: Parallel,
+        axes: ParallelDims,
         recorder: Recorder | None,
     ) -> None:
         self._model, self._axes, self._optimizer = model, axes, optimizer
@@ -47,21 +47,21 @@ class SharedModel:
             broadcast.broadcast([*model.parameters(), *model.buffers()], axes.model)
         self.split: SplitLayers | None = None
         self.pipeline: Pipeline | None = None
-        if wish.tensor is not None:
-            self.split = split_layers(model, axes.tensor, plan_of(wish.tensor, model), optimizer)
-        if wish.pipeline is not None:
+        if config.tensor is not None:
+            self.split = split_layers(model, axes.tensor, plan_of(config.tensor, model), optimizer)
+        if config.pipeline is not None:
             self.pipeline = Pipeline(
                 model,
                 axes.pipeline,
-                cut=wish.pipeline.cut,
-                schedule=wish.pipeline.schedule,
-                micro_batches=wish.pipeline.micro_batches,
+                cut=config.pipeline.cut,
+                schedule=config.pipeline.schedule,
+                micro_batches=config.pipeline.micro_batches,
                 recorder=recorder,
             )
 
     def holds(self, name: str) -> bool:
         """Whether this rank has the parameter or its share of it."""
-        return self.pipeline is None or self.pipeline.holdings.holds(name)
+        return self.pipeline is None or self.pipeline.stage_parameters.holds(name)
 
     @property
     def shares(self) -> Mapping[str, torch.Size] | None:
@@ -105,7 +105,7 @@ class SharedModel:
         order = [named[p] for group in self._optimizer.param_groups for p in group["params"]]
         own = {i: kept for i, kept in state["state"].items() if self.holds(order[i])}
         every: list[Any] = [None] * self._axes.mesh.pipeline
-        with together("the gathering of the optimizer's state"):
+        with collective_errors("the gathering of the optimizer's state"):
             dist.all_gather_object(every, own, group=self._axes.pipeline)
         return {**state, "state": {i: kept for part in reversed(every) for i, kept in part.items()}}
 
@@ -152,8 +152,8 @@ class SharedModel:
     def _answers_for(self, name: str) -> bool:
         """Whether this rank's gradient counts in a norm: replicas count once."""
         if self.pipeline is not None:
-            holdings = self.pipeline.holdings
-            if holdings.ranks[name][0] != holdings.rank:
+            stage_parameters = self.pipeline.stage_parameters
+            if stage_parameters.ranks[name][0] != stage_parameters.rank:
                 return False
         split = self.split is not None and name in self.split.shards
         return split or self._axes.tensor.rank == 0

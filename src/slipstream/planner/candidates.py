@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.exchange import Plan
 from slipstream.planner.simulate import predict
 from slipstream.planner.split import improve, optimal_cuts
@@ -36,7 +36,7 @@ TOLERANCE = 0.002
 
 def candidates(
     workload: Workload,
-    cluster: Cluster,
+    cluster: NetworkProfile,
     exact_only: bool = True,
     base: Strategy = Strategy(),  # noqa: B008 - frozen
 ) -> list[Strategy]:
@@ -63,7 +63,9 @@ def candidates(
     return _distinct(found, workload.gradients)
 
 
-def optimal_split(workload: Workload, cluster: Cluster, seeds: Sequence[Strategy]) -> ByIndex:
+def optimal_split(
+    workload: Workload, cluster: NetworkProfile, seeds: Sequence[Strategy]
+) -> ByIndex:
     """The split with the smallest predicted iteration.
 
     The dynamic program (``split``) solves the problem without contention, once for compute and

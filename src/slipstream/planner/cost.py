@@ -16,7 +16,7 @@ from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.curve import Curve, Piece, Seconds, Value
 from slipstream.strategy.yaml import format_yaml, parse_yaml
 
-__all__ = ["Cluster", "CodecCost", "Collective", "Curve", "Kind", "Network", "Piece"]
+__all__ = ["CodecCost", "Collective", "Curve", "Kind", "Network", "NetworkProfile", "Piece"]
 
 Kind = Literal["world", "intra", "inter"]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
@@ -50,7 +50,7 @@ class Network(Value):
     def scaled(
         self, kind: Kind, ranks: int, sharing: float = 1.0, per_byte: float | None = None
     ) -> Network:
-        """Groups of ``ranks``, ``sharing`` times as many to a link; see `Cluster.scaled`.
+        """Groups of ``ranks``, ``sharing`` times as many to a link; see `NetworkProfile.scaled`.
 
         ``per_byte`` is what an all-reduce takes for each byte, if that is known better.
         """
@@ -76,7 +76,7 @@ class CodecCost(Value):
     startup: Seconds = 0.0
 
 
-class Cluster(Value):
+class NetworkProfile(Value):
     """What exchanges cost on a cluster, and what they and computing cost each other.
 
     Computing takes ``1 + compute_slowdown`` times as long while an exchange runs. Beside computing
@@ -93,7 +93,7 @@ class Cluster(Value):
         >>> pair = Network(
         ...     kind="world", ranks=2, all_reduce=line, reduce_scatter=line, all_gather=line
         ... )
-        >>> cluster = Cluster(
+        >>> cluster = NetworkProfile(
         ...     world_size=2, hosts=2, ranks_per_host=1, networks={"world": pair},
         ...     compute_slowdown=0.2, exchange_slowdown=0.5, latency_slowdown=1.0,
         ...     queue_share=0.0, queue_seconds=0.0, backend="gloo", date="", versions={},
@@ -181,7 +181,7 @@ class Cluster(Value):
             )
         return self.networks["world" if same else kind]
 
-    def scaled(self, nodes: int, ranks_per_node: int, rate: float | None = None) -> Cluster:
+    def scaled(self, nodes: int, ranks_per_node: int, rate: float | None = None) -> NetworkProfile:
         """What is to be expected of other hosts, ranks and links, by the laws of a ring.
 
         Of p ranks the latency grows as ``p - 1``, the bytes of each rank as ``(p - 1) / p``. A

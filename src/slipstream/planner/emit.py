@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from slipstream.planner.channel import IN_FLIGHT, Array, Clock, Landing
-from slipstream.planner.exchange import Parcel
+from slipstream.planner.exchange import CommTask
 from slipstream.planner.step import Moments, Step
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, ITERATION, OPTIMIZER, Event
 
@@ -63,7 +63,7 @@ def _spans(step: Step, moments: Moments, clock: Clock, rank: int) -> Iterator[_S
 
 
 def _exchanges(
-    parcels: Sequence[Parcel], landings: Sequence[Landing], readies: Sequence[float], kind: str
+    parcels: Sequence[CommTask], landings: Sequence[Landing], readies: Sequence[float], kind: str
 ) -> Iterator[_Span]:
     """A span begins when its rank has handed it over and a place in flight is free."""
     free = [0.0] * IN_FLIGHT

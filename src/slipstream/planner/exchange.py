@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.cost import Cluster, CodecCost, Curve
+from slipstream.planner.cost import CodecCost, Curve, NetworkProfile
 from slipstream.planner.workload import Workload, gradients_of
 from slipstream.strategy import Strategy
 from slipstream.trace.event import BUFFERS, Trace, allreduce
@@ -75,14 +75,14 @@ class Plan:
             >>> Plan.of(Strategy(), [Gradient("weight", "", 4096)]).cuts
             (1,)
         """
-        wish, cost = strategy.gradients, None
-        if wish.codec is not None:
-            cost = _cost(wish.codec.kind, codecs or {})
+        config, cost = strategy.gradients, None
+        if config.codec is not None:
+            cost = _cost(config.codec.kind, codecs or {})
             sent = [round(g.num_bytes * cost.ratio) for g in gradients]
             pairs = zip(gradients, sent, strict=True)
             gradients = [replace(g, num_bytes=num_bytes) for g, num_bytes in pairs]
-        cuts = tuple(segment.stop for segment in plan_segments(gradients, wish.split))
-        return cls(cuts, wish.overlap, wish.transport.kind, cost, wish.accumulate)
+        cuts = tuple(segment.stop for segment in plan_segments(gradients, config.split))
+        return cls(cuts, config.overlap, config.transport.kind, cost, config.accumulate)
 
     @classmethod
     def of_trace(cls, trace: Trace, codecs: Mapping[str, CodecCost] | None = None) -> Plan:
@@ -91,14 +91,14 @@ class Plan:
         Raises:
             StrategyError: gradients were coded, and what that costs was not measured.
         """
-        wish: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
-        codec = wish.get("codec")
+        config: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
+        codec = config.get("codec")
         return cls(
             cuts_of(trace),
-            wish.get("overlap", True),
-            (wish.get("transport") or {}).get("kind", "flat"),
+            config.get("overlap", True),
+            (config.get("transport") or {}).get("kind", "flat"),
             None if codec is None else _cost(codec["kind"], codecs or {}),
-            wish.get("accumulate", 1),
+            config.get("accumulate", 1),
         )
 
     def document(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class CommTask:
     """What one exchange carries: the name of its span, its segment (None: buffers), its phases."""
 
     name: str
@@ -157,7 +157,7 @@ class Parcel:
     phases: tuple[Phase, ...]
 
 
-def parcels(workload: Workload, plan: Plan, cluster: Cluster) -> list[Parcel]:
+def parcels(workload: Workload, plan: Plan, cluster: NetworkProfile) -> list[CommTask]:
     """What is exchanged from the start of backward on, in order: buffers, then the segments.
 
     A broadcast of buffers is taken to cost what an all-reduce of them costs. Each dtype of a
@@ -170,19 +170,19 @@ def parcels(workload: Workload, plan: Plan, cluster: Cluster) -> list[Parcel]:
     found = []
     if workload.buffers_bytes:
         size = workload.buffers_bytes
-        found.append(Parcel(BUFFERS, None, size, 0, 1, _phases("world", world.all_reduce, size)))
+        found.append(CommTask(BUFFERS, None, size, 0, 1, _phases("world", world.all_reduce, size)))
     for number, (start, stop) in enumerate(pairwise((0, *plan.cuts))):
         buckets = _buckets(workload.gradients[start:stop])
         for size in buckets:
             sent = size * (plan.codec.ratio if plan.codec else 1.0)
             phases = _way(plan.transport, cluster, sent)
             found.append(
-                Parcel(allreduce(number + 1), number, size, stop - start, len(buckets), phases)
+                CommTask(allreduce(number + 1), number, size, stop - start, len(buckets), phases)
             )
     return found
 
 
-def gathers(workload: Workload, plan: Plan, cluster: Cluster) -> list[Parcel]:
+def gathers(workload: Workload, plan: Plan, cluster: NetworkProfile) -> list[CommTask]:
     """The all-gathers of parameters under the next forward, which uses the last segment first."""
     if cluster.world_size == 1 or plan.transport != "sharded":
         return []
@@ -191,7 +191,7 @@ def gathers(workload: Workload, plan: Plan, cluster: Cluster) -> list[Parcel]:
         size = sum(gradient.num_bytes for gradient in workload.gradients[start:stop])
         phases = _phases("world", curve, size)
         name = allreduce(2 * len(plan.cuts) - number)
-        found.append(Parcel(name, number, size, stop - start, 1, phases))
+        found.append(CommTask(name, number, size, stop - start, 1, phases))
     return found
 
 
@@ -204,7 +204,7 @@ def _buckets(gradients: Sequence[Gradient]) -> list[int]:
     return [*dense.values(), *(0 for gradient in gradients if not gradient.num_bytes)]
 
 
-def _way(transport: TransportKind, cluster: Cluster, size: float) -> tuple[Phase, ...]:
+def _way(transport: TransportKind, cluster: NetworkProfile, size: float) -> tuple[Phase, ...]:
     """The phases of one exchange of gradients."""
     world = cluster.network("world")
     if transport == "sharded":

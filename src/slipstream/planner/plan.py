@@ -12,7 +12,7 @@ from statistics import harmonic_mean
 
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import TOLERANCE
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.exchange import Plan, cuts_of
 from slipstream.planner.replay import calibrated
 from slipstream.planner.simulate import predict
@@ -79,7 +79,7 @@ def traced_strategy(trace: Trace) -> Strategy:
     return strategy.model_copy(update={"gradients": gradients, "trace": TraceSettings()})
 
 
-def prepare(trace: Trace, cluster: Cluster) -> tuple[Workload, Cluster]:
+def prepare(trace: Trace, cluster: NetworkProfile) -> tuple[Workload, NetworkProfile]:
     """What the trace asks for, and the cluster with the contention that explains the trace.
 
     The trace of a single process tells nothing of exchanges: every rank is taken to be like it.
@@ -97,7 +97,7 @@ def prepare(trace: Trace, cluster: Cluster) -> tuple[Workload, Cluster]:
 def rank(
     strategies: Iterable[Strategy],
     workload: Workload,
-    cluster: Cluster,
+    cluster: NetworkProfile,
     base: Strategy = Strategy(),  # noqa: B008 - frozen
 ) -> list[Prediction]:
     """Predictions of all strategies, the fastest first; ``base`` is what exactness refers to.
@@ -117,7 +117,7 @@ def rank(
 def what_if(
     strategy: Strategy,
     workload: Workload,
-    cluster: Cluster,
+    cluster: NetworkProfile,
     *,
     nodes: Sequence[int] = NODES,
     ranks_per_node: int = 1,
@@ -146,7 +146,7 @@ def exactness(strategy: Strategy, base: Strategy) -> str:
 
 
 def _prediction(
-    strategy: Strategy, workload: Workload, cluster: Cluster, base: Strategy
+    strategy: Strategy, workload: Workload, cluster: NetworkProfile, base: Strategy
 ) -> Prediction:
     seconds = predict(workload, Plan.of(strategy, workload.gradients, cluster.codecs), cluster)
     accumulate = strategy.gradients.accumulate

@@ -13,7 +13,7 @@ from statistics import fmean, median
 import numpy as np
 
 from slipstream.planner.channel import Clock
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.exchange import Plan
 from slipstream.planner.measured import complete_steps, moving
 from slipstream.planner.step import Step
@@ -34,7 +34,7 @@ GRIDS = {
 _SWEEPS = 10
 
 
-def calibrated(workload: Workload, trace: Trace, cluster: Cluster) -> Cluster:
+def calibrated(workload: Workload, trace: Trace, cluster: NetworkProfile) -> NetworkProfile:
     """The cluster whose exchanges are slowed by compute as much as a trace shows.
 
     What one trace cannot tell stays as it is: how much exchanges slow compute, for the workload was
@@ -67,7 +67,11 @@ def calibrated(workload: Workload, trace: Trace, cluster: Cluster) -> Cluster:
 
 
 def _error(
-    workload: Workload, plan: Plan, cluster: Cluster, seconds: float, ends: Mapping[str, float]
+    workload: Workload,
+    plan: Plan,
+    cluster: NetworkProfile,
+    seconds: float,
+    ends: Mapping[str, float],
 ) -> float:
     """The mean squared difference of a replay to what was observed, in iterations."""
     step = Step(workload, plan, cluster)

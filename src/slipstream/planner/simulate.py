@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.planner.channel import Array, Clock
-from slipstream.planner.cost import Cluster, CodecCost
+from slipstream.planner.cost import CodecCost, NetworkProfile
 from slipstream.planner.emit import events
 from slipstream.planner.exchange import Plan
 from slipstream.planner.step import Step
@@ -32,7 +32,7 @@ SHOWN_RANKS = 64
 """Ranks whose events a simulated trace holds at most."""
 
 
-def predict(workload: Workload, plan: Plan, cluster: Cluster) -> float:
+def predict(workload: Workload, plan: Plan, cluster: NetworkProfile) -> float:
     """Seconds of an iteration in the long run, on as many ranks as the cluster has.
 
     Raises:
@@ -42,7 +42,7 @@ def predict(workload: Workload, plan: Plan, cluster: Cluster) -> float:
     return Step(workload, plan, cluster).settle()[1]
 
 
-def simulate(workload: Workload, plan: Plan, cluster: Cluster, steps: int = 1) -> Trace:
+def simulate(workload: Workload, plan: Plan, cluster: NetworkProfile, steps: int = 1) -> Trace:
     """The trace that a run would leave: of every rank, or of 64 of them if there are more.
 
     ``meta`` says that it is predicted, of how many ranks (``world_size``), and whose events these
@@ -75,7 +75,9 @@ def _shown(ends: Array) -> list[int]:
     return sorted({*range(SHOWN_RANKS - 1), max(int(ends.argmax()), SHOWN_RANKS - 1)})
 
 
-def _meta(workload: Workload, plan: Plan, cluster: Cluster, ranks: list[int]) -> dict[str, Any]:
+def _meta(
+    workload: Workload, plan: Plan, cluster: NetworkProfile, ranks: list[int]
+) -> dict[str, Any]:
     count = workload.num_ranks
     hosts = list(workload.hosts) or [f"host{r // cluster.ranks_per_host}" for r in range(count)]
     segments, start = [], 0

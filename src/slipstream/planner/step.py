@@ -20,7 +20,7 @@ import numpy as np
 
 from slipstream.errors import StrategyError
 from slipstream.planner.channel import Array, Clock, Idle, Job, Landing, run
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.exchange import Plan, gathers, parcels
 from slipstream.planner.workload import Workload
 
@@ -66,7 +66,7 @@ class Step:
         ClusterError: the transport needs a network that was not measured.
     """
 
-    def __init__(self, workload: Workload, plan: Plan, cluster: Cluster) -> None:
+    def __init__(self, workload: Workload, plan: Plan, cluster: NetworkProfile) -> None:
         if plan.cuts[-1:] != (len(workload.gradients),):
             raise StrategyError(
                 f"the plan's last cut is {plan.cuts[-1:]}, but there are {len(workload.gradients)} "

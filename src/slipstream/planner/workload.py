@@ -25,7 +25,7 @@ import numpy as np
 
 from slipstream.errors import TraceError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.measured import Array, complete_steps, measure
 from slipstream.trace.event import BUFFERS, Trace
 from slipstream.trace.timeline import Iteration
@@ -87,7 +87,7 @@ class Workload:
         return replace(self, **profiles, hosts=hosts)
 
     @classmethod
-    def from_trace(cls, trace: Trace, cluster: Cluster) -> Workload:
+    def from_trace(cls, trace: Trace, cluster: NetworkProfile) -> Workload:
         """What is typical of the iterations of a trace, with ``cluster``'s contention taken out.
 
         Where a trace does not tell when gradients were ready (one process, or an older version of

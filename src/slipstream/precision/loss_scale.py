@@ -21,7 +21,7 @@ class ScaleState(NamedTuple):
     bad: int = 0
 
 
-def next_state(state: ScaleState, wish: DynamicScale, overflowed: bool) -> ScaleState:
+def next_state(state: ScaleState, config: DynamicScale, overflowed: bool) -> ScaleState:
     """The state after an update, which happened, or was skipped where gradients ``overflowed``.
 
     Example:
@@ -34,12 +34,12 @@ def next_state(state: ScaleState, wish: DynamicScale, overflowed: bool) -> Scale
     """
     scale, good, bad = state
     if overflowed:
-        if bad + 1 < wish.decr_every_n:
+        if bad + 1 < config.decr_every_n:
             return ScaleState(scale, 0, bad + 1)
-        return ScaleState(max(scale * wish.decr_ratio, wish.min))
-    if good + 1 < wish.incr_every_n:
+        return ScaleState(max(scale * config.decr_ratio, config.min))
+    if good + 1 < config.incr_every_n:
         return ScaleState(scale, good + 1, 0)
-    grown = min(scale * wish.incr_ratio, wish.max)
+    grown = min(scale * config.incr_ratio, config.max)
     return ScaleState(grown if grown <= LARGEST else scale)
 
 
@@ -54,9 +54,9 @@ class LossScaler:
         (8.0, ScaleState(scale=8.0, good=0, bad=0))
     """
 
-    def __init__(self, wish: DynamicScale | StaticScale) -> None:
-        self._wish = wish
-        self.state = ScaleState(wish.init if isinstance(wish, DynamicScale) else wish.scale)
+    def __init__(self, config: DynamicScale | StaticScale) -> None:
+        self._config = config
+        self.state = ScaleState(config.init if isinstance(config, DynamicScale) else config.scale)
 
     @property
     def scale(self) -> float:
@@ -65,5 +65,5 @@ class LossScaler:
 
     def update(self, overflowed: bool) -> None:
         """An update is over; it was skipped where gradients ``overflowed``."""
-        if isinstance(self._wish, DynamicScale):
-            self.state = next_state(self.state, self._wish, overflowed)
+        if isinstance(self._config, DynamicScale):
+            self.state = next_state(self.state, self._config, overflowed)

@@ -24,7 +24,7 @@ _SHOWN = 4  # modules
 
 
 def check_precision(
-    model: nn.Module, optimizer: torch.optim.Optimizer, wish: Precision | None
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: Precision | None
 ) -> None:
     """Refuse what does not fit this model, this optimizer or this machine.
 
@@ -32,15 +32,17 @@ def check_precision(
         StrategyError: a name or a pattern fits nothing, or fp16 on a CPU without instructions.
         ModelError: an optimizer that half weights cannot serve.
     """
-    if wish is None:
+    if config is None:
         return
-    floats = float_modules(model, wish.float_modules, normalisation=isinstance(wish, HalfWeights))
-    if isinstance(wish, Autocast):
-        check_ops([*wish.float_ops, *wish.half_ops])
+    floats = float_modules(
+        model, config.float_modules, normalisation=isinstance(config, HalfWeights)
+    )
+    if isinstance(config, Autocast):
+        check_ops([*config.float_ops, *config.half_ops])
     else:
-        check_half_weights(model, optimizer, wish.dtype, floats)
+        check_half_weights(model, optimizer, config.dtype, floats)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if wish.dtype == "fp16" and not wish.emulate and not has_fp16(device):
+    if config.dtype == "fp16" and not config.emulate and not has_fp16(device):
         raise StrategyError(
             "precision.dtype fp16 on a CPU without instructions for it takes hundreds of times as "
             "long; allowed: dtype bf16, or emulate: true, e.g. to test"
@@ -83,27 +85,27 @@ class ModelPrecision:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        wish: Precision | None,
+        config: Precision | None,
         compute: Compute,
     ) -> None:
-        self._wish, self._compute = wish, compute
-        self._scaler = LossScaler(wish.scale) if wish is not None and wish.scale else None
+        self._config, self._compute = config, compute
+        self._scaler = LossScaler(config.scale) if config is not None and config.scale else None
         self.scales = self._scaler is not None
-        self.exchanges_wide = isinstance(wish, HalfWeights) and wish.exchange == "fp32"
+        self.exchanges_wide = isinstance(config, HalfWeights) and config.exchange == "fp32"
         self._numel = sum(p.numel() for p in model.parameters())
         self._casts: precision.Autocast | precision.HalfWeights | None = None
-        match wish:
+        match config:
             case Autocast():
                 self._casts = precision.autocast(
                     model,
-                    wish.dtype,
-                    float_ops=wish.float_ops,
-                    half_ops=wish.half_ops,
-                    float_modules=wish.float_modules,
+                    config.dtype,
+                    float_ops=config.float_ops,
+                    half_ops=config.half_ops,
+                    float_modules=config.float_modules,
                 )
             case HalfWeights():
                 self._casts = precision.half_weights(
-                    model, optimizer, wish.dtype, float_modules=wish.float_modules
+                    model, optimizer, config.dtype, float_modules=config.float_modules
                 )
         self._undo = allow_tf32() if compute.tf32 and torch.cuda.is_available() else None
 
@@ -145,8 +147,8 @@ class ModelPrecision:
     def rows(self, skipped: int) -> list[Row]:
         """What became of it, for the overview."""
         found = []
-        if self._wish is not None:
-            found.append(self._row(self._wish))
+        if self._config is not None:
+            found.append(self._row(self._config))
         if self._casts is not None and self._casts.floats:
             paths = [*self._casts.floats]
             more = f", ... ({len(paths)} in all)" if len(paths) > _SHOWN else ""
@@ -161,15 +163,17 @@ class ModelPrecision:
             found.append(Row("tf32", "active" if here else "inactive", note))
         return found
 
-    def _row(self, wish: Precision) -> Row:
+    def _row(self, config: Precision) -> Row:
         if not isinstance(self._casts, precision.HalfWeights):
-            return Row("precision", f"{wish.dtype} autocast", "weights are fp32", wish.exactness)
+            return Row(
+                "precision", f"{config.dtype} autocast", "weights are fp32", config.exactness
+            )
         megabytes = self._casts.master_bytes / 2**20
         note = (
             f"{self._casts.num_half / 1e6:.3g} of {self._numel / 1e6:.3g} M parameters are "
-            f"{wish.dtype}; their fp32 masters take {megabytes:.1f} MB"
+            f"{config.dtype}; their fp32 masters take {megabytes:.1f} MB"
         )
-        return Row("precision", f"{wish.dtype} weights", note, wish.exactness)
+        return Row("precision", f"{config.dtype} weights", note, config.exactness)
 
     def close(self) -> None:
         """Everything is as it was before; twice is once."""

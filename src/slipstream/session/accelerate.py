@@ -20,7 +20,7 @@ from slipstream.parallel.dims import mesh_of
 from slipstream.session.checks import (
     check,
     device_of,
-    facts,
+    fingerprint,
     warn_of_idle_rules,
     warn_of_slow_types,
 )
@@ -138,7 +138,7 @@ def _agree_on_strategy(
         if control is None or dist.get_rank(control) == 0:
             warn_of_idle_rules(model, strategy.gradients.codec)
             warn_of_slow_types(model, strategy.precision)
-        common = facts(model, optimizer, strategy) | {
+        common = fingerprint(model, optimizer, strategy) | {
             "the loader": "none" if loader is None else "given"
         }
     except Exception as caught:  # whatever it is, the other ranks wait to hear of it

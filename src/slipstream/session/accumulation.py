@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from slipstream.data.uneven_inputs import EvenLoader
+from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 
 
@@ -24,7 +24,7 @@ class Window:
         loss_scale: by what losses were multiplied.
     """
 
-    def __init__(self, accumulate: int, ranks: int, loader: EvenLoader | None) -> None:
+    def __init__(self, accumulate: int, ranks: int, loader: UnevenInputLoader | None) -> None:
         self._accumulate, self._ranks, self._loader = accumulate, ranks, loader
         self._done = 0  # backward passes, each with its step()
         self._counted = False  # whether this pass is among the contributions
@@ -47,7 +47,7 @@ class Window:
         if not self._counted:
             self.contributions += self._ranks if loader is None else loader.active
             self._counted = True
-        return loader is not None and loader.filler
+        return loader is not None and loader.dummy_batch
 
     def check_scale(self, loss_scale: float) -> None:
         """Take on a loss scale.

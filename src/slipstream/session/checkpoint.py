@@ -23,7 +23,7 @@ from slipstream.errors import UsageError
 from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.strategy import Split
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 
 VERSION = 2
 KEYS = {"version", "steps", "split", "ready_order", "codecs"}
@@ -73,7 +73,7 @@ def gathered(kept: NamedState, control: dist.ProcessGroup) -> list[NamedState]:
     """
     own = {name: {key: t.cpu() for key, t in state.items()} for name, state in kept.items()}
     every: list[NamedState] = [{} for _ in range(dist.get_world_size(control))]
-    with together("the gathering of what codecs keep"):
+    with collective_errors("the gathering of what codecs keep"):
         dist.all_gather_object(every, own, group=control)
     return every
 
@@ -83,7 +83,7 @@ def joined_order(
 ) -> dict[str, list[Any]] | None:
     """The ready order of a whole model whose stages are on several ranks, the last stage first."""
     every: list[dict[str, list[Any]] | None] = [None] * dist.get_world_size(control)
-    with together("the gathering of the ready orders"):
+    with collective_errors("the gathering of the ready orders"):
         dist.all_gather_object(every, own, group=control)
     seen: dict[str, tuple[Any, ...]] = {}
     for order in reversed(every):

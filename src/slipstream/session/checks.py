@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from slipstream.errors import ModelError, StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.gradients.momentum import check_lendable
+from slipstream.gradients.momentum import check_momentum_correction
 from slipstream.gradients.segments import parameters_of
 from slipstream.memory.recompute.recompute import check_recompute
 from slipstream.optim.layerwise import Layerwise
@@ -81,7 +81,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
     trainables = parameters_of(model, trainable=True)
     gradients = [Gradient(t.name, t.layer, t.parameter.nbytes) for t in trainables]
     plan_segments(gradients, strategy.gradients.split)
-    check_lendable(optimizer, trainables, strategy.gradients.codec)
+    check_momentum_correction(optimizer, trainables, strategy.gradients.codec)
     check_precision(model, optimizer, strategy.precision)
     _check_parallel(model, optimizer, strategy)
     _check_memory(model, strategy)
@@ -102,10 +102,10 @@ def warn_of_idle_rules(model: nn.Module, codec: Codec | None) -> None:
             )
 
 
-def warn_of_slow_types(model: nn.Module, wish: Precision | None) -> None:
+def warn_of_slow_types(model: nn.Module, config: Precision | None) -> None:
     """Say where 16 bits take longer than 32: without instructions for bf16."""
     device = device_of(model)
-    if wish is not None and wish.dtype == "bf16" and not has_bf16(device):
+    if config is not None and config.dtype == "bf16" and not has_bf16(device):
         warnings.warn(
             f"precision.dtype bf16 on a {device.type} without instructions for it is slower than "
             "fp32; precision: null is faster here",
@@ -113,7 +113,9 @@ def warn_of_slow_types(model: nn.Module, wish: Precision | None) -> None:
         )
 
 
-def facts(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> dict[str, str]:
+def fingerprint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
+) -> dict[str, str]:
     """What must be equal on all ranks, subject to value."""
     found = {
         "the strategy": json.dumps(strategy.document()),
@@ -176,14 +178,16 @@ def _check_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
 
 def _check_memory(model: nn.Module, strategy: Strategy) -> None:
     """Refuse what does not fit the model, and what does not go with a pipeline."""
-    wish = strategy.memory.recompute
-    if wish is None:
+    config = strategy.memory.recompute
+    if config is None:
         return
-    check_recompute(model, wish)
-    one_by_one = isinstance(wish, Checkpoints) or (isinstance(wish, Every) and wish.every == 1)
+    check_recompute(model, config)
+    one_by_one = isinstance(config, Checkpoints) or (
+        isinstance(config, Every) and config.every == 1
+    )
     if strategy.parallel.pipeline is not None and not one_by_one:
         raise StrategyError(
-            f"memory.recompute {wish.kind} with parallel.pipeline: a region of several blocks "
+            f"memory.recompute {config.kind} with parallel.pipeline: a region of several blocks "
             "could reach over a cut; allowed: {every: 1} and checkpoints"
         )
 

@@ -18,18 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.calibration.adaptive_codec import Verdict, measure
+from slipstream.calibration.adaptive_codec import CodecDecision, measure
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
-from slipstream.data.uneven_inputs import EvenLoader
+from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
-from slipstream.gradients.compressed import Coding
+from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
-from slipstream.gradients.momentum import Lent
-from slipstream.gradients.segments import Trainable, as_wide_as_gradients, parameters_of
+from slipstream.gradients.momentum import MomentumCorrection
+from slipstream.gradients.segments import NamedParameter, as_wide_as_gradients, parameters_of
 from slipstream.memory import Offloader, Recomputed, offload, recompute
-from slipstream.parallel.dims import Axes
-from slipstream.parallel.model import SharedModel
+from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.model import ModelParallel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.session import Installed, M, O, Session
 from slipstream.session.tracing import Recording
@@ -37,8 +37,8 @@ from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Strategy, cod
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import all_reduce, broadcast
 from slipstream.transport.channel import STAGES, Channel
-from slipstream.transport.consistency import of_first
-from slipstream.tuner.online_split import SETTLING, LiveSplit
+from slipstream.transport.consistency import broadcast_from_first
+from slipstream.tuner.online_split import SETTLING, OnlineSplit
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
 _partial: WeakSet[nn.Module] = WeakSet()
@@ -79,8 +79,8 @@ def compose(
     with ExitStack() as undo:
         _mark(model, undo)
         recorder = _recorder(strategy, cluster)  # first, since every room gets it
-        axes = Axes.of(cluster, strategy.parallel, control, recorder)
-        given = _Given(model, optimizer, strategy, cluster, axes, recorder, undo)
+        dims = ParallelDims.of(cluster, strategy.parallel, control, recorder)
+        given = _Given(model, optimizer, strategy, cluster, dims, recorder, undo)
         # before the engine, as it changes the shapes of parameters
         shared = undo.enter_context(_shared(given))
         groups = _start_alike(given, shared)  # in full width
@@ -88,9 +88,13 @@ def compose(
         recomputed = _recomputed(given)  # around layers as they are by now
         offloader = _offloader(given)  # around what is computed again, whose inputs leave then
         trainables = _trainables(given, shared, precision)
-        lent = _lent(given, trainables)  # before the codecs, which apply it
-        exchange = _exchange(given, groups, trainables, lent, precision)  # its hooks are the last
-        recording = _recording(given, exchange.live_split)
+        momentum_correction = _momentum_correction(
+            given, trainables
+        )  # before the codecs, which apply it
+        exchange = _exchange(
+            given, groups, trainables, momentum_correction, precision
+        )  # its hooks are the last
+        recording = _recording(given, exchange.online_split)
         even = _even(given, loader, recording)  # whose fillers the engine does not count
         return Session(
             model,
@@ -101,13 +105,13 @@ def compose(
                 trainable_names=tuple(t.name for t in trainables),
                 engine=exchange.engine,
                 channel=exchange.channel,
-                axes=axes,
+                dims=dims,
                 shared=shared,
                 precision=precision,
                 recomputed=recomputed,
                 loader=even,
-                live_split=exchange.live_split,
-                lent=lent,
+                online_split=exchange.online_split,
+                momentum_correction=momentum_correction,
                 verdict=exchange.verdict,
                 recording=recording,
                 offloader=offloader,
@@ -124,14 +128,14 @@ class _Given:
     optimizer: torch.optim.Optimizer
     strategy: Strategy
     cluster: Cluster
-    axes: Axes
+    dims: ParallelDims
     recorder: Recorder | None
     undo: ExitStack
 
     @property
     def codec(self) -> Codec | None:
         """Of gradients, where there is somebody to exchange them with."""
-        return self.strategy.gradients.codec if self.axes.data is not None else None
+        return self.strategy.gradients.codec if self.dims.data is not None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +144,8 @@ class _Exchange:
 
     engine: Engine | None = None
     channel: Channel | None = None
-    verdict: Verdict | None = None
-    live_split: LiveSplit | None = None
+    verdict: CodecDecision | None = None
+    online_split: OnlineSplit | None = None
 
 
 def _mark(model: nn.Module, undo: ExitStack) -> None:
@@ -160,25 +164,25 @@ def _recorder(strategy: Strategy, cluster: Cluster) -> Recorder | None:
 
 
 @contextmanager
-def _shared(given: _Given) -> Iterator[SharedModel | None]:
+def _shared(given: _Given) -> Iterator[ModelParallel | None]:
     """The model is whole again behind it, but not behind an error: that takes all ranks."""
-    wish = given.strategy.parallel
-    if not wish.active:
+    config = given.strategy.parallel
+    if not config.active:
         yield None
         return
     modules = [*given.model.modules()]
     _partial.update(modules)
-    shared = SharedModel(given.model, given.optimizer, wish, given.axes, given.recorder)
+    shared = ModelParallel(given.model, given.optimizer, config, given.dims, given.recorder)
     yield shared
     shared.close()
     _partial.difference_update(modules)
 
 
-def _start_alike(given: _Given, shared: SharedModel | None) -> list[dist.ProcessGroup]:
+def _start_alike(given: _Given, shared: ModelParallel | None) -> list[dist.ProcessGroup]:
     """Values of the first rank on all; over the first of the groups for gradients: one for single
     collectives, and one for each thread that codes."""
     stages = STAGES.get(given.cluster.device.type, 1) if given.codec is not None else 1
-    made = [given.axes.new_data_group() for _ in range(1 + stages)]
+    made = [given.dims.new_data_group() for _ in range(1 + stages)]
     groups = [group for group in made if group is not None]
     if groups:
         model = given.model
@@ -188,31 +192,31 @@ def _start_alike(given: _Given, shared: SharedModel | None) -> list[dist.Process
 
 
 def _precision(given: _Given) -> ModelPrecision:
-    wish, compute = given.strategy.precision, given.strategy.compute
-    precision = ModelPrecision(given.model, given.optimizer, wish, compute)
+    config, compute = given.strategy.precision, given.strategy.compute
+    precision = ModelPrecision(given.model, given.optimizer, config, compute)
     return given.undo.enter_context(closing(precision))
 
 
 def _recomputed(given: _Given) -> Recomputed | None:
-    wish, control = given.strategy.memory.recompute, given.axes.control
-    if wish is None:
+    config, control = given.strategy.memory.recompute, given.dims.control
+    if config is None:
         return None
-    same = partial(of_first, group=control) if control is not None else None
-    return given.undo.enter_context(closing(recompute(given.model, wish, agree=same)))
+    same = partial(broadcast_from_first, group=control) if control is not None else None
+    return given.undo.enter_context(closing(recompute(given.model, config, agree=same)))
 
 
 def _offloader(given: _Given) -> Offloader | None:
-    wish, cluster = given.strategy.memory.offload, given.cluster
-    if wish is None:
+    config, cluster = given.strategy.memory.offload, given.cluster
+    if config is None:
         return None
     neighbours = cluster.environment.local_world_size
-    offloader = offload(given.model, wish, local_ranks=neighbours, rank=cluster.rank)
+    offloader = offload(given.model, config, local_ranks=neighbours, rank=cluster.rank)
     return given.undo.enter_context(offloader)
 
 
 def _trainables(
-    given: _Given, shared: SharedModel | None, precision: ModelPrecision
-) -> list[Trainable]:
+    given: _Given, shared: ModelParallel | None, precision: ModelPrecision
+) -> list[NamedParameter]:
     """The parameters whose gradients this rank exchanges, as wide as these travel."""
     shares = shared.shares if shared is not None else None
     found = parameters_of(given.model, trainable=True, shares=shares)
@@ -221,65 +225,69 @@ def _trainables(
     return as_wide_as_gradients(found) if precision.exchanges_wide else found
 
 
-def _lent(given: _Given, trainables: Sequence[Trainable]) -> Lent:
-    lent = Lent(given.optimizer, trainables, given.codec, given.axes.data_size)
-    given.undo.callback(lent.give_back)
-    return lent
+def _momentum_correction(given: _Given, trainables: Sequence[NamedParameter]) -> MomentumCorrection:
+    momentum_correction = MomentumCorrection(
+        given.optimizer, trainables, given.codec, given.dims.data_size
+    )
+    given.undo.callback(momentum_correction.give_back)
+    return momentum_correction
 
 
 def _exchange(
     given: _Given,
     groups: Sequence[dist.ProcessGroup],
-    trainables: Sequence[Trainable],
-    lent: Lent,
+    trainables: Sequence[NamedParameter],
+    momentum_correction: MomentumCorrection,
     precision: ModelPrecision,
 ) -> _Exchange:
     """The channel, then the engine on it: gradients come to rest before the threads end."""
-    axes, codec, wish = given.axes, given.codec, given.strategy.gradients
-    if axes.data is None:
+    dims, codec, config = given.dims, given.codec, given.strategy.gradients
+    if dims.data is None:
         return _Exchange()
     direct, *staged = groups
     channel = Channel(direct, staged, given.cluster.device, given.recorder)
     given.undo.enter_context(closing(channel))
     verdict = measure(codec, given.cluster) if isinstance(codec, Adaptive) else None
-    coding = Coding(
+    coding = CompressionPlan(
         partial(codec_of, codec),
-        Ranks(axes.data_rank, axes.data_size),
-        lent.momenta,
+        Ranks(dims.data_rank, dims.data_size),
+        momentum_correction.momenta,
         verdict.pays if verdict else lambda num_bytes: True,
         narrow=not precision.exchanges_wide,
     )
-    searched = isinstance(wish.split, Optimal)
+    searched = isinstance(config.split, Optimal)
     engine = Engine(
         trainables,
         parameters_of(given.model, trainable=False),
         given.model.buffers,
-        split=ByBytes() if searched else wish.split,
+        split=ByBytes() if searched else config.split,
         # in a pipeline the last micro-batch's backward is not over before the sums of what
         # stages share
-        overlap=wish.overlap and given.strategy.parallel.pipeline is None,
+        overlap=config.overlap and given.strategy.parallel.pipeline is None,
         transport=all_reduce.start_all_reduce,
         coding=coding,
         channel=channel,
-        control=axes.data,
-        anywhere=axes.anywhere,
+        control=dims.data,
+        any_rank=dims.any_rank,
         recorder=given.recorder,
     )
     given.undo.enter_context(closing(engine))
-    engine.load_codec_state(lent.buffers)
-    live_split = None
-    if isinstance(wish.split, Optimal):
-        live_split = LiveSplit(engine, given.cluster, axes.data, given.strategy, wish.split.steps)
-    return _Exchange(engine, channel, verdict, live_split)
+    engine.load_codec_state(momentum_correction.buffers)
+    online_split = None
+    if isinstance(config.split, Optimal):
+        online_split = OnlineSplit(
+            engine, given.cluster, dims.data, given.strategy, config.split.steps
+        )
+    return _Exchange(engine, channel, verdict, online_split)
 
 
-def _recording(given: _Given, live_split: LiveSplit | None) -> Recording | None:
+def _recording(given: _Given, online_split: OnlineSplit | None) -> Recording | None:
     if given.recorder is None:
         return None
-    axes, wish, device = given.axes, given.strategy.trace, given.cluster.device
-    share = axes.mesh.share
+    dims, config, device = given.dims, given.strategy.trace, given.cluster.device
+    share = dims.mesh.share
     recording = Recording(
-        given.recorder, given.model, wish, device, axes.control, live_split, share
+        given.recorder, given.model, config, device, dims.control, online_split, share
     )
     given.undo.callback(recording.drop)
     return recording
@@ -287,10 +295,12 @@ def _recording(given: _Given, live_split: LiveSplit | None) -> Recording | None:
 
 def _even(
     given: _Given, loader: Iterable[Any] | None, recording: Recording | None
-) -> EvenLoader | None:
+) -> UnevenInputLoader | None:
     if loader is None:
         return None
     on_start = recording.iteration_begins if recording is not None else None
-    even = EvenLoader(loader, group=given.axes.data, recorder=given.recorder, on_start=on_start)
+    even = UnevenInputLoader(
+        loader, group=given.dims.data, recorder=given.recorder, on_start=on_start
+    )
     given.undo.callback(even.detach)
     return even

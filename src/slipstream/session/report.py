@@ -10,21 +10,21 @@ from typing import Any
 
 from torch import nn
 
-from slipstream.calibration.adaptive_codec import Verdict
+from slipstream.calibration.adaptive_codec import CodecDecision
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.layout import Gradient
-from slipstream.gradients.segments import Exchanged, gradients_of, parameters_of
+from slipstream.gradients.segments import SegmentStats, gradients_of, parameters_of
 from slipstream.strategy import Row, Strategy
-from slipstream.tuner.online_split import LiveSplit
+from slipstream.tuner.online_split import OnlineSplit
 
 _SHOWN = 12  # sizes of segments
 
 
 def rows(
     engine: Engine | None,
-    segments: Sequence[Exchanged],
-    live_split: LiveSplit | None,
-    verdict: Verdict | None = None,
+    segments: Sequence[SegmentStats],
+    online_split: OnlineSplit | None,
+    verdict: CodecDecision | None = None,
     skipped: int = 0,
 ) -> list[Row]:
     """What became of the gradients; no engine and no segments: there was one process."""
@@ -41,8 +41,8 @@ def rows(
         Row("fused", f"{gradients} gradients -> {collectives} all-reduces", "in ready order"),
         Row("segments", f"{megabytes:.1f} MB in {len(segments)}", f"MB: {sizes}{more}"),
     ]
-    if live_split is not None:
-        found.insert(0, Row("optimal", live_split.outcome, "split computed and measured"))
+    if online_split is not None:
+        found.insert(0, Row("optimal", online_split.outcome, "split computed and measured"))
     wire = sum(s.wire_bytes for s in segments)
     if wire * 2**-20 != megabytes or verdict is not None:
         found.append(_codec_row(segments, engine))
@@ -53,7 +53,7 @@ def rows(
     return found
 
 
-def _codec_row(segments: Sequence[Exchanged], engine: Engine | None) -> Row:
+def _codec_row(segments: Sequence[SegmentStats], engine: Engine | None) -> Row:
     """Bytes before and after, and what is kept for it: before and after an update that may fail."""
     before, after = sum(s.num_bytes for s in segments), sum(s.wire_bytes for s in segments)
     kept = engine.codec_state() if engine else {}
@@ -66,7 +66,7 @@ def _codec_row(segments: Sequence[Exchanged], engine: Engine | None) -> Row:
     )
 
 
-def _adaptive_row(segments: Sequence[Exchanged], verdict: Verdict) -> Row:
+def _adaptive_row(segments: Sequence[SegmentStats], verdict: CodecDecision) -> Row:
     """How many segments are coded, and what that is expected to save."""
     saved = [verdict.saved(s.num_bytes) for s in segments]
     coded = [seconds for seconds in saved if seconds > 0]
@@ -77,7 +77,7 @@ def _adaptive_row(segments: Sequence[Exchanged], verdict: Verdict) -> Row:
 
 
 def trace_meta(
-    model: nn.Module, strategy: Strategy, engine: Engine | None, segments: Sequence[Exchanged]
+    model: nn.Module, strategy: Strategy, engine: Engine | None, segments: Sequence[SegmentStats]
 ) -> dict[str, Any]:
     """What a trace says of the session: model, strategy, segments and gradients."""
     trainables = parameters_of(model, trainable=True)[::-1]

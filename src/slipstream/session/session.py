@@ -15,17 +15,17 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import nn
 
-from slipstream.calibration.adaptive_codec import Verdict
+from slipstream.calibration.adaptive_codec import CodecDecision
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs.compressor import any_infinite
-from slipstream.data.uneven_inputs import EvenLoader
+from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.engine import Engine
-from slipstream.gradients.momentum import Lent
-from slipstream.gradients.segments import Exchanged
+from slipstream.gradients.momentum import MomentumCorrection
+from slipstream.gradients.segments import SegmentStats
 from slipstream.memory import Offloader, Recomputed
-from slipstream.parallel.dims import Axes
-from slipstream.parallel.model import SharedModel
+from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.model import ModelParallel
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import report
@@ -35,7 +35,7 @@ from slipstream.session.tracing import Recording
 from slipstream.strategy import Strategy, overview
 from slipstream.strategy.overview import plain_text
 from slipstream.transport.channel import Channel
-from slipstream.tuner.online_split import LiveSplit
+from slipstream.tuner.online_split import OnlineSplit
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
@@ -50,14 +50,14 @@ class Installed:
     trainable_names: tuple[str, ...]
     engine: Engine | None
     channel: Channel | None
-    axes: Axes
-    shared: SharedModel | None
+    dims: ParallelDims
+    shared: ModelParallel | None
     precision: ModelPrecision
     recomputed: Recomputed | None
-    loader: EvenLoader | None
-    live_split: LiveSplit | None
-    lent: Lent
-    verdict: Verdict | None
+    loader: UnevenInputLoader | None
+    online_split: OnlineSplit | None
+    momentum_correction: MomentumCorrection
+    verdict: CodecDecision | None
     recording: Recording | None
     offloader: Offloader | None
     undo: ExitStack
@@ -90,14 +90,14 @@ class Session(Generic[M, O]):
         self._cluster: Cluster | None = installed.cluster
         self._engine = installed.engine
         self._channel = installed.channel
-        self._axes: Axes | None = installed.axes
-        self.data_rank, self.data_size = installed.axes.data_rank, installed.axes.data_size
+        self._dims: ParallelDims | None = installed.dims
+        self.data_rank, self.data_size = installed.dims.data_rank, installed.dims.data_size
         self._shared = installed.shared
         self._precision = installed.precision
         self._recomputed = installed.recomputed
         self._loader = installed.loader
-        self._live_split = installed.live_split
-        self._lent = installed.lent
+        self._online_split = installed.online_split
+        self._momentum_correction = installed.momentum_correction
         self._verdict = installed.verdict
         self._recording = installed.recording
         self._offloader = installed.offloader
@@ -106,9 +106,9 @@ class Session(Generic[M, O]):
             installed.strategy,
             installed.trainable_names,
             installed.engine,
-            installed.axes,
+            installed.dims,
             installed.shared,
-            installed.live_split,
+            installed.online_split,
             installed.precision,
         )
         self._parameters = tuple(model.parameters())
@@ -120,14 +120,14 @@ class Session(Generic[M, O]):
         self._compared = False  # whether ranks that share a model have compared their first losses
         self._local = False
         self._closed = False
-        self._last_segments: tuple[Exchanged, ...] = ()
+        self._last_segments: tuple[SegmentStats, ...] = ()
         self._undo = installed.undo.pop_all()
         atexit.register(self._take_off, SystemExit, SystemExit(), None)
 
     # The loop.
 
     @property
-    def loader(self) -> EvenLoader:
+    def loader(self) -> UnevenInputLoader:
         """The loader, giving the same number of batches on every rank.
 
         Raises:
@@ -144,7 +144,7 @@ class Session(Generic[M, O]):
         return self._shared.pipeline if self._shared is not None else None
 
     @property
-    def segments(self) -> tuple[Exchanged, ...]:
+    def segments(self) -> tuple[SegmentStats, ...]:
         """What is exchanged together; empty on one process and before the first exchange."""
         return self._engine.segments if self._engine else self._last_segments
 
@@ -242,8 +242,8 @@ class Session(Generic[M, O]):
         loss_scale = self._precision.take(loss_scale)
         self._window.check_scale(loss_scale)
         if not self._compared:
-            assert self._axes is not None
-            self._axes.must_share((args, kwargs, target))
+            assert self._dims is not None
+            self._dims.must_share((args, kwargs, target))
             self._compared = True
         if self._recording is not None:
             self._recording.forward_begins(args, kwargs or {})
@@ -261,9 +261,9 @@ class Session(Generic[M, O]):
 
     def _exchange_after(self, run: Callable[[], None], loss_scale: float) -> None:
         """``run`` a backward; where an update follows it, average the gradients."""
-        filler = self._window.count()
+        dummy_batch = self._window.count()
         if self._recording is not None:
-            self._recording.backward_begins(filler=filler)
+            self._recording.backward_begins(dummy_batch=dummy_batch)
         exchange = self._window.last and not self._local
         if self._engine is not None:
             scale = self._window.scale
@@ -271,7 +271,7 @@ class Session(Generic[M, O]):
         elif self._unscaled and self._gradients():  # averages to which this backward adds
             torch._foreach_mul_(self._gradients(), loss_scale)
         try:
-            if not filler:
+            if not dummy_batch:
                 run()
         except BaseException as error:
             if self._engine is not None:
@@ -447,7 +447,7 @@ class Session(Generic[M, O]):
     def report(self) -> str:
         """The strategy and what became of it, as a table in plain text."""
         rows = report.rows(
-            self._engine, self.segments, self._live_split, self._verdict, self.skipped
+            self._engine, self.segments, self._online_split, self._verdict, self.skipped
         )
         rows = self._precision.rows(self.skipped) + rows
         if self._offloader is not None:
@@ -491,8 +491,8 @@ class Session(Generic[M, O]):
     def _compare(self, loss: torch.Tensor) -> None:
         """Ranks that share layers must have the same batches: compare their first losses."""
         if self._shared is not None and not self._compared:
-            assert self._axes is not None
-            self._axes.must_be_equal(loss)
+            assert self._dims is not None
+            self._dims.must_be_equal(loss)
             self._compared = True
 
     def _gradients(self) -> list[torch.Tensor]:
@@ -506,15 +506,15 @@ class Session(Generic[M, O]):
             return False
         values = [g._values() if g.is_sparse else g for g in self._gradients()]
         infinite = [any_infinite(value) for value in values]
-        assert self._axes is not None
-        return self._axes.anywhere(bool(infinite) and bool(torch.stack(infinite).any()))
+        assert self._dims is not None
+        return self._dims.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
 
     def _update(self, skip: bool) -> None:
         if self._recording is not None:
             self._recording.update_begins()
         self.skipped += skip
         if not skip:
-            self._lent.check()
+            self._momentum_correction.check()
             self.optimizer.step()
             self._steps += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -554,7 +554,7 @@ class Session(Generic[M, O]):
             # No reference may outlive this: a gloo group ends its threads when it is freed, and one
             # still there when the interpreter ends aborts the process after a run that went well.
             cluster, self._cluster = self._cluster, None
-            self._engine = self._channel = self._saving = self._live_split = None
-            self._recording = self._axes = self._shared = None
+            self._engine = self._channel = self._saving = self._online_split = None
+            self._recording = self._dims = self._shared = None
             if cluster is not None and not in_flight:  # freeing a group that waits for a peer hangs
                 cluster.close()

@@ -12,13 +12,13 @@ from typing import Any
 from torch import nn
 
 from slipstream.gradients.engine import Engine
-from slipstream.parallel.dims import Axes
-from slipstream.parallel.model import SharedModel
+from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.model import ModelParallel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import checkpoint
 from slipstream.strategy import Split, Strategy, keeps_state
 from slipstream.transport.consistency import agree
-from slipstream.tuner.online_split import LiveSplit
+from slipstream.tuner.online_split import OnlineSplit
 
 
 class Saving:
@@ -31,7 +31,7 @@ class Saving:
         engine: None: nothing is exchanged.
         axes: all ranks.
         shared: None: every rank has the whole model.
-        live_split: None: no split is searched for.
+        online_split: None: no split is searched for.
         precision: of the model.
     """
 
@@ -41,15 +41,15 @@ class Saving:
         strategy: Strategy,
         names: Sequence[str],
         engine: Engine | None,
-        axes: Axes,
-        shared: SharedModel | None,
-        live_split: LiveSplit | None,
+        dims: ParallelDims,
+        shared: ModelParallel | None,
+        online_split: OnlineSplit | None,
         precision: ModelPrecision,
     ) -> None:
         self._model, self._names = model, names
-        self._engine, self._axes, self._shared = engine, axes, shared
-        self._live_split, self._precision = live_split, precision
-        self._control = axes.control
+        self._engine, self._dims, self._shared = engine, dims, shared
+        self._online_split, self._precision = online_split, precision
+        self._control = dims.control
         # the same on every rank, whatever codecs keep so far
         self._codecs_keep = self._control is not None and keeps_state(strategy.gradients.codec)
 
@@ -75,7 +75,7 @@ class Saving:
             UsageError: the state is another version's or another model's.
             MismatchError: ranks load different states.
         """
-        mesh = self._axes.mesh
+        mesh = self._dims.mesh
         ranks = mesh.data * mesh.share if self._shared is not None else None
         every = [name for name, p in self._model.named_parameters() if p.requires_grad]
         error = checkpoint.refusal(state, every, ranks)
@@ -96,20 +96,20 @@ class Saving:
             self._engine.updated(steps)
             if order is not None:
                 self._engine.install(order)
-        if self._live_split is not None and state["split"] is not None:
+        if self._online_split is not None and state["split"] is not None:
             chosen = Strategy.load({"gradients": {"split": state["split"]}}).gradients.split
-            self._live_split.settle(chosen, "chosen before the checkpoint")
+            self._online_split.settle(chosen, "chosen before the checkpoint")
         if self._engine is not None and self._codecs_keep and state["codecs"]:
             # behind the last change of the layout: who serves which piece depends on it
             kept = state["codecs"]
             if self._shared is not None:
-                kept = [kept[rank] for rank in self._axes.data_ranks]
-            kept = checkpoint.dealt_out(kept, self._axes.data_rank, self._axes.data_size)
+                kept = [kept[rank] for rank in self._dims.data_ranks]
+            kept = checkpoint.dealt_out(kept, self._dims.data_rank, self._dims.data_size)
             self._engine.load_codec_state(kept)
         return steps
 
     def _chosen_split(self) -> Split | None:
         """What the search for the best split has settled on, if it has."""
-        if self._live_split is None or self._engine is None or not self._live_split.settled:
+        if self._online_split is None or self._engine is None or not self._online_split.settled:
             return None
         return self._engine.split

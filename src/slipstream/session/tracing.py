@@ -18,8 +18,8 @@ from slipstream.strategy import Trace as TraceSettings
 from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
 from slipstream.trace.recorder import Recorder, Stamp
-from slipstream.transport.consistency import together
-from slipstream.tuner.online_split import SETTLING, LiveSplit
+from slipstream.transport.consistency import collective_errors
+from slipstream.tuner.online_split import SETTLING, OnlineSplit
 
 
 class Recording:
@@ -34,13 +34,13 @@ class Recording:
         self,
         recorder: Recorder,
         model: nn.Module,
-        wish: TraceSettings,
+        config: TraceSettings,
         device: torch.device,
         control: dist.ProcessGroup | None,
-        live: LiveSplit | None,
+        live: OnlineSplit | None,
         share: int = 1,
     ) -> None:
-        self._recorder, self._wish, self._device = recorder, wish, device
+        self._recorder, self._config, self._device = recorder, config, device
         self._control, self._live, self._part = control, live, 1 / share if share > 1 else 1
         self._for_user = live is None  # whether this window is the one that the user asked for
         self._iteration = 0
@@ -60,16 +60,16 @@ class Recording:
         if self._over or self._under_way:
             return
         if self._iteration == self._recorder.first_step and not self._aligned:
-            with together("the alignment of the clocks for the trace"):
+            with collective_errors("the alignment of the clocks for the trace"):
                 self._recorder.align(self._control)
             self._aligned = True
         self._recorder.begin_step(self._iteration, self._recorder.stamp(self._device))
         self._forward_start = None
 
-    def backward_begins(self, *, filler: bool = False) -> None:
+    def backward_begins(self, *, dummy_batch: bool = False) -> None:
         """The forward pass and the loss are over; a filler's samples do not count."""
         self._under_way = self._in_backward = True
-        self._samples += 0 if filler else self._batch
+        self._samples += 0 if dummy_batch else self._batch
         self._batch = 0
         if self._recorder.active:
             self._start = self._recorder.stamp(self._device)
@@ -120,7 +120,7 @@ class Recording:
             return
         trace = self._gather(facts)
         if trace is not None and trace.events:
-            path = Path(self._wish.folder) / "trace.json"
+            path = Path(self._config.folder) / "trace.json"
             chrome.write(trace, path)
             print(f"slipstream: trace written to {path}", file=sys.stderr)
 
@@ -136,9 +136,11 @@ class Recording:
             self.write(facts)
         elif not live.settled and live.proceed(self._gather(facts)):
             self._next_window(self._iteration + SETTLING, live.steps)
-        elif self._wish.steps is not None:
+        elif self._config.steps is not None:
             self._for_user = True
-            self._next_window(max(self._wish.skip, self._iteration + SETTLING), self._wish.steps)
+            self._next_window(
+                max(self._config.skip, self._iteration + SETTLING), self._config.steps
+            )
         else:
             self.drop()
 
@@ -148,7 +150,7 @@ class Recording:
 
     def _gather(self, facts: Mapping[str, Any]) -> Trace | None:
         self._recorder.meta |= facts
-        with together("the gathering of the trace"):
+        with collective_errors("the gathering of the trace"):
             return self._recorder.gather(self._control)
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

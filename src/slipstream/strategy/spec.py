@@ -135,8 +135,8 @@ class Strategy(Setting):
     @property
     def exactness(self) -> Exactness:
         """The weakest exactness of the chosen variants."""
-        wish = self.gradients
-        variants = (wish.split, wish.transport, wish.codec, self.precision)
+        config = self.gradients
+        variants = (config.split, config.transport, config.codec, self.precision)
         chosen = [v.exactness for v in variants if v is not None]
         tf32: list[Exactness] = ["lossy"] if self.compute.tf32 else []
         return max(chosen + tf32, key=get_args(Exactness).index)

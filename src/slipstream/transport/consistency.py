@@ -38,7 +38,7 @@ def agree(
     """
     digest = hashlib.sha256(json.dumps(list(facts.items())).encode()).digest()
     own = torch.tensor([error is not None, *digest], dtype=torch.uint8)
-    with together("the comparison of the ranks"):
+    with collective_errors("the comparison of the ranks"):
         every = own.new_empty(dist.get_world_size(group), own.numel())
         dist.all_gather(list(every.unbind()), own, group=group)
         if bool((every[:, 0] == 0).all() and (every == every[0]).all()):
@@ -49,7 +49,7 @@ def agree(
     raise MismatchError("\n".join(complaints))
 
 
-def of_first(value: T, group: dist.ProcessGroup) -> T:
+def broadcast_from_first(value: T, group: dist.ProcessGroup) -> T:
     """The ``value`` of the first rank of a group, on all of them.
 
     Args:
@@ -57,13 +57,13 @@ def of_first(value: T, group: dist.ProcessGroup) -> T:
         group: a group of CPU tensors.
     """
     said = [value]
-    with together("the agreement on what the first rank has decided"):
+    with collective_errors("the agreement on what the first rank has decided"):
         dist.broadcast_object_list(said, group=group, group_src=0)
     return said[0]
 
 
 @contextmanager
-def together(*what: object) -> Iterator[None]:
+def collective_errors(*what: object) -> Iterator[None]:
     """Inside, a collective that a lost peer breaks raises ExchangeError: ``what`` failed."""
     try:
         yield

@@ -16,13 +16,13 @@ from slipstream.cluster.connect import Cluster
 from slipstream.errors import SlipstreamError
 from slipstream.gradients.engine import Engine
 from slipstream.planner.candidates import optimal_split
-from slipstream.planner.cost import Cluster as Measured
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.exchange import Plan
 from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
 from slipstream.strategy import ByBytes, PlainCodec, Split, Strategy
 from slipstream.trace.event import Trace
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 from slipstream.tuner.trials import iterations
 
 CALIBRATION_SECONDS = 4.0
@@ -34,7 +34,7 @@ TURNS = 2
 """Windows of each split, by turns: what drifts while they run is no split's."""
 
 LARGER = (ByBytes(megabytes=16), ByBytes(megabytes=25))
-"""Measured beside the computed split: how much a segment more costs is what is known least."""
+"""Measured beside the computed split: the cost of one more segment is what is known least."""
 
 MOST_WINDOWS = TURNS * (2 + len(LARGER))
 
@@ -47,7 +47,7 @@ class _Found:
     outcome: str
 
 
-class LiveSplit:
+class OnlineSplit:
     """Windows of iterations, by turns under the default split, the computed one and some larger.
 
     Args:
@@ -87,7 +87,7 @@ class LiveSplit:
         Raises:
             ExchangeError: another rank is gone.
         """
-        with together("the choice of the split"):
+        with collective_errors("the choice of the split"):
             if not self._splits:
                 self._propose(trace)
             if trace is not None:
@@ -125,16 +125,16 @@ class LiveSplit:
         assert self._engine.order is not None
         self._engine.install(self._engine.order, split)
 
-    def _solve(self, trace: Trace, measured: Measured) -> _Found:
+    def _solve(self, trace: Trace, measured: NetworkProfile) -> _Found:
         """On rank 0, whose trace holds all ranks."""
         default = self._engine.split
         try:
             workload, cluster = prepare(trace, measured)
             best = optimal_split(workload, cluster, [self._base])
             chosen = self._base.gradients.model_copy(update={"split": best})
-            wish = self._base.model_copy(update={"gradients": chosen})
+            config = self._base.model_copy(update={"gradients": chosen})
             seconds = predict(
-                workload, Plan.of(wish, self._engine.gradients, cluster.codecs), cluster
+                workload, Plan.of(config, self._engine.gradients, cluster.codecs), cluster
             )
         except SlipstreamError as error:  # training goes on as it is
             return _Found((default,), f"the default split stays: {error}")

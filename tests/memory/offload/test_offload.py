@@ -14,7 +14,7 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import OffloadError, StrategyError, UsageError
-from slipstream.memory.forward_override import Replaced
+from slipstream.memory.forward_override import ForwardOverride
 from slipstream.memory.offload import place
 from slipstream.memory.offload.disk_store import DiskStore
 from slipstream.memory.offload.offload import offload
@@ -101,8 +101,8 @@ def built(name):
 def test_bitwise_equal_to_the_plain_run(name, prefetch):
     plain = trained(name, built(name))
     model = built(name)
-    wish = Offload(to="disk", min_bytes=64, prefetch=prefetch)
-    with offload(model, wish) as offloader:
+    config = Offload(to="disk", min_bytes=64, prefetch=prefetch)
+    with offload(model, config) as offloader:
         ours = trained(name, model)
     assert same(plain, ours)
     assert offloader.traffic.bytes_out == offloader.traffic.bytes_back > 0
@@ -113,17 +113,17 @@ WISHES = [Every(), Every(every=2), Budget(budget=0.7), Checkpoints(checkpoints=(
 
 
 @pytest.mark.parametrize(
-    "wish", WISHES, ids=lambda wish: f"{wish.kind}-{getattr(wish, 'every', 0)}"
+    "config", WISHES, ids=lambda config: f"{config.kind}-{getattr(config, 'every', 0)}"
 )
 @pytest.mark.parametrize("name", REAL)
-def test_with_recomputation_bitwise_equal_to_the_plain_run(name, wish):
-    if isinstance(wish, Checkpoints) and name == "resnet":
-        wish = Checkpoints(checkpoints=("*.layers.?.layer",))
-    if isinstance(wish, Checkpoints) and name == "gpt2":
-        wish = Checkpoints(checkpoints=("*.attn",))
+def test_with_recomputation_bitwise_equal_to_the_plain_run(name, config):
+    if isinstance(config, Checkpoints) and name == "resnet":
+        config = Checkpoints(checkpoints=("*.layers.?.layer",))
+    if isinstance(config, Checkpoints) and name == "gpt2":
+        config = Checkpoints(checkpoints=("*.attn",))
     plain = trained(name, built(name), steps=3)
     model = built(name)
-    recomputed = recompute(model, wish)
+    recomputed = recompute(model, config)
     with offload(model, Offload(to="disk", min_bytes=64)) as offloader:
         ours = trained(name, model, steps=3)
     recomputed.close()
@@ -173,8 +173,8 @@ def test_each_storage_leaves_once(name):
 def test_backward_is_fetched_ahead_and_the_last_blocks_stay():
     store = Logged()
     model = squares(5)
-    wish = Offload(to="disk", min_bytes=0, keep_last=2)
-    with offload(model, wish, store=store):
+    config = Offload(to="disk", min_bytes=0, keep_last=2)
+    with offload(model, config, store=store):
         loss = model(start()).sum()
         forward, store.log = store.log, []
         loss.backward()
@@ -203,8 +203,8 @@ def test_backward_goes_on_while_the_blocks_before_are_read():
 
     released, store = threading.Event(), Held()
     model = squares(3)
-    wish = Offload(to="disk", min_bytes=0, keep_last=1, prefetch=2)
-    with offload(model, wish, store=store):
+    config = Offload(to="disk", min_bytes=0, keep_last=1, prefetch=2)
+    with offload(model, config, store=store):
         hidden = model[:2](start())
         hidden.register_hook(lambda grad: (store.log.append("out of 2"), released.set())[0])
         loss = model[2](hidden).sum()
@@ -261,12 +261,12 @@ def test_the_file_does_not_grow_from_step_to_step():
 def equal_after(backward, blocks=4):
     """Whether gradients are the plain ones after what ``backward(model, x)`` does."""
     grads = []
-    for wish in (None, ALL):
+    for config in (None, ALL):
         model, x = squares(blocks), start()
-        if wish is None:
+        if config is None:
             backward(model, x)
         else:
-            with offload(model, wish):
+            with offload(model, config):
                 backward(model, x)
         grads.append(x.grad)
     return torch.equal(*grads)
@@ -463,7 +463,7 @@ def test_a_shared_link_is_told(monkeypatch):
 def test_what_stands_on_top_goes_first():
     model = squares()
     offloader = offload(model, ALL)
-    later = Replaced(model[1], lambda forward, x: forward(x))
+    later = ForwardOverride(model[1], lambda forward, x: forward(x))
     with pytest.raises(UsageError, match="replaced once more since"):
         offloader.close()
     later.remove()
@@ -521,7 +521,7 @@ def test_close_leaves_a_plain_model():
 
 
 @pytest.mark.parametrize(
-    ("wish", "model", "words"),
+    ("config", "model", "words"),
     [
         (Offload(), squares(), r"model is on the CPU, .*; use \{to: disk\}"),
         (Offload(to="disk"), nn.Linear(2, 2), "Linear has no repeated blocks .*; name its modules"),
@@ -529,9 +529,9 @@ def test_close_leaves_a_plain_model():
         (Offload(to="disk", modules=("x.*",)), squares(), r"offload.modules: no module .*'x\.\*'"),
     ],
 )
-def test_what_cannot_be_is_refused(wish, model, words):
+def test_what_cannot_be_is_refused(config, model, words):
     with pytest.raises(StrategyError, match=words):
-        offload(model, wish)
+        offload(model, config)
     assert "forward" not in vars(model[0] if isinstance(model, nn.Sequential) else model)
 
 
@@ -582,8 +582,8 @@ def batches(name, count=3):
 
 def test_a_session_offloads_what_its_strategy_says():
     seen = []
-    wish = {"to": "disk", "min_bytes": 0}
-    for memory in ({}, {"offload": wish}, {"offload": wish, "recompute": "every"}):
+    config = {"to": "disk", "min_bytes": 0}
+    for memory in ({}, {"offload": config}, {"offload": config, "recompute": "every"}):
         model = built("gpt2")
         names = list(model.state_dict())
         torch.manual_seed(7)

@@ -237,7 +237,7 @@ class InPlaceWithin(Odd):
 
 
 def trained(
-    block: type[Odd], wish: Recompute | None, kind: type[nn.Sequential] = nn.Sequential
+    block: type[Odd], config: Recompute | None, kind: type[nn.Sequential] = nn.Sequential
 ) -> dict[str, Any]:
     """Losses, gradients and state of a few steps."""
     torch.manual_seed(0)
@@ -246,7 +246,7 @@ def trained(
     blocks = [block() for _ in range(4)]
     block.join(blocks)
     model = kind(*blocks)
-    recomputed = recompute(model, wish) if wish is not None else None
+    recomputed = recompute(model, config) if config is not None else None
     seen: dict[str, Any] = {}
     for step in range(3):
         for inner in blocks:
@@ -266,7 +266,7 @@ def trained(
     return seen | {"next": torch.tensor([random.random(), np.random.rand()])}
 
 
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("config", WISHES)
 @pytest.mark.parametrize(
     "block",
     [
@@ -274,18 +274,20 @@ def trained(
         *(Draws, Within, Fills, Packed, Same, Trees),
     ],
 )
-def test_bitwise_as_without(block: type[Odd], wish: str) -> None:
-    plain, found = trained(block, None), trained(block, WISHES[wish])
+def test_bitwise_as_without(block: type[Odd], config: str) -> None:
+    plain, found = trained(block, None), trained(block, WISHES[config])
     assert found.keys() == plain.keys()
     assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
 
 
-@pytest.mark.parametrize("wish", WISHES)
+@pytest.mark.parametrize("config", WISHES)
 @pytest.mark.parametrize(("block", "first"), [(InPlace, 0), (InPlaceWithin, 1)])
-def test_blocks_that_change_their_input_are_named(block: type[Odd], first: int, wish: str) -> None:
+def test_blocks_that_change_their_input_are_named(
+    block: type[Odd], first: int, config: str
+) -> None:
     words = rf"^{first} changes what it is called with in place, .* copy \(x = x\.clone\(\)"
     with pytest.raises(UsageError, match=words):
-        trained(block, WISHES[wish])
+        trained(block, WISHES[config])
 
 
 class Iterates(Odd):
@@ -295,10 +297,10 @@ class Iterates(Odd):
         return iter([super().forward(x if isinstance(x, Tensor) else next(x))])
 
 
-@pytest.mark.parametrize("wish", WISHES)
-def test_what_comes_to_its_end_is_refused(wish: str) -> None:
+@pytest.mark.parametrize("config", WISHES)
+def test_what_comes_to_its_end_is_refused(config: str) -> None:
     with pytest.raises(UsageError, match=r"1 is called with a list_iterator, .* give it a list"):
-        trained(Iterates, WISHES[wish])
+        trained(Iterates, WISHES[config])
 
 
 class Checkpointed(nn.Sequential):
@@ -310,9 +312,9 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-@pytest.mark.parametrize("wish", WISHES)
-def test_checkpoints_of_the_model_itself_may_stand_beside(wish: str) -> None:
-    plain, found = trained(Odd, None), trained(Odd, WISHES[wish], Checkpointed)
+@pytest.mark.parametrize("config", WISHES)
+def test_checkpoints_of_the_model_itself_may_stand_beside(config: str) -> None:
+    plain, found = trained(Odd, None), trained(Odd, WISHES[config], Checkpointed)
     assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
 
 

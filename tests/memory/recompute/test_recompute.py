@@ -41,16 +41,16 @@ WISHES: dict[str, dict[str, Any]] = {
 
 
 def wish_of(settings: dict[str, Any]) -> Recompute:
-    wish = Memory.model_validate({"recompute": settings}).recompute
-    assert wish is not None
-    return wish
+    config = Memory.model_validate({"recompute": settings}).recompute
+    assert config is not None
+    return config
 
 
-def trained(case: Case, wish: Recompute | None, *, autocast: bool = False) -> dict[str, Any]:
+def trained(case: Case, config: Recompute | None, *, autocast: bool = False) -> dict[str, Any]:
     """Losses, gradients and state of a few steps."""
     torch.manual_seed(0)
     model = case.build().train()
-    recomputed = recompute(model, wish) if wish is not None else None
+    recomputed = recompute(model, config) if config is not None else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen: dict[str, Any] = {}
     for step in range(3):
@@ -88,16 +88,16 @@ def plain() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wish", "autocast"),
+    ("config", "autocast"),
     [
-        *((wish, False) for wish in (*WISHES, "checkpoints")),
-        *((wish, True) for wish in ("two", "half", "selective")),
+        *((config, False) for config in (*WISHES, "checkpoints")),
+        *((config, True) for config in ("two", "half", "selective")),
     ],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_bitwise_as_without(plain: Any, name: str, wish: str, autocast: bool) -> None:
+def test_bitwise_as_without(plain: Any, name: str, config: str, autocast: bool) -> None:
     case = MODELS[name]
-    settings = WISHES.get(wish, {"checkpoints": [case.blocks]})
+    settings = WISHES.get(config, {"checkpoints": [case.blocks]})
     found = trained(case, wish_of(settings), autocast=autocast)
     assert_same(found, plain(name, autocast))
 
@@ -149,7 +149,7 @@ def runs_again(parts: Parts) -> Counter[int]:
 
 
 @pytest.mark.parametrize(
-    ("name", "wish"),
+    ("name", "config"),
     [
         ("gpt2", "every"),
         ("gpt2", "little"),
@@ -161,11 +161,11 @@ def runs_again(parts: Parts) -> Counter[int]:
     ],
 )
 def test_backward_does_the_flops_of_the_blocks_that_are_not_kept_once_more(
-    name: str, wish: str
+    name: str, config: str
 ) -> None:
     case = MODELS[name]
     by_module, plain = flops_of(case.build().train(), case)
-    model, recomputed = after_one_forward(name, WISHES[wish])
+    model, recomputed = after_one_forward(name, WISHES[config])
     _, found = flops_of(model, case)
     again, blocks = runs_again(recomputed.parts), blocks_of(model)
     assert again
@@ -259,9 +259,9 @@ def saved_bytes(model: nn.Module, case: Case) -> int:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("wish", ["every", "three", "most", "little"])
+@pytest.mark.parametrize("config", ["every", "three", "most", "little"])
 def test_forward_keeps_the_bytes_that_the_plan_says(
-    name: str, wish: str, monkeypatch: pytest.MonkeyPatch
+    name: str, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, costs = MODELS[name], list[Cost]()
 
@@ -273,7 +273,7 @@ def test_forward_keeps_the_bytes_that_the_plan_says(
     monkeypatch.setattr(module, "measure", measured)
     after_one_forward(name, {"budget": 1.0})
     monkeypatch.undo()
-    model, recomputed = after_one_forward(name, WISHES[wish])
+    model, recomputed = after_one_forward(name, WISHES[config])
     plain = after_one_forward(name, {"checkpoints": [case.blocks]})
     plain[1].close()
     parts = recomputed.parts
@@ -416,11 +416,11 @@ def test_forwards_that_fail_or_end_early_leave_nothing() -> None:
 
 def test_several_forwards_may_go_before_a_backward_and_a_backward_may_go_twice() -> None:
     results = []
-    for wish in (None, Every(every=2)):
+    for config in (None, Every(every=2)):
         torch.manual_seed(0)
         model = Blocks().train()
-        if wish is not None:
-            recompute(model, wish)
+        if config is not None:
+            recompute(model, config)
             model(**rows(9))
             model.load_state_dict(results[0][1])
         start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -434,29 +434,29 @@ def test_several_forwards_may_go_before_a_backward_and_a_backward_may_go_twice()
     assert_same(results[1][0], results[0][0])
 
 
-@pytest.mark.parametrize("wish", [Every(), Every(every=2), Budget(budget=0.5)])
+@pytest.mark.parametrize("config", [Every(), Every(every=2), Budget(budget=0.5)])
 @pytest.mark.parametrize("training", [True, False])
-def test_gradients_and_not_training_decide(wish: Recompute, training: bool) -> None:
+def test_gradients_and_not_training_decide(config: Recompute, training: bool) -> None:
     model = Blocks().train(training)
-    recomputed = recompute(model, wish)
+    recomputed = recompute(model, config)
     calls = forwards(model.blocks[0].linear)
     with torch.no_grad():
         model(**rows(0))
     assert len(calls) == 1
     assert recomputed.regions == tuple((f"blocks.{i}",) for i in range(4))
     model(**rows(0)).backward()
-    settled = wish != Every()
+    settled = config != Every()
     assert (len(recomputed.regions) < 4) == settled
     assert len(calls) > 2
 
 
 def test_hidden_states_that_transformers_collect_get_their_gradients() -> None:
     results = []
-    for wish in (None, Every(every=3)):
+    for config in (None, Every(every=3)):
         torch.manual_seed(0)
         model = MODELS["bert"].build().train()
-        if wish is not None:
-            recompute(model, wish)
+        if config is not None:
+            recompute(model, config)
             MODELS["bert"].loss(model, masked_words(0))
         torch.manual_seed(1)
         states = model(**masked_words(0), output_hidden_states=True).hidden_states
@@ -498,11 +498,11 @@ def test_close_leaves_the_model_as_it_was() -> None:
 
 def test_buffers_are_followed_where_modules_change_between_training_and_evaluation() -> None:
     results = []
-    for wish in (None, Every(every=2)):
+    for config in (None, Every(every=2)):
         torch.manual_seed(0)
         model = Blocks().train()
-        if wish is not None:
-            recompute(model, wish)
+        if config is not None:
+            recompute(model, config)
         for frozen in (True, False, True):
             for block in model.blocks:
                 block.norm.train(not frozen)

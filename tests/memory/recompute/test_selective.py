@@ -81,12 +81,12 @@ class Census(TorchDispatchMode):
 CASES = {name: MODELS[name] for name in ("resnet", "bert", "gpt2", "swin", "attentive")}
 
 
-def counted(case: Case, wish: Every | None) -> tuple[Counter[Made], Counter[Made], nn.Module]:
+def counted(case: Case, config: Every | None) -> tuple[Counter[Made], Counter[Made], nn.Module]:
     """What a forward makes, and what of it is alive behind it; nothing is after backward."""
     torch.manual_seed(0)
     model = case.build().train()
-    if wish is not None:
-        recompute(model, wish)
+    if config is not None:
+        recompute(model, config)
     case.loss(model, case.batch(0)).backward()  # settles the regions, and makes the gradients
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     batch = case.batch(1)

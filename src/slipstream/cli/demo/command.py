@@ -23,7 +23,7 @@ from slipstream.cli.demo.report import Measured, plan_table, table, verdict
 from slipstream.cli.trace import drawn
 from slipstream.cluster.launcher import LaunchSpec, run
 from slipstream.errors import LaunchError
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.testbed import Testbed, format_rate, unavailable
 from slipstream.trace import chrome
 
@@ -134,7 +134,7 @@ def _show(console: Console, folder: Path) -> None:
     console.rule("1  where an iteration of slipstream's default goes", align="left")
     console.print(summary(trace))
     console.rule("2  diagnosis", align="left")
-    network = Cluster.load(folder / "cluster.yaml").network("world")
+    network = NetworkProfile.load(folder / "cluster.yaml").network("world")
     console.print(drawn(advise(trace, network.all_reduce.seconds)))
     console.rule(
         "3  the plan, computed from this trace and this network, and applied", align="left"

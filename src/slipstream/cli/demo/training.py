@@ -35,7 +35,7 @@ from slipstream.cli.demo.command import Job
 from slipstream.cli.demo.report import ALONE, DDP, SLIPSTREAM, Measured, Planned
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.candidates import optimal_split
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.exchange import Plan
 from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
@@ -166,7 +166,7 @@ class Trainers:
         return found[0]
 
 
-def make_plan(trace: Trace, cluster: Cluster) -> Planned:
+def make_plan(trace: Trace, cluster: NetworkProfile) -> Planned:
     """What the planner makes of the default's trace on this network."""
     workload, fitted = prepare(trace, cluster)
     default = Strategy()

@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.planner.cost import Cluster, Collective, Curve, Network
+from slipstream.planner.cost import Collective, Curve, Network, NetworkProfile
 from slipstream.planner.curve import WORST_ERROR
 
 FEW = 9
@@ -32,7 +32,7 @@ PLACES = {
 }
 
 
-def report(cluster: Cluster) -> Group:
+def report(cluster: NetworkProfile) -> Group:
     """Tables 80 columns wide, a sentence for each network, and what is not to be trusted."""
     tables = [_table(network) for network in cluster.networks.values()]
     tables += [_codecs_table(cluster)] if cluster.codecs else []
@@ -59,7 +59,7 @@ def bus_bandwidth(name: Collective, ranks: int, num_bytes: int, seconds: float) 
     return rounds * (ranks - 1) / ranks * num_bytes * 8 / seconds
 
 
-def _codecs_table(cluster: Cluster) -> Table:
+def _codecs_table(cluster: NetworkProfile) -> Table:
     drawn = Table(
         title="codecs: of 8 MB of gradients, on each rank",
         title_justify="left",

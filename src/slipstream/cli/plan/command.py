@@ -20,7 +20,7 @@ from slipstream.cli.plan.memory import plan_memory
 from slipstream.cli.plan.tables import curve, ranking, ranks
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.candidates import candidates, label
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.exchange import Plan
 from slipstream.planner.plan import (
     RATES,
@@ -128,7 +128,7 @@ def plan(
     bits = None if rate is None else float(parse_rate(rate))
     recorded = chrome.read(trace)
     base = traced_strategy(recorded)
-    measured = Cluster.load(cluster)
+    measured = NetworkProfile.load(cluster)
     if nodes is not None or ranks_per_node is not None:
         measured = _as_traced(measured, recorded)
     workload, here = prepare(recorded, measured)
@@ -163,7 +163,7 @@ def plan(
 def _print_beside(
     console: Console,
     name: str,
-    where: Cluster,
+    where: NetworkProfile,
     by_nodes: Sequence[Point],
     by_rate: Sequence[Point],
 ) -> None:
@@ -192,7 +192,11 @@ def _must_be_left_out(options: Mapping[str, object], where: str) -> None:
 
 
 def _elsewhere(
-    best: Strategy, workload: Workload, here: Cluster, where: Cluster, bits: float | None
+    best: Strategy,
+    workload: Workload,
+    here: NetworkProfile,
+    where: NetworkProfile,
+    bits: float | None,
 ) -> tuple[list[Point], list[Point]]:
     """Predictions over nodes, and over rates; none where they would say nothing."""
     per_node = where.ranks_per_host
@@ -207,7 +211,7 @@ def _elsewhere(
     )
 
 
-def _as_traced(cluster: Cluster, trace: Trace) -> Cluster:
+def _as_traced(cluster: NetworkProfile, trace: Trace) -> NetworkProfile:
     """The cluster with as many ranks as the trace has: extrapolated, if it was measured on others.
 
     Only for those who ask for an extrapolation anyway; else another number is a mistake.
@@ -255,7 +259,7 @@ def _document(
     found: Sequence[Prediction],
     by_nodes: Sequence[Point],
     by_rate: Sequence[Point],
-    where: Cluster,
+    where: NetworkProfile,
 ) -> dict[str, Any]:
     """Everything that the tables show, and every strategy in full."""
     return {

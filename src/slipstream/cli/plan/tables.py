@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.planner.candidates import TOLERANCE, label
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.plan import Point, Prediction
 from slipstream.strategy import Strategy
 from slipstream.testbed import format_rate
@@ -26,7 +26,7 @@ _MEANING = (
 )
 
 
-def ranking(found: Sequence[Prediction], base: Strategy, where: Cluster) -> Table:
+def ranking(found: Sequence[Prediction], base: Strategy, where: NetworkProfile) -> Table:
     """The strategies, the fastest first; that of the trace is always among those shown."""
     per_node = f" on {where.hosts} hosts" if where.hosts > 1 else ""
     table = Table(

@@ -31,7 +31,7 @@ from slipstream.cluster.environment import Environment
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, TestbedError
 from slipstream.planner.candidates import candidates
-from slipstream.planner.cost import Cluster
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.plan import Prediction, prepare, rank
 from slipstream.strategy import ByBytes, Optimal, Strategy
 from slipstream.testbed import Testbed, unavailable
@@ -102,7 +102,7 @@ def tune(
     check_place("--log", log)
     seconds = parse_budget(budget)
     base = _start(Strategy.load(strategy))
-    known = Cluster.load(cluster) if cluster else None
+    known = NetworkProfile.load(cluster) if cluster else None
     folder = Path("slipstream-logs", f"tune-{time.strftime('%F_%H-%M-%S')}-{os.getpid()}")
     where = _where(script, ranks, nodes, rate)
     with _ended_by_signals(), Display(seconds, console) as display:
@@ -230,7 +230,7 @@ def _where(script: str, ranks: int | None, nodes: int | None, rate: str) -> _Whe
     return where
 
 
-def _measure_network(where: _Where, folder: Path, display: Display) -> Cluster:
+def _measure_network(where: _Where, folder: Path, display: Display) -> NetworkProfile:
     """What exchanges cost where the trials run."""
     display.doing("measuring the network")
     folder = folder.resolve()
@@ -246,7 +246,7 @@ def _measure_network(where: _Where, folder: Path, display: Display) -> Cluster:
             ) from None
     if code:
         raise LaunchError(f"the network could not be measured: {last_words(folder)}")
-    return Cluster.load(file)
+    return NetworkProfile.load(file)
 
 
 @contextmanager

@@ -68,14 +68,14 @@ class Estimate:
     def activations(
         self,
         regions: Regions = (),
-        wish: Offload | None = None,
+        config: Offload | None = None,
         keep: Sequence[Operation] = (),
     ) -> Affine:
         """The most saved bytes at a time where ``regions`` of blocks are computed again but for the
-        results of ``keep``, and what is kept leaves as ``wish`` says. Exact as `Saved.peak` is, and
-        as long as it grows by the same for each sample.
+        results of ``keep``, and what is kept leaves as ``config`` says. Exact as `Saved.peak` is,
+        and as long as it grows by the same for each sample.
         """
-        return _affine(*(saved.peak(regions, wish, keep) for saved in (self.two, self.three)))
+        return _affine(*(saved.peak(regions, config, keep) for saved in (self.two, self.three)))
 
     @property
     def passing(self) -> Affine:
@@ -87,18 +87,18 @@ class Estimate:
     def total(
         self,
         regions: Regions = (),
-        wish: Offload | None = None,
+        config: Offload | None = None,
         keep: Sequence[Operation] = (),
     ) -> Affine:
         """All of it. Left out are buffers of libraries and what the allocator loses."""
-        saved, passing = self.activations(regions, wish, keep), self.passing
+        saved, passing = self.activations(regions, config, keep), self.passing
         return Affine(self.state + saved.fixed + passing.fixed, saved.each + passing.each)
 
     def max_batch(
         self,
         memory_bytes: int,
         regions: Regions = (),
-        wish: Offload | None = None,
+        config: Offload | None = None,
         keep: Sequence[Operation] = (),
     ) -> int:
         """The largest batch that fits; 0: none does.
@@ -106,7 +106,7 @@ class Estimate:
         Raises:
             ModelError: three samples save no more than two.
         """
-        total = self.total(regions, wish, keep)
+        total = self.total(regions, config, keep)
         if total.each <= 0:
             raise ModelError(
                 "a forward of three samples saves no more than one of two, so that any batch would "

@@ -25,7 +25,7 @@ def max_batch(
     memory_bytes: int | None = None,
     loss_of: Callable[[Any], torch.Tensor] = lambda output: output.loss,
     regions: Regions = (),
-    wish: Offload | None = None,
+    config: Offload | None = None,
     keep: Sequence[Operation] = (),
     most: int = 2**16,
 ) -> int:
@@ -35,7 +35,7 @@ def max_batch(
     of the GPU or of the host; recomputation and offload are as they are installed. On a CPU, where
     memory is not out at a definite point, a forward is run without keeping anything, and what it
     would have saved is counted against ``memory_bytes``, as it would be with ``regions``,
-    ``wish`` and ``keep``; these must not be installed, as they hide what is saved. Running
+    ``config`` and ``keep``; these must not be installed, as they hide what is saved. Running
     statistics and random states go on; on a GPU gradients are cleared.
 
     Args:
@@ -73,7 +73,7 @@ def max_batch(
 
     def fits(batch: int) -> bool:
         saved = saved_by(model, inputs_of(batch))
-        return state + saved.peak(regions, wish, keep) + saved.largest <= memory_bytes
+        return state + saved.peak(regions, config, keep) + saved.largest <= memory_bytes
 
     return largest(fits, most)
 

@@ -68,7 +68,7 @@ class Saved:
     def peak(
         self,
         regions: Sequence[Sequence[str]] = (),
-        wish: Offload | None = None,
+        config: Offload | None = None,
         keep: Sequence[Operation] = (),
     ) -> int:
         """The most bytes at a time that are saved: where backward computes a region again, with all
@@ -91,7 +91,7 @@ class Saved:
         for number, part in enumerate(parts):
             here = self.elsewhere.union(*(self.blocks[path] for path in part), own[number])
             here = here.union(*results[: number + 1])
-            stays = range(number) if wish is None else self._there(number, len(parts), wish)
+            stays = range(number) if config is None else self._there(number, len(parts), config)
             most = max(most, self.num_bytes(here.union(*(own[i] for i in stays))))
         return most
 
@@ -108,9 +108,9 @@ class Saved:
                     f"{did_you_mean(path, self.blocks)}; allowed: {', '.join(self.blocks)}"
                 )
 
-    def _there(self, number: int, count: int, wish: Offload) -> list[int]:
+    def _there(self, number: int, count: int, config: Offload) -> list[int]:
         """Parts that are in memory when backward is at one: fetched ahead, or never gone; in
         forward it is the one before that may still be on its way out.
         """
-        first = min(number - max(wish.prefetch, 1), count - wish.keep_last)
+        first = min(number - max(config.prefetch, 1), count - config.keep_last)
         return list(range(max(first, 0), number + 1))

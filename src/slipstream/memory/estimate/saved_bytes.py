@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from slipstream.errors import ModelError, UsageError
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.estimate.peak import Saved
-from slipstream.memory.forward_override import Replaced
+from slipstream.memory.forward_override import ForwardOverride
 from slipstream.memory.recompute import selective
 from slipstream.pytree import mapped, tensors
 from slipstream.strategy.memory import Operation
@@ -93,7 +93,9 @@ def _counted(
     device = next((p.device.type for p in model.parameters()), "cpu")
     census = _Census(own, device)
     paths = blocks_of(model) if blocks is None else blocks
-    around = [Replaced(model.get_submodule(path), partial(census.block, path)) for path in paths]
+    around = [
+        ForwardOverride(model.get_submodule(path), partial(census.block, path)) for path in paths
+    ]
     try:
         with torch.enable_grad(), saved_tensors_hooks(census.pack, _never):
             run()
@@ -110,7 +112,7 @@ def _check_plain(model: nn.Module) -> None:
         UsageError: names the module and the way out.
     """
     for path, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), Replaced):
+        if isinstance(vars(module).get("forward"), ForwardOverride):
             raise UsageError(
                 f"what {path or 'the model'} saves cannot be counted while recomputation or "
                 "offload is installed, which hides it; count before, or close() it first, and say "

@@ -16,18 +16,25 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.blocks import blocks_of, matching
-from slipstream.memory.forward_override import Replaced
+from slipstream.memory.forward_override import ForwardOverride
 from slipstream.memory.offload.pcie import beside
 from slipstream.memory.offload.place import open_store
 from slipstream.memory.offload.policy import Policy
-from slipstream.memory.offload.saved import Away, Call, Kept, Pass, Sent, is_plain
+from slipstream.memory.offload.saved import (
+    Call,
+    OffloadedStorage,
+    OffloadedTensor,
+    Pass,
+    ResidentTensor,
+    is_plain,
+)
 from slipstream.memory.offload.store import Store, Traffic
 from slipstream.strategy import Offload, Row
 
 
 def offload(
     model: nn.Module,
-    wish: Offload | None = None,
+    config: Offload | None = None,
     *,
     local_ranks: int = 1,
     rank: int = 0,
@@ -35,7 +42,7 @@ def offload(
 ) -> Offloader:
     """Move what blocks of ``model`` save for backward out of the device's memory, and back in time.
 
-    Each block is one that repeats in the model, or a module that ``wish`` names. What it saves in
+    Each block is one that repeats in the model, or a module that ``config`` names. What it saves in
     forward leaves while the next one computes, and comes back while the one behind it goes
     backward. Together with recomputation (which must come first), only the blocks' inputs are
     saved, and leave. Storages move as a whole and once, however many tensors share them.
@@ -49,7 +56,7 @@ def offload(
         wish: what goes where; None: the defaults.
         local_ranks: how many processes on this host do so: each takes its share of what is free.
         rank: of this process, for errors.
-        store: another place than ``wish`` names; the offloader closes it.
+        store: another place than ``config`` names; the offloader closes it.
 
     Raises:
         StrategyError: there is nothing that repeats, a pattern matches nothing, all blocks would
@@ -66,16 +73,16 @@ def offload(
         >>> offloader.traffic.bytes_out == offloader.traffic.bytes_back > 0
         True
     """
-    wish = Offload() if wish is None else wish
-    blocks, device = offloaded_blocks(model, wish), _device(model)
+    config = Offload() if config is None else config
+    blocks, device = offloaded_blocks(model, config), _device(model)
     if store is None:
-        store = open_store(wish, device, local_ranks, rank)
-    policy = Policy(wish.keep_last, wish.prefetch)
-    return Offloader(blocks, policy, store, device, wish.min_bytes)
+        store = open_store(config, device, local_ranks, rank)
+    policy = Policy(config.keep_last, config.prefetch)
+    return Offloader(blocks, policy, store, device, config.min_bytes)
 
 
-def offloaded_blocks(model: nn.Module, wish: Offload) -> dict[str, nn.Module]:
-    """The blocks that ``wish`` speaks of, by path, in the order of the model; those stay, too,
+def offloaded_blocks(model: nn.Module, config: Offload) -> dict[str, nn.Module]:
+    """The blocks that ``config`` speaks of, by path, in the order of the model; those stay, too,
     that ``keep_last`` keeps.
 
     Raises:
@@ -87,43 +94,43 @@ def offloaded_blocks(model: nn.Module, wish: Offload) -> dict[str, nn.Module]:
                 f"memory.offload: what {path or 'the model'} saves leaves already; close() what "
                 "does that first, and name all modules at once: memory.offload.modules"
             )
-    if wish.to == "host" and _device(model).type == "cpu":
+    if config.to == "host" and _device(model).type == "cpu":
         raise StrategyError(
             "memory.offload to host: the model is on the CPU, whose activations are in the host's "
             "memory already; use {to: disk}, or move the model to a GPU before"
         )
-    if wish.modules is None:
+    if config.modules is None:
         paths = blocks_of(model)
     else:
-        paths = matching(model, wish.modules, "memory.offload.modules")
+        paths = matching(model, config.modules, "memory.offload.modules")
     if not paths:
         raise StrategyError(
             f"memory.offload: {type(model).__name__} has no repeated blocks (a ScriptModule is "
             "none); name its modules: memory.offload.modules"
         )
-    if wish.keep_last >= len(paths):
+    if config.keep_last >= len(paths):
         raise StrategyError(
-            f"memory.offload.keep_last {wish.keep_last}: the model has {len(paths)} blocks, so "
+            f"memory.offload.keep_last {config.keep_last}: the model has {len(paths)} blocks, so "
             f"nothing would leave; allowed: at most {len(paths) - 1}"
         )
     return {path: model.get_submodule(path) for path in paths}
 
 
-def check_offload(model: nn.Module, wish: Offload, local_ranks: int = 1, rank: int = 0) -> None:
+def check_offload(model: nn.Module, config: Offload, local_ranks: int = 1, rank: int = 0) -> None:
     """Find out, before anything is installed, that `offload` would refuse.
 
     Raises:
         StrategyError, UsageError, OffloadError: as of `offload`.
     """
-    offloaded_blocks(model, wish)
-    open_store(wish, _device(model), local_ranks, rank).close()
+    offloaded_blocks(model, config)
+    open_store(config, _device(model), local_ranks, rank).close()
 
 
 def _device(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-class _Offloaded(Replaced):
+class _Offloaded(ForwardOverride):
     """The forward of a block whose activations leave; a type of its own, to know it again."""
 
 
@@ -148,7 +155,7 @@ class Offloader:
         self._whole: Pass | None = None  # the last that came to the end and saved anything
         self._last: Call | None = None  # whose tensors are on their way out
         self._reached: ReferenceType[Call] = ref(Call("", 0, self._pass))  # dead already
-        self._known: WeakKeyDictionary[Any, ReferenceType[Away]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Any, ReferenceType[OffloadedStorage]] = WeakKeyDictionary()
         self._closed = False
         self._around = [
             _Offloaded(module, partial(self._forward, position, path, module))
@@ -233,7 +240,11 @@ class Offloader:
         call = self._begin(position, path)
         held = (*module.parameters(), *module.buffers())
         own = {t.untyped_storage() for t in held if t.layout is torch.strided}
-        pack = partial(self._pack, call, own) if self._leaves(position) else partial(Kept, call)
+        pack = (
+            partial(self._pack, call, own)
+            if self._leaves(position)
+            else partial(ResidentTensor, call)
+        )
         with saved_tensors_hooks(pack, self._unpack):
             result = forward(*args, **kwargs)
         # One block is under way while the next computes: its memory is free from here on.
@@ -266,29 +277,31 @@ class Offloader:
         self._pass.position = position
         return Call(path, position, self._pass)
 
-    def _pack(self, call: Call, own: set[Any], tensor: torch.Tensor) -> Kept | Sent:
+    def _pack(
+        self, call: Call, own: set[Any], tensor: torch.Tensor
+    ) -> ResidentTensor | OffloadedTensor:
         """What autograd is to keep in the place of ``tensor``."""
         if tensor.device != self._device or not is_plain(tensor):
-            return Kept(call, tensor)
+            return ResidentTensor(call, tensor)
         storage = tensor.untyped_storage()
         if storage in own:
-            return Kept(call, tensor)
+            return ResidentTensor(call, tensor)
         if storage.nbytes() < self._min:
             call.within.small = max(call.within.small, storage.nbytes())
-            return Kept(call, tensor)
+            return ResidentTensor(call, tensor)
         known = self._known.get(storage)
         away = known() if known is not None else None
         if away is None or away.version != tensor._version:
-            away = Away(self._store, call, tensor)
+            away = OffloadedStorage(self._store, call, tensor)
             self._known[storage] = ref(away)
-        return Sent(call, tensor, away)
+        return OffloadedTensor(call, tensor, away)
 
     # Backward.
 
-    def _unpack(self, packed: Kept | Sent) -> torch.Tensor:
+    def _unpack(self, packed: ResidentTensor | OffloadedTensor) -> torch.Tensor:
         """The tensor again; the first one of a block fetches those of the blocks before it."""
         call = packed.call
-        if self._closed and isinstance(packed, Sent):
+        if self._closed and isinstance(packed, OffloadedTensor):
             raise UsageError(
                 f"backward through {call.path} after its activations were given up: close() the "
                 "offloader, or the session, after the last backward"

@@ -15,7 +15,7 @@ LEAST_BYTES = 2**28
 
 
 def open_store(
-    wish: Offload, device: torch.device, local_ranks: int = 1, rank: int = 0
+    config: Offload, device: torch.device, local_ranks: int = 1, rank: int = 0
 ) -> HostStore | DiskStore:
     """A store that takes no more than its share of what is free on this host.
 
@@ -28,15 +28,15 @@ def open_store(
     Raises:
         OffloadError: the place is not there, or has too little room.
     """
-    free = free_host_bytes() if wish.to == "host" else free_disk_bytes(wish.folder)
+    free = free_host_bytes() if config.to == "host" else free_disk_bytes(config.folder)
     budget = share(free, local_ranks)
     if budget < LEAST_BYTES:
         raise OffloadError(
-            f"rank {rank}: memory.offload to {wish.to}: {free / 2**30:.2f} GiB are free for "
+            f"rank {rank}: memory.offload to {config.to}: {free / 2**30:.2f} GiB are free for "
             f"{local_ranks} ranks of this host, with {RESERVE:.0%} left to others; each needs "
             f"{LEAST_BYTES / 2**30:.2f} GiB at least; make room, or offload to another place"
         )
     name = "this rank's share of what is free"
-    if wish.to == "host":
+    if config.to == "host":
         return HostStore(device, budget, rank, budget_name=name)
-    return DiskStore(wish.folder, budget, rank, budget_name=name)
+    return DiskStore(config.folder, budget, rank, budget_name=name)

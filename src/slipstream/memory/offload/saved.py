@@ -38,7 +38,9 @@ class Call:
 
     def __init__(self, path: str, position: int, within: Pass) -> None:
         self.path, self.position, self.within = path, position, within
-        self.sent: list[ReferenceType[Away]] = []  # weak: autograd alone says what is needed
+        self.sent: list[
+            ReferenceType[OffloadedStorage]
+        ] = []  # weak: autograd alone says what is needed
 
     def settle(self, store: Store) -> None:
         """What it has sent no longer takes up the device's memory."""
@@ -51,11 +53,11 @@ class Call:
             if away.raw is None:
                 store.fetch(away.ticket)
 
-    def _alive(self) -> list[Away]:
+    def _alive(self) -> list[OffloadedStorage]:
         return [away for weak in self.sent if (away := weak()) is not None]
 
 
-class Away:
+class OffloadedStorage:
     """A storage that has left, for all tensors that share it."""
 
     def __init__(self, store: Store, call: Call, tensor: torch.Tensor) -> None:
@@ -95,7 +97,7 @@ class Away:
             self._store.drop(self.ticket)
 
 
-class Kept:
+class ResidentTensor:
     """A tensor that stays."""
 
     def __init__(self, call: Call, tensor: torch.Tensor) -> None:
@@ -109,10 +111,10 @@ class Kept:
         return self._tensor
 
 
-class Sent:
+class OffloadedTensor:
     """A tensor whose storage has left: how it lies in there."""
 
-    def __init__(self, call: Call, tensor: torch.Tensor, away: Away) -> None:
+    def __init__(self, call: Call, tensor: torch.Tensor, away: OffloadedStorage) -> None:
         self.call, self._away, self._original = call, away, ref(tensor)
         self._dtype, self._shape, self._stride = tensor.dtype, tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset()

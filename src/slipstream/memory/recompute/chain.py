@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import UsageError
-from slipstream.memory.forward_override import Forward, Replaced
+from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.recompute.block_dataflow import Call, Link, same, versions
 from slipstream.memory.recompute.budget import Parts, Region
 from slipstream.memory.recompute.layout import Layout
@@ -55,7 +55,8 @@ class Chain:
         self.watch: Watch | None = None
         self._ahead: dict[str, _Ahead] = {}
         self._replaced = {
-            name: Replaced(module, partial(self._call, name)) for name, module in blocks.items()
+            name: ForwardOverride(module, partial(self._call, name))
+            for name, module in blocks.items()
         }
         self._forwards = {
             name: partial(_on_unchanged, name, replaced.forward)

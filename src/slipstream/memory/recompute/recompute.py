@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.blocks import blocks_of, matching
-from slipstream.memory.forward_override import Forward, Replaced
+from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.recompute.block_dataflow import Call, Observer
 from slipstream.memory.recompute.budget import (
     Cost,
@@ -31,9 +31,9 @@ Decision = tuple[Sequence[str], Parts] | StrategyError
 
 
 def recompute(
-    model: nn.Module, wish: Recompute, *, agree: Callable[[Decision], Decision] | None = None
+    model: nn.Module, config: Recompute, *, agree: Callable[[Decision], Decision] | None = None
 ) -> Recomputed:
-    """Compute activations of ``model`` again in backward, as ``wish`` says, from now on.
+    """Compute activations of ``model`` again in backward, as ``config`` says, from now on.
 
     On ``torch.utils.checkpoint``: autocast and random numbers (of torch, ``random`` and
     ``numpy.random``) are the same the second time, and buffers such as running statistics are
@@ -67,18 +67,18 @@ def recompute(
         (('0', '1'), ('2', '3'))
         >>> recomputed.close()
     """
-    check_recompute(model, wish)
-    return Recomputed(model, wish, agree or (lambda own: own))
+    check_recompute(model, config)
+    return Recomputed(model, config, agree or (lambda own: own))
 
 
-def check_recompute(model: nn.Module, wish: Recompute) -> None:
+def check_recompute(model: nn.Module, config: Recompute) -> None:
     """Find out, before anything is installed, that `recompute` would refuse.
 
     Raises:
         StrategyError, UsageError: as of `recompute`.
     """
     for path, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), Replaced):
+        if isinstance(vars(module).get("forward"), ForwardOverride):
             raise UsageError(
                 f"memory.recompute: the forward of {path or 'the model'} is replaced already; "
                 "close() what did it, and recompute before you offload"
@@ -88,19 +88,19 @@ def check_recompute(model: nn.Module, wish: Recompute) -> None:
                 f"memory.recompute: {path or 'the model'} computes activations again itself; call "
                 "model.gradient_checkpointing_disable()"
             )
-    _targets(model, wish)
+    _targets(model, config)
 
 
-def _targets(model: nn.Module, wish: Recompute) -> list[str]:
-    """Paths of the modules that ``wish`` is about."""
-    if isinstance(wish, Checkpoints):
-        return matching(model, wish.checkpoints, "memory.recompute.checkpoints")
+def _targets(model: nn.Module, config: Recompute) -> list[str]:
+    """Paths of the modules that ``config`` is about."""
+    if isinstance(config, Checkpoints):
+        return matching(model, config.checkpoints, "memory.recompute.checkpoints")
     found = blocks_of(model)
     if not found:
         raise StrategyError(
-            f"memory.recompute {wish.kind}: {type(model).__name__} has no repeated blocks (modules "
-            "of one class and size in a ModuleList, ModuleDict or Sequential); name what to "
-            "compute again: memory.recompute: {checkpoints: [path, ...]}"
+            f"memory.recompute {config.kind}: {type(model).__name__} has no repeated blocks "
+            "(modules of one class and size in a ModuleList, ModuleDict or Sequential); name what "
+            "to compute again: memory.recompute: {checkpoints: [path, ...]}"
         )
     return found
 
@@ -128,17 +128,19 @@ class Recomputed:
     """What `recompute` put on a model; ``close()`` takes it off."""
 
     def __init__(
-        self, model: nn.Module, wish: Recompute, agree: Callable[[Decision], Decision]
+        self, model: nn.Module, config: Recompute, agree: Callable[[Decision], Decision]
     ) -> None:
-        paths = _targets(model, wish)
-        keep = () if isinstance(wish, Budget | BudgetBytes) else wish.keep
+        paths = _targets(model, config)
+        keep = () if isinstance(config, Budget | BudgetBytes) else config.keep
         self._keep = keep
         self._chain = Chain({path: model.get_submodule(path) for path in paths}, keep)
         self._settling: _Settling | None = None
-        self._around: Replaced | None = None
-        if not isinstance(wish, Checkpoints) and wish != Every(keep=keep):
-            self._settling = self._chain.watch = _Settling(self._chain, wish, agree)
-            self._around = Replaced(model, self._forward)  # no hook, for that would be copied
+        self._around: ForwardOverride | None = None
+        if not isinstance(config, Checkpoints) and config != Every(keep=keep):
+            self._settling = self._chain.watch = _Settling(self._chain, config, agree)
+            self._around = ForwardOverride(
+                model, self._forward
+            )  # no hook, for that would be copied
 
     @property
     def regions(self) -> tuple[tuple[str, ...], ...]:
@@ -200,10 +202,10 @@ class _Settling:
     def __init__(
         self,
         chain: Chain,
-        wish: Every | Budget | BudgetBytes,
+        config: Every | Budget | BudgetBytes,
         agree: Callable[[Decision], Decision],
     ) -> None:
-        self._chain, self._wish, self._agree = chain, wish, agree
+        self._chain, self._config, self._agree = chain, config, agree
         self._inside = False  # of a forward of the model
         self.prediction: Prediction | None = None
         self._reset()
@@ -228,9 +230,9 @@ class _Settling:
             UsageError: it runs a second time, so that a budget cannot be kept.
         """
         if name in self._observer.order:
-            if self._inside and not isinstance(self._wish, Every):
+            if self._inside and not isinstance(self._config, Every):
                 raise UsageError(
-                    f"memory.recompute {self._wish.kind}: {name} is called twice in one forward, "
+                    f"memory.recompute {self._config.kind}: {name} is called twice in one forward, "
                     "but a budget is divided among blocks that are called once; use "
                     "memory.recompute: {every: 1}"
                 )
@@ -238,7 +240,7 @@ class _Settling:
             self._chain.begin()
             return
         self._observer.before(name, call)
-        if not isinstance(self._wish, Every):
+        if not isinstance(self._config, Every):
             self._costs.append(measure(self._chain.blocks[name], forward, call))
 
     def ends(self, call: Call, output: Any) -> None:
@@ -280,17 +282,17 @@ class _Settling:
     def _parts(self) -> Parts:
         order, links = self._observer.order, self._observer.links
         borders = {number for number, name in enumerate(order) if name not in links}
-        match self._wish:
+        match self._config:
             case Every():
-                return segments(len(order), self._wish.every, borders)
+                return segments(len(order), self._config.every, borders)
             case Budget():
-                limit = int(self._wish.budget * sum(cost.saved for cost in self._costs))
+                limit = int(self._config.budget * sum(cost.saved for cost in self._costs))
             case BudgetBytes():
-                limit = self._wish.budget_bytes
+                limit = self._config.budget_bytes
         try:
             return cheapest(self._costs, limit, borders)
         except StrategyError as error:
-            raise StrategyError(f"memory.recompute.{self._wish.kind}: {error}") from None
+            raise StrategyError(f"memory.recompute.{self._config.kind}: {error}") from None
 
 
 def _span(names: Sequence[str]) -> str:

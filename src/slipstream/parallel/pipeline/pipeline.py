@@ -32,10 +32,10 @@ from slipstream.parallel.pipeline.schedules import (
 from slipstream.parallel.pipeline.shape_inference import Walk, walk
 from slipstream.parallel.pipeline.split_points import cut_model
 from slipstream.parallel.pipeline.stage_module import StageModule, TimedStage, Work
-from slipstream.parallel.pipeline.stage_parameters import Holdings
+from slipstream.parallel.pipeline.stage_parameters import StageParameters
 from slipstream.parallel.pipeline.stages import Stages
 from slipstream.trace.recorder import Recorder
-from slipstream.transport.consistency import agree, together
+from slipstream.transport.consistency import agree, collective_errors
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -97,7 +97,7 @@ class Pipeline:
             error,
         )
         self.cuts = cuts if ranks > 1 else cut_model(model, [])
-        self.holdings = Holdings(model, self.cuts, self._group)
+        self.stage_parameters = StageParameters(model, self.cuts, self._group)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._stages = Stages(model, self.cuts)
         self._recorder = recorder
@@ -105,7 +105,7 @@ class Pipeline:
         self._work = Work()
         self._schedule: Schedule | StageModule | None = None
         self._state = "open"
-        self.holdings.release()
+        self.stage_parameters.release()
         self._hook = model.register_forward_pre_hook(self._refuse)
 
     def forward_backward(
@@ -149,12 +149,12 @@ class Pipeline:
         batches = micro_batches(args, kwargs or {}, target, self.micro_batches)
         self._set_up(loss_fn, batches[0])
         self._work.begin(loss_fn, batches, scale / self.micro_batches)
-        before = [(parameter, parameter.grad) for parameter, _ in self.holdings.shared]
+        before = [(parameter, parameter.grad) for parameter, _ in self.stage_parameters.shared]
         for parameter, _ in before:
             parameter.grad = None
         try:
             self._run()
-            self.holdings.sum_gradients()
+            self.stage_parameters.sum_gradients()
         except Exception as error:
             if self._group is None:
                 raise
@@ -180,11 +180,11 @@ class Pipeline:
 
     def full_state_dict(self) -> dict[str, object]:
         """``model.state_dict()`` of the whole model, copied, on every rank. Collective."""
-        return self.holdings.full_state_dict()
+        return self.stage_parameters.full_state_dict()
 
     def load_full_state_dict(self, state: dict[str, object]) -> None:
         """Take over this rank's part of what `full_state_dict` returned."""
-        self.holdings.load_full_state_dict(state)
+        self.stage_parameters.load_full_state_dict(state)
 
     def close(self) -> None:
         """Every rank has the whole model again, as it is now. Collective; once is enough.
@@ -193,7 +193,7 @@ class Pipeline:
         """
         if self._state == "open":
             self._hook.remove()
-            self.holdings.restore()
+            self.stage_parameters.restore()
             self._schedule, self._state = None, "closed"
 
     def _agree(self, facts: dict[str, str], error: SlipstreamError | None) -> None:
@@ -227,8 +227,12 @@ class Pipeline:
         self._agree({"the first micro-batch": signature}, None)
         travels = self._watched(loss_fn, batch)
         modules = [
-            StageModule(self._stages, stage, self.holdings.parameters(stage), travels, self._work)
-            for stage in range(self.holdings.rank, self.cuts.stages, self.holdings.size)
+            StageModule(
+                self._stages, stage, self.stage_parameters.parameters(stage), travels, self._work
+            )
+            for stage in range(
+                self.stage_parameters.rank, self.cuts.stages, self.stage_parameters.size
+            )
         ]
         if self._group is None:
             self._schedule = modules[0]
@@ -264,14 +268,14 @@ class Pipeline:
 
     def _loss(self) -> torch.Tensor:
         """The mean loss, from the rank that has the last stage."""
-        owner = (self.cuts.stages - 1) % self.holdings.size
-        if owner == self.holdings.rank:
+        owner = (self.cuts.stages - 1) % self.stage_parameters.size
+        if owner == self.stage_parameters.rank:
             mean = torch.stack(self._work.losses).mean()
         else:
             mean = torch.empty((), dtype=self._loss_dtype, device=self._device)
         self._work.begin(lambda output, target: output, [], 1.0)
         if self._group is not None:
-            with together("the broadcast of the loss"):
+            with collective_errors("the broadcast of the loss"):
                 dist.broadcast(mean, group=self._group, group_src=owner)
         return mean
 
@@ -279,7 +283,9 @@ class Pipeline:
         rank = dist.get_rank() if self._group is not None else 0
         if (own := self._work.error) is not None:
             return ExchangeError(f"rank {rank}: {self._work.place}: {type(own).__name__}: {own}")
-        stages = list(range(self.holdings.rank, self.cuts.stages, self.holdings.size))
+        stages = list(
+            range(self.stage_parameters.rank, self.cuts.stages, self.stage_parameters.size)
+        )
         return ExchangeError(
             f"rank {rank}, which runs stages {stages}, cannot go on, most often because the stage "
             f"before or after failed: look at the first error of all ranks ({error})"

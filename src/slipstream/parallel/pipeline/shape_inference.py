@@ -22,7 +22,7 @@ from slipstream.parallel.pipeline.micro_batches import MicroBatch
 from slipstream.parallel.pipeline.placeholders import TensorSpec
 from slipstream.parallel.pipeline.stages import Seen, Stages
 from slipstream.pytree import mapped
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 
 
 @dataclass
@@ -91,7 +91,7 @@ def walk(
                     payload, cause = pickle.dumps(_Step({}, None, False, text)), error
             said = [payload]
             if group is not None:
-                with together(f"the first forward of stage {stage}"):
+                with collective_errors(f"the first forward of stage {stage}"):
                     dist.broadcast_object_list(said, group=group, group_src=owner)
             step: _Step = pickle.loads(said[0])
             if step.failure:

@@ -16,10 +16,10 @@ from slipstream.errors import ModelError
 from slipstream.parallel.pipeline.placeholders import placeholder
 from slipstream.parallel.pipeline.split_points import Cuts
 from slipstream.parallel.pipeline.tied import sum_shared
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 
 
-class Holdings:
+class StageParameters:
     """Who holds which parameter of a model that is cut into stages; stage s is on rank s % ranks.
 
     Args:
@@ -141,6 +141,6 @@ class Holdings:
         else:
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if self._group is not None:
-            with together(f"the broadcast of {name}"):
+            with collective_errors(f"the broadcast of {name}"):
                 dist.broadcast(whole, group=self._group, group_src=owner)
         return whole

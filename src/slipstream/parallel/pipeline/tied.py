@@ -1,6 +1,6 @@
 """Sums what several ranks hold a part of: gradients of parameters that two stages use.
 
-Never decides who holds what: see ``holdings``.
+Never decides who holds what: see ``stage_parameters``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from slipstream.transport.consistency import together
+from slipstream.transport.consistency import collective_errors
 
 
 def sum_shared(
@@ -44,7 +44,7 @@ def sum_shared(
                 moves.append(dist.P2POp(dist.irecv, part, group=group, group_peer=other))
         rounds.append((tensors, parts))
     if moves:
-        with together("the sum of gradients of parameters that stages share"):
+        with collective_errors("the sum of gradients of parameters that stages share"):
             for work in dist.batch_isend_irecv(moves):
                 work.wait()
     for tensors, parts in rounds:

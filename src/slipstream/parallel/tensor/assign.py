@@ -234,12 +234,12 @@ def _check_ties(model: nn.Module, found: list[Assignment]) -> None:
     first: dict[int, tuple[str, Shard | None]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for local, parameter in module.named_parameters(recurse=False):
-            name, wish = f"{path}.{local}", wishes.get(id(module), {}).get(local)
-            other, due = first.setdefault(id(parameter), (name, wish))
-            if wish != due:
+            name, config = f"{path}.{local}", wishes.get(id(module), {}).get(local)
+            other, due = first.setdefault(id(parameter), (name, config))
+            if config != due:
                 raise StrategyError(
                     f"parallel.tensor.plan: {other} and {name} are one tied parameter, but the "
-                    f"plan cuts {other} {_shown(due)} and {name} {_shown(wish)}; split both "
+                    f"plan cuts {other} {_shown(due)} and {name} {_shown(config)}; split both "
                     "modules the same way (vocabulary and column), or neither"
                 )
 

@@ -50,7 +50,7 @@ class Region:
         if sequence:
             inside = regions.join_in(x, self.group, SEQUENCE, self.parts(SEQUENCE))
         else:
-            inside = regions.copy_in(x, self.group)
+            inside = regions.copy_to_region(x, self.group)
         self._entered = (x, x._version, wants, inside)
         return inside
 
@@ -196,7 +196,7 @@ def summed(group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
     """A hook on a parameter: its gradient is the sum of those of the ranks."""
 
     def add_up(gradient: torch.Tensor) -> torch.Tensor:
-        return regions.sum_out(gradient, group)
+        return regions.reduce_from_region(gradient, group)
 
     return add_up
 
@@ -226,7 +226,11 @@ class RowParallel(nn.Module):
         self._region.end()
         y = self._compute(x, self.weight)
         group = self._region.group
-        y = regions.sum_cut(y, group, SEQUENCE) if self._sequence else regions.sum_out(y, group)
+        y = (
+            regions.sum_cut(y, group, SEQUENCE)
+            if self._sequence
+            else regions.reduce_from_region(y, group)
+        )
         if self.bias is None:
             return y
         return y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial)
@@ -286,7 +290,9 @@ class VocabularyParallel(nn.Module):
         if self.padding_idx is not None and 0 <= self.padding_idx - self.start < self.rows:
             padding = self.padding_idx - self.start
         rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight, padding)
-        return regions.sum_out(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._region.group)
+        return regions.reduce_from_region(
+            rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._region.group
+        )
 
     def extra_repr(self) -> str:
         end = self.start + self.rows

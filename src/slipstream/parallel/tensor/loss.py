@@ -67,7 +67,7 @@ def vocabulary_cross_entropy(
     here = counted & (own >= 0) & (own < logits.shape[-1])
     picked = shifted.gather(-1, own.masked_fill(~here, 0).unsqueeze(-1)).squeeze(-1)
     both = torch.stack([shifted.exp().sum(-1), picked.masked_fill(~here, 0)])
-    total, chosen = regions.sum_out(both, group).unbind()
+    total, chosen = regions.reduce_from_region(both, group).unbind()
     losses = (total.log() - chosen).masked_fill(~counted, 0)
     match reduction:
         case "mean":

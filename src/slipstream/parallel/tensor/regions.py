@@ -2,10 +2,10 @@
 
 A tensor is *whole* (the same on every rank, and so is its gradient), *split* (each rank has its
 piece, and the gradient of it) or *partial* (what counts is the sum over ranks). Megatron's f and g
-are ``copy_in`` and ``sum_out``::
+are ``copy_to_region`` and ``reduce_from_region``::
 
-    whole   --copy_in-->  split region      backward: partial gradients are added up
-    partial --sum_out-->  whole             backward: the gradient as it is
+    whole   --copy_to_region-->  split region      backward: partial gradients are added up
+    partial --reduce_from_region-->  whole             backward: the gradient as it is
     whole   --cut------>  split             backward: the gradients are joined
     split   --join----->  whole             backward: each rank takes its piece
     split   --join_in-->  split region      backward: partial gradients are added up and cut
@@ -24,7 +24,15 @@ import torch
 
 from slipstream.comm import Group
 from slipstream.comm.apply import apply
-from slipstream.comm.collectives import AllToAll, GatherAll, Like, Maybe, Move, SumAll, SumScatter
+from slipstream.comm.collectives import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Like,
+    Maybe,
+    Move,
+    ReduceScatter,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +64,7 @@ class _Total:
         return _Copy(self.group, self.output)
 
     def __call__(self, x: Maybe) -> torch.Tensor:
-        return SumAll(self.group, self.output)(x)
+        return AllReduce(self.group, self.output)(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,17 +105,17 @@ class _Join:
         return _Cut(self.group, self.output, self.axis, self.sizes)
 
     def __call__(self, x: Maybe) -> torch.Tensor:
-        return GatherAll(self.group, self.output, self.axis, self.sizes)(x)
+        return AllGather(self.group, self.output, self.axis, self.sizes)(x)
 
 
-def copy_in(x: torch.Tensor, group: Group) -> torch.Tensor:
+def copy_to_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """``x``, whole, for layers that each work on a part of it or of their weights."""
-    return _run("copy_in", _Copy(group, Like.of(x)), x)
+    return _run("copy_to_region", _Copy(group, Like.of(x)), x)
 
 
-def sum_out(x: torch.Tensor, group: Group) -> torch.Tensor:
+def reduce_from_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of the ranks' partial ``x``. Exactness: reordered."""
-    return _run("sum_out", _Total(group, Like.of(x)), x)
+    return _run("reduce_from_region", _Total(group, Like.of(x)), x)
 
 
 def cut(x: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
@@ -122,12 +130,12 @@ def join(x: torch.Tensor, group: Group, axis: int, sizes: tuple[int, ...]) -> to
 
 def join_in(x: torch.Tensor, group: Group, axis: int, sizes: tuple[int, ...]) -> torch.Tensor:
     """As ``join``, for layers that each work on a part of their weights."""
-    return _run("join_in", GatherAll(group, Like.of(x).sized(sum(sizes), axis), axis, sizes), x)
+    return _run("join_in", AllGather(group, Like.of(x).sized(sum(sizes), axis), axis, sizes), x)
 
 
 def sum_cut(x: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
     """This rank's piece of the sum of partial ``x``. Exactness: reordered."""
-    return _run("sum_cut", SumScatter(group, Like.of(x), axis, even(x.shape[axis], group)), x)
+    return _run("sum_cut", ReduceScatter(group, Like.of(x), axis, even(x.shape[axis], group)), x)
 
 
 def switch(x: torch.Tensor, group: Group, *, split: int, joined: int, length: int) -> torch.Tensor:

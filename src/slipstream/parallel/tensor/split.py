@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from slipstream.comm import Group
-from slipstream.comm.collectives import GatherAll, Like
+from slipstream.comm.collectives import AllGather, Like
 from slipstream.errors import ModelError
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.tensor.assign import Assignment, assign, named_shards
@@ -301,7 +301,7 @@ def _gathered(own: torch.Tensor, shard: Shard, group: Group) -> torch.Tensor:
     """The whole tensor, from the shares of all ranks."""
     widths = tuple(size * shard.parts for size in shard.sizes)
     together = Like.of(own).sized(sum(widths), shard.axis)
-    return shard.join(GatherAll(group, together, shard.axis, widths)(own).split(widths, shard.axis))
+    return shard.join(AllGather(group, together, shard.axis, widths)(own).split(widths, shard.axis))
 
 
 def _setter(owner: object, name: str, value: object) -> Callable[[], None]:
