@@ -21,7 +21,7 @@ LEVELS = (
     ("advisor", "calibration"),
     ("report", "tuner"),
     ("session",),
-    ("__init__",),
+    ("slipstream",),
     ("cli",),
     ("__main__",),
 )
@@ -66,7 +66,7 @@ def imports(modules: Modules, module: str) -> Iterator[tuple[str, ast.stmt]]:
             continue
         for name in names:
             if name == PACKAGE:
-                yield "__init__", node
+                yield PACKAGE, node
             elif name.startswith(f"{PACKAGE}."):
                 yield name.removeprefix(f"{PACKAGE}."), node
 
