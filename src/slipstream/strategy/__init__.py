@@ -1,6 +1,6 @@
-"""The wish as values: what a user asks of slipstream, written, read, checked and drawn.
+"""The configuration as frozen values: read, written, validated and drawn as a table.
 
-Never acts: other rooms read these values. Nothing here needs torch.
+Other rooms read these values and act on them. Nothing here imports torch.
 """
 
 from slipstream.strategy.codec import (

@@ -1,7 +1,4 @@
-"""Codecs: how gradients are made smaller for the wire.
-
-Never encodes anything: the room ``codecs`` does what these values ask for.
-"""
+"""Codec settings: how gradients are compressed before they are sent. ``codecs`` implements them."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
 
 
 class Half(Variant):
-    """Gradients travel as 16-bit floats, and are added up as such.
+    """Gradients travel and are summed as 16-bit floats.
 
     Example:
         >>> Half(dtype="fp16").dtype
@@ -25,13 +22,13 @@ class Half(Variant):
     exactness: ClassVar[Exactness] = "lossy"
 
     dtype: Literal["bf16", "fp16"] = "bf16"
-    """bf16 has the range of fp32; fp16 is finer, but holds 6e-8 to 65504: a mean (times the loss
-    scale, which is taken off behind the wire) below that becomes 0, and one above infinite (with a
-    loss scale the update is skipped then)."""
+    """bf16 has the range of fp32. fp16 is finer, but only holds 6e-8 to 65504: a smaller mean becomes
+    0, a larger one infinite. The range applies before the loss scale is divided out; with a loss
+    scale, an overflow skips the update."""
 
 
 class Int8(Variant):
-    """Gradients travel as 8-bit integers with a scale a block, and are added up in fp32.
+    """Gradients travel as 8-bit integers with one scale per block and are summed in fp32.
 
     Example:
         >>> Int8(rounding="stochastic").block
@@ -45,17 +42,17 @@ class Int8(Variant):
     """Values that share a scale."""
 
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Stochastic rounding is right on average, nearest is closer each time."""
+    """Stochastic rounding is unbiased; nearest has the smaller error each time."""
 
     error_feedback: bool = False
-    """Send what rounding left out with the next gradients; takes the memory of the gradients."""
+    """Add the rounding error to the next gradients; needs as much memory as the gradients."""
 
 
 class OneBit(Variant):
-    """Gradients travel as signs with a scale a block; what is left out is sent later.
+    """Gradients travel as signs with one scale per block; error feedback sends the rest later.
 
-    Updates are dense at first, as 1-bit Adam asks for (Tang et al. 2021): where an optimizer scales
-    gradients by their history and has none yet, signs of small ones move parameters too far.
+    The first ``start_step`` updates are dense, as in 1-bit Adam (Tang et al. 2021): an optimizer that
+    scales gradients by their history and has none yet moves parameters too far on signs alone.
 
     Example:
         >>> OneBit().block
@@ -69,14 +66,14 @@ class OneBit(Variant):
     """Values that share a scale."""
 
     start_step: NonNegativeInt = 1000
-    """Updates before which gradients travel as they are: early ones change too fast."""
+    """Updates that send gradients uncompressed first: early gradients change too fast."""
 
 
 class Dgc(Variant):
-    """Only the largest gradients travel, the others gather until they are large (DGC).
+    """Only the largest values travel; the others accumulate until they are large (DGC).
 
-    Takes over the momentum and the weight decay of ``torch.optim.SGD``, as DGC must apply them
-    before gradients gather; refuses other optimizers.
+    Takes over momentum and weight decay of ``torch.optim.SGD``, because DGC applies them before it
+    accumulates; refuses other optimizers.
 
     Example:
         >>> Dgc(density=0.01, warmup_steps=0).density
@@ -87,27 +84,27 @@ class Dgc(Variant):
     exactness: ClassVar[Exactness] = "lossy"
 
     density: float = Field(default=0.001, gt=0, le=1)
-    """Share of the values that travels."""
+    """Share of the values that is sent."""
 
     dense_steps: NonNegativeInt = 0
-    """Updates before which everything travels."""
+    """Updates that send everything first."""
 
     warmup_steps: NonNegativeInt = 1000
-    """Updates after those over which less and less travels."""
+    """Updates after ``dense_steps`` over which the density falls."""
 
     warmup: tuple[float, ...] = Field(default=(0.25, 0.0625, 0.015625, 0.004), strict=False)
     """Densities of the warm-up, each for an equal part of it."""
 
     sample: float = Field(default=0.01, gt=0, le=1)
-    """Share of the values by which the threshold is guessed."""
+    """Share of the values sampled to estimate the threshold."""
 
     clip: PositiveFloat | None = None
-    """Norm to which each gradient is clipped before it gathers; divided by the root of the ranks.
-    """
+    """Norm to which each gradient is clipped before it accumulates, divided by the square root of
+    the number of ranks; null: no clipping."""
 
     @property
     def stages(self) -> tuple[tuple[int, float], ...]:
-        """Updates from which on another density holds, and that density.
+        """Pairs of (first update, density from there on).
 
         Example:
             >>> Dgc(density=0.01, dense_steps=100, warmup_steps=40, warmup=(0.2, 0.05)).stages
@@ -125,12 +122,12 @@ class Dgc(Variant):
     @classmethod
     def _shares(cls, warmup: tuple[float, ...]) -> tuple[float, ...]:
         if not all(0 < density <= 1 for density in warmup):
-            raise ValueError("each density is above 0 and at most 1")
+            raise ValueError("allowed: densities above 0 and at most 1")
         return warmup
 
 
 class PowerSgd(Variant):
-    """Gradients travel as products of two thin matrices; what is left out is sent later.
+    """Gradients travel as products of two thin matrices; error feedback sends the rest later.
 
     Example:
         >>> PowerSgd(rank=2).start_step
@@ -144,16 +141,16 @@ class PowerSgd(Variant):
     """Columns of the thin matrices."""
 
     start_step: NonNegativeInt = 1000
-    """Updates before which gradients travel as they are."""
+    """Updates that send gradients uncompressed first."""
 
     min_compression_rate: float = Field(default=2.0, ge=1)
-    """A gradient travels as it is unless it shrinks by more than this."""
+    """A gradient that shrinks by less than this factor travels uncompressed."""
 
     warm_start: bool = True
-    """Begin with the directions of the last update."""
+    """Start from the matrices of the last update."""
 
     error_feedback: bool = True
-    """Send what was left out with the next gradients; takes the memory of the gradients."""
+    """Add the approximation error to the next gradients; needs as much memory as the gradients."""
 
 
 PlainCodec = Half | Int8 | OneBit | Dgc | PowerSgd
@@ -167,7 +164,7 @@ _OneCodec = Annotated[
 
 
 class Rule(Setting):
-    """The codec of the parameters whose path matches a pattern.
+    """The codec of parameters whose path matches a pattern.
 
     Example:
         >>> Rule(match="*.bias", codec=None).match
@@ -175,16 +172,16 @@ class Rule(Setting):
     """
 
     match: str = Field(min_length=1, examples=["*.bias"])
-    """Pattern of parameter paths: ``*`` and ``?`` stand for anything."""
+    """Pattern of parameter paths with ``*`` and ``?`` as wildcards."""
 
     codec: _OneCodec | None = None
     """Their codec; null: none."""
 
 
 class ByName(Variant):
-    """Each parameter has the codec of the first rule that its path matches, else none.
+    """Each parameter gets the codec of the first rule that matches its path, else none.
 
-    ``accelerate()`` warns of a rule that no trainable parameter matches.
+    ``accelerate()`` warns about a rule that matches no trainable parameter.
 
     Example:
         >>> by_name = ByName(rules=(Rule(match="*.bias"), Rule(match="*", codec=Half())))
@@ -204,9 +201,9 @@ class ByName(Variant):
 
 
 class Adaptive(Variant):
-    """A codec, but only for segments where it saves more time on the wire than it costs.
+    """A codec, used only for segments where it saves more time on the wire than it costs.
 
-    Both are measured on the live ranks before the first update.
+    Both times are measured on the live ranks before the first update.
 
     Example:
         >>> Adaptive(codec="int8").codec.kind
@@ -217,14 +214,14 @@ class Adaptive(Variant):
     exactness: ClassVar[Exactness] = "lossy"
 
     codec: _OneCodec = Half()
-    """What is used where it pays."""
+    """The codec for segments where it pays."""
 
     @field_validator("codec")
     @classmethod
     def _not_dgc(cls, codec: PlainCodec) -> PlainCodec:
         if isinstance(codec, Dgc):
             raise ValueError(
-                "dgc takes over the momentum of all parameters, also where it does not pay; "
+                "dgc takes over the momentum of all parameters, even of segments where it does not pay; "
                 "allowed: half, int8, onebit, powersgd, or dgc without adaptive"
             )
         return codec
@@ -237,11 +234,11 @@ Codec = Annotated[
     Field(discriminator="kind"),
     BeforeValidator(from_kind, json_schema_input_type=_AnyCodec | _Kind | Literal["adaptive"]),
 ]
-"""A codec, or the kind alone of one that needs no more: ``half`` for ``{kind: half}``."""
+"""A codec, or only its kind where the defaults do: ``half`` for ``{kind: half}``."""
 
 
 def codec_of(codec: PlainCodec | ByName | Adaptive | None, name: str) -> PlainCodec | None:
-    """What the gradient of a parameter is to be coded with, wherever it pays.
+    """The codec of a parameter's gradient; for ``adaptive``, the codec used where it pays.
 
     Example:
         >>> codec_of(Adaptive(codec="int8"), "head.weight").kind
@@ -257,7 +254,7 @@ def codec_of(codec: PlainCodec | ByName | Adaptive | None, name: str) -> PlainCo
 
 
 def keeps_state(codec: PlainCodec | ByName | Adaptive | None) -> bool:
-    """Whether something is kept from update to update, which differs from rank to rank.
+    """Whether the codec keeps state between updates, which differs from rank to rank.
 
     Example:
         >>> keeps_state(Half()), keeps_state(Int8()), keeps_state(OneBit())

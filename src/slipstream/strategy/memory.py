@@ -1,7 +1,4 @@
-"""Memory: which activations are not kept until backward, and where they come from then.
-
-Never acts: the room ``memory`` does what these values ask for.
-"""
+"""Memory settings: which activations are recomputed or offloaded. ``memory`` implements them."""
 
 from __future__ import annotations
 
@@ -17,20 +14,19 @@ Operation = Literal["matmul", "convolution", "attention"]
 Kept = Annotated[
     tuple[Operation, ...], Field(default=(), strict=False, examples=[["matmul", "attention"]])
 ]
-"""Operations whose results are kept all the same (selective recomputation). They do not leave with
-`Offload`, nothing may change them in place, and backward goes once.
-"""
+"""Operations whose results are kept (selective recomputation). `Offload` does not move these results,
+nothing may change them in place, and backward runs once (no ``retain_graph``)."""
 
 
 def _whole(value: object) -> object:
-    """Reads 2e9, which is a float in YAML, as a whole one; passes anything else on."""
+    """Reads 2e9, a float in YAML, as an integer; passes anything else on."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 class Every(Variant):
-    """Of so many blocks at a time only the input is kept, the rest is computed again.
+    """Checkpoint every N blocks: keep only the group's input, recompute the rest in backward.
 
-    Blocks are the repeated ones that are found in the model, such as the layers of a transformer.
+    Blocks are the repeated modules found in the model, such as the layers of a transformer.
 
     Example:
         >>> Every(every=2, keep=("matmul",)).keep
@@ -41,15 +37,15 @@ class Every(Variant):
     exactness: ClassVar[Exactness] = "bitwise"
 
     every: PositiveInt = 1
-    """Blocks that are computed again together; more of them: fewer inputs to keep, but the
-    activations of all of them at a time."""
+    """Blocks per group. A larger group keeps fewer inputs, but holds the activations of all its blocks
+    while it is recomputed."""
 
     keep: Kept = ()
-    """Operations whose results are kept all the same; backward goes once (no ``retain_graph``)."""
+    """Operations whose results are kept; backward runs once (no ``retain_graph``)."""
 
 
 class Checkpoints(Variant):
-    """Of the named modules only the input is kept, the rest is computed again.
+    """Keep only the input of the named modules; recompute the rest in backward.
 
     Example:
         >>> Checkpoints(checkpoints=("encoder.layer.*",)).kind
@@ -60,16 +56,16 @@ class Checkpoints(Variant):
     exactness: ClassVar[Exactness] = "bitwise"
 
     checkpoints: tuple[str, ...] = Field(min_length=1, strict=False, examples=[["encoder.layer.*"]])
-    """Paths of modules; ``*`` and ``?`` stand for anything."""
+    """Module paths with ``*`` and ``?`` as wildcards."""
 
     keep: Kept = ()
-    """Operations whose results are kept all the same; backward goes once (no ``retain_graph``)."""
+    """Operations whose results are kept; backward runs once (no ``retain_graph``)."""
 
 
 class Budget(Variant):
-    """The fastest choice of blocks whose activations fit a share of their bytes.
+    """Recompute the blocks that cost least time, so that activations fit a share of their bytes.
 
-    Blocks are measured in the first forward: hooks on modules inside of them run four times more.
+    Blocks are measured in the first forward: hooks on modules inside them run four more times.
 
     Example:
         >>> Budget(budget=0.5).budget
@@ -80,11 +76,11 @@ class Budget(Variant):
     exactness: ClassVar[Exactness] = "bitwise"
 
     budget: float = Field(gt=0, le=1, examples=[0.5])
-    """Share of the bytes that they take where nothing is computed again."""
+    """Share of the bytes that the blocks keep without recomputation."""
 
 
 class BudgetBytes(Variant):
-    """The fastest choice of blocks whose activations fit a number of bytes.
+    """Recompute the blocks that cost least time, so that activations fit a number of bytes.
 
     Measured as for `Budget`.
 
@@ -97,7 +93,7 @@ class BudgetBytes(Variant):
     exactness: ClassVar[Exactness] = "bitwise"
 
     budget_bytes: Annotated[PositiveInt, BeforeValidator(_whole)] = Field(examples=[2**30])
-    """Bytes for activations of blocks at any time, on each rank."""
+    """Bytes for the activations of all blocks at any time, per rank."""
 
 
 _KINDS = ("every", "checkpoints", "budget", "budget_bytes")
@@ -108,7 +104,7 @@ def _kind_of(value: object) -> object:
     if isinstance(value, Mapping) and "kind" not in value:
         named = [kind for kind in _KINDS if kind in value]
         if len(named) > 1:
-            raise ValueError(f"{' and '.join(named)} are ways of their own; allowed: one of them")
+            raise ValueError(f"{' and '.join(named)} exclude each other; allowed: one of them")
         return {"kind": named[0], **value} if len(named) == 1 else value
     return from_kind(value)
 
@@ -121,14 +117,13 @@ Recompute = Annotated[
         json_schema_input_type=Every | Checkpoints | Budget | BudgetBytes | Literal["every"],
     ),
 ]
-"""What is computed again; its kind may be left out, as its first setting has the same name."""
+"""What to recompute. ``kind`` may be left out: ``{every: 2}`` means ``{kind: every, every: 2}``."""
 
 
 class Offload(Setting):
-    """What blocks keep for backward leaves the device's memory in forward, and is back in time.
+    """Move the activations of blocks out of device memory in forward; prefetch them for backward.
 
-    Together with recomputation that is the inputs of what is computed again. The bits stay the
-    same.
+    With recomputation, these are the inputs of the recomputed blocks. Bitwise exact.
 
     Example:
         >>> Offload(to="disk").prefetch
@@ -136,24 +131,24 @@ class Offload(Setting):
     """
 
     to: Literal["host", "disk"] = "host"
-    """Pinned host memory, for models on a GPU; or a spool file."""
+    """``host``: pinned host memory, for models on a GPU; ``disk``: a spool file."""
 
     keep_last: NonNegativeInt = 1
-    """Blocks at the end whose activations stay, as backward begins with them."""
+    """Last blocks whose activations stay, because backward needs them first."""
 
     prefetch: NonNegativeInt = 1
-    """Blocks ahead of backward that are brought back."""
+    """Blocks that are fetched ahead of backward."""
 
     min_bytes: Annotated[NonNegativeInt, BeforeValidator(_whole)] = 2**20
-    """Smaller tensors stay."""
+    """Smaller tensors stay on the device."""
 
     modules: tuple[str, ...] | None = Field(
         default=None, min_length=1, strict=False, examples=[["encoder.layer.*"]]
     )
-    """Paths of the blocks, ``*`` and ``?`` stand for anything; null: those that repeat."""
+    """Paths of the blocks with ``*`` and ``?`` as wildcards; null: the repeated blocks."""
 
     folder: str | None = Field(default=None, min_length=1)
-    """Where the spool file lies; null: the system's folder for temporary files."""
+    """Folder of the spool file; null: the system's temporary folder."""
 
     @model_validator(mode="after")
     def _folder_of_disk(self) -> Offload:
@@ -163,7 +158,7 @@ class Offload(Setting):
 
 
 class Memory(Setting):
-    """What becomes of activations between forward and backward.
+    """Where activations are kept between forward and backward.
 
     Example:
         >>> Memory(recompute={"every": 2}).recompute
@@ -171,12 +166,12 @@ class Memory(Setting):
     """
 
     recompute: Recompute | None = None
-    """Activations that are computed again instead of kept."""
+    """Activations to recompute in backward."""
 
     offload: Offload | None = None
-    """Activations that leave the device's memory until backward needs them."""
+    """Activations to move out of device memory until backward."""
 
     @property
     def active(self) -> bool:
-        """True where something is not kept."""
+        """Whether anything is recomputed or offloaded."""
         return self.recompute is not None or self.offload is not None

@@ -1,6 +1,6 @@
-"""Draw a strategy as a table: each setting, its value, how exact it is, what it means.
+"""The overview table of a strategy: each setting, its value, its exactness, its meaning.
 
-Never looks at a model or a process group: what was resolved against them is passed in as rows.
+What a setting became on a model and its ranks is passed in as rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slipstream.strategy.setting import Setting, Variant, first_line
 
 
 class Row(NamedTuple):
-    """One line of the overview."""
+    """One row of the overview."""
 
     setting: str
     value: str
@@ -32,8 +32,8 @@ def overview(strategy: Setting, resolved: Sequence[Row] = ()) -> Table:
     Settings that differ from the default carry an asterisk; groups that are off take one line.
 
     Args:
-        strategy: The wish.
-        resolved: What became of it on this model and these ranks; drawn below a line.
+        strategy: the configuration.
+        resolved: what the settings became on this model and these ranks; drawn below a line.
 
     Example:
         >>> from slipstream.strategy import Strategy
@@ -65,13 +65,13 @@ def plain_text(table: Table, width: int = 100) -> str:
 
 
 def _add(table: Table, row: Row) -> None:
-    # Text, for a value such as a folder called "[red]" is no markup.
+    # Text objects: rich would read a folder called "[red]" as markup.
     cells = (row.setting + (" *" if row.changed else ""), row.value, row.exactness, row.note)
     table.add_row(*(Text(cell) for cell in cells), style="bold" if row.changed else None)
 
 
 def _rows(setting: Setting, prefix: str = "") -> Iterator[Row]:
-    """One row a leaf or a variant, in the order of the model."""
+    """One row per leaf or variant, in field order."""
     for name, info in type(setting).model_fields.items():
         value, path = getattr(setting, name), prefix + name
         changed = value != info.default
@@ -92,7 +92,7 @@ def _variant(variant: Variant) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value on one line: variants in variants, rules and lists, too."""
+    """A value on one line; variants, rules and lists may be nested."""
     if isinstance(value, Variant):
         return _variant(value)
     if isinstance(value, Setting):
@@ -103,7 +103,7 @@ def _shown(value: object) -> str:
 
 
 def _scalar(value: object) -> str:
-    """A value as it is written in YAML, but for null, which means off."""
+    """A value as in YAML, except null, shown as off."""
     if isinstance(value, float) and value.is_integer():
         return f"{value:.0f}"
     if value is None:

@@ -1,7 +1,4 @@
-"""Model parallelism: how many ranks share a layer or a chain of layers, and which layers how.
-
-Never acts: the room ``parallel`` splits what these values name.
-"""
+"""Model parallelism settings: tensor parallel plans and pipelines. ``parallel`` implements them."""
 
 from __future__ import annotations
 
@@ -25,35 +22,34 @@ class Column(Variant):
     exactness: ClassVar[Exactness] = "reordered"
 
     parts: int = Field(default=1, ge=1)
-    """Blocks of outputs of which each is split, e.g. 3 where query, key and value are one layer."""
+    """Blocks of outputs that are split one by one, e.g. 3 for a fused query-key-value layer."""
 
     block: int = Field(default=1, ge=1)
-    """Outputs that stay together, e.g. those of a head."""
+    """Outputs that stay together, e.g. the width of a head."""
 
     uneven: bool = False
-    """Allow shares that differ by one output, e.g. of a vocabulary."""
+    """Allow shares that differ by one block, e.g. for a vocabulary."""
 
     gather: bool = False
-    """Join the outputs on every rank again; else what follows works on a rank's own share."""
+    """All-gather the outputs on every rank; otherwise the next layer works on this rank's share."""
 
     sequence: bool = False
-    """The input is split along the sequence (axis 1), and joined before the layer."""
+    """The input is split along the sequence (axis 1); all-gather it before the layer."""
 
 
 class Row(Variant):
-    """A linear or convolutional layer is split along its inputs, which are split already."""
+    """A linear or convolutional layer is split along its inputs, which arrive split."""
 
     kind: Literal["row"] = "row"
     exactness: ClassVar[Exactness] = "reordered"
 
     sequence: bool = False
-    """The output is split along the sequence (axis 1) instead of being whole on every rank."""
+    """Reduce-scatter the output along the sequence (axis 1) instead of all-reducing it."""
 
 
 class Channels(Variant):
-    """A layer between column and row works on its own channels: batch or group normalisation, a
-    grouped or depthwise convolution.
-    """
+    """A layer between column and row works on this rank's channels: batch or group normalisation, a
+    grouped or depthwise convolution."""
 
     kind: Literal["channels"] = "channels"
     exactness: ClassVar[Exactness] = "reordered"
@@ -67,7 +63,7 @@ class Vocabulary(Variant):
 
 
 class Heads(Variant):
-    """Numbers that a module keeps of its heads or widths are divided by the number of ranks.
+    """Attributes of a module, such as its number of heads, are divided by the number of ranks.
 
     Example:
         >>> Heads(divide=("num_heads", "split_size")).divide
@@ -78,13 +74,12 @@ class Heads(Variant):
     exactness: ClassVar[Exactness] = "reordered"
 
     divide: tuple[str, ...] = Field(min_length=1, strict=False)
-    """Attributes of the module."""
+    """Names of the attributes."""
 
 
 class Sequence(Variant):
-    """A module works on its rank's part of the sequence, or of the batch: normalisation, dropout,
-    layers that are data-parallel between layers that are split.
-    """
+    """A module works on this rank's part of the sequence or of the batch: normalisation, dropout,
+    data-parallel layers between split layers."""
 
     kind: Literal["sequence"] = "sequence"
     exactness: ClassVar[Exactness] = "reordered"
@@ -93,15 +88,15 @@ class Sequence(Variant):
     """1: the sequence; 0: the batch."""
 
     enter: bool = False
-    """Its input is whole on every rank, and cut before the module."""
+    """The input is whole on every rank; split it before the module."""
 
     leave: bool = False
-    """Its output is joined on every rank."""
+    """All-gather the output on every rank."""
 
 
 class Switch(Variant):
-    """Tensors change between split along batch or sequence and split along features, at the entry
-    or the exit of a module without parameters: an all-to-all, which moves less than a gather.
+    """Switch tensors between a split along batch or sequence and a split along features, before or
+    after a module without parameters. An all-to-all, which moves fewer bytes than a gather.
 
     Example:
         >>> Switch(before="features", after="part").axis
@@ -115,10 +110,10 @@ class Switch(Variant):
     """1: the sequence; 0: the batch."""
 
     before: Literal["features", "part"] | None = None
-    """How its inputs are to be split: along their features, or along ``axis``."""
+    """Split of its inputs: along features, or along ``axis``."""
 
     after: Literal["features", "part"] | None = None
-    """How its output is to be split."""
+    """Split of its output."""
 
 
 Style = Column | Row | Channels | Vocabulary | Heads | Sequence | Switch
@@ -140,21 +135,21 @@ class Place(Setting):
     """
 
     match: str = Field(min_length=1, examples=["*.mlp.c_fc"])
-    """Pattern of module paths: ``*`` and ``?`` stand for anything."""
+    """Pattern of module paths with ``*`` and ``?`` as wildcards."""
 
     style: _OneStyle
-    """How they are split."""
+    """How the modules are split."""
 
 
 def _places(value: object) -> object:
-    """Reads ``{pattern: style}`` as a list of places; passes anything else on."""
+    """Reads ``{pattern: style}`` as a list of `Place`; passes anything else on."""
     if isinstance(value, Mapping):
         return [{"match": match, "style": style} for match, style in value.items()]
     return value
 
 
 class TensorParallel(Setting):
-    """Ranks that share each layer, and how: a plan of module paths.
+    """Split layers over ranks by a plan of module paths.
 
     Example:
         >>> plan = {"*.c_fc": "column", "*.mlp.c_proj": "row"}
@@ -163,22 +158,22 @@ class TensorParallel(Setting):
     """
 
     ranks: int = Field(ge=2)
-    """How many ranks share a layer; neighbours, best on one host."""
+    """Ranks that split a layer; consecutive ranks, best on one host."""
 
     plan: Annotated[
         tuple[Place, ...] | None,
         Field(strict=False),
         BeforeValidator(_places, json_schema_input_type=list[Place] | dict[str, _OneStyle] | None),
     ] = None
-    """First match wins, a module without one stays whole on every rank; null: the plan known for
-    this kind of model."""
+    """First match wins; a module without a match stays whole on every rank. null: the built-in plan
+    for this model class."""
 
     sequence: bool = False
-    """With a known plan: also split the sequence between the split layers."""
+    """With a built-in plan: also split the sequence between the split layers."""
 
 
 class PipelineParallel(Setting):
-    """Ranks that each compute some layers of the model, one batch in several micro-batches.
+    """Each rank computes some layers; a batch runs in several micro-batches.
 
     Example:
         >>> PipelineParallel(ranks=2, cut=("transformer.h.6",)).schedule
@@ -186,21 +181,21 @@ class PipelineParallel(Setting):
     """
 
     ranks: int = Field(ge=2)
-    """How many ranks share a chain of layers."""
+    """Ranks of the pipeline."""
 
     cut: tuple[str, ...] = Field(min_length=1, strict=False)
-    """Paths of the modules at which stages begin, but for the first."""
+    """Paths of the modules at which the second, third ... stage begins."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
-    """In which order micro-batches go forward and backward; the last two take several stages a
+    """Order of forward and backward of the micro-batches; the last two allow several stages per
     rank."""
 
     micro_batches: int = Field(default=4, ge=1)
-    """Equal parts of a batch that are under way at a time; more of them: less waiting."""
+    """Equal parts of a batch; more of them means a smaller bubble."""
 
 
 class Parallel(Setting):
-    """Ranks that share one model; what is left of the world trains data-parallel.
+    """Ranks that split one model; the remaining factor of the world size is data-parallel.
 
     Example:
         >>> Parallel().active, Parallel(tensor=TensorParallel(ranks=2)).active
@@ -208,12 +203,12 @@ class Parallel(Setting):
     """
 
     tensor: TensorParallel | None = None
-    """Ranks that share each layer."""
+    """Tensor parallelism: ranks that split each layer."""
 
     pipeline: PipelineParallel | None = None
-    """Ranks that share a chain of layers."""
+    """Pipeline parallelism: ranks that each hold some layers."""
 
     @property
     def active(self) -> bool:
-        """True where ranks share a model."""
+        """Whether ranks split a model."""
         return self.tensor is not None or self.pipeline is not None

@@ -1,7 +1,4 @@
-"""Precision: which values are computed and kept in 16 bits, and by what losses are multiplied.
-
-Never casts anything: the room ``precision`` does what these values ask for.
-"""
+"""Precision settings: 16-bit computation and the loss scale. ``precision`` implements them."""
 
 from __future__ import annotations
 
@@ -15,16 +12,16 @@ from slipstream.strategy.validate import did_you_mean
 
 
 class AutoScale(Variant):
-    """Dynamic for fp16, none for bf16, which has the range of fp32."""
+    """Dynamic for fp16; none for bf16, which has the range of fp32."""
 
     kind: Literal["auto"] = "auto"
     exactness: ClassVar[Exactness] = "reordered"
 
 
 class DynamicScale(Variant):
-    """The scale falls when gradients overflow, and grows after many updates in which none did.
+    """The scale shrinks when gradients overflow and grows after many updates without an overflow.
 
-    The defaults are those of ``torch.amp.GradScaler`` and of Apex. Paddle's are ``init 32768,
+    The defaults are those of ``torch.amp.GradScaler`` and Apex. Paddle's are ``init 32768,
     incr_every_n 1000, decr_every_n 2, decr_ratio 0.8``.
 
     Example:
@@ -39,36 +36,35 @@ class DynamicScale(Variant):
     """Scale of the first update."""
 
     incr_every_n: PositiveInt = 2000
-    """Updates in a row without an overflow after which it grows."""
+    """Consecutive updates without overflow before the scale grows."""
 
     decr_every_n: PositiveInt = 1
-    """Updates with an overflow, since it last grew or fell or one went well, after which it
-    falls."""
+    """Consecutive overflows before the scale shrinks."""
 
     incr_ratio: float = Field(default=2.0, gt=1)
-    """What it is multiplied by when it grows."""
+    """Factor by which the scale grows."""
 
     decr_ratio: float = Field(default=0.5, gt=0, lt=1)
-    """What it is multiplied by when it falls."""
+    """Factor by which the scale shrinks."""
 
     min: PositiveFloat = 1.0
-    """It never falls below."""
+    """Smallest scale."""
 
     max: PositiveFloat = 2.0**24
-    """It never grows above."""
+    """Largest scale."""
 
     @model_validator(mode="after")
     def _in_range(self) -> DynamicScale:
         if not self.min <= self.init <= self.max:
             raise ValueError(
-                f"init {self.init:g} lies outside min {self.min:g} to max {self.max:g}; "
+                f"init {self.init:g} is outside min {self.min:g} to max {self.max:g}; "
                 "allowed: min <= init <= max"
             )
         return self
 
 
 class StaticScale(Variant):
-    """The scale stays as it is; updates whose gradients overflow are skipped all the same.
+    """A constant scale; updates whose gradients overflow are still skipped.
 
     Example:
         >>> StaticScale(scale=128.0).scale
@@ -78,8 +74,8 @@ class StaticScale(Variant):
     kind: Literal["static"] = "static"
     exactness: ClassVar[Exactness] = "reordered"
 
-    scale: PositiveFloat = Field(le=2.0**24, examples=[1024.0])  # as far as a dynamic one
-    """What losses are multiplied by."""
+    scale: PositiveFloat = Field(le=2.0**24, examples=[1024.0])  # the largest dynamic scale
+    """Factor for losses."""
 
 
 _AnyScale = AutoScale | DynamicScale | StaticScale
@@ -89,31 +85,31 @@ LossScale = Annotated[
     Field(discriminator="kind"),
     BeforeValidator(from_kind, json_schema_input_type=_AnyScale | Literal["auto", "dynamic"]),
 ]
-"""A loss scale, or the kind alone of one that needs no more."""
+"""A loss scale, or only its kind where the defaults do."""
 
 HalfType = Literal["bf16", "fp16"]
 
 
 class _Half(Variant):
-    """What both ways to compute in 16 bits have in common."""
+    """Settings of both 16-bit modes."""
 
     exactness: ClassVar[Exactness] = "lossy"
 
     dtype: HalfType = "bf16"
-    """bf16 has the range of fp32 and 8 bits of mantissa, fp16 11 bits and 6e-8 to 65504."""
+    """bf16: the range of fp32, 8 bits of mantissa. fp16: 6e-8 to 65504, 11 bits of mantissa."""
 
     loss_scale: LossScale | None = AutoScale()
-    """What losses are multiplied by, so that small gradients survive; null: nothing."""
+    """Factor for losses, so that small gradients do not become 0 in fp16; null: none."""
 
     float_modules: tuple[str, ...] = Field(default=(), strict=False)
-    """Patterns of the paths of modules that stay fp32, with all inside them."""
+    """Patterns of module paths that stay fp32, with everything inside them."""
 
     emulate: bool = False
-    """Accept fp16 on a CPU that has no instructions for it: hundreds of times as slow."""
+    """Accept fp16 on a CPU without fp16 instructions: hundreds of times slower."""
 
     @property
     def scale(self) -> DynamicScale | StaticScale | None:
-        """The loss scale that is meant.
+        """The loss scale, with ``auto`` resolved.
 
         Example:
             >>> Autocast().scale, Autocast(dtype="fp16").scale.kind
@@ -125,7 +121,7 @@ class _Half(Variant):
 
 
 class Autocast(_Half):
-    """Matrix products and convolutions compute in 16 bits, weights stay fp32 (O1).
+    """Matrix products and convolutions run in 16 bits, weights stay fp32 (O1).
 
     Example:
         >>> Autocast(dtype="fp16", float_ops=("gelu",)).kind
@@ -135,20 +131,20 @@ class Autocast(_Half):
     kind: Literal["autocast"] = "autocast"
 
     float_ops: tuple[str, ...] = Field(default=(), strict=False)
-    """Functions of torch that compute in fp32, beyond autocast's own, e.g. gelu."""
+    """Torch functions that run in fp32, besides autocast's own, e.g. gelu."""
 
     half_ops: tuple[str, ...] = Field(default=(), strict=False)
-    """Functions of torch that compute in 16 bits, e.g. softmax."""
+    """Torch functions that run in 16 bits, e.g. softmax."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> Autocast:
         if both := sorted({*self.float_ops} & {*self.half_ops}):
-            raise ValueError(f"{both[0]!r} is among float_ops and half_ops; allowed: one of both")
+            raise ValueError(f"{both[0]!r} is in float_ops and in half_ops; keep it in one of them")
         return self
 
 
 class HalfWeights(_Half):
-    """Weights and activations are 16 bits wide, the optimizer works on fp32 masters (O2).
+    """16-bit weights and activations; the optimizer works on fp32 masters (O2).
 
     Normalisation layers stay fp32.
 
@@ -160,14 +156,14 @@ class HalfWeights(_Half):
     kind: Literal["half_weights"] = "half_weights"
 
     exchange: Literal["half", "fp32"] = "half"
-    """What gradients travel as where they have no codec: half takes half the bytes."""
+    """Type of gradients on the wire where no codec applies; ``half`` sends half the bytes."""
 
 
 _KINDS = ("autocast", "half_weights")
 
 
 def _kind_of(value: object) -> object:
-    """As ``from_kind``; says what other projects' names are called here."""
+    """As ``from_kind``; for the names of other projects (O1, fp16) the error lists ours."""
     found = from_kind(value)
     kind = found.get("kind") if isinstance(found, Mapping) else None
     if isinstance(kind, str) and kind not in _KINDS:
@@ -186,7 +182,7 @@ Precision = Annotated[
         json_schema_input_type=Autocast | HalfWeights | Literal["autocast", "half_weights"],
     ),
 ]
-"""A precision, or its kind alone."""
+"""A precision, or only its kind."""
 
 
 class Compute(Setting):
@@ -198,12 +194,12 @@ class Compute(Setting):
     """
 
     tf32: bool = False
-    """On CUDA, fp32 products round their inputs to 10 bits of mantissa.
+    """On CUDA, matrix products and convolutions round fp32 inputs to 10 bits of mantissa.
 
-    So do convolutions. false: both as torch is set.
+    false: torch's own settings stay.
     """
 
     @property
     def active(self) -> bool:
-        """True where something differs from what torch does by itself."""
+        """Whether anything differs from torch's defaults."""
         return self.tf32

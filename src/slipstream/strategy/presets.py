@@ -1,7 +1,4 @@
-"""Strategies with a name, and the reason to choose each.
-
-Never resolves anything: a preset is a short document of settings, as one would write it in YAML.
-"""
+"""Named strategies, each with the reason to choose it. A preset is a short YAML-like document."""
 
 from __future__ import annotations
 
@@ -32,13 +29,13 @@ def presets() -> dict[str, Preset]:
         False
     """
     return {
-        "default": Preset("what slipstream does unless told otherwise", {}),
+        "default": Preset("the defaults", {}),
         "optimal": Preset(
             "the split computed from this model's ready times and this network's speed",
             {"gradients": {"split": "optimal"}},
         ),
         "sequential": Preset(
-            "the plain reference: one exchange of everything, strictly after backward",
+            "the plain reference: one exchange of all gradients, strictly after backward",
             {"gradients": {"split": "single", "overlap": False}},
         ),
         "ddp": Preset(
@@ -70,10 +67,10 @@ def presets() -> dict[str, Preset]:
 
 
 def preset(name: str) -> Preset:
-    """The preset of that name.
+    """The preset called ``name``.
 
     Raises:
-        StrategyError: there is none; names the nearest and all others.
+        StrategyError: no such preset; names the nearest one and all others.
     """
     known = presets()
     if name not in known:

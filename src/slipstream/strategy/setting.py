@@ -1,7 +1,4 @@
-"""What every setting is: a frozen value that is checked when it is built.
-
-Never names a single setting: those are in ``spec``.
-"""
+"""``Setting``: the base of every configuration value, frozen and validated when it is built."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ from slipstream.errors import StrategyError
 from slipstream.strategy.validate import explain
 
 Exactness = Literal["bitwise", "reordered", "lossy"]
-"""How near gradients come to the plain mean: the same bits; the same sum in another floating-point
-order; an approximation. From strongest to weakest."""
+"""How close gradients are to the plain mean, strongest first: the same bits; the same sum in another
+floating-point order; an approximation."""
 
 
 def first_line(text: str | None) -> str:
@@ -24,7 +21,7 @@ def first_line(text: str | None) -> str:
 
 
 def _publish(schema: dict[str, Any], model: type[BaseModel]) -> None:
-    """JSON schema: one line about a model, and a variant is known by its kind."""
+    """Shorten a model's description to one line; require ``kind`` of a variant."""
     schema["description"] = first_line(model.__doc__)
     if "kind" in model.model_fields:
         schema["required"] = ["kind", *schema.get("required", [])]
@@ -33,8 +30,8 @@ def _publish(schema: dict[str, Any], model: type[BaseModel]) -> None:
 class Setting(BaseModel):
     """A frozen value with named settings: equal by value, hashable, checked when it is built.
 
-    Nothing is converted (``"yes"`` is no boolean, ``True`` no number), but for a whole number where
-    a number is wanted and a list where a tuple is. Whatever is wrong raises one StrategyError.
+    Values are not converted (``"yes"`` is no boolean, ``True`` no number), except an integer to a
+    float and a list to a tuple. All problems raise one StrategyError.
     """
 
     model_config = ConfigDict(
@@ -52,20 +49,20 @@ class Setting(BaseModel):
         except ValidationError as error:
             raise StrategyError(explain(error, type(self))) from None
 
-    # Tells pydantic that this __init__ validates as its own does. Without the mark it would build
-    # nested settings through it, and lose the place of what is wrong inside them.
+    # Marks this __init__ as pydantic's own. Without the mark pydantic would build nested settings
+    # by calling it, and errors inside them would lose their path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """As pydantic's, raising StrategyError."""
+        """Validate as pydantic does, but raise StrategyError."""
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
             raise StrategyError(explain(error, cls)) from None
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some settings changed; unlike pydantic's, it is checked like any other."""
+        """Copy with some settings changed; unlike pydantic's, the copy is validated."""
         return type(self)(**{**dict(self), **(update or {})})
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
@@ -82,13 +79,13 @@ class Setting(BaseModel):
 
     @property
     def active(self) -> bool:
-        """False where the settings inside have no effect, because what they describe is off."""
+        """False when the group is off, so that its settings have no effect."""
         return True
 
     def document(self, *, full: bool = False) -> dict[str, Any]:
-        """Plain mappings, lists and scalars; only what differs from the defaults unless ``full``.
+        """Plain mappings, lists and scalars; only non-default settings unless ``full``.
 
-        A variant that differs from its own defaults in nothing is written as its kind alone.
+        A variant with default settings is written as its kind alone.
         """
         fields = type(self).model_fields
         return {
@@ -99,7 +96,7 @@ class Setting(BaseModel):
 
 
 class Variant(Setting):
-    """One of several ways to do a thing; the ways are types, told apart by ``kind``."""
+    """One of several alternatives; each is a type, told apart by ``kind``."""
 
     kind: str
     exactness: ClassVar[Exactness]

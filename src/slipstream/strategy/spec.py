@@ -1,7 +1,7 @@
-"""What one may wish for: every setting of slipstream, its meaning, its default, what it refuses.
+"""``Strategy``: every setting, its meaning, its default and its allowed values.
 
-Never acts and never imports torch: a strategy is a value that the other rooms read. The whole is
-``Strategy``, below; the many ways to split gradients are in ``split``.
+The variants of a group are in files of their own: ``split``, ``codec``, ``memory``, ``parallel``,
+``precision``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Flat(Variant):
 Transport = Annotated[
     Flat, BeforeValidator(from_kind, json_schema_input_type=Flat | Literal["flat"])
 ]
-"""A transport, or its kind alone."""
+"""A transport, or only its kind: ``flat`` for ``{kind: flat}``."""
 
 
 class Gradients(Setting):
@@ -60,13 +60,13 @@ class Gradients(Setting):
     """Exchange during backward, not after it."""
 
     transport: Transport = Flat()
-    """The way a segment takes from rank to rank."""
+    """How a segment travels between ranks."""
 
     codec: Codec | None = None
-    """What makes them smaller for the wire."""
+    """How gradients are compressed before they are sent; null: not at all."""
 
     accumulate: int = Field(default=1, ge=1)
-    """Backward passes of one update.
+    """Backward passes per update.
 
     Only the last of them exchanges gradients.
     """
@@ -91,18 +91,18 @@ class Trace(Setting):
 
     @property
     def active(self) -> bool:
-        """True where something is recorded."""
+        """Whether anything is recorded."""
         return self.steps is not None
 
 
 class Strategy(Setting):
-    """Everything one may ask of slipstream; what is left out takes the default shown here.
+    """The whole configuration; a setting that is left out takes its default.
 
     ``print(strategy)`` draws the overview table.
 
     Raises:
-        StrategyError: an unknown setting or a wrong value; one line for each, with its place, what
-            was seen, what is allowed and what to write.
+        StrategyError: an unknown setting or a wrong value; one line per problem with its path, the
+            value seen, the values allowed and an example.
 
     Example:
         >>> strategy = Strategy.from_yaml("gradients: {split: per_layer, accumulate: 4}")
@@ -124,7 +124,7 @@ class Strategy(Setting):
     """Which values are computed and kept in 16 bits."""
 
     memory: Memory = Memory()
-    """What becomes of activations between forward and backward."""
+    """Where activations are kept between forward and backward."""
 
     compute: Compute = Compute()
     """How the device computes."""
@@ -143,7 +143,7 @@ class Strategy(Setting):
 
     @classmethod
     def load(cls, source: Strategy | Mapping[str, object] | Path | str | None) -> Strategy:
-        """A strategy from a file (``.yaml``, ``.yml``, ``.json``), the name of a preset, a mapping,
+        """Load a strategy from a file (``.yaml``, ``.yml``, ``.json``), a preset name, a mapping,
         a strategy, or None for the defaults.
 
         Example:
@@ -166,8 +166,8 @@ class Strategy(Setting):
             case str():
                 return cls.model_validate(preset(source).settings)
         raise StrategyError(
-            f"a strategy cannot be made of {shown(source)}; allowed: a path, the name of a preset, "
-            "a mapping, a Strategy or None"
+            f"cannot make a strategy from {shown(source)}; allowed: a path, a preset name, a mapping, "
+            "a Strategy or None"
         )
 
     @classmethod

@@ -1,7 +1,7 @@
 """Splits: which gradients share one exchange.
 
-Gradients count in ready order, the order in which backward produces them: the first belongs to the
-output layer. Never looks at a model: ``gradients.layout`` makes segments of these values.
+Gradients are numbered in ready order, the order in which backward produces them, so the output
+layer comes first. ``gradients.layout`` turns these values into segments.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from slipstream.strategy.setting import Exactness, Variant, from_kind
 
 
 class ByBytes(Variant):
-    """Segments close when they reach a size.
+    """A segment closes when it reaches a size.
 
-    A small first segment starts the exchange early; a small last one is short where nothing is
-    left to hide it behind. 1 megabyte is 2**20 bytes; null means no special size. The default
+    A small first segment starts the exchange early; a small last one is short, because no backward
+    is left to hide it. 1 megabyte is 2**20 bytes; null means no special size. The default
     of 8 MB is a compromise over three models at 1 Gbit/s (benchmarks/results).
 
     Example:
@@ -42,15 +42,15 @@ class ByBytes(Variant):
     """Size at which the first segment closes."""
 
     last_megabytes: PositiveFloat | None = 1.0
-    """Size within which the last segment stays, if it holds more than one gradient and others
-    came before it: a model whose rest does not reach ``first_megabytes`` is one segment."""
+    """Largest size of the last segment, unless it holds a single gradient or is the only segment: a
+    model whose remaining gradients do not reach ``first_megabytes`` is one segment."""
 
 
 class ByPercent(Variant):
-    """Segments hold given shares of the gradient bytes.
+    """Segments hold given percentages of the gradient bytes.
 
-    Each cut falls on the border between two gradients that is nearest to its mark. The percentages
-    sum to 100 within 0.01. Both the idea and the default are those of Ascend's HCCL.
+    Each segment ends at the gradient boundary nearest to its mark. The percentages sum to 100 within
+    0.01. Idea and default come from Ascend's HCCL.
 
     Example:
         >>> ByPercent(percents=(60, 20, 20)).percents
@@ -68,16 +68,16 @@ class ByPercent(Variant):
     def _sum_to_100(cls, percents: tuple[float, ...]) -> tuple[float, ...]:
         excess = sum(percents) - 100
         if abs(excess) > 0.01:
-            fix = f"take {excess:.10g} away" if excess > 0 else f"add {-excess:.10g}"
+            fix = f"subtract {excess:.10g}" if excess > 0 else f"add {-excess:.10g}"
             raise ValueError(f"sums to {excess + 100:.10g}; allowed: a sum of 100; {fix}")
         return percents
 
 
 class ByIndex(Variant):
-    """Segments end after the gradients of given indices.
+    """Segments end after the gradients with the given indices.
 
-    Indices count from 0 and ascend; the last one must be that of the model's last gradient, which
-    is checked when the model is known. As in Ascend's HCCL.
+    Indices start at 0 and ascend; the last one must be the index of the model's last gradient, which
+    ``accelerate()`` checks. As in Ascend's HCCL.
 
     Example:
         >>> ByIndex(last=(20, 100, 159)).last
@@ -99,9 +99,9 @@ class ByIndex(Variant):
 
 
 class ByLayers(Variant):
-    """Segments hold the gradients of a number of layers at most.
+    """A segment holds the gradients of at most ``layers`` layers.
 
-    A layer is a module that has parameters of its own. As in Paddle Fleet.
+    A layer is a module with parameters of its own. As in Paddle Fleet.
 
     Example:
         >>> ByLayers(layers=50).layers
@@ -112,38 +112,38 @@ class ByLayers(Variant):
     exactness: ClassVar[Exactness] = "reordered"
 
     layers: int = Field(ge=1, examples=[50])
-    """Most layers a segment holds."""
+    """Layers per segment, at most."""
 
 
 class PerLayer(Variant):
-    """One segment a layer: its weight and bias share it."""
+    """One segment per layer: weight and bias share it."""
 
     kind: Literal["per_layer"] = "per_layer"
     exactness: ClassVar[Exactness] = "reordered"
 
 
 class PerGradient(Variant):
-    """One segment a gradient: nothing is fused."""
+    """One segment per gradient: nothing is fused."""
 
     kind: Literal["per_gradient"] = "per_gradient"
     exactness: ClassVar[Exactness] = "reordered"
 
 
 class Single(Variant):
-    """One segment of all gradients: nothing overlaps."""
+    """One segment for all gradients: nothing overlaps."""
 
     kind: Literal["single"] = "single"
     exactness: ClassVar[Exactness] = "reordered"
 
 
 class Optimal(Variant):
-    """The best split for this model on this network, found while the training runs.
+    """The best split for this model on this network, found during training.
 
     The first iterations run under the default split and are traced. Then rank 0 computes the split
-    whose predicted iteration is shortest from the measured ready times and the measured cost of an
-    exchange (``planner.split``). The default, this one and two with larger segments take turns,
-    twice, all ranks switching at one step, and the fastest stays. ``session.report()`` says what
-    came of it, ``state_dict()`` keeps it.
+    with the shortest predicted iteration from the measured ready times and the measured cost of an
+    exchange (``planner.split``). The default, the computed split and two with larger segments run in
+    turn, twice each; all ranks switch at the same step, and the fastest stays. ``session.report()``
+    shows the result, ``state_dict()`` keeps it.
 
     Example:
         >>> Optimal(steps=20).steps
@@ -154,7 +154,7 @@ class Optimal(Variant):
     exactness: ClassVar[Exactness] = "reordered"
 
     steps: PositiveInt = 10
-    """Iterations that are measured each time, twice under each split."""
+    """Iterations measured per turn; each split has two turns."""
 
 
 _AnySplit = ByBytes | ByPercent | ByIndex | ByLayers | PerLayer | PerGradient | Single | Optimal
@@ -165,4 +165,4 @@ Split = Annotated[
     Field(discriminator="kind"),
     BeforeValidator(from_kind, json_schema_input_type=_AnySplit | _PlainSplit),
 ]
-"""A split, or the kind alone of one that needs no more: ``single`` for ``{kind: single}``."""
+"""A split, or only its kind where the defaults do: ``single`` for ``{kind: single}``."""

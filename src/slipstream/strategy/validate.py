@@ -1,6 +1,6 @@
-"""Say what is wrong with a strategy: every problem, its place, what is allowed, what to write.
+"""Error texts for a wrong strategy: every problem with its path, the values allowed, an example.
 
-Never decides what is wrong: that is said once, by the fields of ``spec``.
+The fields of ``spec`` decide what is wrong; this file only words it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _BOUNDS = {
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """The text of a StrategyError: a head line, then one line for each problem of ``error``."""
-    every = error.errors(include_url=False)
-    places = {problem["loc"] for problem in every}
-    problems = [  # of a list with a wrong item, pydantic says that it is too short besides
+    """The text of a StrategyError: a head line, then one line per problem of ``error``."""
+    all_problems = error.errors(include_url=False)
+    places = {problem["loc"] for problem in all_problems}
+    problems = [  # pydantic also reports a list with a wrong item as too short
         problem
-        for problem in every
+        for problem in all_problems
         if problem["type"] != "too_short" or not _inside(problem["loc"], places)
     ]
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
@@ -43,19 +43,19 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def did_you_mean(word: object, allowed: Iterable[str]) -> str:
-    """``"; did you mean 'overlap'?"`` where a word of ``allowed`` is near, else nothing."""
+    """``"; did you mean 'overlap'?"`` if a word of ``allowed`` is close, else ``""``."""
     near = difflib.get_close_matches(str(word), list(allowed), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def shown(value: object) -> str:
-    """``value`` as its writer knows it, cut to a length that fits a message."""
+    """``repr(value)``, cut to 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _line(model: type[BaseModel], problem: ErrorDetails) -> str:
-    """One problem as ``place: what was seen; what is allowed; what to write``."""
+    """One problem as ``path: value seen; values allowed; example``."""
     owner, field, place = _locate(model, problem["loc"])
     seen = problem["input"]
     match problem["type"]:
@@ -78,7 +78,7 @@ def _line(model: type[BaseModel], problem: ErrorDetails) -> str:
 
 
 def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[BaseModel], str, str]:
-    """The model that owns the place, its field there (or "") and the dotted path."""
+    """The model that owns ``loc``, its field there (or "") and the dotted path."""
     owner, field, place = model, "", ""
     for part in loc:
         inner = _inner(owner, field)
@@ -93,7 +93,7 @@ def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[Ba
 
 
 def _inner(owner: type[BaseModel], field: str) -> dict[str, type[BaseModel]]:
-    """The models that a field may hold, by kind (one model without a kind: by its name)."""
+    """The models that a field may hold, by kind (a model without a kind: by its name)."""
     if field not in owner.model_fields:
         return {}
     models = [
@@ -105,7 +105,7 @@ def _inner(owner: type[BaseModel], field: str) -> dict[str, type[BaseModel]]:
 
 
 def _inside(place: tuple[int | str, ...], places: Iterable[tuple[int | str, ...]]) -> bool:
-    """Whether any other place lies within this one."""
+    """Whether any other path lies inside ``place``."""
     return any(other != place and other[: len(place)] == place for other in places)
 
 
@@ -115,7 +115,7 @@ def _is_list(owner: type[BaseModel], field: str) -> bool:
 
 
 def _options(annotation: Any) -> list[Any]:
-    """The types that a union is made of, or the items of a tuple, however nested."""
+    """The member types of a union, or the item types of a tuple, at any depth."""
     if get_origin(annotation) is Annotated:
         return _options(get_args(annotation)[0])
     if isinstance(annotation, UnionType) or get_origin(annotation) in (Union, tuple):
@@ -124,12 +124,12 @@ def _options(annotation: Any) -> list[Any]:
 
 
 def _kind(model: type[BaseModel]) -> str | None:
-    """The kind by which a variant is told apart."""
+    """The ``kind`` of a variant; None: not a variant."""
     return model.model_fields["kind"].default if "kind" in model.model_fields else None
 
 
 def _allowed(owner: type[BaseModel], field: str) -> str:
-    """What a field takes, with an example to copy."""
+    """The values that a field takes, with an example to copy."""
     inner = _inner(owner, field)
     if not field:
         return f"a mapping with the settings {_listed(owner.model_fields)}"
@@ -146,7 +146,7 @@ def _allowed(owner: type[BaseModel], field: str) -> str:
 
 
 def _words(schema: dict[str, Any]) -> str:
-    """A field's JSON schema in words, so that the message and the schema cannot disagree."""
+    """A field's JSON schema in words, so that message and schema cannot disagree."""
     if "anyOf" in schema:
         return " or ".join(_words(option) for option in schema["anyOf"])
     if "const" in schema:

@@ -1,7 +1,7 @@
-"""Documents of settings as YAML and JSON: text to plain mappings and back, and files.
+"""YAML and JSON documents as plain mappings, from text and files and back.
 
-Never knows which settings exist. Refuses what would be read silently wrong: a key that is written
-twice, an empty document, text that is not UTF-8.
+Refuses documents that YAML or JSON would silently misread: a duplicate key, an empty document, text
+that is not UTF-8.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
-    """25.0 is written 25, which reads back as the same number."""
+    """Write 25.0 as 25, which reads back as the same number."""
     if value.is_integer() and abs(value) < 2**53:
         return dumper.represent_int(int(value))
     return yaml.SafeDumper.represent_float(dumper, value)
 
 
 _Dumper.add_representer(float, _represent_float)
-# 1e3 and 1.5e3 are numbers, as in YAML 1.2 and JSON; to PyYAML they are text.
+# PyYAML follows YAML 1.1, in which 1e3 is text; YAML 1.2 and JSON read it as a number.
 _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 for _flavour in (_Loader, _Dumper):
     _flavour.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
@@ -50,7 +50,7 @@ def parse_yaml(text: str) -> object:
     """Read one YAML document.
 
     Raises:
-        StrategyError: empty, or no valid YAML; names line and column.
+        StrategyError: the text is empty or not valid YAML; names line and column.
     """
     try:
         document = yaml.load(text, Loader=_Loader)
@@ -67,7 +67,7 @@ def parse_json(text: str) -> object:
     """Read one JSON document.
 
     Raises:
-        StrategyError: empty, or no valid JSON; names line and column.
+        StrategyError: the text is empty or not valid JSON; names line and column.
     """
     try:
         document = json.loads(text, object_pairs_hook=_unique) if text.strip() else None
@@ -80,14 +80,14 @@ def parse_json(text: str) -> object:
 
 
 def _nonempty(document: object) -> object:
-    """An empty file is rather a mistake than a wish for the defaults."""
+    """Refuse an empty document: more likely a mistake than a request for the defaults."""
     if document is None:
         raise StrategyError("the document is empty; allowed: a mapping; write {} for the defaults")
     return document
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object whose keys are all different."""
+    """A JSON object; refuses duplicate keys."""
     document = dict(pairs)
     if len(document) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -97,7 +97,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def format_yaml(document: object) -> str:
-    """Write a document; keys keep their order, and what holds no mapping stays on one line."""
+    """Write a document; keys keep their order, values without mappings stay on one line."""
     return yaml.dump(
         document,
         Dumper=_Dumper,
@@ -116,10 +116,10 @@ SUFFIXES = {".yaml": parse_yaml, ".yml": parse_yaml, ".json": parse_json}
 
 
 def read(path: Path) -> object:
-    """Read a file, as YAML or JSON by its suffix.
+    """Read a file as YAML or JSON, by its suffix.
 
     Raises:
-        StrategyError: another suffix, a file that cannot be read, or text that does not parse.
+        StrategyError: an unknown suffix, an unreadable file or text that does not parse.
     """
     parse = SUFFIXES.get(path.suffix.lower())
     if parse is None:
