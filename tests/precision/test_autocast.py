@@ -145,7 +145,7 @@ def test_a_copy_of_the_model_is_its_own(copied: Callable[[Net], Net]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("gelux", "did you mean 'gelu'?"), ("add_", "that do not end in _"), ("F.gelu", "'F.gelu'")],
+    [("gelux", "did you mean 'gelu'?"), ("add_", "without a trailing _"), ("F.gelu", "'F.gelu'")],
 )
 def test_names_of_no_function_are_refused(name: str, words: str) -> None:
     with pytest.raises(StrategyError) as caught:

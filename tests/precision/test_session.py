@@ -353,7 +353,9 @@ def test_two_loss_scales_are_refused() -> None:
     model, _ = build("cpu")
     with opened(model, precision={"kind": "autocast", **FP16}) as session:
         loss = session.model(torch.ones(2, 6).long())["logits"].mean()
-        with pytest.raises(UsageError, match=r"loss_scale=8\.0 beside precision\.loss_scale"):
+        with pytest.raises(
+            UsageError, match=r"loss_scale=8\.0, but the strategy has a precision\.loss_scale"
+        ):
             session.backward(loss * 8, loss_scale=8.0)
 
 

@@ -14,11 +14,11 @@ REFUSED = {
     "a slip": ({"flot_ops": []}, ["no such setting", "'float_ops'"]),
     "both lists": (
         {"float_ops": ["gelu"], "half_ops": ["gelu"]},
-        ["'gelu' is among float_ops and half_ops"],
+        ["'gelu' is in float_ops and in half_ops"],
     ),
     "init below min": (
         {"loss_scale": {"kind": "dynamic", "init": 0.5}},
-        ["init 0.5 lies outside min 1", "min <= init <= max"],
+        ["init 0.5 is outside min 1", "min <= init <= max"],
     ),
     "falls upwards": (
         {"loss_scale": {"kind": "dynamic", "decr_ratio": 2.0}},

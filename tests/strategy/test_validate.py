@@ -59,8 +59,8 @@ WRONG: list[tuple[object, list[str]]] = [
     ({"trace": {"folder": ""}}, ["trace.folder: got ''; allowed: non-empty text"]),
     # lists
     (_split(kind="by_percent", percents=[60, 20]), ["split.percents: [60, 20]: sums to 80", "add"]),
-    (_split(kind="by_percent", percents=[60, 45]), ["sums to 105", "100; take 5 away"]),
-    (_split(kind="by_percent", percents=[50, 50.02]), ["sums to 100.02", "take 0.02 away"]),
+    (_split(kind="by_percent", percents=[60, 45]), ["sums to 105", "100; subtract 5"]),
+    (_split(kind="by_percent", percents=[50, 50.02]), ["sums to 100.02", "subtract 0.02"]),
     (_split(kind="by_percent", percents=[]), ["percents: []: sums to 0"]),
     (_split(kind="by_percent", percents=[101, -1]), ["percents[1]: got -1", "list of numbers > 0"]),
     (_split(kind="by_percent", percents=50), ["percents: got 50; allowed: a list of numbers"]),
@@ -83,7 +83,7 @@ WRONG: list[tuple[object, list[str]]] = [
     # memory
     (
         {"memory": {"recompute": {"budget": 0.5, "every": 1}}},
-        ["memory.recompute: {'budget': 0.5, 'every': 1}: every and budget are ways of their own"],
+        ["memory.recompute: {'budget': 0.5, 'every': 1}: every and budget exclude each other"],
     ),
     ({"memory": {"recompute": {"budget_bytes": 2.5}}}, ["budget_bytes: got 2.5; allowed: a whole"]),
     # groups
@@ -91,7 +91,7 @@ WRONG: list[tuple[object, list[str]]] = [
     ({"trace": None}, ["trace: got None; allowed: a mapping with the settings steps, skip"]),
     # sources
     ("hcll", ["no preset is named 'hcll'; did you mean 'hccl'?", "sequential", ".yaml"]),
-    (3, ["a strategy cannot be made of 3; allowed: a path"]),
+    (3, ["cannot make a strategy from 3; allowed: a path"]),
 ]
 
 

@@ -1,6 +1,6 @@
-"""16 bits instead of 32: autocast, or half weights with fp32 masters, and the scale of losses.
+"""16-bit training: autocast, half weights with fp32 masters, and the loss scale.
 
-Both are applied from outside, to any module, and taken off again:
+Both wrap any module from outside and can be removed:
 
     from slipstream.precision import half_weights  # or autocast
 

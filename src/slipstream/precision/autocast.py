@@ -1,4 +1,4 @@
-"""Autocast around a model's forward, from outside: matrix products in 16 bits, weights in fp32."""
+"""``autocast``: run a model's forward under ``torch.autocast``; weights stay fp32."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slipstream.precision.casts import HALF_TYPES, cast
-from slipstream.precision.float_modules import Surrounded, float_modules
+from slipstream.precision.float_modules import WrappedForward, float_modules
 from slipstream.precision.op_casts import OpCasts, check_ops
 from slipstream.strategy import HalfType
 
@@ -32,13 +32,13 @@ class Autocast:
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._dtype, self.floats = dtype, floats
         self._ops = OpCasts(ops, self._device) if ops else None
-        self._seeing = False
-        # Functions are seen from every module: a checkpoint that recomputes a block in backward
-        # brings autocast back, but not what is around the model.
+        self._ops_active = False
+        # Every module installs the op casts: a checkpoint that recomputes a block in backward
+        # restores autocast, but not what wraps the whole model.
         inner = [m for m in model.modules() if m is not model] if ops else []
-        self._forwards = [Surrounded(module, self._with_ops) for module in inner]
-        self._forwards += [Surrounded(module, self._in_float) for module in floats.values()]
-        self._forwards.append(Surrounded(model, self._in_half))
+        self._forwards = [WrappedForward(module, self._with_ops) for module in inner]
+        self._forwards += [WrappedForward(module, self._in_float) for module in floats.values()]
+        self._forwards.append(WrappedForward(model, self._in_half))
 
     def _in_half(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with torch.autocast(self._device, self._dtype):
@@ -50,14 +50,14 @@ class Autocast:
 
     def _with_ops(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with ExitStack() as stack:
-            if self._ops is not None and not self._seeing:
-                self._seeing = True
-                stack.callback(setattr, self, "_seeing", False)
+            if self._ops is not None and not self._ops_active:
+                self._ops_active = True
+                stack.callback(setattr, self, "_ops_active", False)
                 stack.enter_context(self._ops)
             return forward(*args, **kwargs)
 
     def close(self) -> None:
-        """The model computes as before; twice is once."""
+        """Restore the model's own forward; idempotent."""
         while self._forwards:
             self._forwards.pop().remove()
 
@@ -70,24 +70,24 @@ def autocast(
     half_ops: Sequence[str] = (),
     float_modules: Sequence[str] = (),
 ) -> Autocast:
-    """Run the forward of ``model`` under ``torch.autocast``, and return its outputs in fp32.
+    """Run the forward of ``model`` under ``torch.autocast`` and return its outputs in fp32.
 
-    So a loss that is computed of them outside is computed in fp32, where torch's autocast would
-    compute the losses of torch, too. Weights, gradients and the optimizer stay fp32. With fp16,
-    multiply the loss, e.g. by ``torch.amp.GradScaler`` or by a session's loss scale.
+    A loss computed from the outputs is therefore computed in fp32, as torch's autocast does for
+    torch's losses. Weights, gradients and the optimizer stay fp32. With fp16, scale the loss, e.g.
+    by ``torch.amp.GradScaler`` or by a session's loss scale.
 
     Args:
-        model: any module; ``close()`` gives it its own forward back.
-        dtype: what matrix products and convolutions compute in.
-        float_ops: names of functions of torch that compute in fp32 besides those of autocast.
-        half_ops: names of functions that compute in ``dtype`` besides those of autocast.
-        float_modules: patterns of the paths of modules that compute in fp32; their outputs stay
-            fp32, as those of autocast's own fp32 functions.
+        model: any module; ``close()`` restores its forward.
+        dtype: of matrix products and convolutions.
+        float_ops: torch functions that run in fp32, besides autocast's own.
+        half_ops: torch functions that run in ``dtype``, besides autocast's own.
+        float_modules: patterns of module paths that run in fp32; their outputs stay fp32, as do
+            those of autocast's fp32 functions.
 
     Exactness: lossy.
 
     Raises:
-        StrategyError: a pattern or a name fits nothing.
+        StrategyError: a pattern or a name matches nothing.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
@@ -98,7 +98,7 @@ def autocast(
         torch.float32
         >>> cast.close()
 
-    Source: opt level O1 of https://github.com/NVIDIA/apex, by torch's own means.
+    Source: opt level O1 of https://github.com/NVIDIA/apex, on torch's autocast.
     """
     check_ops([*float_ops, *half_ops])
     half = HALF_TYPES[dtype]

@@ -1,4 +1,4 @@
-"""Floating-point tensors from one width to another, in whatever a model takes or returns."""
+"""Cast the floating-point tensors in nested inputs and outputs of a model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from slipstream.pytree import mapped
 T = TypeVar("T")
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The types that a strategy names."""
+"""torch's dtypes by their names in a strategy."""
 
 _CAST = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def cast(value: T, dtype: torch.dtype) -> T:
-    """``value`` with its tensors of 16 and 32 bits in ``dtype``, at any depth of its containers.
+    """Copy of ``value`` with its fp32, bf16 and fp16 tensors cast to ``dtype``, at any depth.
 
-    What is fp64, complex or no float was made so on purpose, and stays; so do numbers (tensors of
-    no axes, a loss say) where ``dtype`` has 16 bits: they do not decide the type of a result.
+    fp64, complex and integer tensors stay. Scalars (tensors without axes, e.g. a loss) stay when
+    ``dtype`` has 16 bits: torch's type promotion ignores them.
 
     Example:
         >>> output = cast({"logits": torch.ones(2), "words": torch.tensor([3])}, torch.bfloat16)
@@ -28,9 +28,9 @@ def cast(value: T, dtype: torch.dtype) -> T:
         (torch.bfloat16, torch.int64)
     """
 
-    def one(tensor: torch.Tensor) -> torch.Tensor:
+    def cast_one(tensor: torch.Tensor) -> torch.Tensor:
         stays = tensor.dtype not in _CAST or (dtype.itemsize == 2 and not tensor.dim())
         return tensor if stays else tensor.to(dtype)
 
-    found: T = mapped(value, one)
-    return found
+    result: T = mapped(value, cast_one)
+    return result

@@ -1,7 +1,4 @@
-"""Which modules of a model stay fp32, and what runs around a module's forward.
-
-Never casts a parameter.
-"""
+"""Which modules of a model stay fp32, and a wrapper for a module's forward."""
 
 from __future__ import annotations
 
@@ -16,11 +13,11 @@ from slipstream.errors import StrategyError
 from slipstream.strategy.validate import did_you_mean
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Calls a forward with its positional and keyword arguments, and returns what it does."""
+"""Calls a forward with its positional and keyword arguments and returns its result."""
 
 
 def is_normalisation(module: nn.Module) -> bool:
-    """Whether a module normalises: it has no modules inside, and says so by its class's name.
+    """Whether a module is a normalisation layer: "norm" in its class name and no children.
 
     Example:
         >>> [is_normalisation(m) for m in (nn.LayerNorm(2), nn.BatchNorm2d(2), nn.Linear(2, 2))]
@@ -35,13 +32,12 @@ def float_modules(
     """The outermost modules that stay fp32, by path.
 
     Args:
-        model: what is inside it may stay fp32, not all of it.
-        patterns: of module paths: ``*`` and ``?`` stand for anything.
-        normalisation: whether normalisation layers are among them, too.
+        model: searched without itself.
+        patterns: of module paths, with ``*`` and ``?`` as wildcards.
+        normalisation: whether normalisation layers stay fp32, too.
 
     Raises:
-        StrategyError: a pattern matches no module, or a parameter is shared with a module that
-            does not stay fp32.
+        StrategyError: a pattern matches no module.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 1))
@@ -54,8 +50,7 @@ def float_modules(
         if not any(fnmatchcase(path, pattern) for path in paths):
             raise StrategyError(
                 f"precision.float_modules: {pattern!r} matches no module"
-                f"{did_you_mean(pattern, paths)}; allowed: paths of modules, in which * and ? "
-                "stand for anything"
+                f"{did_you_mean(pattern, paths)}; allowed: module paths with * and ? as wildcards"
             )
     chosen = {
         path: module
@@ -64,15 +59,15 @@ def float_modules(
         or (normalisation and is_normalisation(module))
     }
     inside = {id(m) for module in chosen.values() for m in [*module.modules()][1:]}
-    found: dict[str, nn.Module] = {}
+    outermost: dict[str, nn.Module] = {}
     for path, module in chosen.items():
-        if id(module) not in inside and module not in found.values():
-            found[path] = module
-    return found
+        if id(module) not in inside and module not in outermost.values():
+            outermost[path] = module
+    return outermost
 
 
-def check_unshared(model: nn.Module, floats: dict[str, nn.Module]) -> None:
-    """Refuse a parameter that would be fp32 in one module and 16 bits wide in another.
+def check_not_tied(model: nn.Module, floats: dict[str, nn.Module]) -> None:
+    """Refuse a tied parameter that would be fp32 in one module and 16-bit in another.
 
     Raises:
         StrategyError: names both.
@@ -85,8 +80,8 @@ def check_unshared(model: nn.Module, floats: dict[str, nn.Module]) -> None:
         for name, parameter in module.named_parameters(path, recurse=False):
             if id(parameter) in wide:
                 raise StrategyError(
-                    f"precision.float_modules: {wide[id(parameter)]} is the same parameter as "
-                    f"{name}, of a module that is not fp32; list both modules, or neither"
+                    f"precision.float_modules: {wide[id(parameter)]} is tied to {name}, whose "
+                    "module is not fp32; list both modules, or neither"
                 )
 
 
@@ -94,12 +89,11 @@ def _named(path: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(f"{path}.{name}", parameter) for name, parameter in module.named_parameters()]
 
 
-class Surrounded:
-    """The forward of one module with something around it, until ``remove``.
+class WrappedForward:
+    """Wraps the forward of one module until ``remove``.
 
-    In the module's own dictionary and not as hooks: these do not hear of every way in which a
-    forward ends, e.g. when a stage of a pipeline is left.
-    """
+    Stored as ``module.forward``. Hooks would not do: a forward hook is skipped when the forward
+    ends by an exception, as it does where a pipeline leaves a stage early."""
 
     def __init__(self, module: nn.Module, around: Around) -> None:
         self.module = module
@@ -109,9 +103,9 @@ class Surrounded:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, also for whoever looks at its signature.
+        """The module's own forward; `inspect.signature` follows this name.
 
-        Looked up each time: a bound method that is kept would not survive pickling.
+        Looked up on each access: a stored bound method would not survive pickling.
         """
         return self._before or MethodType(type(self.module).forward, self.module)
 
@@ -122,14 +116,14 @@ class Surrounded:
         return self._around(self.__wrapped__, args, kwargs)
 
     def remove(self) -> None:
-        """Nothing is around the forward any more.
+        """Unwrap the forward.
 
-        What was put around this meanwhile calls it still, or puts it back later: it then only
-        passes on, and goes with the next call.
+        A wrapper installed later may still call this one or restore it: it then passes the call on
+        and removes itself with the next call.
         """
         self._around = None
         top = vars(self.module).pop("forward", None)
-        while isinstance(top, Surrounded) and top._around is None:
+        while isinstance(top, WrappedForward) and top._around is None:
             top = top._before
         if top is not None:
             vars(self.module)["forward"] = top

@@ -1,4 +1,4 @@
-"""What half weights cannot serve, found before anything is changed."""
+"""Refuse models and optimizers that half weights cannot serve, before anything changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from slipstream.errors import ModelError
 from slipstream.precision.casts import HALF_TYPES
-from slipstream.precision.float_modules import check_unshared
+from slipstream.precision.float_modules import check_not_tied
 from slipstream.strategy import HalfType
 
 
@@ -17,56 +17,55 @@ def check_half_weights(
     dtype: HalfType,
     floats: dict[str, nn.Module],
 ) -> None:
-    """Refuse a model and an optimizer that do not fit ``dtype``, the modules that stay fp32 or each
-    other.
+    """Refuse a model and an optimizer that do not fit ``dtype``, the fp32 modules or each other.
 
     Raises:
-        ModelError: it has half weights already; the optimizer is none of torch's kind, computes
-            gradients itself or holds no parameter of the model; or no parameter would change, or
-            some are fp16 beside bf16.
-        StrategyError: a parameter is shared with a module that stays fp32.
+        ModelError: the model has half weights already; the optimizer is not a
+            torch.optim.Optimizer,
+            computes gradients itself or holds no parameter of the model; no parameter would change;
+            or fp16 parameters would mix with bf16.
+        StrategyError: a parameter is tied to one of a module that stays fp32.
     """
     _check_once(model)
     _check_optimizer(model, optimizer)
-    check_unshared(model, floats)
+    check_not_tied(model, floats)
     _check_types(model, dtype, floats)
 
 
 def _check_once(model: nn.Module) -> None:
-    """What is 16 bits wide and has fp32 gradients has masters already."""
+    """A 16-bit parameter with fp32 gradients has a master already."""
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_TYPES.values() and parameter.grad_dtype == torch.float32:
             raise ModelError(
-                f"precision half_weights on a model that has half weights already ({name} is "
-                f"{parameter.dtype} with fp32 gradients), or is a copy of one; close() those "
-                "first, and copy before"
+                f"precision half_weights on a model that already has half weights ({name} is "
+                f"{parameter.dtype} with fp32 gradients) or is a copy of such a model; call "
+                "close() first, and copy the model before half_weights"
             )
 
 
 def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """It can be handed masters for the time of a step, and some of them are what it steps."""
+    """Refuse an optimizer that cannot step on masters, or holds no parameter of the model."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ModelError(
-            f"precision half_weights with {name}, which is no torch.optim.Optimizer, so nothing "
-            "tells when it steps; use one, or precision autocast"
+            f"precision half_weights with {name}, which is not a torch.optim.Optimizer and has no "
+            "step hooks; use a torch.optim.Optimizer, or precision autocast"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
-            f"precision half_weights with {name}: it computes losses inside its step, which would "
-            "use the fp32 masters; use another optimizer, or precision autocast"
+            f"precision half_weights with {name}: it computes losses inside its step, where the "
+            "parameters are the fp32 masters; use another optimizer, or precision autocast"
         )
     own = {*model.parameters()}
     if not any(p in own for group in optimizer.param_groups for p in group["params"]):
         raise ModelError(
-            f"precision half_weights with {name}, which holds no parameter of the model, so their "
-            "masters would never change; build it from model.parameters() of the model that you "
-            "pass"
+            f"precision half_weights with {name}, which holds no parameter of the model; build it "
+            "from model.parameters() of the model that you pass"
         )
 
 
 def _check_types(model: nn.Module, dtype: HalfType, floats: dict[str, nn.Module]) -> None:
-    """Some parameter becomes ``dtype``, and none is fp16 beside bf16."""
+    """Refuse a mix of fp16 and bf16, and a model of which no parameter would change."""
     if dtype == "bf16" and any(p.dtype == torch.float16 for p in model.parameters()):
         raise ModelError(
             "precision half_weights with dtype bf16 on a model with fp16 parameters; "

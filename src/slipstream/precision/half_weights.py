@@ -1,16 +1,15 @@
-"""Weights and activations in 16 bits, fp32 masters for the optimizer: ``half_weights``.
+"""``half_weights``: 16-bit weights and activations, fp32 masters for the optimizer.
 
-[Note: One parameter, two values]
-Parameters stay the user's objects, in the model and in the optimizer's groups; what changes is the
-tensor behind them. It is 16 bits wide wherever the model computes. While the optimizer steps or
-loads a state it is the fp32 master of what it holds, so that its own state is fp32, too; afterwards
-masters are rounded into the 16-bit tensors, which never move. Gradients are fp32 from the moment
-autograd adds them up (``Tensor.grad_dtype``), for several backward passes and for clipping.
+[Note: One parameter, two values] Parameters stay the user's objects, in the model and in the
+optimizer's groups; only their ``data`` changes. It is 16-bit while the model computes. While the
+optimizer steps or loads a state, it is the fp32 master, so the optimizer's state is fp32, too;
+afterwards the masters are rounded into the 16-bit tensors, whose storage never changes. Autograd
+accumulates gradients in fp32 (``Tensor.grad_dtype``), across backward passes and for clipping.
 
-What ``model.state_dict()`` gives and what ``load_state_dict()`` takes are the masters. A value that
-somebody else has written into a parameter meanwhile (clamped, drawn anew, averaged) is no longer
-what its master rounds to, and counts instead of it. An optimizer that steps beside the one that
-gets the masters is refused when it does: updates smaller than the rounding would be lost.
+``model.state_dict()`` returns the masters and ``load_state_dict()`` takes them. If user code writes
+into a parameter between steps (clamps, re-initialises, averages), the new 16-bit value no longer
+equals the rounded master and replaces it. A second optimizer that steps the same parameters is
+refused at its first step: updates smaller than the 16-bit rounding would be lost.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from slipstream.strategy import HalfType
 
 
 class HalfWeights:
-    """A model whose weights are 16 bits wide; made by `half_weights`.
+    """A model with 16-bit weights; made by `half_weights`.
 
     Attributes:
-        masters: the fp32 values that the optimizer left, by parameter.
+        masters: fp32 values by parameter.
         floats: the modules that stay fp32, by path.
-        num_half: how many values of parameters are 16 bits wide.
+        num_half: number of 16-bit parameter values.
         master_bytes: memory of the masters.
     """
 
@@ -57,20 +56,20 @@ class HalfWeights:
         self._versions: dict[nn.Parameter, int] = {}
         self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self._widened: list[tuple[nn.Module, str]] = []
-        self._stepping: list[nn.Parameter] = []  # whose masters are in
+        self._stepping: list[nn.Parameter] = []  # parameters whose data is the master now
         self._undo: list[Callable[[], None]] = []
         try:
             self._narrow()
             self._widen(inside)
             self._undo.extend(self._hooks())
-        except BaseException:  # there is no memory, most often
+        except BaseException:  # most often out of memory
             self.close()
             raise
         self.num_half = sum(half.numel() for half in self._halves.values())
         self.master_bytes = sum(master.nbytes for master in self.masters.values())
 
     def close(self) -> None:
-        """Parameters hold their masters, in their former types; twice is once."""
+        """Restore parameters from their masters, in their former dtypes; idempotent."""
         while self._undo:
             self._undo.pop()()
         for (module, name), former in self._buffers.items():
@@ -88,10 +87,8 @@ class HalfWeights:
         self.masters, self._halves, self._versions, self._former = {}, {}, {}, {}
         self._buffers, self._widened = {}, []
 
-    # Inside.
-
     def _narrow(self) -> None:
-        """What computes in 16 bits is 16 bits wide."""
+        """Make parameters and buffers of the 16-bit modules 16-bit."""
         for module in self._modules:
             for parameter in module.parameters(recurse=False):
                 narrowed = parameter.dtype in (torch.float32, self._dtype)
@@ -103,7 +100,7 @@ class HalfWeights:
                     buffer.data = buffer.data.to(self._dtype)
 
     def _widen(self, modules: Iterable[nn.Module]) -> None:
-        """What stays fp32 is so, also of a model that was 16 bits wide before."""
+        """Make parameters and buffers of the fp32 modules fp32, if the model was 16-bit before."""
         for module in modules:
             for parameter in module.parameters(recurse=False):
                 if parameter.dtype == self._dtype:
@@ -115,7 +112,7 @@ class HalfWeights:
                     buffer.data = wide
 
     def _change(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """Let the model compute with a parameter in ``dtype``, and the optimizer in fp32."""
+        """Make ``parameter`` ``dtype`` for the model and fp32 for the optimizer."""
         self._former[parameter] = parameter.dtype
         self._recast(parameter, torch.float32)
         gradient = None if parameter.grad is None else parameter.grad.float()
@@ -130,7 +127,7 @@ class HalfWeights:
         parameter.grad = gradient
 
     def _recast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
-        """What the optimizer keeps of a parameter that was 16 bits wide before has its type."""
+        """Cast the optimizer state of a parameter that was 16-bit before ``half_weights``."""
         if self._former[parameter] == torch.float32:
             return
         state = self._optimizer.state.get(parameter, {})
@@ -139,7 +136,7 @@ class HalfWeights:
                 state[key] = value.to(dtype)
 
     def _hooks(self) -> Iterator[Callable[[], None]]:
-        """Install what casts and what exchanges the two values; what takes it off again."""
+        """Install the hooks that cast and that swap masters; yield how to remove each."""
         model, optimizer = self._model, self._optimizer
         for module in self.floats.values():
             yield module.register_forward_pre_hook(self._to_float, with_kwargs=True).remove
@@ -147,14 +144,14 @@ class HalfWeights:
         yield model.register_forward_pre_hook(self._enter, with_kwargs=True).remove
         yield model.register_forward_hook(self._leave).remove
         yield self._watch_others()
-        # not traced where a step is compiled: the types of what is stepped change here
+        # torch.compile must not trace these: they change the dtype of parameters
         eager: Any = torch.compiler.disable
         yield optimizer.register_step_pre_hook(eager(self._step_begins)).remove
-        yield optimizer.register_step_post_hook(eager(self._halves_in)).remove
-        yield optimizer.register_load_state_dict_pre_hook(self._masters_in).remove
-        yield optimizer.register_load_state_dict_post_hook(self._halves_in).remove
+        yield optimizer.register_step_post_hook(eager(self._swap_in_halves)).remove
+        yield optimizer.register_load_state_dict_pre_hook(self._swap_in_masters).remove
+        yield optimizer.register_load_state_dict_post_hook(self._swap_in_halves).remove
         for module in self._modules:
-            # partial: torch notes something on the hook, which a method does not allow
+            # partial: torch sets an attribute on the hook, which a bound method refuses
             yield module.register_state_dict_post_hook(partial(self._save)).remove
             yield module.register_load_state_dict_pre_hook(self._load).remove
 
@@ -165,14 +162,15 @@ class HalfWeights:
         return cast(output, self._dtype)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self._halves_in()  # after a step that raised
+        self._swap_in_halves()  # the last step may have raised
         return cast(args, self._dtype), cast(kwargs, self._dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         return cast(output, torch.float32)
 
     def _watch_others(self) -> Callable[[], None]:
-        """Hear of the steps of every optimizer, without being kept alive by that."""
+        """Watch the steps of every optimizer; a weak reference, so that the hook keeps nothing
+        alive."""
         me = ref(self)
 
         def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -185,14 +183,14 @@ class HalfWeights:
         )
 
     def _refuse(self, other: torch.optim.Optimizer) -> None:
-        """Another optimizer begins a step, and not inside one of this."""
+        """Refuse a step of another optimizer on parameters with masters."""
         held = {p for group in other.param_groups for p in group["params"]}
         names = [n for n, p in self._model.named_parameters() if p in held and p in self.masters]
         if names:
             raise UsageError(
-                f"{type(other).__name__}.step() on {', '.join(names[:3])}, whose fp32 masters only "
-                f"the {type(self._optimizer).__name__} gets that half weights were made with; give "
-                "all parameters to that one, in groups of their own, or use precision autocast"
+                f"{type(other).__name__}.step() on {', '.join(names[:3])}: only the "
+                f"{type(self._optimizer).__name__} passed to half_weights steps the fp32 masters; "
+                "give it all parameters, in groups of their own, or use precision autocast"
             )
 
     def _step_begins(self, optimizer: object, args: Any, kwargs: Any) -> None:
@@ -201,11 +199,11 @@ class HalfWeights:
                 "optimizer.step(closure) with half weights: the closure would compute with the "
                 "fp32 masters; compute loss and gradients before optimizer.step()"
             )
-        self._masters_in()
+        self._swap_in_masters()
 
     @torch.no_grad()
-    def _masters_in(self, *_: object) -> None:
-        self._halves_in()  # after a step that raised
+    def _swap_in_masters(self, *_: object) -> None:
+        self._swap_in_halves()  # the last step may have raised
         held = (p for group in self._optimizer.param_groups for p in group["params"])
         self._stepping = [p for p in held if p in self.masters]
         for parameter in self._stepping:
@@ -215,7 +213,7 @@ class HalfWeights:
             parameter.data = master
 
     @torch.no_grad()
-    def _halves_in(self, *_: object) -> None:
+    def _swap_in_halves(self, *_: object) -> None:
         if not self._stepping:
             return
         halves = [self._halves[p] for p in self._stepping]
@@ -238,8 +236,8 @@ class HalfWeights:
     ) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise UsageError(
-                "load_state_dict(assign=True) with half weights would replace them by what is "
-                "loaded; leave assign at False"
+                "load_state_dict(assign=True) with half weights would replace the parameters; "
+                "use assign=False"
             )
         own: dict[str, torch.Tensor] = {
             name: self.masters[p]
@@ -253,12 +251,12 @@ class HalfWeights:
                 master.copy_(value.detach())
 
     def _wide(self, tensor: torch.Tensor, former: torch.Tensor | None) -> torch.Tensor:
-        """A tensor in fp32: its ``former`` values, but where it is not what they round to."""
-        found = tensor.detach()
-        if former is None or former.shape != found.shape:
-            return found.float()
-        same = former.to(self._dtype) == found
-        return former.detach() if same.all() else torch.where(same, former, found.float())
+        """``tensor`` in fp32: ``former``, except where ``tensor`` differs from its rounding."""
+        current = tensor.detach()
+        if former is None or former.shape != current.shape:
+            return current.float()
+        same = former.to(self._dtype) == current
+        return former.detach() if same.all() else torch.where(same, former, current.float())
 
 
 def half_weights(
@@ -270,29 +268,28 @@ def half_weights(
 ) -> HalfWeights:
     """Compute ``model`` in 16 bits while ``optimizer`` works on fp32 masters of its parameters.
 
-    Parameters and buffers of 32 bits become ``dtype``, but for those of normalisation layers;
-    those that are ``dtype`` already get masters, too, and any other type stays. Tensors are cast
-    where they enter the model or leave a part of it that stays fp32, and its outputs are fp32.
-    The training loop stays as it is; with fp16, multiply the loss, e.g. by
-    ``torch.amp.GradScaler`` or by a session's loss scale. A buffer that must be exact, e.g. of
-    rotary positions, belongs to a module that is named in ``float_modules``. What is written into
-    parameters in place under ``torch.no_grad()`` counts; what is written through ``.data``, of
-    which torch takes no note, is lost when the optimizer steps. The casts are around ``model``: who
-    calls a part of it directly gives that 16 bits, and gets 16.
+    fp32 parameters and buffers become ``dtype``, except those of normalisation layers; parameters
+    that are ``dtype`` already get masters, too; other types stay. Inputs are cast where they enter
+    the model or a module that stays fp32; the model's outputs are fp32. The training loop stays as
+    it is; with fp16, scale the loss, e.g. by ``torch.amp.GradScaler`` or by a session's loss scale.
+    Name a module in ``float_modules`` if a buffer of it must be exact, e.g. rotary positions.
+    In-place writes to parameters under ``torch.no_grad()`` count. Writes through ``.data`` are lost
+    at the next optimizer step, because torch does not record them. Only ``model`` itself casts: a
+    submodule that is called directly takes and returns 16-bit tensors.
 
     Args:
-        model: any module; ``close()`` gives it back in fp32.
-        optimizer: the only one that steps its parameters; what it keeps stays its own.
+        model: any module; ``close()`` restores fp32.
+        optimizer: the only optimizer of its parameters; its state stays its own.
         dtype: of weights and activations.
-        float_modules: patterns of the paths of modules that stay fp32, too.
+        float_modules: patterns of module paths that stay fp32, too.
 
     Exactness: lossy.
 
     Raises:
-        StrategyError: a pattern fits no module, or half of a tied parameter.
-        ModelError: the optimizer is none of torch's kind, computes gradients itself or holds no
-            parameter of the model; or no parameter would change, e.g. as all are fp64.
-        UsageError: later on, ``step(closure)``, or the step of another optimizer.
+        StrategyError: a pattern matches no module, or one of two tied parameters.
+        ModelError: the optimizer is not a torch.optim.Optimizer, computes gradients itself or holds
+            no parameter of the model; or no parameter would change, e.g. because all are fp64.
+        UsageError: later, at ``step(closure)`` or the step of another optimizer.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 1))
@@ -307,8 +304,8 @@ def half_weights(
         >>> weight.dtype
         torch.float32
 
-    Source: opt level O2 of https://github.com/NVIDIA/apex, which copies gradients to masters that
-    stand in the optimizer's groups and keeps batch normalisation alone in fp32.
+    Source: opt level O2 of https://github.com/NVIDIA/apex, which copies gradients to masters in the
+    optimizer's groups and keeps only batch normalisation in fp32.
     """
     floats = _floats(model, float_modules)
     check_half_weights(model, optimizer, dtype, floats)

@@ -1,6 +1,6 @@
-"""By what a loss is multiplied, so that small gradients survive in fp16: a state machine.
+"""The loss scale as a state machine: small gradients would be 0 in fp16 without one.
 
-Never touches a loss or a gradient, and never asks whether a gradient is finite.
+Callers multiply the loss and check gradients; this file only computes the next scale.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from typing import NamedTuple
 from slipstream.strategy import DynamicScale, StaticScale
 
 LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest finite number in fp32, in which losses are multiplied."""
+"""The largest finite fp32 number; losses are scaled in fp32."""
 
 
 class ScaleState(NamedTuple):
-    """The present scale, and how many updates in a row went well, or badly, since it changed."""
+    """The scale, and the consecutive updates without (good) and with (bad) overflow since it
+    changed."""
 
     scale: float
     good: int = 0
@@ -22,15 +23,15 @@ class ScaleState(NamedTuple):
 
 
 def next_state(state: ScaleState, config: DynamicScale, overflowed: bool) -> ScaleState:
-    """The state after an update, which happened, or was skipped where gradients ``overflowed``.
+    """The state after an update; ``overflowed``: the update was skipped.
 
     Example:
-        >>> wish = DynamicScale(init=4.0, incr_every_n=1)
-        >>> next_state(ScaleState(4.0), wish, True), next_state(ScaleState(4.0), wish, False)
+        >>> config = DynamicScale(init=4.0, incr_every_n=1)
+        >>> next_state(ScaleState(4.0), config, True), next_state(ScaleState(4.0), config, False)
         (ScaleState(scale=2.0, good=0, bad=0), ScaleState(scale=8.0, good=0, bad=0))
 
     Source: ``update_loss_scaling`` of https://github.com/PaddlePaddle/Paddle; with
-    ``decr_every_n`` 1 it is ``torch.amp.GradScaler``, which knows no bounds.
+    ``decr_every_n`` 1 it equals ``torch.amp.GradScaler``, which has no bounds.
     """
     scale, good, bad = state
     if overflowed:
@@ -44,7 +45,7 @@ def next_state(state: ScaleState, config: DynamicScale, overflowed: bool) -> Sca
 
 
 class LossScaler:
-    """A loss scale and its state, update by update.
+    """A loss scale that follows its updates.
 
     Example:
         >>> scaler = LossScaler(DynamicScale(init=8.0, incr_every_n=2))
@@ -60,10 +61,10 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What to multiply the next loss by."""
+        """Factor for the next loss."""
         return self.state.scale
 
     def update(self, overflowed: bool) -> None:
-        """An update is over; it was skipped where gradients ``overflowed``."""
+        """Record an update; ``overflowed``: it was skipped."""
         if isinstance(self._config, DynamicScale):
             self.state = next_state(self.state, self._config, overflowed)

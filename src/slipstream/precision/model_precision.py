@@ -1,8 +1,4 @@
-"""What a strategy's precision has come to on a model: which technique, which loss scale.
-
-Never casts by itself: ``autocast``, ``half_weights`` and ``tf32`` do, ``loss_scale`` knows when a
-scale changes.
-"""
+"""A strategy's precision installed on a model: autocast or half weights, loss scale, TF32."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from slipstream.precision.op_casts import check_ops
 from slipstream.precision.tf32 import allow_tf32
 from slipstream.strategy import Autocast, Compute, HalfWeights, Precision, Row
 
-_SHOWN = 4  # modules
+_SHOWN = 4  # module paths in the report
 
 
 def check_precision(
@@ -29,8 +25,8 @@ def check_precision(
     """Refuse what does not fit this model, this optimizer or this machine.
 
     Raises:
-        StrategyError: a name or a pattern fits nothing, or fp16 on a CPU without instructions.
-        ModelError: an optimizer that half weights cannot serve.
+        StrategyError: a name or a pattern matches nothing, or fp16 on a CPU without instructions.
+        ModelError: half weights cannot serve the optimizer.
     """
     if config is None:
         return
@@ -44,13 +40,13 @@ def check_precision(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if config.dtype == "fp16" and not config.emulate and not has_fp16(device):
         raise StrategyError(
-            "precision.dtype fp16 on a CPU without instructions for it takes hundreds of times as "
-            "long; allowed: dtype bf16, or emulate: true, e.g. to test"
+            "precision.dtype fp16 on a CPU without fp16 instructions is hundreds of times slower; "
+            "allowed: dtype bf16, or emulate: true, e.g. for a test"
         )
 
 
 def has_fp16(device: torch.device) -> bool:
-    """Whether a device multiplies matrices of fp16 by instructions of its own."""
+    """Whether the device has instructions for fp16 matrix products."""
     if device.type != "cpu":
         return True
     available = torch.backends.mkldnn.is_available()
@@ -58,7 +54,7 @@ def has_fp16(device: torch.device) -> bool:
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether a device multiplies matrices of bf16 by instructions of its own."""
+    """Whether the device has instructions for bf16 matrix products."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type != "cpu":
@@ -68,17 +64,17 @@ def has_bf16(device: torch.device) -> bool:
 
 
 class ModelPrecision:
-    """The precision of a model in training.
+    """The precision of a model, installed for training.
 
     Args:
         model: as ``check_precision`` accepts it.
         optimizer: of the model.
-        wish: None: nothing is cast.
-        compute: how the device computes.
+        config: None: nothing is cast.
+        compute: TF32.
 
     Attributes:
-        scales: whether losses are multiplied, and gradients checked before an update.
-        exchanges_wide: whether gradients of 16-bit parameters travel as fp32.
+        scales: whether there is a loss scale, so that gradients are checked before an update.
+        exchanges_wide: whether gradients of 16-bit parameters travel in fp32.
     """
 
     def __init__(
@@ -110,22 +106,22 @@ class ModelPrecision:
         self._undo = allow_tf32() if compute.tf32 and torch.cuda.is_available() else None
 
     def take(self, loss_scale: float) -> float:
-        """The loss scale of a backward pass for which the user gave ``loss_scale``.
+        """The loss scale of a backward pass; ``loss_scale``: the user's own, 1 if none.
 
         Raises:
-            UsageError: there is one in the strategy as well.
+            UsageError: the strategy has a loss scale, too.
         """
         if self._scaler is None:
             return loss_scale
         if loss_scale != 1.0:
             raise UsageError(
-                f"loss_scale={loss_scale} beside precision.loss_scale of the strategy, which "
-                "multiplies the loss itself; leave one of both out"
+                f"loss_scale={loss_scale}, but the strategy has a precision.loss_scale, which "
+                "scales the loss itself; remove one of the two"
             )
         return self._scaler.scale
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the scale, in 32 bits or more."""
+        """The loss times the scale, in at least fp32."""
         if self._scaler is None:
             return loss
         return (loss.float() if loss.itemsize < 4 else loss) * self._scaler.scale
@@ -136,32 +132,32 @@ class ModelPrecision:
             self._scaler.update(overflowed)
 
     def state_dict(self) -> list[float] | None:
-        """The state of the loss scale: the scale, good and bad updates; None: there is none."""
+        """Scale, good and bad updates (`ScaleState`); None: no loss scale."""
         return None if self._scaler is None else [*self._scaler.state]
 
     def load_state_dict(self, state: list[Any] | None) -> None:
-        """Go on from ``state_dict()``, if both runs have a loss scale."""
+        """Restore ``state_dict()``, if both runs have a loss scale."""
         if self._scaler is not None and state is not None:
             self._scaler.state = ScaleState(*state)
 
     def rows(self, skipped: int) -> list[Row]:
-        """What became of it, for the overview."""
-        found = []
+        """Rows for the report."""
+        rows = []
         if self._config is not None:
-            found.append(self._row(self._config))
+            rows.append(self._row(self._config))
         if self._casts is not None and self._casts.floats:
             paths = [*self._casts.floats]
             more = f", ... ({len(paths)} in all)" if len(paths) > _SHOWN else ""
-            found.append(Row("fp32", f"{len(paths)} modules", ", ".join(paths[:_SHOWN]) + more))
+            rows.append(Row("fp32", f"{len(paths)} modules", ", ".join(paths[:_SHOWN]) + more))
         if self._scaler is not None:
             scale, good, _ = self._scaler.state
-            note = f"{good} good updates since it changed or one was skipped"
-            found.append(Row("loss scale", f"{scale:g}, {skipped} updates skipped", note))
+            note = f"{good} updates without overflow since the scale changed"
+            rows.append(Row("loss scale", f"{scale:g}, {skipped} updates skipped", note))
         if self._compute.tf32:
             here = torch.cuda.is_available()
-            note = "products and convolutions" if here else "there is no CUDA device here"
-            found.append(Row("tf32", "active" if here else "inactive", note))
-        return found
+            note = "products and convolutions" if here else "no CUDA device"
+            rows.append(Row("tf32", "active" if here else "inactive", note))
+        return rows
 
     def _row(self, config: Precision) -> Row:
         if not isinstance(self._casts, precision.HalfWeights):
@@ -176,7 +172,7 @@ class ModelPrecision:
         return Row("precision", f"{config.dtype} weights", note, config.exactness)
 
     def close(self) -> None:
-        """Everything is as it was before; twice is once."""
+        """Undo everything; idempotent."""
         if self._casts is not None:
             self._casts.close()
         if self._undo is not None:

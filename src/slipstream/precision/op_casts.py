@@ -1,4 +1,4 @@
-"""Functions of torch that compute in another type than autocast would choose."""
+"""Torch functions that run in another dtype than autocast would choose."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from slipstream.strategy.validate import did_you_mean
 
 
 def check_ops(names: Collection[str]) -> None:
-    """Refuse what no function of torch is called.
+    """Refuse names that no torch function has.
 
     Raises:
-        StrategyError: names the nearest one.
+        StrategyError: names the nearest function.
 
     Example:
         >>> check_ops(["gelu", "softmax"])
     """
     if not names:
         return
-    every = {f.__name__ for functions in get_overridable_functions().values() for f in functions}
-    known = {name for name in every if not name.endswith("_")}  # those change their argument
+    names_in_torch = {
+        f.__name__ for functions in get_overridable_functions().values() for f in functions
+    }
+    known = {n for n in names_in_torch if not n.endswith("_")}  # in-place ones cannot be cast
     for name in names:
         if name not in known:
             raise StrategyError(
-                f"precision: {name!r} is no function of torch that can be cast"
-                f"{did_you_mean(name, known)}; allowed: names without a module, e.g. gelu for "
-                "torch.nn.functional.gelu, that do not end in _"
+                f"precision: {name!r} is not a torch function that can be cast"
+                f"{did_you_mean(name, known)}; allowed: function names without their module and "
+                "without a trailing _, e.g. gelu for torch.nn.functional.gelu"
             )
 
 
 class OpCasts(TorchFunctionMode):
-    """Inside, and where autocast is on, functions compute in the type that is named for them.
+    """A mode under which, where autocast is on, the named functions run in a given dtype.
 
-    A function is known by its name alone: ``softmax`` is ``torch.softmax``,
-    ``torch.nn.functional.softmax`` and ``Tensor.softmax``. What a function of Python calls inside
-    is not seen.
+    Functions match by name alone: ``softmax`` is ``torch.softmax``, ``torch.nn.functional.softmax``
+    and ``Tensor.softmax``. Calls that a Python function makes inside are not matched.
 
     Args:
-        types: by name of the function.
-        device: whose autocast is asked.
+        types: dtype by function name.
+        device: device type whose autocast must be on.
 
     Example:
         >>> x = torch.ones(2, 2)

@@ -1,4 +1,4 @@
-"""TF32: fp32 products and convolutions on CUDA round their inputs to 10 bits of mantissa."""
+"""TF32: on CUDA, fp32 matrix products and convolutions round inputs to 10 bits of mantissa."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def allow_tf32() -> Callable[[], None]:
-    """Let matrix products and convolutions of this process use TF32; returns what undoes it.
+    """Allow TF32 in this process; returns a function that undoes it.
 
-    Exactness: lossy. Without CUDA it changes nothing that is computed.
+    Exactness: lossy. No effect without CUDA.
 
     Example:
         >>> undo = allow_tf32()

@@ -22,9 +22,9 @@ class Half(Variant):
     exactness: ClassVar[Exactness] = "lossy"
 
     dtype: Literal["bf16", "fp16"] = "bf16"
-    """bf16 has the range of fp32. fp16 is finer, but only holds 6e-8 to 65504: a smaller mean becomes
-    0, a larger one infinite. The range applies before the loss scale is divided out; with a loss
-    scale, an overflow skips the update."""
+    """bf16 has the range of fp32. fp16 is finer, but only holds 6e-8 to 65504: a smaller mean
+    becomes 0, a larger one infinite. The range applies before the loss scale is divided out; with a
+    loss scale, an overflow skips the update."""
 
 
 class Int8(Variant):
@@ -51,8 +51,8 @@ class Int8(Variant):
 class OneBit(Variant):
     """Gradients travel as signs with one scale per block; error feedback sends the rest later.
 
-    The first ``start_step`` updates are dense, as in 1-bit Adam (Tang et al. 2021): an optimizer that
-    scales gradients by their history and has none yet moves parameters too far on signs alone.
+    The first ``start_step`` updates are dense, as in 1-bit Adam (Tang et al. 2021): an optimizer
+    that scales gradients by their history and has none yet moves parameters too far on signs alone.
 
     Example:
         >>> OneBit().block
@@ -221,7 +221,7 @@ class Adaptive(Variant):
     def _not_dgc(cls, codec: PlainCodec) -> PlainCodec:
         if isinstance(codec, Dgc):
             raise ValueError(
-                "dgc takes over the momentum of all parameters, even of segments where it does not pay; "
+                "dgc takes over the momentum of all parameters, even where it does not pay; "
                 "allowed: half, int8, onebit, powersgd, or dgc without adaptive"
             )
         return codec

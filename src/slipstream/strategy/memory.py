@@ -14,8 +14,8 @@ Operation = Literal["matmul", "convolution", "attention"]
 Kept = Annotated[
     tuple[Operation, ...], Field(default=(), strict=False, examples=[["matmul", "attention"]])
 ]
-"""Operations whose results are kept (selective recomputation). `Offload` does not move these results,
-nothing may change them in place, and backward runs once (no ``retain_graph``)."""
+"""Operations whose results are kept (selective recomputation). `Offload` does not move these
+results, nothing may change them in place, and backward runs once (no ``retain_graph``)."""
 
 
 def _whole(value: object) -> object:
@@ -37,8 +37,8 @@ class Every(Variant):
     exactness: ClassVar[Exactness] = "bitwise"
 
     every: PositiveInt = 1
-    """Blocks per group. A larger group keeps fewer inputs, but holds the activations of all its blocks
-    while it is recomputed."""
+    """Blocks per group. A larger group keeps fewer inputs, but holds the activations of all its
+    blocks while it is recomputed."""
 
     keep: Kept = ()
     """Operations whose results are kept; backward runs once (no ``retain_graph``)."""

@@ -11,8 +11,8 @@ from slipstream.errors import StrategyError
 from slipstream.strategy.validate import explain
 
 Exactness = Literal["bitwise", "reordered", "lossy"]
-"""How close gradients are to the plain mean, strongest first: the same bits; the same sum in another
-floating-point order; an approximation."""
+"""How close gradients are to the plain mean, strongest first: the same bits; the same sum in
+another floating-point order; an approximation."""
 
 
 def first_line(text: str | None) -> str:

@@ -166,8 +166,8 @@ class Strategy(Setting):
             case str():
                 return cls.model_validate(preset(source).settings)
         raise StrategyError(
-            f"cannot make a strategy from {shown(source)}; allowed: a path, a preset name, a mapping, "
-            "a Strategy or None"
+            f"cannot make a strategy from {shown(source)}; allowed: a path, a preset name, "
+            "a mapping, a Strategy or None"
         )
 
     @classmethod

@@ -49,8 +49,8 @@ class ByBytes(Variant):
 class ByPercent(Variant):
     """Segments hold given percentages of the gradient bytes.
 
-    Each segment ends at the gradient boundary nearest to its mark. The percentages sum to 100 within
-    0.01. Idea and default come from Ascend's HCCL.
+    Each segment ends at the gradient boundary nearest to its mark. The percentages sum to 100
+    within 0.01. Idea and default come from Ascend's HCCL.
 
     Example:
         >>> ByPercent(percents=(60, 20, 20)).percents
@@ -76,8 +76,8 @@ class ByPercent(Variant):
 class ByIndex(Variant):
     """Segments end after the gradients with the given indices.
 
-    Indices start at 0 and ascend; the last one must be the index of the model's last gradient, which
-    ``accelerate()`` checks. As in Ascend's HCCL.
+    Indices start at 0 and ascend; the last one must be the index of the model's last gradient,
+    which ``accelerate()`` checks. As in Ascend's HCCL.
 
     Example:
         >>> ByIndex(last=(20, 100, 159)).last
@@ -141,9 +141,9 @@ class Optimal(Variant):
 
     The first iterations run under the default split and are traced. Then rank 0 computes the split
     with the shortest predicted iteration from the measured ready times and the measured cost of an
-    exchange (``planner.split``). The default, the computed split and two with larger segments run in
-    turn, twice each; all ranks switch at the same step, and the fastest stays. ``session.report()``
-    shows the result, ``state_dict()`` keeps it.
+    exchange (``planner.split``). The default, the computed split and two with larger segments run
+    in turn, twice each; all ranks switch at the same step, and the fastest stays.
+    ``session.report()`` shows the result, ``state_dict()`` keeps it.
 
     Example:
         >>> Optimal(steps=20).steps
