@@ -7,7 +7,6 @@ import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import pytest
@@ -15,24 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.errors import ModelError, StrategyError, UsageError
-from slipstream.optim import Lamb
+from slipstream.errors import UsageError
 from slipstream.precision import autocast, half_weights
 from slipstream.strategy import HalfType
 from tests.harness.models import MODELS
 from tests.harness.reference import OPTIMIZERS
 from tests.precision.battery import TYPES, digest
+from tests.precision.half_models import Net, batches, make, small, update
 
 DTYPES = pytest.mark.parametrize("dtype", TYPES)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(5, 8), nn.LayerNorm(8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(F.gelu(self.norm(self.first(x))))
 
 
 class ByHand(nn.Module):
@@ -62,23 +52,6 @@ class ByHand(nn.Module):
     def copy_back(self) -> None:
         for master, p in zip(self.masters, self.net.parameters(), strict=True):
             p.copy_(master)
-
-
-def batches() -> list[tuple[Tensor, Tensor]]:
-    seed = torch.Generator().manual_seed(0)
-    return [
-        (torch.randn(6, 5, generator=seed), torch.randn(6, 4, generator=seed)) for _ in range(8)
-    ]
-
-
-def make(optimizer: str, parameters: Any) -> torch.optim.Optimizer:
-    if optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    if optimizer == "lamb":
-        return Lamb(parameters, lr=0.01)
-    if optimizer == "fused":
-        return torch.optim.AdamW(parameters, lr=0.01, fused=True)
-    return torch.optim.AdamW(parameters, lr=0.01, foreach=optimizer == "foreach")
 
 
 @DTYPES
@@ -143,19 +116,6 @@ def test_every_model_trains_and_comes_back(name: str, dtype: HalfType) -> None:
     closed = {k: v.to(state[k].dtype) for k, v in model.state_dict().items()}
     narrow = {p.dtype for p in model.parameters()} & {torch.bfloat16}
     assert narrow or digest(closed) == digest(state)
-
-
-def small(dtype: HalfType = "bf16", **settings: Any) -> tuple[Net, torch.optim.Optimizer, Any]:
-    torch.manual_seed(0)
-    net = Net()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    return net, optimizer, half_weights(net, optimizer, dtype, **settings)
-
-
-def update(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    net(batches()[0][0]).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_a_copy_of_the_model_has_masters_of_its_own() -> None:
@@ -249,24 +209,6 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     assert digest(net.state_dict()) == before
 
 
-def test_an_optimizers_state_is_loaded_in_full_width() -> None:
-    net, optimizer, _ = small()
-    update(net, optimizer)
-    kept = copy.deepcopy(optimizer.state_dict())
-    update(net, optimizer)
-    optimizer.load_state_dict(copy.deepcopy(kept))
-    assert digest(optimizer.state_dict()) == digest(kept)
-    assert net.first.weight.dtype == torch.bfloat16
-
-
-def test_a_step_that_fails_leaves_the_model_as_it_is() -> None:
-    net, optimizer, _ = small()
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict({"state": {}, "param_groups": []})
-    assert net(batches()[0][0]).isfinite().all()
-    assert net.first.weight.dtype == torch.bfloat16
-
-
 def test_a_model_in_bf16_gets_masters_and_comes_back_in_bf16() -> None:
     net = Net().bfloat16()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -283,19 +225,6 @@ def test_a_model_in_bf16_gets_masters_and_comes_back_in_bf16() -> None:
     for parameter in net.parameters():
         assert parameter.dtype == parameter.grad_dtype == torch.bfloat16
         assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
-
-
-def test_torchs_grad_scaler_serves_it() -> None:
-    net, optimizer, half = small("fp16")
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
-    before = half.masters[net.first.weight].clone()
-    for _ in range(30):
-        scaler.scale(net(batches()[0][0]).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert 1 < scaler.get_scale() < 2.0**30  # it fell until nothing overflowed
-    assert not torch.equal(half.masters[net.first.weight], before)
 
 
 def test_modules_that_stay_fp32_are_cast_at_their_edges() -> None:
@@ -336,75 +265,6 @@ def test_a_real_model_takes_words_and_returns_its_own_output() -> None:
     assert tied.dtype == torch.bfloat16
 
 
-# One optimizer.
-
-
-def halves() -> tuple[nn.Sequential, torch.optim.SGD, torch.optim.SGD]:
-    """Half weights with an optimizer of the body, and another one of the head."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    body, head = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
-    half_weights(model, body)
-    return model, body, head
-
-
-def test_a_parameter_may_join_the_optimizer_later() -> None:
-    model, body, _ = halves()
-    before = digest(model[2].state_dict())
-    for joined in (False, True):
-        model(torch.ones(2, 4)).sum().backward()
-        body.step()
-        assert (digest(model[2].state_dict()) != before) == joined
-        body.zero_grad()
-        if not joined:
-            body.add_param_group({"params": model[2].parameters()})
-
-
-class Ahead(torch.optim.Optimizer):
-    """Two steps of another optimizer in one."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        super().__init__(inner.param_groups, {})
-        self.inner = inner
-
-    def step(self) -> None:  # type: ignore[override]
-        self.inner.step()
-        self.inner.step()
-
-
-def test_a_parameter_that_the_optimizer_does_not_hold_is_the_users() -> None:
-    """A teacher inside of the model that follows by ``data``."""
-    model, body, _ = halves()
-    model[2].weight.data.fill_(2.0)
-    model(torch.ones(2, 4)).sum().backward()
-    body.step()
-    assert (model[2].weight == 2).all()
-    assert (model.state_dict()["2.weight"] == 2).all()
-
-
-def test_an_optimizer_may_step_by_another() -> None:
-    net = Net()
-    inner = torch.optim.SGD(net.parameters(), lr=0.1)
-    half_weights(net, outer := Ahead(inner))
-    before = net.first.bias.detach().float().clone()
-    net(batches()[0][0]).sum().backward()
-    outer.step()
-    assert not torch.equal(net.first.bias, before)
-    with pytest.raises(
-        UsageError, match=r"SGD.step\(\) on first.weight, first.bias, last.weight: only"
-    ):
-        inner.step()
-
-
-def test_an_optimizer_of_another_model_steps_as_it_likes() -> None:
-    net, _, half = small()
-    other = Net()
-    for model in (other, net):
-        before = model.last.weight.detach().clone()
-        update(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        assert not torch.equal(model.last.weight, before)
-        half.close()  # then the first one is free as well
-
-
 def test_a_model_that_is_dropped_is_freed() -> None:
     net, _, half = small()
     alive = weakref.ref(net)
@@ -442,108 +302,3 @@ def test_dataclasses_are_cast_as_they_come_and_go(kind: str) -> None:
     assert (output.states.dtype, output.number) == (torch.float32, 7)
     assert seen[0].states.dtype == torch.bfloat16
     assert given.states.dtype == torch.float32
-
-
-REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "a slip": (
-        lambda: small(float_modules=["lasst"]),
-        StrategyError,
-        "'lasst' matches no module; did you mean 'last'?",
-    ),
-    "half of a tied parameter": (
-        lambda: half_weights(
-            (tied := MODELS["tied"].build()), OPTIMIZERS["sgd"](tied), float_modules=["decoder"]
-        ),
-        StrategyError,
-        "decoder.weight is tied to embedding.weight",
-    ),
-    "an optimizer with a closure": (
-        lambda: half_weights((net := Net()), torch.optim.LBFGS(net.parameters())),
-        ModelError,
-        "LBFGS: it computes losses inside its step",
-    ),
-    "an optimizer of another model": (
-        lambda: half_weights(Net(), torch.optim.SGD(Net().parameters())),
-        ModelError,
-        "SGD, which holds no parameter of the model",
-    ),
-    "half weights twice": (
-        lambda: half_weights(*small()[:2]),
-        ModelError,
-        "already has half weights (first.weight is torch.bfloat16 with fp32 gradients)",
-    ),
-    "another optimizer": (
-        lambda: halves()[2].step(),
-        UsageError,
-        "SGD.step() on 2.weight, 2.bias: only the SGD passed to half_weights steps",
-    ),
-    "a model in double precision": (
-        lambda: half_weights((net := Net().double()), torch.optim.SGD(net.parameters())),
-        ModelError,
-        "(first.weight is torch.float64, first.bias is torch.float64, last.weight is torch.float64",
-    ),
-    "a model that stays fp32": (
-        lambda: small(float_modules=["*"]),
-        ModelError,
-        "(there is none); call model.float() first, or name fewer float_modules",
-    ),
-    "a closure": (
-        lambda: small()[1].step(lambda: 0.0),
-        UsageError,
-        "compute loss and gradients before optimizer.step()",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_go_wrong_is_refused(name: str) -> None:
-    act, kind, words = REFUSED[name]
-    with pytest.raises(kind) as caught:
-        act()
-    assert words in str(caught.value)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own
-def test_a_step_may_be_compiled() -> None:
-    results = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        net = Net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        half_weights(net, optimizer)
-        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
-        for _ in range(2):
-            net(batches()[0][0]).square().mean().backward()
-            step()
-        results.append(net.state_dict())
-    plain, found = results
-    assert all(torch.equal(value, plain[name]) for name, value in found.items())
-
-
-@pytest.mark.parametrize(
-    ("owner", "name"), [(Tensor, "to"), (nn.Module, "register_state_dict_post_hook")]
-)
-def test_one_that_fails_half_way_leaves_all_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, owner: type, name: str
-) -> None:
-    calls, works = count(1), getattr(owner, name)
-
-    def third_fails(self: Any, *args: Any) -> Any:
-        if next(calls) == 3:
-            raise MemoryError
-        return works(self, *args)
-
-    net = Net()
-    optimizer = make("sgd", net.parameters())
-    F.mse_loss(net(torch.ones(2, 5)), torch.ones(2, 4)).backward()
-    before = copy.deepcopy([(p.data, p.grad) for p in net.parameters()])
-    monkeypatch.setattr(owner, name, third_fails)
-    with pytest.raises(MemoryError):
-        half_weights(net, optimizer)
-    for (value, gradient), p in zip(before, net.parameters(), strict=True):
-        assert p.dtype == p.grad_dtype == torch.float32
-        assert torch.equal(p.data, value)
-        assert p.grad is not None
-        assert torch.equal(p.grad, gradient)
-    for owned in (optimizer, *net.modules()):
-        assert [n for n, kept in vars(owned).items() if n.endswith("_hooks") and kept] == []

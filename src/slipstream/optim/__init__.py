@@ -1,14 +1,14 @@
-"""Optimizers for large batches: each layer's step is measured by the length of its weights.
+"""Optimizers for large batches: LARS and LAMB scale each layer's step by the norm of its weights.
 
-Many ranks make one large batch. At the learning rate that such a batch needs, plain SGD throws over
-the layers whose gradients are long beside their weights; a trust ratio ``|w| / |step|`` for each
-layer holds them back.
+Many ranks make one large batch. At the learning rate that such a batch needs, plain SGD diverges in
+layers whose gradients are large relative to their weights; a trust ratio ``|w| / |step|`` per layer
+limits them.
 
-    optimizer = Lamb(model.named_parameters(), lr=0.01)         # Adam's sibling
-    optimizer = Lars(model.named_parameters(), lr=8.0)          # that of SGD with momentum
+    optimizer = Lamb(model.named_parameters(), lr=0.01)         # like Adam
+    optimizer = Lars(model.named_parameters(), lr=8.0)          # like SGD with momentum
 
 Both are plain ``torch.optim.Optimizer``: schedulers, ``state_dict``, ``GradScaler`` and
-``slipstream.accelerate`` work as with torch's own. They want a linear warm-up; their docstrings
+``slipstream.accelerate`` work as with torch's own. They need a linear warm-up; their docstrings
 show one.
 """
 

@@ -1,7 +1,7 @@
-"""LAMB: Adam whose steps are as long, in every layer, as its weights allow.
+"""LAMB: Adam whose step in each layer is scaled by the norm of the layer's weights.
 
-``step_one_by_one`` does the same in a plain loop: the oracle of the tests, and the place to read
-the algorithm.
+``step_one_by_one`` is the plain loop over parameters: the reference of the tests, and the place to
+read the algorithm.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ class Lamb(Layerwise):
         ratio = |w| / |d|                                           1 where |w| or |d| is 0
         w     = w - lr ratio d
 
-    A step is ``lr`` of the length of the layer's weights. Where the batch grows k times, an lr
-    ``sqrt(k)`` times as large is tried first, reached by a linear warm-up.
+    A step has ``lr`` times the norm of the layer's weights. For a batch k times as large, start
+    with an lr ``sqrt(k)`` times as large and a linear warm-up.
 
-    Variants, each a setting of its own in every group:
+    Variants, each a setting of every parameter group:
 
     - ``bias_correction``: False leaves out the divisions by ``1 - beta^t``, as version 3 of the
-      paper does. The ratio takes the length out of d: what changes in the first steps is the weight
-      of b w and eps in it, and parameters of ratio 1.
-    - ``max_grad_norm``: before all else, every gradient is divided by
-      ``max(1, |all gradients| / max_grad_norm)`` (pre-normalisation). NVIDIA Apex and timm have 1.0
+      paper does. The ratio normalises d, so this changes only the weight of b w and eps in the
+      first steps, and parameters with ratio 1.
+    - ``max_grad_norm``: every gradient is first divided by
+      ``max(1, |all gradients| / max_grad_norm)`` (pre-normalisation). NVIDIA Apex and timm use 1.0
       by default, the paper none.
     - ``grad_averaging``: False takes ``m = beta1 m + g``.
     - ``clip_ratio``: bounds of the ratio: (0, 1) is timm's ``trust_clip``, (0.01, 10) DeepSpeed's.
     - ``clip_weight_norm``: bounds of |w| in the ratio, the paper's phi; (0, 10) in early code.
     - ``adapt_vectors``, ``decay_vectors``: parameters of at most one axis (biases, norms) have
-      ratio 1 and no decay unless asked for: norms of so few values make wild ratios.
+      ratio 1 and no decay by default: norms of few values give unstable ratios.
     - ``adapt_undecayed``: False leaves parameters without weight decay at ratio 1, as Apex (without
       ``use_nvlamb``) and timm (without ``always_adapt``) do.
     - ``exclude``: the same by name: ratio 1 and no decay.
 
     Args:
-        params: named parameters, parameters, or groups of them with settings of their own.
+        params: named parameters, parameters, or groups of them with their own settings.
         lr: learning rate, a number or a tensor of one; schedulers may change it.
-        betas: decay of both moments, each from 0 and below 1.
+        betas: decay rates of both moments, in [0, 1).
         eps: above 0.
-        weight_decay: b above, from 0 on; part of the direction, hence of its norm.
+        weight_decay: b above, at least 0; part of the direction, so also of its norm.
         bias_correction: see above.
         max_grad_norm: above 0, or None; the norm is that of all gradients of all groups.
         grad_averaging, clip_ratio, clip_weight_norm: see above.
@@ -67,8 +67,8 @@ class Lamb(Layerwise):
     are float32 at least. Parameters without a gradient are skipped. ``state_dict`` is as in
     torch.optim; resuming continues bit for bit.
 
-    Norms are those of whole parameters: where they are sharded (FSDP), each shard would have a
-    ratio of its own.
+    Norms are those of whole parameters: where they are sharded (FSDP), each shard would get
+    its own ratio.
 
     Raises:
         UsageError: a setting out of range, a pattern that matches nothing, a complex parameter; in
@@ -164,7 +164,7 @@ class Lamb(Layerwise):
             descend_(bunch.parameters, directions, bunch.group["lr"])
 
     def _directions(self, bunch: Bunch, total: Tensor | None) -> list[Tensor]:
-        """``d`` above of each parameter; their moments move on."""
+        """Update the moments; return the direction ``d`` of each parameter."""
         group, states = bunch.group, [self._state(p) for p in bunch.parameters]
         firsts = [state["exp_avg"] for state in states]
         seconds = [state["exp_avg_sq"] for state in states]
@@ -194,7 +194,7 @@ class Lamb(Layerwise):
     def _state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            state["step"] = 0  # no tensor: to count is no work for a device
+            state["step"] = 0  # an int: counting needs no kernel
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter)
         state["step"] += 1
@@ -202,17 +202,17 @@ class Lamb(Layerwise):
 
 
 def _total_norm(bunches: Sequence[Bunch]) -> Tensor | None:
-    """The norm of all gradients, where a group asks for it."""
+    """The norm of all gradients; None: no group needs it."""
     if all(bunch.group["max_grad_norm"] is None for bunch in bunches):
         return None
     each = [norms(bunch.gradients) for bunch in bunches]
-    together = torch.cat([norm.to(each[0].device) for norm in each])
-    total: Tensor = torch.linalg.vector_norm(together)
+    all_norms = torch.cat([norm.to(each[0].device) for norm in each])
+    total: Tensor = torch.linalg.vector_norm(all_norms)
     return total
 
 
 def _ratios(weights: Tensor, steps: Tensor, group: Group) -> Tensor:
-    """The trust ratios of layers whose weights and directions have these norms."""
+    """Trust ratios from the norms of weights and directions."""
     if group["clip_weight_norm"] is not None:
         weights = weights.clamp(*group["clip_weight_norm"])
     ratios = weights / steps
@@ -227,10 +227,10 @@ def step_one_by_one(optimizer: Lamb) -> None:
 
     Exactness: bitwise the same on a CPU, the state included.
     """
-    found = [bunch for group in optimizer.param_groups for bunch in bunches_of(group)]
-    each = [_norm(gradient) for bunch in found for gradient in bunch.gradients]
+    bunches = [bunch for group in optimizer.param_groups for bunch in bunches_of(group)]
+    each = [_norm(gradient) for bunch in bunches for gradient in bunch.gradients]
     total = torch.linalg.vector_norm(torch.stack(each)) if each else torch.zeros(())
-    for bunch in found:
+    for bunch in bunches:
         for parameter, gradient in zip(bunch.parameters, bunch.gradients, strict=True):
             _step_one(parameter, gradient, optimizer.state[parameter], bunch, total)
 

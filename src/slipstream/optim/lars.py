@@ -1,7 +1,7 @@
-"""LARS: momentum SGD whose steps are as long, in every layer, as its weights allow.
+"""LARS: momentum SGD whose step in each layer is scaled by the norm of the layer's weights.
 
-``step_one_by_one`` does the same in a plain loop: the oracle of the tests, and the place to read
-the algorithm.
+``step_one_by_one`` is the plain loop over parameters: the reference of the tests, and the place to
+read the algorithm.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ class Lars(Layerwise):
         v     = momentum v + a
         w     = w - lr v                            with Nesterov:  w - lr (a + momentum v)
 
-    Before momentum, a step is ``lr * trust_coefficient`` of the length of the layer's weights,
-    however long its gradient is: hence learning rates of 1 to 30. Where the batch grows k times, an
-    lr k times as large is tried first, reached by a linear warm-up.
+    Before momentum, a step has ``lr * trust_coefficient`` times the norm of the layer's weights,
+    whatever the norm of its gradient: hence learning rates of 1 to 30. For a batch k times as
+    large, start with an lr k times as large and a linear warm-up.
 
-    Variants, each a setting of its own in every group:
+    Variants, each a setting of every parameter group:
 
     - ``lr_in_velocity``: as in the paper, ``v = momentum v + lr a`` and ``w = w - v``. Differs only
-      where lr changes: steps gathered at one rate keep it, so that a change arrives late, by
-      ``1 / (1 - momentum)`` steps.
-    - ``clip``: LARC, the ratio is ``min(ratio / lr, 1)``: lr bounds the layer's own rate. NVIDIA
-      Apex takes a trust_coefficient of 0.02 with it.
+      when lr changes: accumulated steps keep their old rate, so a change takes effect
+      ``1 / (1 - momentum)`` steps later.
+    - ``clip``: LARC, the ratio is ``min(ratio / lr, 1)``: lr is the upper bound of the layer's
+    rate. NVIDIA
+      Apex uses a trust_coefficient of 0.02 with it.
     - ``adapt_vectors``, ``decay_vectors``: parameters of at most one axis (biases, norms) have
-      ratio 1 and no decay unless asked for: norms of so few values make wild ratios. Adapt them in
+      ratio 1 and no decay by default: norms of few values give unstable ratios. Adapt them in
       a network without normalisation, where biases at ratio 1 feel the whole of lr.
     - ``adapt_undecayed``: False leaves parameters without weight decay at ratio 1, as timm and
       lightning-bolts do by default.
     - ``exclude``: the same by name: ratio 1 and no decay.
 
     Args:
-        params: named parameters, parameters, or groups of them with settings of their own.
+        params: named parameters, parameters, or groups of them with their own settings.
         lr: learning rate, a number or a tensor of one; schedulers may change it.
-        momentum: from 0, and below 1.
-        weight_decay: b above, from 0 on; part of the gradient, not decoupled.
+        momentum: in [0, 1).
+        weight_decay: b above, at least 0; part of the gradient, not decoupled.
         nesterov: Nesterov's momentum.
         trust_coefficient: above 0.
-        eps: from 0 on; 0 in the paper.
+        eps: at least 0; 0 in the paper.
         lr_in_velocity, clip, adapt_vectors, decay_vectors, adapt_undecayed: see above.
         exclude: patterns (``*``, ``?``, ``[...]``) for names of parameters.
 
@@ -62,8 +63,8 @@ class Lars(Layerwise):
     the dtype of its parameter; norms and ratios are float32 at least. Parameters without a gradient
     are skipped. ``state_dict`` is as in torch.optim; resuming continues bit for bit.
 
-    Norms are those of whole parameters: where they are sharded (FSDP), each shard would have a
-    ratio of its own.
+    Norms are those of whole parameters: where they are sharded (FSDP), each shard would get
+    its own ratio.
 
     Raises:
         UsageError: a setting out of range, a pattern that matches nothing, a complex parameter; in

@@ -1,11 +1,10 @@
-"""What Lars and Lamb share: which parameters are adapted, which decay, and the walk through them.
+"""The base of Lars and Lamb: which parameters are adapted, which decay, and their grouping.
 
-[Note: No tensor operation a parameter]
-A network has hundreds of parameters, most of them small: an operation on each costs more in calls
-than in arithmetic. So parameters that are treated alike go through every operation together, as one
-list; the norms of a list become one tensor, whose ratios are computed at once and never leave the
-device. What loops over parameters in Python only sorts them into lists.
-"""
+[Note: No tensor operation per parameter] A network has hundreds of parameters, most of them small:
+one operation per parameter costs more in calls than in arithmetic. So parameters with the same
+treatment go through torch's foreach operations as one list; their norms become one tensor, whose
+ratios are computed at once and never leave the device. The Python loop over parameters only sorts
+them into lists."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Treatment:
 
 @dataclass(frozen=True, slots=True)
 class Bunch:
-    """Parameters of one group, device and dtype that are treated alike; each has a gradient."""
+    """Parameters of one group, device, dtype and treatment; each has a gradient."""
 
     group: Group
     treatment: Treatment
@@ -69,7 +68,7 @@ class Layerwise(Optimizer, ABC):
         """Move the parameters of all bunches by one step."""
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, as torch's optimizers do; settings that are not given are the defaults.
+        """Add parameters, as torch's optimizers do; missing settings take the defaults.
 
         Raises:
             UsageError: a setting is out of range, a pattern of the group matches nothing in it, or
@@ -101,8 +100,8 @@ class Layerwise(Optimizer, ABC):
         for index, parameter in enumerate(group["params"]):
             if parameter.is_complex():
                 raise UsageError(
-                    f"{name_of(group, index)} is of {parameter.dtype}; allowed: real parameters; "
-                    "hold real and imaginary parts in one with an axis more (torch.view_as_real)"
+                    f"{name_of(group, index)} is {parameter.dtype}; allowed: real parameters; "
+                    "store real and imaginary parts in a real parameter (torch.view_as_real)"
                 )
 
     @overload
@@ -113,34 +112,34 @@ class Layerwise(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Move every parameter that has a gradient; the gradients are left as they are.
+        """Update every parameter that has a gradient; gradients do not change.
 
         Args:
-            closure: computes the loss and the gradients anew; called once, first.
+            closure: recomputes the loss and the gradients; called once, first.
 
         Returns:
             What the closure returned.
 
         Raises:
-            UsageError: a gradient is sparse; then no parameter has moved.
+            UsageError: a gradient is sparse; no parameter has changed.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # All are sorted before the first one moves: an error leaves the model as it was.
+        # Group all parameters before the first update: an error leaves the model unchanged.
         self._update([bunch for group in self.param_groups for bunch in bunches_of(group)])
         return loss
 
 
 def bunches_of(group: Group) -> Iterator[Bunch]:
-    """The parameters of a group that have a gradient, those treated alike together.
+    """The parameters of a group that have a gradient, by device, dtype and treatment.
 
     Raises:
         UsageError: a gradient is sparse.
     """
     excluded = _excluded(tuple(group["exclude"]), tuple(group.get("param_names", ())))
-    found: dict[tuple[torch.device, torch.dtype, Treatment], Bunch] = {}
+    bunches: dict[tuple[torch.device, torch.dtype, Treatment], Bunch] = {}
     for index, parameter in enumerate(group["params"]):
         gradient = parameter.grad
         if gradient is None:
@@ -152,14 +151,14 @@ def bunches_of(group: Group) -> Iterator[Bunch]:
             )
         treatment = treatment_of(group, parameter, excluded=index in excluded)
         key = (parameter.device, parameter.dtype, treatment)
-        bunch = found.setdefault(key, Bunch(group, treatment))
+        bunch = bunches.setdefault(key, Bunch(group, treatment))
         bunch.parameters.append(parameter)
         bunch.gradients.append(gradient)
-    yield from found.values()
+    yield from bunches.values()
 
 
 def treatment_of(group: Group, parameter: Tensor, *, excluded: bool) -> Treatment:
-    """How a parameter of a group is treated; ``excluded``: a pattern of ``exclude`` matches it.
+    """Treatment of a parameter; ``excluded``: a pattern of ``exclude`` matches it.
 
     Example:
         >>> group = {"weight_decay": 0.1, "adapt_vectors": False, "decay_vectors": False,
@@ -178,7 +177,7 @@ def treatment_of(group: Group, parameter: Tensor, *, excluded: bool) -> Treatmen
 
 
 def name_of(group: Group, index: int) -> str:
-    """A parameter in the words of an error: its name, else its place and shape."""
+    """A parameter in an error text: its name, else its index and shape."""
     if "param_names" in group:
         return f"parameter {group['param_names'][index]!r}"
     return f"parameter {index} of its group, of shape {tuple(group['params'][index].shape)},"
@@ -186,7 +185,7 @@ def name_of(group: Group, index: int) -> str:
 
 @lru_cache(maxsize=256)
 def _excluded(patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[int]:
-    """Positions of the names that match a pattern; asked for in every step."""
+    """Indices of the names that match a pattern; cached, since every step needs them."""
     return frozenset(
         index
         for index, name in enumerate(names)
@@ -200,5 +199,5 @@ def _refuse_idle(patterns: Sequence[str], groups: Sequence[Group]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UsageError(
                 f"exclude has {pattern!r}, which matches no parameter; allowed: patterns such as "
-                f"'*.bias' for names such as {names[0]!r}; mend the pattern or leave it out"
+                f"'*.bias' for names such as {names[0]!r}; fix the pattern or remove it"
             )

@@ -1,4 +1,4 @@
-"""Refuse a setting that is out of range: what was seen, what is allowed, what is usual."""
+"""Range checks of settings; errors name the value seen, the values allowed and a usual one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.errors import UsageError
 def check_number(
     name: str, value: Any, usual: str, *, above: bool = False, below: float | None = None
 ) -> None:
-    """Refuse what is no finite number from 0 on (``above``: greater than 0), less than ``below``.
+    """Refuse anything but a finite number >= 0 (``above``: > 0) and < ``below``.
 
     Raises:
         UsageError: with the value seen, the values allowed and a usual one.
@@ -32,7 +32,7 @@ usual is 0.9
 
 
 def check_learning_rate(value: Any) -> None:
-    """Refuse what is neither a finite number from 0 on nor a tensor of one.
+    """Refuse anything but a finite number >= 0 or a tensor of one.
 
     Raises:
         UsageError: with the value seen and the values allowed.
@@ -42,7 +42,7 @@ def check_learning_rate(value: Any) -> None:
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False.
+    """Refuse anything but True or False.
 
     Raises:
         UsageError: with the value seen.
@@ -52,7 +52,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_bounds(name: str, value: Any, usual: str) -> None:
-    """Refuse what is neither None nor a pair of numbers, ``0 <= low <= high`` and ``high > 0``.
+    """Refuse anything but None or a pair of numbers, ``0 <= low <= high`` and ``high > 0``.
 
     Raises:
         UsageError: with the value seen, the values allowed and a usual one.
@@ -71,19 +71,19 @@ def patterns(exclude: Any) -> tuple[str, ...]:
     """The patterns of ``exclude`` as a tuple.
 
     Raises:
-        UsageError: it is one string, or holds something else than strings.
+        UsageError: ``exclude`` is one string, or holds other values than strings.
     """
     if isinstance(exclude, str):
         raise UsageError(
             f"exclude is {exclude!r}; allowed: a tuple of patterns; write exclude=({exclude!r},)"
         )
-    found = tuple(exclude) if isinstance(exclude, tuple | list) else (exclude,)
-    if not all(isinstance(pattern, str) for pattern in found):
+    result = tuple(exclude) if isinstance(exclude, tuple | list) else (exclude,)
+    if not all(isinstance(pattern, str) for pattern in result):
         raise UsageError(
             f"exclude is {exclude!r}; allowed: a tuple of patterns; write for instance "
             "exclude=('*.bias',)"
         )
-    return found
+    return result
 
 
 def _is_number(value: Any) -> bool:

@@ -1,9 +1,9 @@
-"""The trust ratio of every layer at once: how far a step may go, measured by the weights.
+"""Trust ratios of all layers at once, by foreach operations.
 
-A step of fixed relative length: a layer of weights ``w`` that wants to go in direction ``d`` moves
-by ``lr |w| / |d|`` times ``d``, so that no layer is thrown over while another hardly moves.
+A layer with weights ``w`` and direction ``d`` moves by ``lr |w| / |d| * d``, so every layer changes
+by the same share of its norm.
 
-Norms are 2-norms over all elements of a parameter. Nothing here waits for the device.
+Norms are 2-norms over all elements of a parameter. Nothing here synchronises with the device.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 def norms(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of each tensor, in one tensor of shape (n,); all of one device and dtype.
+    """The norm of each tensor, as one tensor of shape (n,); all of one device and dtype.
 
-    In float32 for half precision (squares overflow float16 from 256 on), else in the dtype.
+    Computed in float32 for 16-bit tensors (squares overflow float16 from 256 on).
 
     Example:
         >>> norms([torch.tensor([3.0, 4.0]), torch.zeros(2, 2)])
@@ -30,7 +30,7 @@ def norms(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def one_where_zero(ratios: Tensor, weights: Tensor, steps: Tensor) -> Tensor:
-    """``ratios``, but 1 where a norm is 0: a layer of zeros could never leave them otherwise.
+    """``ratios``, but 1 where a norm is 0: otherwise a layer of zeros would stay zero.
 
     Example:
         >>> weights, steps = torch.tensor([2.0, 0.0, 3.0]), torch.tensor([4.0, 1.0, 0.0])
@@ -46,7 +46,7 @@ def scale_(tensors: Sequence[Tensor], factors: Tensor) -> None:
 
 
 def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply all tensors, in place, by one number (a tensor: of no axes, on their device).
+    """Multiply all tensors in place by one number, or by a 0-d tensor on their device.
 
     Example:
         >>> moment = torch.tensor([1000.0], dtype=torch.bfloat16)
@@ -56,7 +56,7 @@ def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """
     first = tensors[0]
     if first.device.type == "cpu" and first.itemsize == 2 and not isinstance(factor, Tensor):
-        # torch would round the number itself to half precision, 0.999 to 1 (2.13, CPU only).
+        # torch 2.13 on the CPU rounds a Python number to 16 bits first: 0.999 becomes 1.
         factor = torch.tensor(factor)
     torch._foreach_mul_(list(tensors), factor)
 
@@ -73,5 +73,5 @@ def descend_(
 
 
 def rate_on(lr: Tensor, device: torch.device) -> Tensor:
-    """A learning rate that is a tensor of one element, without axes, on a device."""
+    """``lr``, a tensor of one element, as a 0-d tensor on ``device``."""
     return lr.to(device).reshape(())
