@@ -58,10 +58,10 @@ def inputs(length: int, device: str, batch: int) -> Batch:
 
 
 @contextmanager
-def ours(model: nn.Module, _: Batch, again: bool, wish: Offload | None) -> Iterator[None]:
+def ours(model: nn.Module, _: Batch, again: bool, offload_config: Offload | None) -> Iterator[None]:
     """slipstream's recomputation of every block, offload, or both."""
     recomputed = recompute(model, Every()) if again else None
-    offloader = offload(model, wish) if wish is not None else None
+    offloader = offload(model, offload_config) if offload_config is not None else None
     yield
     if offloader is not None:
         offloader.close()
@@ -76,8 +76,8 @@ def budgeted(model: nn.Module, given: Batch) -> Iterator[None]:
         model(**given).loss.backward()
         assert measured.prediction is not None
         costs = measured.prediction.costs
-    wish = BudgetBytes(budget_bytes=peak_bytes(segments(len(costs), 1), costs))
-    with closing(recompute(model, wish)):
+    offload_config = BudgetBytes(budget_bytes=peak_bytes(segments(len(costs), 1), costs))
+    with closing(recompute(model, offload_config)):
         yield
 
 
@@ -128,18 +128,18 @@ def torchs(model: nn.Module, _: Batch, again: bool, to_cpu: bool) -> Iterator[No
         replaced.remove()
 
 
-def variants(wish: Offload) -> dict[str, Install]:
+def variants(offload_config: Offload) -> dict[str, Install]:
     """All that take turns, by name."""
-    parts = wish.model_copy(update={"modules": PARTS})
+    parts = offload_config.model_copy(update={"modules": PARTS})
     return {
         "keep all": lambda model, given: nullcontext(),
         "torch: save_on_cpu": partial(torchs, again=False, to_cpu=True),
         "torch: saved tensors to files": to_files,
         "torch: checkpoint": partial(torchs, again=True, to_cpu=False),
         "torch: checkpoint + save_on_cpu": partial(torchs, again=True, to_cpu=True),
-        "recompute": partial(ours, again=True, wish=None),
+        "recompute": partial(ours, again=True, offload_config=None),
         "recompute, budget of as much": budgeted,
-        "offload": partial(ours, again=False, wish=wish),
-        "offload, parts of blocks": partial(ours, again=False, wish=parts),
-        "recompute + offload": partial(ours, again=True, wish=wish),
+        "offload": partial(ours, again=False, offload_config=offload_config),
+        "offload, parts of blocks": partial(ours, again=False, offload_config=parts),
+        "recompute + offload": partial(ours, again=True, offload_config=offload_config),
     }

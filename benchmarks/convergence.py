@@ -219,9 +219,9 @@ def write(args: argparse.Namespace, runs: Sequence[Run]) -> None:
     rows = [row for name in CODECS if (row := summary(args.task, name, baselines[name], runs))]
     Console(width=130).print(table(args, rows))
     if args.json:
-        facts = {"task": args.task, "steps": args.steps, "ranks": dist.get_world_size()}
-        facts["seeds"] = args.seeds
-        save(args.json, "convergence", {**facts, "rows": rows, "runs": [asdict(r) for r in runs]})
+        entry = {"task": args.task, "steps": args.steps, "ranks": dist.get_world_size()}
+        entry["seeds"] = args.seeds
+        save(args.json, "convergence", {**entry, "rows": rows, "runs": [asdict(r) for r in runs]})
         picture(args.task, list(CODECS), runs).savefig(Path(args.json).with_suffix(".png"))
 
 

@@ -298,7 +298,7 @@ def write(
                 to_best_ddp_high=ratios[2],
             )
         )
-    facts: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "model": args.model,
         "megabytes": num_bytes / 2**20,
         "nodes": args.nodes,
@@ -309,14 +309,14 @@ def write(
         "wire_s": wire,
         "bound_s": bound,
     }
-    Console(width=150).print(table(facts, rows))
+    Console(width=150).print(table(entry, rows))
     if OPTIMAL in seconds:
-        facts["finals"] = args.finals
-        facts["optimal"] = optimal_against(finals or seconds, rivals(seconds))
-        Console(width=150).print(optimal_in_words(facts["optimal"]))
+        entry["finals"] = args.finals
+        entry["optimal"] = optimal_against(finals or seconds, rivals(seconds))
+        Console(width=150).print(optimal_in_words(entry["optimal"]))
     if args.json:
         raw = {"rows": [asdict(r) for r in rows], "seconds": seconds, "final_seconds": finals}
-        save(args.json, "exchange", {**facts, **raw})
+        save(args.json, "exchange", {**entry, **raw})
 
 
 def optimal_against(
@@ -331,11 +331,11 @@ def optimal_against(
     return found
 
 
-def table(facts: dict[str, object], rows: Sequence[Row]) -> Table:
+def table(entry: dict[str, object], rows: Sequence[Row]) -> Table:
     """What a person reads."""
     drawn = Table(
-        title=f"{facts['model']}: {facts['megabytes']:.0f} MB of gradients, {facts['nodes']} nodes "
-        f"at {facts['rate']}; compute {facts['compute_s']:.3f} s, wire {facts['wire_s']:.3f} s",
+        title=f"{entry['model']}: {entry['megabytes']:.0f} MB of gradients, {entry['nodes']} nodes "
+        f"at {entry['rate']}; compute {entry['compute_s']:.3f} s, wire {entry['wire_s']:.3f} s",
     )
     for heading in (
         "variant", "median s", "quartiles", "exposed s", "CPU s", "all-reduces", "x bound",

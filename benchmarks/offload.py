@@ -197,9 +197,9 @@ def _timed(
 # For people
 
 
-def tables(facts: Mapping[str, Any]) -> Iterator[Table]:
+def tables(entry: Mapping[str, Any]) -> Iterator[Table]:
     """What a person reads."""
-    if (part := facts.get("bytes")) is not None:
+    if (part := entry.get("bytes")) is not None:
         drawn = _table("BERT-Large, 512 tokens: bytes of a sample, batch in 32 GiB",
                        "saved MiB", "batch", "measured MiB", "batch")  # fmt: skip
         for row in part["rows"]:
@@ -208,7 +208,7 @@ def tables(facts: Mapping[str, Any]) -> Iterator[Table]:
                 f"{row['measured_each'] / 2**20:.0f}", str(row["measured_batch"]),
             )  # fmt: skip
         yield drawn
-    if (part := facts.get("time")) is not None:
+    if (part := entry.get("time")) is not None:
         drawn = _table("A smaller BERT on the CPU, offload to disk", "seconds", "ratio", "peak MiB")
         for row in part["rows"]:
             drawn.add_row(
@@ -216,7 +216,7 @@ def tables(facts: Mapping[str, Any]) -> Iterator[Table]:
                 f"{row['peak'] / 2**20:.0f}",
             )  # fmt: skip
         yield drawn
-    if (part := facts.get("cuda")) is not None:
+    if (part := entry.get("cuda")) is not None:
         drawn = _table(f"BERT-Large, {part['gpu']} limited to 32 GiB", "batch", "sequences/s")
         for row in part["rows"]:
             drawn.add_row(row["name"], str(row["batch"]), f"{row['speed'][1]:.2f}")
@@ -248,11 +248,11 @@ def main() -> None:
         "time": lambda: measure_time(args.rounds),
         "cuda": lambda: measure_cuda(args.rounds),
     }
-    facts = {part: measures[part]() for part in args.parts}
-    for drawn in tables(facts):
+    entry = {part: measures[part]() for part in args.parts}
+    for drawn in tables(entry):
         Console(width=100).print(drawn)
     if args.json:
-        save(args.json, "offload", facts)
+        save(args.json, "offload", entry)
 
 
 if __name__ == "__main__":

@@ -216,10 +216,10 @@ def main() -> None:
     found += ranks(args)
     Console(width=110).print(table(found))
     if args.json:
-        facts = {
+        entry = {
             "rounds": args.rounds,
         }
-        save(args.json, "overhead", {**facts, "rows": [asdict(r) for r in found]})
+        save(args.json, "overhead", {**entry, "rows": [asdict(r) for r in found]})
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ def converge(args: argparse.Namespace) -> None:
     rows = [row for name in PRECISIONS if (row := summary(args.task, name, "fp32", runs))]
     Console(width=110).print(table(args.task, rows))
     if args.json:
-        facts = {"task": args.task, "steps": args.steps, "seeds": args.seeds, "rows": rows}
-        save(args.json, "precision", {**facts, "runs": [asdict(run) for run in runs]})
+        entry = {"task": args.task, "steps": args.steps, "seeds": args.seeds, "rows": rows}
+        save(args.json, "precision", {**entry, "runs": [asdict(run) for run in runs]})
         drawn = picture(args.task, list(PRECISIONS), runs)
         drawn.savefig(Path(args.json).with_suffix(".png"))
 

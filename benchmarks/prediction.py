@@ -272,13 +272,13 @@ def main() -> None:
             rows += found
     Console(width=120).print(table(rows, orders))
     if args.json:
-        facts = {
+        entry = {
             "nodes": args.nodes,
             "steps": args.steps,
             "errors": errors(rows),
             "orders": {testbed: asdict(found) for testbed, found in orders.items()},
         }
-        save(args.json, "prediction", {**facts, "rows": [asdict(r) for r in rows]})
+        save(args.json, "prediction", {**entry, "rows": [asdict(r) for r in rows]})
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def loss_of(batch: Batch, model: nn.Module) -> torch.Tensor:
     return loss
 
 
-def wish_of(recompute: Mapping[str, Any]) -> Any:
+def config_of(recompute: Mapping[str, Any]) -> Any:
     """The settings of a contender."""
     return Memory.model_validate({"recompute": recompute}).recompute
 
@@ -132,7 +132,7 @@ def batches() -> dict[str, Any]:
         output = block(hidden)
     one_block = saved.num_bytes
     del output
-    recomputed = recompute(model, wish_of({"every": 1}))
+    recomputed = recompute(model, config_of({"every": 1}))
     kept = kept_bytes(model, one)
     recomputed.close()
     return {
@@ -158,13 +158,13 @@ def times(name: str, runs: int) -> dict[str, Any]:
             iterate()
         return iterate, installed
 
-    def wished(**wish: Any) -> tuple[Iterate, Any]:
-        return made(lambda model: recompute(model, wish_of(wish)))
+    def with_settings(**settings: Any) -> tuple[Iterate, Any]:
+        return made(lambda model: recompute(model, config_of(settings)))
 
-    _, measured = wished(budget=1.0)
+    _, measured = with_settings(budget=1.0)
     costs = measured.prediction.costs
     root = isqrt(len(costs))
-    grouped, square = wished(every=root)
+    grouped, square = with_settings(every=root)
     single = segments(len(costs), 1)
     bytes_of = {
         "everything kept": peak_bytes(tuple(range(len(costs))), costs),
@@ -175,16 +175,16 @@ def times(name: str, runs: int) -> dict[str, Any]:
     turns = {
         "everything kept": made(lambda model: None)[0],
         "torch's checkpoint, every block": made(by_torch)[0],
-        "every block": wished(every=1)[0],
+        "every block": with_settings(every=1)[0],
         f"every {root} (sqrt n)": grouped,
     }
     for rival in ("every block", f"every {root} (sqrt n)"):
         way = f"budget, no more than {rival}"
-        turns[way], installed = wished(budget_bytes=bytes_of[rival])
+        turns[way], installed = with_settings(budget_bytes=bytes_of[rival])
         bytes_of[way] = peak_bytes(installed.parts, costs)
     for share in (0.25, 0.5, 0.75):
         way = f"budget {share}"
-        turns[way], installed = wished(budget=share)
+        turns[way], installed = with_settings(budget=share)
         bytes_of[way] = peak_bytes(installed.parts, costs)
     seconds: dict[str, list[float]] = {way: [] for way in turns}
     for _ in track(range(runs), name):
@@ -214,12 +214,12 @@ def main() -> None:
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     if args.what == "batch":
-        facts: dict[str, Any] = {"batch": batches()}
+        entry: dict[str, Any] = {"batch": batches()}
     else:
-        facts = times(args.model, args.runs)
-    print(json.dumps(facts, indent=1))
+        entry = times(args.model, args.runs)
+    print(json.dumps(entry, indent=1))
     if args.json:
-        save(args.json, "recompute", facts)
+        save(args.json, "recompute", entry)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ def measure(args: argparse.Namespace) -> None:
     overflows = torch.tensor(soak.overflows)
     dist.all_reduce(overflows)
     if dist.get_rank() == 0:
-        facts = {
+        entry = {
             "ranks": dist.get_world_size(),
             "turns": turns,
             "updates": turns * TURN,
@@ -150,9 +150,9 @@ def measure(args: argparse.Namespace) -> None:
             "skipped": soak.skipped,
             "seconds": round(time.perf_counter() - start, 1),
         }
-        Console().print(facts)
+        Console().print(entry)
         if args.json:
-            save(args.json, "soak", facts)
+            save(args.json, "soak", entry)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -34,7 +34,7 @@ medians do not overlap; "measured again" is the tau of two measurements of the s
 """
 
 
-def save(path: str, benchmark: str, facts: Mapping[str, Any]) -> None:
+def save(path: str, benchmark: str, entry: Mapping[str, Any]) -> None:
     """Write what a benchmark found, with the day, the versions and the command that found it."""
     head = {
         "benchmark": benchmark,
@@ -43,28 +43,28 @@ def save(path: str, benchmark: str, facts: Mapping[str, Any]) -> None:
         "command": shlex.join(["python", f"benchmarks/{benchmark}.py", *sys.argv[1:]]),
     }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps({**head, **facts}, indent=1) + "\n")
+    Path(path).write_text(json.dumps({**head, **entry}, indent=1) + "\n")
 
 
-def exchange(facts: Mapping[str, Any]) -> str:
+def exchange(entry: Mapping[str, Any]) -> str:
     """The table of one model: every variant against the best DDP and the bound."""
-    what = f" with {', '.join(facts['codecs'])}" if facts.get("codecs") else ""
+    what = f" with {', '.join(entry['codecs'])}" if entry.get("codecs") else ""
     lines = [
-        f"## Exchange{what}, {facts['model']} at {facts['rate']}, {facts['date']}",
+        f"## Exchange{what}, {entry['model']} at {entry['rate']}, {entry['date']}",
         "",
-        f"{facts['megabytes']:.0f} MB of gradients, {facts['nodes']} nodes at {facts['rate']}, "
-        f"{facts['rounds']} rounds. Compute {facts['compute_s']:.3f} s, wire "
-        f"{facts['wire_s']:.3f} s, bound {facts['bound_s']:.3f} s. torch "
-        f"{facts['versions']['torch']}. `{facts['command']}`",
+        f"{entry['megabytes']:.0f} MB of gradients, {entry['nodes']} nodes at {entry['rate']}, "
+        f"{entry['rounds']} rounds. Compute {entry['compute_s']:.3f} s, wire "
+        f"{entry['wire_s']:.3f} s, bound {entry['bound_s']:.3f} s. torch "
+        f"{entry['versions']['torch']}. `{entry['command']}`",
         "",
-        *([facts["note"], ""] if "note" in facts else []),
-        *([_finals(facts) + optimal_in_words(facts["optimal"]), ""] if "optimal" in facts else []),
+        *([entry["note"], ""] if "note" in entry else []),
+        *([_finals(entry) + optimal_in_words(entry["optimal"]), ""] if "optimal" in entry else []),
         *_header(
             "variant", "median s", "quartiles", "exposed s", "CPU s", "all-reduces", "x bound",
             "x best DDP", "quartiles",
         ),
     ]  # fmt: skip
-    for r in facts["rows"]:
+    for r in entry["rows"]:
         lines.append(
             _row(
                 r["name"], f"{r['median']:.3f}", f"{r['low']:.3f}..{r['high']:.3f}",
@@ -76,8 +76,8 @@ def exchange(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _finals(facts: Mapping[str, Any]) -> str:
-    rounds = facts.get("finals")
+def _finals(entry: Mapping[str, Any]) -> str:
+    rounds = entry.get("finals")
     return f"In {rounds} rounds of their own, behind those of the table: " if rounds else ""
 
 
@@ -93,16 +93,16 @@ def _ratio(rival: str, found: Mapping[str, Sequence[float]]) -> str:
     return f"{rival}: {median:.3f} (quartiles {low:.3f}..{high:.3f}{interval})"
 
 
-def overhead(facts: Mapping[str, Any]) -> str:
+def overhead(entry: Mapping[str, Any]) -> str:
     """The cost where nothing can be gained."""
     lines = [
-        f"## Overhead, {facts['date']}",
+        f"## Overhead, {entry['date']}",
         "",
-        f"{facts['rounds']} rounds. torch {facts['versions']['torch']}. `{facts['command']}`",
+        f"{entry['rounds']} rounds. torch {entry['versions']['torch']}. `{entry['command']}`",
         "",
         *_header("part", "variant", "median ms", "quartiles", "ratio", "+- error", "quartiles"),
     ]
-    for r in facts["rows"]:
+    for r in entry["rows"]:
         lines.append(
             _row(
                 r["part"], r["name"], f"{1e3 * r['median']:.3f}",
@@ -113,23 +113,23 @@ def overhead(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def prediction(facts: Mapping[str, Any]) -> str:
+def prediction(entry: Mapping[str, Any]) -> str:
     """Replay and what-if errors of every strategy on every testbed."""
-    found = facts["errors"]
+    found = entry["errors"]
     lines = [
-        f"## Prediction, {facts['date']}",
+        f"## Prediction, {entry['date']}",
         "",
-        f"{facts['nodes']} nodes, {facts['steps']} recorded iterations of each strategy. Replay: "
+        f"{entry['nodes']} nodes, {entry['steps']} recorded iterations of each strategy. Replay: "
         f"median {found['replay_median']:.1%}, worst {found['replay_worst']:.1%}. What-if from the "
         f"default's trace: median {found['what_if_median']:.1%}, worst "
-        f"{found['what_if_worst']:.1%}. torch {facts['versions']['torch']}. `{facts['command']}`",
+        f"{found['what_if_worst']:.1%}. torch {entry['versions']['torch']}. `{entry['command']}`",
         "",
         *_header(
             "model", "rate", "strategy", "measured s", "quartiles", "replay s", "error",
             "what-if s", "error", "tau", "tau of the pairs told apart", "tau measured again",
         ),
     ]  # fmt: skip
-    for r in facts["rows"]:
+    for r in entry["rows"]:
         what_if = r["what_if"]
         lines.append(
             _row(
@@ -138,36 +138,36 @@ def prediction(facts: Mapping[str, Any]) -> str:
                 f"{r['replay'] / r['measured'] - 1:+.1%}",
                 f"{what_if:.3f}" if what_if else "",
                 f"{what_if / r['measured'] - 1:+.1%}" if what_if else "",
-                *_orders(facts, r),
+                *_orders(entry, r),
             )
         )  # fmt: skip
     return "\n".join(lines)
 
 
-def _orders(facts: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str, str]:
+def _orders(entry: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Of a testbed, in the row of its baseline."""
     if row["what_if"]:
         return "", "", ""
-    order = facts["orders"][f"{row['model']}, {row['rate']}"]
+    order = entry["orders"][f"{row['model']}, {row['rate']}"]
     known = f"{order['tau_told_apart']:.2f} of {order['num_told_apart']}"
     return f"{order['tau']:.2f}", known, f"{order['tau_again']:.2f}"
 
 
-def tuner(facts: Mapping[str, Any]) -> str:
+def tuner(entry: Mapping[str, Any]) -> str:
     """The tuner's choices against the best of a grid."""
     lines = [
-        f"## Tuner, {facts['date']}",
+        f"## Tuner, {entry['date']}",
         "",
-        f"{facts['nodes']} nodes at {facts['rate']}, {facts['steps']} recorded iterations in each "
-        f"block, the last column from {facts['pairs']} pairs of blocks in alternation. torch "
-        f"{facts['versions']['torch']}. `{facts['command']}`",
+        f"{entry['nodes']} nodes at {entry['rate']}, {entry['steps']} recorded iterations in each "
+        f"block, the last column from {entry['pairs']} pairs of blocks in alternation. torch "
+        f"{entry['versions']['torch']}. `{entry['command']}`",
         "",
         *_header(
             "example", "chosen", "strategies tried", "runs", "grid", "best of the grid",
             "default s", "best s", "chosen / best", "quartiles",
         ),
     ]  # fmt: skip
-    for r in facts["rows"]:
+    for r in entry["rows"]:
         lines.append(
             _row(
                 r["example"], r["chosen"], r["tried"], r["runs"], r["grid"], r["best"],
@@ -178,39 +178,39 @@ def tuner(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def precision(facts: Mapping[str, Any]) -> str:
+def precision(entry: Mapping[str, Any]) -> str:
     """What 16 bits do to the result of a training, or to its speed."""
-    title = f"## Precision, {facts['task']}, {facts['date']}"
-    versions = f"torch {facts['versions']['torch']}. `{facts['command']}`"
-    if facts["task"] == "speed":
+    title = f"## Precision, {entry['task']}, {entry['date']}"
+    versions = f"torch {entry['versions']['torch']}. `{entry['command']}`"
+    if entry["task"] == "speed":
         head = (
-            f"One process with {facts['threads']} threads on a CPU with {facts['instructions']}; a "
-            f"BERT of {facts['layers']} layers and {facts['parameters'] / 1e6:.0f} M parameters, "
-            f"{facts['batch']} x {facts['length']} words, {facts['rounds']} rounds. {versions}"
+            f"One process with {entry['threads']} threads on a CPU with {entry['instructions']}; a "
+            f"BERT of {entry['layers']} layers and {entry['parameters'] / 1e6:.0f} M parameters, "
+            f"{entry['batch']} x {entry['length']} words, {entry['rounds']} rounds. {versions}"
         )
         lines = [title, "", head, "", *_header("precision", "median s", "x fp32", "quartiles")]
-        for r in facts["rows"]:
+        for r in entry["rows"]:
             low, middle, high = r["times"]
             lines.append(
                 _row(r["name"], f"{r['seconds']:.3f}", f"{middle:.2f}", f"{low:.2f}..{high:.2f}")
             )
         return "\n".join(lines)
-    digits = facts["task"] == "digits"
+    digits = entry["task"] == "digits"
     allowed = "0.5 points below" if digits else "2 % above"
     lines = [
         title,
         "",
-        f"{facts['steps']} updates on one process, {facts['seeds']} seeds; allowed: {allowed} "
+        f"{entry['steps']} updates on one process, {entry['seeds']} seeds; allowed: {allowed} "
         f"fp32. fp16 is emulated. {versions}",
         "",
-        f"![losses on the way](precision-{facts['task']}.png)",
+        f"![losses on the way](precision-{entry['task']}.png)",
         "",
         *_header(
             "precision", "held-out accuracy" if digits else "held-out loss",
             "deviation of the seeds", "against fp32", "within", "updates skipped",
         ),
     ]  # fmt: skip
-    for r in facts["rows"]:
+    for r in entry["rows"]:
         gap = f"{100 * r['gap']:+.2f} points" if digits else f"{r['gap']:+.2%}"
         score = f"{r['score']:.2%}" if digits else f"{r['score']:.4f}"
         deviation = f"{r['deviation']:.2%}" if digits else f"{r['deviation']:.4f}"
@@ -219,24 +219,24 @@ def precision(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def convergence(facts: Mapping[str, Any]) -> str:
+def convergence(entry: Mapping[str, Any]) -> str:
     """What each codec does to the result of a training."""
-    digits = facts["task"] == "digits"
+    digits = entry["task"] == "digits"
     lines = [
-        f"## Convergence, {facts['task']}, {facts['date']}",
+        f"## Convergence, {entry['task']}, {entry['date']}",
         "",
-        f"{facts['steps']} updates on {facts['ranks']} ranks, {facts['seeds']} seeds; "
+        f"{entry['steps']} updates on {entry['ranks']} ranks, {entry['seeds']} seeds; "
         f"allowed: {'0.5 points below' if digits else '2 % above'} dense. torch "
-        f"{facts['versions']['torch']}. `{facts['command']}`",
+        f"{entry['versions']['torch']}. `{entry['command']}`",
         "",
-        f"![losses on the way](convergence-{facts['task']}.png)",
+        f"![losses on the way](convergence-{entry['task']}.png)",
         "",
         *_header(
             "codec", "held-out accuracy" if digits else "held-out loss", "deviation of the seeds",
             "against dense", "within", "MB a step",
         ),
     ]  # fmt: skip
-    for r in facts["rows"]:
+    for r in entry["rows"]:
         score, deviation = r["score"], r["deviation"]
         lines.append(
             _row(
@@ -249,13 +249,13 @@ def convergence(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def large_batch(facts: Mapping[str, Any]) -> str:
+def large_batch(entry: Mapping[str, Any]) -> str:
     """Small batches, and batches sixteen times as large, over as many epochs."""
     lines = [
-        f"## Large batches, {facts['date']}",
+        f"## Large batches, {entry['date']}",
         "",
         "Three seeds; each optimizer at the best of its seven learning rates, chosen on other data "
-        f"and seeds. torch {facts['versions']['torch']}. `{facts['command']}`",
+        f"and seeds. torch {entry['versions']['torch']}. `{entry['command']}`",
         "",
         "![accuracy on the way](large-batch.png)",
         "",
@@ -264,7 +264,7 @@ def large_batch(facts: Mapping[str, Any]) -> str:
             "against the small batch",
         ),
     ]  # fmt: skip
-    for r in facts["rows"]:
+    for r in entry["rows"]:
         found = r["accuracies"]
         lines.append(
             _row(
@@ -282,19 +282,19 @@ OPERATOR_COLUMNS = (
 )  # fmt: skip
 
 
-def operators(facts: Mapping[str, Any]) -> str:
+def operators(entry: Mapping[str, Any]) -> str:
     """Operators of slipstream.comm beside the bare calls."""
-    rows = facts["rows"]
+    rows = entry["rows"]
     lines = [
-        f"## Operators between ranks, {facts['date']}",
+        f"## Operators between ranks, {entry['date']}",
         "",
-        f"Microseconds on {facts['ranks']} ranks over loopback, medians. Bare: the calls of "
+        f"Microseconds on {entry['ranks']} ranks over loopback, medians. Bare: the calls of "
         "torch.distributed that move the same data; by hand: these in the least autograd.Function; "
         "within: at most 5 % or 20 microseconds above the bare calls, as "
         f"{sum(row['within'] for row in rows)} of {len(rows)} are. "
-        f"torch {facts['versions']['torch']}. `{facts['command']}`",
+        f"torch {entry['versions']['torch']}. `{entry['command']}`",
         "",
-        *([facts["note"], ""] if "note" in facts else []),
+        *([entry["note"], ""] if "note" in entry else []),
         *_header(*OPERATOR_COLUMNS),
         *(_row(*operator_cells(row)) for row in rows),
         "",
@@ -303,28 +303,28 @@ def operators(facts: Mapping[str, Any]) -> str:
         "operators and a run of autograd, at most 20 an operator above those by hand.",
         "",
         *_header(*OPERATOR_COLUMNS[:-1]),
-        *(_row(*operator_cells(row)[:-1]) for row in facts["alone"]),
+        *(_row(*operator_cells(row)[:-1]) for row in entry["alone"]),
     ]
     return "\n".join(lines)
 
 
-def bubbles(facts: Mapping[str, Any]) -> str:
+def bubbles(entry: Mapping[str, Any]) -> str:
     """Bubbles of the pipeline schedules, and what two ranks bring."""
     lines = [
-        f"## Pipeline, {facts['date']}",
+        f"## Pipeline, {entry['date']}",
         "",
-        f"GPT-2 of {facts['layers']} layers, width {facts['width']}, on {facts['ranks']} ranks of "
-        f"one thread over loopback; micro-batches of {facts['samples']} x {facts['length']} words, "
-        f"{facts['steps']} steps. The formula assumes stages of equal time and sending that takes "
-        f"none. torch {facts['versions']['torch']}. `{facts['command']}`",
+        f"GPT-2 of {entry['layers']} layers, width {entry['width']}, on {entry['ranks']} ranks of "
+        f"one thread over loopback; micro-batches of {entry['samples']} x {entry['length']} words, "
+        f"{entry['steps']} steps. The formula assumes stages of equal time and sending that takes "
+        f"none. torch {entry['versions']['torch']}. `{entry['command']}`",
         "",
-        *([facts["note"], ""] if "note" in facts else []),
+        *([entry["note"], ""] if "note" in entry else []),
         *_header(
             "schedule", "stages a rank", "micro-batches", "bubble by rank %", "formula %",
             "step s", "quartiles", "times one process",
         ),
     ]  # fmt: skip
-    for r in facts["rows"]:
+    for r in entry["rows"]:
         low, median, high = r["seconds"]
         lines.append(
             _row(
@@ -336,18 +336,18 @@ def bubbles(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def tensor_parallel(facts: Mapping[str, Any]) -> str:
+def tensor_parallel(entry: Mapping[str, Any]) -> str:
     """Split layers beside DTensor's."""
     lines = [
-        f"## Split layers, {facts['date']}",
+        f"## Split layers, {entry['date']}",
         "",
-        f"Milliseconds of forward and backward on {facts['ranks']} ranks of one thread over "
+        f"Milliseconds of forward and backward on {entry['ranks']} ranks of one thread over "
         "loopback, medians: whole on every rank, split by torch's `parallelize_module`, split by "
-        f"slipstream. torch {facts['versions']['torch']}. `{facts['command']}`",
+        f"slipstream. torch {entry['versions']['torch']}. `{entry['command']}`",
         "",
         *_header("module", "whole", "torch", "slipstream", "quartiles", "times as fast as torch"),
     ]
-    for r in facts["rows"]:
+    for r in entry["rows"]:
         low, median, high = (1e3 * seconds for seconds in r["slipstream"])
         whole, torchs = 1e3 * r["whole"][1], 1e3 * r["torch"][1]
         lines.append(
@@ -359,10 +359,10 @@ def tensor_parallel(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def recompute(facts: Mapping[str, Any]) -> str:
+def recompute(entry: Mapping[str, Any]) -> str:
     """Time and memory of blocks that are computed again."""
-    lines = [f"## Recompute, {facts['date']}", "", f"`{facts['command']}`", ""]
-    if (part := facts.get("batch")) is not None:
+    lines = [f"## Recompute, {entry['date']}", "", f"`{entry['command']}`", ""]
+    if (part := entry.get("batch")) is not None:
         return "\n".join(
             [
                 *lines,
@@ -374,12 +374,12 @@ def recompute(facts: Mapping[str, Any]) -> str:
             ]
         )
     lines += [
-        f"{facts['model']}, {facts['blocks']} blocks, {facts['runs']} iterations in turns on the "
+        f"{entry['model']}, {entry['blocks']} blocks, {entry['runs']} iterations in turns on the "
         "CPU; MiB: the most that blocks hold at a time.",
         "",
         *_header("way", "MiB", "median s", "quartiles", "times everything kept"),
     ]
-    for r in facts["rows"]:
+    for r in entry["rows"]:
         low, median, high = r["seconds"]
         lines.append(
             _row(
@@ -390,14 +390,14 @@ def recompute(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def offload(facts: Mapping[str, Any]) -> str:
+def offload(entry: Mapping[str, Any]) -> str:
     """Bytes of a sample, time on the CPU, and batches on a GPU, with recomputation and offload."""
     lines = [
-        f"## Recompute and offload, {facts['date']}",
+        f"## Recompute and offload, {entry['date']}",
         "",
-        f"torch {facts['versions']['torch']}. `{facts['command']}`",
+        f"torch {entry['versions']['torch']}. `{entry['command']}`",
     ]
-    if (part := facts.get("bytes")) is not None:
+    if (part := entry.get("bytes")) is not None:
         lines += [
             "",
             "BERT-Large, 512 tokens, eager attention, AdamW, fp32: what is saved of a sample, as "
@@ -414,7 +414,7 @@ def offload(facts: Mapping[str, Any]) -> str:
             )
             for r in part["rows"]
         ]  # fmt: skip
-    if (part := facts.get("time")) is not None:
+    if (part := entry.get("time")) is not None:
         width, layers, heads, length = part["shape"]
         lines += [
             "",
@@ -435,7 +435,7 @@ def offload(facts: Mapping[str, Any]) -> str:
                     f"{ratio_low:.3f}..{ratio_high:.3f}", f"{r['peak'] / 2**20:.0f}",
                 )
             )  # fmt: skip
-    if (part := facts.get("cuda")) is not None:
+    if (part := entry.get("cuda")) is not None:
         lines += [
             "",
             f"BERT-Large, 512 tokens, bf16 autocast, {part['gpu']} limited to "
@@ -464,17 +464,17 @@ def operator_cells(row: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def soak(facts: Mapping[str, Any]) -> str:
+def soak(entry: Mapping[str, Any]) -> str:
     """Whether ranks stayed the same."""
     return "\n".join(
         [
-            f"## Soak, {facts['date']}",
+            f"## Soak, {entry['date']}",
             "",
-            f"{facts['updates']} updates on {facts['ranks']} ranks, {facts['turns']} turns of "
-            f"{len(facts['codecs'])} codecs ({', '.join(facts['codecs'])}), {facts['overflows']} "
-            f"gradients made infinite, {facts['skipped']} updates skipped: parameters and the "
+            f"{entry['updates']} updates on {entry['ranks']} ranks, {entry['turns']} turns of "
+            f"{len(entry['codecs'])} codecs ({', '.join(entry['codecs'])}), {entry['overflows']} "
+            f"gradients made infinite, {entry['skipped']} updates skipped: parameters and the "
             "optimizer's state bit-equal on all ranks and finite after every turn. "
-            f"`{facts['command']}`",
+            f"`{entry['command']}`",
         ]
     )
 
@@ -491,19 +491,19 @@ def speed_picture(found: Sequence[Mapping[str, Any]]) -> Figure:
     """How many times as fast as the best DDP: a panel a model and rate, a bar a codec or hook."""
     from matplotlib.figure import Figure  # every rank of every benchmark imports this file
 
-    rates = sorted({facts["rate"] for facts in found}, key=parse_rate)
-    models = sorted({facts["model"] for facts in found})
+    rates = sorted({entry["rate"] for entry in found}, key=parse_rate)
+    models = sorted({entry["model"] for entry in found})
     size = (4.4 * len(models), 3.6 * len(rates) + 0.4)
     figure = Figure(figsize=size, dpi=110, layout="constrained")
     grid = figure.subplots(len(rates), len(models), squeeze=False, sharex="row")
     for axes, (rate, model) in zip(grid.flat, product(rates, models), strict=True):
         rows = [
             row
-            for facts in found
-            if (facts["rate"], facts["model"]) == (rate, model)
-            for row in facts["rows"]
+            for entry in found
+            if (entry["rate"], entry["model"]) == (rate, model)
+            for row in entry["rows"]
             if row["name"].startswith("torch")
-            or row["name"].removeprefix("slipstream, ") in facts["codecs"]
+            or row["name"].removeprefix("slipstream, ") in entry["codecs"]
         ]
         if not rows:
             axes.set_axis_off()
@@ -540,9 +540,9 @@ def main() -> None:
     }
     parts = [HEAD]
     every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    parts += [render[facts["benchmark"]](facts) for facts in every]
-    exchanges = [facts for facts in every if facts["benchmark"] == "exchange"]
-    coded = [facts for facts in exchanges if facts.get("codecs") and facts["rate"] != "loopback"]
+    parts += [render[entry["benchmark"]](entry) for entry in every]
+    exchanges = [entry for entry in every if entry["benchmark"] == "exchange"]
+    coded = [entry for entry in exchanges if entry.get("codecs") and entry["rate"] != "loopback"]
     if coded:
         speed_picture(coded).savefig(RESULTS / "codecs.png")
         parts.insert(1, "![times as fast as DDP, by codec](codecs.png)")

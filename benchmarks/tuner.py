@@ -252,13 +252,13 @@ def main() -> None:
             rows.append(Row(**json.loads(Path(folder, f"{example}.json").read_text())))
     Console(width=160).print(table(rows))
     if args.json:
-        facts = {
+        entry = {
             "nodes": args.nodes,
             "rate": args.rate,
             "steps": args.steps,
             "pairs": args.pairs,
         }
-        save(args.json, "tuner", {**facts, "rows": [asdict(r) for r in rows]})
+        save(args.json, "tuner", {**entry, "rows": [asdict(r) for r in rows]})
 
 
 if __name__ == "__main__":
