@@ -114,7 +114,7 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     (
         {"exclude": ("*.bias", "*.gama")},
         "exclude has '*.gama', which matches no parameter; allowed: patterns such as '*.bias' "
-        "for names such as 'conv.weight'; mend the pattern or leave it out",
+        "for names such as 'conv.weight'; fix the pattern or remove it",
     ),
 ]
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
@@ -195,7 +195,7 @@ def test_a_sparse_gradient_is_refused_by_name_before_anything_moves(make: Any) -
 
 @both
 def test_complex_parameters_are_refused(make: Any) -> None:
-    with pytest.raises(UsageError, match=r"parameter 'z' is of torch.complex64; allowed: real"):
+    with pytest.raises(UsageError, match=r"parameter 'z' is torch.complex64; allowed: real"):
         make([("z", nn.Parameter(torch.ones(2, 2, dtype=torch.complex64)))], lr=0.1)
 
 
