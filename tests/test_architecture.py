@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[1] / "src" / PACKAGE
 LEVELS = (
     ("errors", "pytree", "version"),
     ("cluster", "optim", "strategy", "testbed", "trace"),
-    ("analysis", "codecs", "memory", "precision", "transport"),
-    ("comm", "data", "gradients"),
+    ("analysis", "memory", "precision", "transport"),
+    ("codecs", "comm", "data"),
+    ("gradients",),
     ("ddp", "parallel", "planner"),
     ("advisor", "calibration"),
     ("report", "tuner"),
@@ -182,8 +183,8 @@ BROKEN = {
 
 FINE = {
     "session/accelerate.py": "from slipstream.session.session import Session\n"
-    "from slipstream.transport import all_reduce",
-    "transport/all_reduce.py": "import torch\nfrom slipstream.trace.recorder import Recorder",
+    "from slipstream.transport import flat",
+    "transport/flat.py": "import torch\nfrom slipstream.trace.recorder import Recorder",
     "trace/recorder.py": "import torch\nfrom slipstream.version import __version__\n"
     "from slipstream.trace.event import Event",
     "cluster/connect.py": "from slipstream.cluster import _rank\nfrom slipstream.errors import E",

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.codecs import Compressor, Ranks, make_compressor, run_together
+from slipstream.codecs import Compressor, Ranks, make_compressor
 from slipstream.strategy import Dgc, Int8, OneBit, PowerSgd
+from slipstream.transport.requests import AllGather, AllReduce, AllToAll, Exchange, sent_bytes
 
 WISHES = {
     "int8": Int8(),
@@ -101,3 +102,32 @@ class Team:
                     total[first : first + len(state["served"])] += state["served"]
                 start = stop
         return total
+
+
+def run_together(exchanges: Sequence[Exchange]) -> float:
+    """Run the exchanges of all ranks in one process; returns the bytes that each rank would send.
+
+    The plain reference of a transport: sums in rank order.
+    """
+    sent = 0.0
+    while True:
+        requests = [next(exchange, None) for exchange in exchanges]
+        assert len({type(request) for request in requests}) == 1, f"ranks differ: {requests}"
+        if requests[0] is None:
+            return sent
+        sent += sent_bytes(requests[0], len(exchanges))
+        match requests[0]:
+            case AllReduce():
+                total = requests[0].tensor.clone()
+                for request in requests[1:]:
+                    total += request.tensor
+                for request in requests:
+                    request.tensor.copy_(total)
+            case AllToAll():
+                for rank, request in enumerate(requests):
+                    for peer, other in enumerate(requests):
+                        request.receive[peer].copy_(other.send[rank])
+            case AllGather():
+                for request in requests:
+                    for peer, other in enumerate(requests):
+                        request.receive[peer].copy_(other.send)

@@ -16,11 +16,10 @@ from slipstream.codecs import (
     PowerSgdCodec,
     PowerSgdCompressor,
     Ranks,
-    run_together,
 )
 from slipstream.codecs.dgc import largest
 from slipstream.strategy import Dgc, Half, Int8, OneBit, PowerSgd
-from tests.codecs.compressors import FED_BACK, SHAPES, WISHES, Team
+from tests.codecs.compressors import FED_BACK, SHAPES, WISHES, Team, run_together
 
 RANKS = (1, 2, 3, 4, 5)
 every_codec = pytest.mark.parametrize("name", WISHES)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.codecs.exchange import AllReduce, Exchange
+from slipstream.transport.requests import AllReduce, Exchange
 
 _CACHED = 2**16
 """Values that fit into the cache of a core, with room for what is computed of them."""

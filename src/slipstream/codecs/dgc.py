@@ -34,7 +34,7 @@ from slipstream.codecs.compressor import (
     parts,
     real_dtype,
 )
-from slipstream.codecs.exchange import AllGather, AllReduce, Exchange
+from slipstream.transport.requests import AllGather, AllReduce, Exchange
 
 EXACT_BELOW = 4096
 """Values among which the largest are found by sorting rather than by a sampled threshold."""

@@ -31,8 +31,8 @@ from slipstream.codecs.compressor import (
     mixed,
     real_dtype,
 )
-from slipstream.codecs.exchange import AllReduce, Exchange
 from slipstream.codecs.residual import Residual
+from slipstream.transport.requests import AllReduce, Exchange
 
 
 @dataclass(frozen=True, slots=True)

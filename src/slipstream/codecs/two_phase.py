@@ -27,8 +27,8 @@ from slipstream.codecs.compressor import (
     parts,
     real_dtype,
 )
-from slipstream.codecs.exchange import AllGather, AllToAll, Exchange
 from slipstream.codecs.residual import Residual
+from slipstream.transport.requests import AllGather, AllToAll, Exchange
 
 _ALIGNED = 8
 
