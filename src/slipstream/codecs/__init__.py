@@ -1,6 +1,7 @@
-"""Gradients made smaller for the wire: tensor to payload to tensor, and what is kept between.
+"""Gradient compression: tensor to payload to tensor, and the state that a codec keeps in between.
 
-Never communicates: an exchange says what is to be moved (``exchange``), and others move it.
+Never communicates: an exchange yields requests (``transport.requests``), which a transport carries
+out.
 """
 
 from slipstream.codecs.compressor import Compressor, Ranks
