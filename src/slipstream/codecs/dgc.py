@@ -123,7 +123,7 @@ def _row_peaks(values: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _at_least(threshold: torch.Tensor, values: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
-    """Indices of the values of that magnitude and above; only rows whose peak passes are searched."""
+    """Indices of the values of that magnitude and above; searches rows with such a peak alone."""
     end = values.numel() // _ROW * _ROW
     rows, rest = values[:end].view(-1, _ROW), values[end:]
     passing = (peaks >= threshold).nonzero().view(-1)

@@ -83,7 +83,7 @@ class OneBitCodec:
 
 @cache
 def _signs(dtype: torch.dtype) -> torch.Tensor:
-    """Cached on a CPU alone: on another device, a second stream might read before they are there."""
+    """Cached on CPUs alone: on another device, a second stream might read them too early."""
     return _make_signs(dtype, torch.device("cpu"))
 
 

@@ -185,7 +185,7 @@ class PowerSgdCompressor(Compressor):
         # A matrix that is not finite makes P not finite, as 0 times infinity is NaN.
         nonfinite = any_infinite(self._first)
         flags[-1:] |= nonfinite
-        self._first.masked_fill_(nonfinite, 0)  # QR of such a P may raise
+        self._first.masked_fill_(nonfinite, 0)  # QR needs finite values
         for part, slot in zip(self._dense_parts, self._dense, strict=True):
             values[slot] = part
         if not matrices:
