@@ -121,25 +121,28 @@ def test_every_segment_is_announced_and_counted(two: Ranks, overlap: bool) -> No
         assert sent == {"AllReduce": STEPS * num_bytes}
 
 
-CODECS: dict[str, tuple[object, set[str]]] = {
-    "half": ("half", {"AllReduce"}),
-    "int8": ({"kind": "int8", "block": 8}, {"AllToAll", "AllGather"}),
-    "powersgd": (
+CODECS: dict[str, tuple[object, dict[str, int]]] = {
+    "half": ("half", {"AllReduce": 3}),
+    "int8": ({"kind": "int8", "block": 8}, {"AllToAll": 3, "AllGather": 3}),
+    "powersgd": (  # one request as long as it is dense, then P and Q
         {"kind": "powersgd", "rank": 1, "start_step": 1, "min_compression_rate": 1},
-        {"AllReduce"},
+        {"AllReduce": 1 + 2 + 2},
     ),
-    "dgc": ({"kind": "dgc", "density": 0.3, "warmup_steps": 0}, {"AllReduce", "AllGather"}),
+    "dgc": (
+        {"kind": "dgc", "density": 0.3, "warmup_steps": 0},
+        {"AllReduce": 3, "AllGather": 3},
+    ),
 }
+"""With what each asks for in three steps of one segment."""
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_codecs(two: Ranks, codec: str) -> None:
-    config, kinds = CODECS[codec]
+    config, expected = CODECS[codec]
     dense = STEPS * sum(p.nbytes + 4 for p in reference.build(MODELS["mlp"]).parameters())
     for same, requests, num_bytes in two.run(trained, "mlp", {"codec": config, "split": "single"}):
         assert same
-        assert set(requests) == kinds
-        assert min(requests.values()) == STEPS
+        assert requests == expected
         if codec == "half":
             assert num_bytes["AllReduce"] == dense // 2
 
@@ -177,8 +180,8 @@ def hooked(codec: object) -> tuple[bool, set[str]]:
 
 @pytest.mark.parametrize("codec", ["half", "int8", "powersgd"])
 def test_the_hook_of_ddp(two: Ranks, codec: str) -> None:
-    config, kinds = CODECS[codec]
-    assert two.run(hooked, config) == [(True, kinds)] * 2
+    config, expected = CODECS[codec]
+    assert two.run(hooked, config) == [(True, set(expected))] * 2
 
 
 def shared() -> tuple[float, dict[str, int]]:
@@ -189,7 +192,7 @@ def shared() -> tuple[float, dict[str, int]]:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
             strategy = {
-                "parallel": {"tensor": {"ranks": 2}},
+                "parallel": {"tensor": {"ranks": 2, "plan": {"0": "column", "2": "row"}}},
                 "gradients": {"transport": transport, "split": "single"},
             }
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
