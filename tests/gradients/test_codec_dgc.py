@@ -106,7 +106,7 @@ def test_dgc_refuses_gradients_that_it_cannot_code(two) -> None:
         assert "group of its own" in text
 
 
-def lend() -> None:
+def take_over_and_give_back() -> None:
     model = wide()
     optimizer = torch.optim.SGD(
         model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True
@@ -122,8 +122,8 @@ def lend() -> None:
     assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.9, 0.01, True)
 
 
-def test_momentum_is_lent_and_given_back(two) -> None:
-    two.run(lend)
+def test_momentum_is_taken_over_and_given_back(two) -> None:
+    two.run(take_over_and_give_back)
 
 
 def dense_dgc() -> float:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.strategy import Flat
+from slipstream.strategy import Flat, Transport
 from slipstream.transport.requests import AllGather, AllReduce, AllToAll, Broadcast, Request
-from slipstream.transport.roads import make_transport
+from slipstream.transport.roads import TRANSPORTS, make_transport
 from tests.harness.ranks import Ranks
 
 
@@ -57,3 +58,8 @@ def rearranged(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bfloat16, torch.complex64])
 def test_rows_are_swapped_gathered_and_broadcast(two: Ranks, dtype: torch.dtype) -> None:
     two.run(rearranged, dtype)
+
+
+def test_every_transport_of_the_strategy_has_a_road() -> None:
+    variants = get_args(Transport)[0]
+    assert set(TRANSPORTS) == set(get_args(variants) or [variants])

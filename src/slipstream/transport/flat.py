@@ -32,7 +32,7 @@ class FlatTransport:
             case AllToAll(send, receive):
                 return p2p.start_all_to_all(receive.unbind(), send.unbind(), group)
             case AllGather(send, receive):
-                work = p2p.start_gather_all(receive.view(-1), send.view(-1), group)
+                work = p2p.gather_all(receive.view(-1), send.view(-1), group, async_op=True)
             case Broadcast(tensor):
                 work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
         assert work is not None  # it is None outside the group alone

@@ -81,21 +81,16 @@ def start_all_to_all(
     return works
 
 
-def start_gather_all(
-    receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup
+def gather_all(
+    receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
-    """Begin to fill ``receive`` with every rank's ``send``, in the order of ``group``.
+    """Fill ``receive`` with every rank's ``send``, in the order of ``group``.
 
     Both are contiguous and differ along the first axis alone. With a list of tensors instead, gloo
     would copy each of them.
     """
-    work: dist.Work | None = getattr(dist, _GATHER)(receive, send, group=group, async_op=True)
+    work: dist.Work | None = getattr(dist, _GATHER)(receive, send, group=group, async_op=async_op)
     return work
-
-
-def gather_all(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """``start_gather_all``, then wait."""
-    getattr(dist, _GATHER)(receive, send, group=group)
 
 
 def swap(receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup) -> None:

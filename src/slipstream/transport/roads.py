@@ -27,9 +27,9 @@ class Transport(Protocol):
     def prepare(self, requests: Sequence[AllReduce]) -> None:
         """Announce, before a backward pass, the all-reduces that it will start, in order.
 
-        Every announced request is started before the next call, other requests may be started in
-        between, and the tensors stay where they are. A road may post its receives now, and knows
-        from the count when nothing more will follow.
+        Every announced request is started before the next call, unless a failure ends the run.
+        Other requests may be started in between, and the tensors stay where they are. A road may
+        post its receives now, and knows from the count when nothing more will follow.
         """
 
     def start(self, request: Request) -> Sequence[dist.Work]:
