@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[1] / "src" / PACKAGE
 LEVELS = (
     ("errors", "pytree", "version"),
     ("cluster", "optim", "strategy", "testbed", "trace"),
-    ("analysis", "codecs", "memory", "precision", "transport"),
-    ("comm", "data", "gradients"),
+    ("analysis", "memory", "precision", "transport"),
+    ("codecs", "comm", "data"),
+    ("gradients",),
     ("ddp", "parallel", "planner"),
     ("advisor", "calibration"),
     ("report", "tuner"),
@@ -31,6 +32,40 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 TORCH_FREE = ("errors", "version", "strategy", "trace", "analysis", "planner", "advisor", "report")
 RECORDER = "trace.recorder"
 """The one module of a torch-free room that sees torch: it stamps events of CUDA streams."""
+
+COLLECTIVES = {
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+}
+MAY_COMMUNICATE = (
+    "transport",  # how gradients and buffers travel
+    "comm",  # public operators
+    "parallel",  # activations between stages, shards of parameters
+    "calibration",  # times the network
+    *("cluster", "trace", "data", "tuner", "session", "cli"),  # small agreements beside training
+)
+"""The rooms that call collectives. All others, those of gradients above all, say by values what is
+to be exchanged, and the transport that the strategy names carries it out."""
 
 NO_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 
@@ -136,8 +171,32 @@ def vague_names(modules: Modules) -> Iterator[str]:
     yield from (m for m in modules if NO_NAMES & {part.strip("_") for part in m.split(".")})
 
 
+def past_the_transport(modules: Modules) -> Iterator[str]:
+    for module, tree in modules.items():
+        if not module or room_of(module) in MAY_COMMUNICATE:
+            continue
+        for node in ast.walk(tree):
+            names: list[str] = []
+            if isinstance(node, ast.Attribute):
+                owner = node.value
+                inside = getattr(owner, "attr", getattr(owner, "id", "")) in ("dist", "distributed")
+                names = [node.attr] if inside else []
+            elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch.dist"):
+                names = [alias.name for alias in node.names]
+            yield from (f"{module} calls {name}" for name in names if name in COLLECTIVES)
+
+
 RULES = {
-    rule.__name__: rule for rule in (upward, cycles, lazy, trespasses, torch_users, vague_names)
+    rule.__name__: rule
+    for rule in (
+        upward,
+        cycles,
+        lazy,
+        trespasses,
+        torch_users,
+        vague_names,
+        past_the_transport,
+    )
 }
 
 TORCH = "import torch\n"
@@ -177,13 +236,27 @@ BROKEN = {
     "torch in strategy": ("torch_users", {"strategy/a.py": TORCH}),
     "torch in a function of trace": ("torch_users", {"trace/a.py": f"def f():\n    {TORCH}"}),
     "torch.nn in trace": ("torch_users", {"trace/a.py": "from torch.nn import Module"}),
+    "a codec that communicates": (
+        "past_the_transport",
+        {"codecs/a.py": "import torch.distributed as dist\ndist.all_reduce(x)"},
+    ),
+    "a hook that imports a collective": (
+        "past_the_transport",
+        {"ddp.py": "from torch.distributed import all_gather"},
+    ),
+    "gradients that send themselves": (
+        "past_the_transport",
+        {"gradients/a.py": "import torch\ntorch.distributed.isend(x)"},
+    ),
     "a file called helpers": ("vague_names", {"comm/_helpers.py": ""}),
 }
 
 FINE = {
     "session/accelerate.py": "from slipstream.session.session import Session\n"
-    "from slipstream.transport import all_reduce",
-    "transport/all_reduce.py": "import torch\nfrom slipstream.trace.recorder import Recorder",
+    "from slipstream.transport import flat",
+    "gradients/engine.py": "import torch.distributed as dist\ndist.get_rank()",
+    "transport/flat.py": "import torch\nimport torch.distributed as dist\ndist.all_reduce(x)\n"
+    "from slipstream.trace.recorder import Recorder",
     "trace/recorder.py": "import torch\nfrom slipstream.version import __version__\n"
     "from slipstream.trace.event import Event",
     "cluster/connect.py": "from slipstream.cluster import _rank\nfrom slipstream.errors import E",

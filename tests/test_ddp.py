@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.ddp import DdpCodec, codec_hook
 from slipstream.errors import ModelError, UsageError
-from tests.gradients.test_codec import CODECS, NEAR, apart
+from tests.gradients.codecs import CODECS, NEAR, apart
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest, same_bits
 
@@ -65,7 +65,7 @@ def with_hook(codec: object, reload_before: int | None = None) -> nn.Module:
             file.seek(0)
             hook.load_state_dict(torch.load(file, weights_only=True))
         train(ddp, optimizer, step, step + 1)
-    assert len(hook._parts) > 1  # buckets, as DDP lays them out
+    assert len(hook._parts) > 1  # DDP made several buckets
     hook.close()
     return ddp
 

@@ -1,24 +1,24 @@
-"""Every error that slipstream raises on purpose: what was seen, what is allowed, the fix.
+"""Every error that slipstream raises on purpose; messages name the value seen and the fix.
 
     SlipstreamError
     |-- StrategyError   (ValueError)    a strategy that cannot be built, or does not fit this model
     |-- ModelError      (ValueError)    a model, optimizer or loader that cannot be accelerated
-    |-- TraceError      (ValueError)    a trace that cannot be read or says nothing
-    |-- UsageError      (RuntimeError)  a verb of the session called in the wrong order
+    |-- TraceError      (ValueError)    a trace that cannot be read or is empty
+    |-- UsageError      (RuntimeError)  a method of the session called in the wrong order
     |-- ClusterError    (RuntimeError)  the environment does not describe a usable set of ranks
     |-- MismatchError   (RuntimeError)  ranks disagree about the model or the strategy
-    |-- CommError       (ValueError)    an operator of comm cannot take what it got
+    |-- CommError       (ValueError)    an operator of comm got invalid arguments
     |-- ExchangeError   (RuntimeError)  an exchange failed: names rank, step, segment and parameters
-    |-- OffloadError    (RuntimeError)  activations cannot be put away, or not be brought back
+    |-- OffloadError    (RuntimeError)  activations cannot be offloaded or fetched back
     |-- LaunchError     (RuntimeError)  a script could not be started
     `-- TestbedError    (RuntimeError)  hosts and links cannot be emulated on this machine
 
-User mistakes are errors of this tree; broken invariants of slipstream's own are ``assert``.
+Mistakes of the user are errors of this tree; broken invariants of slipstream are ``assert``.
 """
 
 
 class SlipstreamError(Exception):
-    """Root of the tree: ``except slipstream.SlipstreamError`` catches all that is listed above."""
+    """Root of the tree: ``except slipstream.SlipstreamError`` catches every error listed above."""
 
 
 class StrategyError(SlipstreamError, ValueError):
@@ -30,11 +30,11 @@ class ModelError(SlipstreamError, ValueError):
 
 
 class TraceError(SlipstreamError, ValueError):
-    """A trace that cannot be read, or that holds nothing to summarise."""
+    """A trace that cannot be read, or that contains nothing to summarise."""
 
 
 class UsageError(SlipstreamError, RuntimeError):
-    """A verb of the session called in the wrong order."""
+    """A method of the session called in the wrong order."""
 
 
 class ClusterError(SlipstreamError, RuntimeError):
@@ -46,7 +46,7 @@ class MismatchError(SlipstreamError, RuntimeError):
 
 
 class CommError(SlipstreamError, ValueError):
-    """An operator of ``slipstream.comm`` cannot take what it got; raised before data moves."""
+    """An operator of ``slipstream.comm`` got invalid arguments; raised before data moves."""
 
 
 class ExchangeError(SlipstreamError, RuntimeError):
@@ -54,7 +54,7 @@ class ExchangeError(SlipstreamError, RuntimeError):
 
 
 class OffloadError(SlipstreamError, RuntimeError):
-    """Activations cannot be put away or brought back: no memory, no disk; names rank and module."""
+    """Activations cannot be offloaded or fetched: no memory, no disk; names rank and module."""
 
 
 class LaunchError(SlipstreamError, RuntimeError):

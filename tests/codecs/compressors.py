@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from slipstream.codecs import Compressor, Ranks, make_compressor, run_together
+from slipstream.codecs import Compressor, Ranks, make_compressor
 from slipstream.strategy import Dgc, Int8, OneBit, PowerSgd
+from slipstream.transport.requests import AllGather, AllReduce, AllToAll, Exchange, sent_bytes
 
-WISHES = {
+CONFIGS = {
     "int8": Int8(),
     "int8, small blocks": Int8(block=8),
     "int8, stochastic": Int8(rounding="stochastic"),
@@ -28,7 +29,7 @@ WISHES = {
 
 FED_BACK = [
     name
-    for name, config in WISHES.items()
+    for name, config in CONFIGS.items()
     if isinstance(config, OneBit | Dgc) or getattr(config, "error_feedback", False)
 ]
 
@@ -37,7 +38,7 @@ SHAPES = [(17, 23), (5,), (3, 4, 3, 3), (1,), (0,), (40, 40)]
 
 @dataclass
 class Team:
-    """The coders of all ranks for one bucket."""
+    """The compressors of all ranks for one bucket."""
 
     config: Int8 | OneBit | Dgc | PowerSgd
     ranks: int
@@ -59,7 +60,7 @@ class Team:
         return pairs * sum(torch.Size(shape).numel() for shape in self.shapes)
 
     def gradients(self, seed: int) -> list[torch.Tensor]:
-        """Of each rank, its share of the mean: alike, but for noise."""
+        """The share of the mean of each rank: the same on all, plus noise."""
         random = torch.Generator().manual_seed(seed)
         common = torch.randn(self.size, generator=random, dtype=self.compressors[0].works_in)
         noise = [torch.randn(self.size, generator=random) for _ in range(self.ranks)]
@@ -68,7 +69,7 @@ class Team:
     def exchange(
         self, gradients: Sequence[torch.Tensor], step: int = 0, counts: bool = True
     ) -> list[torch.Tensor]:
-        """What each rank gets; ``flags`` holds what became of riders (rank r raised rider r)."""
+        """What each rank gets; ``flags`` holds what became of the flags (rank r raised flag r)."""
         values = []
         for compressor, gradient in zip(self.compressors, gradients, strict=True):
             padded = torch.zeros(compressor.num_values, dtype=compressor.works_in)
@@ -77,8 +78,8 @@ class Team:
         self.flags = [torch.zeros(self.num_flags, dtype=torch.uint8) for _ in self.compressors]
         for rank, flags in enumerate(self.flags[: self.num_flags]):
             flags[rank] = 1
-        every = zip(self.compressors, values, self.flags, strict=True)
-        self.sent = run_together([compressor.exchange(v, f, step) for compressor, v, f in every])
+        triples = zip(self.compressors, values, self.flags, strict=True)
+        self.sent = run_together([compressor.exchange(v, f, step) for compressor, v, f in triples])
         for compressor in self.compressors:
             if counts:
                 compressor.commit()
@@ -101,3 +102,32 @@ class Team:
                     total[first : first + len(state["served"])] += state["served"]
                 start = stop
         return total
+
+
+def run_together(exchanges: Sequence[Exchange]) -> float:
+    """Run the exchanges of all ranks in one process; returns the bytes that each rank would send.
+
+    The plain reference of a transport: sums in rank order.
+    """
+    sent = 0.0
+    while True:
+        requests = [next(exchange, None) for exchange in exchanges]
+        assert len({type(request) for request in requests}) == 1, f"ranks differ: {requests}"
+        if requests[0] is None:
+            return sent
+        sent += sent_bytes(requests[0], len(exchanges))
+        match requests[0]:
+            case AllReduce():
+                total = requests[0].tensor.clone()
+                for request in requests[1:]:
+                    total += request.tensor
+                for request in requests:
+                    request.tensor.copy_(total)
+            case AllToAll():
+                for rank, request in enumerate(requests):
+                    for peer, other in enumerate(requests):
+                        request.receive[peer].copy_(other.send[rank])
+            case AllGather():
+                for request in requests:
+                    for peer, other in enumerate(requests):
+                        request.receive[peer].copy_(other.send)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from slipstream.errors import ExchangeError
+from slipstream.strategy import Flat
 from slipstream.trace.recorder import Recorder
-from slipstream.transport.all_reduce import start_all_reduce
 from slipstream.transport.channel import Channel, Label
+from slipstream.transport.requests import AllGather, AllReduce, Broadcast, Exchange, Request
+from slipstream.transport.roads import Transport, make_transport
+from tests.harness.counters import collectives
 from tests.harness.ranks import PerRank, Ranks
 
 CPU = torch.device("cpu")
@@ -25,16 +28,21 @@ def three() -> Iterator[Ranks]:
         yield ranks
 
 
-def label(span: str = "allreduce1", **facts: object) -> Label:
-    return Label(span, lambda: f"the exchange {span}", facts)
+def label(span: str = "allreduce1", **args: object) -> Label:
+    return Label(span, lambda: f"the exchange {span}", args)
+
+
+def flat() -> Transport:
+    return make_transport(Flat(), dist.new_group())
 
 
 def opened(recorder: Recorder | None = None, *, stages: int = 1) -> Channel:
-    return Channel(dist.new_group(), [dist.new_group() for _ in range(stages)], CPU, recorder)
+    return Channel(flat(), [flat() for _ in range(stages)], CPU, recorder)
 
 
-def reduce_into(tensor: torch.Tensor) -> Callable[[dist.ProcessGroup], Sequence[dist.Work]]:
-    return lambda group: start_all_reduce(tensor, group)
+def met() -> Exchange:
+    """Staged; ends once all ranks have come to it."""
+    yield AllReduce(torch.zeros(1))
 
 
 def stage_threads() -> list[str]:
@@ -47,26 +55,23 @@ def mixed(delays: Sequence[float], stages: int) -> list[float]:
     tensors = [torch.full((number + 1,), float(number + 1)) for number in range(12)]
     ran: list[int] = []
 
-    def two_collectives(number: int) -> Callable[[dist.ProcessGroup], None]:
-        def exchange(group: dist.ProcessGroup) -> None:
-            time.sleep(delays[number % len(delays)])
-            total = tensors[number].sum()
-            dist.all_reduce(total, group=group)
-            time.sleep(delays[-1 - number % len(delays)])
-            parts = [torch.empty(number + 1) for _ in range(3)]
-            dist.all_gather(parts, tensors[number], group=group)
-            tensors[number] = torch.stack(parts).sum(0)
-            assert total == tensors[number].sum()
-            ran.append(number)
-
-        return exchange
+    def two_collectives(number: int) -> Exchange:
+        time.sleep(delays[number % len(delays)])
+        total = tensors[number].sum()
+        yield AllReduce(total)
+        time.sleep(delays[-1 - number % len(delays)])
+        rows = torch.empty(3, number + 1)
+        yield AllGather(tensors[number], rows)
+        tensors[number] = rows.sum(0)
+        assert total == tensors[number].sum()
+        ran.append(number)
 
     assert not channel.in_flight
     for number, tensor in enumerate(tensors):
         if number % 3 == 0:
-            channel.start(label(), reduce_into(tensor))
+            channel.start(label(), AllReduce(tensor))
         else:
-            channel.stage(label(), two_collectives(number))
+            channel.start(label(), two_collectives(number))
         assert channel.in_flight
     channel.wait()
     assert not channel.in_flight
@@ -91,18 +96,18 @@ def one_codes_while_the_other_sends() -> list[str]:
     channel, may_end = opened(stages=2), threading.Event()
     ran: list[str] = []
 
-    def held_up(group: dist.ProcessGroup) -> None:
+    def held_up() -> Exchange:
         assert may_end.wait(60)
-        dist.barrier(group)
+        yield from met()
         ran.append("first")
 
-    def passes(group: dist.ProcessGroup) -> None:
-        dist.barrier(group)
+    def passes() -> Exchange:
+        yield from met()
         ran.append("second")
         may_end.set()
 
-    channel.stage(label(), held_up)
-    channel.stage(label(), passes)
+    channel.start(label(), held_up())
+    channel.start(label(), passes())
     channel.wait()
     channel.close()
     return [*ran, *stage_threads()]
@@ -116,17 +121,17 @@ def told_as_they_land() -> list[str]:
     """What is to follow an exchange follows it, while a later one is held up."""
     channel, first_done, told = opened(stages=2), threading.Event(), list[str]()
 
-    def held_up(group: dist.ProcessGroup) -> None:
+    def held_up() -> Exchange:
         assert first_done.wait(60)
-        dist.barrier(group)
+        yield from met()
 
     def after_first() -> None:
         told.append("first")
         first_done.set()
 
-    channel.start(label(), reduce_into(torch.ones(1)), after_first)
-    channel.stage(label(), held_up, lambda: told.append("second"))
-    channel.stage(label(), dist.barrier)
+    channel.start(label(), AllReduce(torch.ones(1)), after_first)
+    channel.start(label(), held_up(), lambda: told.append("second"))
+    channel.start(label(), met())
     channel.wait()
     channel.close()
     return told
@@ -136,15 +141,19 @@ def test_what_follows_an_exchange_does_not_wait_for_the_next(three: Ranks) -> No
     assert three.run(told_as_they_land) == [["first", "second"]] * 3
 
 
-def stumbles() -> list[object]:
+def stumbles() -> list[str]:
     """What follows an exchange raises; the next one is waited for all the same."""
-    channel, ran = opened(), list[object]()
+    channel, ran = opened(), list[str]()
+
+    def noted() -> Exchange:
+        yield from met()
+        ran.append("ran")
 
     def out_of_memory() -> None:
         raise MemoryError("no room")
 
-    channel.start(label(), reduce_into(torch.ones(1)), out_of_memory)
-    channel.stage(label(), lambda group: ran.append(dist.barrier(group)), lambda: ran.append(1))
+    channel.start(label(), AllReduce(torch.ones(1)), out_of_memory)
+    channel.start(label(), noted(), lambda: ran.append("told"))
     with pytest.raises(ExchangeError, match="no room"):
         channel.wait()
     channel.close()
@@ -152,18 +161,19 @@ def stumbles() -> list[object]:
 
 
 def test_what_raises_after_an_exchange_leaves_none_in_flight(three: Ranks) -> None:
-    assert three.run(stumbles) == [[None]] * 3
+    assert three.run(stumbles) == [["ran"]] * 3
 
 
 def told_until_one_fails() -> list[str]:
     channel, told = opened(), list[str]()
 
-    def breaks(group: dist.ProcessGroup) -> None:
+    def breaks() -> Exchange:
         raise RuntimeError("out of memory")
+        yield
 
-    channel.stage(label(), dist.barrier, lambda: told.append("first"))
-    channel.stage(label(), breaks, lambda: told.append("broken"))
-    channel.start(label(), reduce_into(torch.ones(1)), lambda: told.append("third"))
+    channel.start(label(), met(), lambda: told.append("first"))
+    channel.start(label(), breaks(), lambda: told.append("broken"))
+    channel.start(label(), AllReduce(torch.ones(1)), lambda: told.append("third"))
     with pytest.raises(ExchangeError, match="out of memory"):
         channel.wait()
     channel.close()
@@ -178,19 +188,16 @@ def started_before_the_stage_ends() -> bool:
     """A staged exchange that waits for its peers does not hold up a single collective."""
     channel, may_end = opened(), threading.Event()
     tensor = torch.ones(1)
-    works: list[dist.Work] = []
 
-    def held_up(group: dist.ProcessGroup) -> None:
+    def held_up() -> Exchange:
         assert may_end.wait(60)
-        dist.barrier(group)
+        yield from met()
 
-    def begin(group: dist.ProcessGroup) -> Sequence[dist.Work]:
-        works.extend(start_all_reduce(tensor, group))
-        return works
-
-    channel.stage(label(), held_up)
-    channel.start(label(), begin)
-    works[0].wait()
+    channel.start(label(), held_up())
+    with collectives() as log:
+        channel.start(label(), AllReduce(tensor))
+    assert log[0].work is not None
+    log[0].work.wait()
     arrived = not may_end.is_set() and float(tensor) == 3.0
     may_end.set()
     channel.wait()
@@ -205,10 +212,10 @@ def test_single_collectives_pass_staged_ones(three: Ranks) -> None:
 def threads_before_and_after() -> list[int]:
     channel = opened()
     counts = [len(stage_threads())]
-    channel.start(label(), reduce_into(torch.ones(1)))
+    channel.start(label(), AllReduce(torch.ones(1)))
     channel.wait()
     counts.append(len(stage_threads()))
-    channel.stage(label(), dist.barrier)
+    channel.start(label(), met())
     channel.wait()
     counts.append(len(stage_threads()))
     channel.close()
@@ -225,20 +232,21 @@ def staged_failure(failing: bool) -> list[object]:
     channel = opened()
     ran: list[str] = []
 
-    def breaks(group: dist.ProcessGroup) -> None:
-        ran.append("first")
+    def ends_at_once(name: str, failing: bool = False) -> Exchange:
+        ran.append(name)
         if failing:
             raise RuntimeError("out of memory")
+        yield from ()
 
-    channel.stage(label("allreduce1"), breaks)
-    channel.stage(label("allreduce2"), lambda group: ran.append("second"))
+    channel.start(label("allreduce1"), ends_at_once("first", failing))
+    channel.start(label("allreduce2"), ends_at_once("second"))
     told = ""
     try:
         channel.wait()
     except ExchangeError as error:
         told = f"{error}|{type(error.__cause__).__name__}"
     still = channel.in_flight
-    channel.stage(label("allreduce3"), lambda group: ran.append("third"))
+    channel.start(label("allreduce3"), ends_at_once("third"))
     later = ""
     try:
         channel.wait()
@@ -256,16 +264,31 @@ def test_after_a_staged_failure_no_staged_exchange_is_begun(three: Ranks) -> Non
     assert failed == [first, False, third, ["first"], []]
 
 
-def direct_failure() -> list[str]:
-    channel = opened()
-    told = []
+class Refuses:
+    """A road whose requests fail at their start, as long as ``broken``."""
 
-    def refuses(group: dist.ProcessGroup) -> Sequence[dist.Work]:
-        raise RuntimeError("Connection reset by peer")
+    def __init__(self) -> None:
+        self.road, self.broken = flat(), True
 
-    for begin in (refuses, reduce_into(torch.ones(1))):
-        channel.start(label("buffers"), begin)
-        channel.start(label("allreduce1"), reduce_into(torch.ones(1)))
+    def prepare(self, requests: Sequence[AllReduce]) -> None:
+        self.road.prepare(requests)
+
+    def start(self, request: Request) -> Sequence[dist.Work]:
+        if self.broken:
+            raise RuntimeError("Connection reset by peer")
+        return self.road.start(request)
+
+    def close(self) -> None:
+        self.road.close()
+
+
+def single_failure() -> list[str]:
+    road = Refuses()
+    channel, told = Channel(road, [], CPU), []
+    for road.broken in (True, False):
+        channel.start(label("buffers"), AllReduce(torch.ones(1)))
+        road.broken = False
+        channel.start(label("allreduce1"), AllReduce(torch.ones(1)))
         assert channel.in_flight
         try:
             channel.wait()
@@ -277,7 +300,30 @@ def direct_failure() -> list[str]:
 
 def test_a_collective_that_cannot_begin_is_told_by_wait(three: Ranks) -> None:
     told = ["the exchange buffers: Connection reset by peer", "went well"]
-    assert three.run(direct_failure) == [told] * 3
+    assert three.run(single_failure) == [told] * 3
+
+
+def failure_seen_inside() -> list[str]:
+    """A staged exchange whose request fails sees the error at its yield."""
+    road = Refuses()
+    channel, seen = Channel(flat(), [road], CPU), list[str]()
+
+    def exchange() -> Exchange:
+        try:
+            yield AllReduce(torch.ones(1))
+        except RuntimeError as error:
+            seen.append(str(error))
+            raise
+
+    channel.start(label(), exchange())
+    with pytest.raises(ExchangeError, match="the exchange allreduce1: Connection reset"):
+        channel.wait()
+    channel.close()
+    return seen
+
+
+def test_an_exchange_sees_its_request_fail(three: Ranks) -> None:
+    assert three.run(failure_seen_inside) == [["Connection reset by peer"]] * 3
 
 
 def peer_is_gone() -> str:
@@ -288,7 +334,7 @@ def peer_is_gone() -> str:
         del channel  # the last reference to its groups: their connections close
         dist.destroy_process_group()
         return "left"
-    channel.start(label("allreduce1"), reduce_into(torch.ones(1)))
+    channel.start(label("allreduce1"), AllReduce(torch.ones(1)))
     try:
         channel.wait()
     except ExchangeError as error:
@@ -300,21 +346,15 @@ def test_a_peer_that_left_ends_the_exchange(three: Ranks) -> None:
     assert three.run(peer_is_gone, timeout=30) == ["the exchange allreduce1", "left", "left"]
 
 
-def start_broadcast(group: dist.ProcessGroup) -> Sequence[dist.Work]:
-    work = dist.broadcast(torch.ones(3), group=group, group_src=0, async_op=True)
-    assert work is not None
-    return [work]
-
-
 def recorded() -> list[tuple[str, int, dict[str, object], bool]]:
     """The exchanges of the middle one of three steps, and whether they lie inside it."""
     recorder = Recorder(dist.get_rank(), first_step=1, num_steps=1)
     channel = opened(recorder)
     for step in range(3):
         recorder.begin_step(step)
-        channel.start(label("allreduce1", bytes=4 * step), reduce_into(torch.ones(1000)))
-        channel.start(label("buffers"), start_broadcast)
-        channel.stage(label("allreduce2", rows=step), dist.barrier)
+        channel.start(label("allreduce1", bytes=4 * step), AllReduce(torch.ones(1000)))
+        channel.start(label("buffers"), Broadcast(torch.ones(3)))
+        channel.start(label("allreduce2", rows=step), met())
         channel.wait()
         recorder.end_step()
     channel.close()

@@ -73,7 +73,7 @@ DIFFERENCES = {
     "no facts at all on one": (({}, SAME, {}), ["rank 1", "absent on rank 0"], ["rank 2"]),
     "the same in another order": (
         (SAME, SAME, reordered(SAME)),
-        ["rank 2 holds the same as rank 0 in another order"],
+        ["rank 2 has the same as rank 0 in another order"],
         ["rank 1"],
     ),
     "a value that reads like the sentence": (

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.transport.p2p import all_to_all
+from slipstream.transport.p2p import start_all_to_all
 from tests.harness.ranks import Ranks
 
 TYPES = [torch.uint8, torch.float32, torch.complex64]
@@ -32,7 +32,8 @@ def swap(shape: tuple[int, ...], dtype: torch.dtype, members: int) -> torch.Tens
     send = torch.stack(rows)
     receive = torch.zeros_like(send)
     for _ in range(3):  # tags are the same each time: what follows must not overtake
-        all_to_all(receive.unbind(), send.unbind(), group)
+        for work in start_all_to_all(receive.unbind(), send.unbind(), group):
+            work.wait()
         assert torch.equal(send, torch.stack(rows))
     return receive
 
@@ -63,7 +64,9 @@ def order_of_calls() -> list[str]:
 
     rows = torch.zeros(dist.get_world_size(), 4)
     with noted("irecv"), noted("isend"):
-        all_to_all(torch.empty_like(rows).unbind(), rows.unbind(), group)
+        works = start_all_to_all(torch.empty_like(rows).unbind(), rows.unbind(), group)
+    for work in works:
+        work.wait()
     return calls
 
 

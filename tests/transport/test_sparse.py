@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.strategy import Flat
 from slipstream.transport import sparse
+from slipstream.transport.requests import Exchange
+from slipstream.transport.roads import make_transport, run
 from tests.harness.ranks import PerRank, Ranks
 
 Rows = list[int]
@@ -43,10 +46,22 @@ def coo(rows: Rows, dtype: torch.dtype, shape: tuple[int, ...], sparse_dim: int)
     return torch.sparse_coo_tensor(indices, values * (dist.get_rank() + 1), shape)
 
 
+def summed(mine: torch.Tensor) -> torch.Tensor:
+    totals: list[torch.Tensor | None] = []
+
+    def exchange() -> Exchange:
+        totals.append((yield from sparse.sum_over_ranks(mine, 3)))
+
+    run(exchange(), make_transport(Flat(), dist.group.WORLD))
+    (total,) = totals
+    assert total is not None
+    return total
+
+
 def sums(rows: Rows, dtype: torch.dtype, shape: tuple[int, ...], sparse_dim: int) -> None:
     own = coo(rows, dtype, torch.Size(shape), sparse_dim)
     before = own.to_dense()
-    total = sparse.all_reduce_sum(own, dist.group.WORLD)
+    total = summed(own)
     dense: list[torch.Tensor | None] = [None] * 3
     dist.all_gather_object(dense, before)
     assert torch.equal(total.to_dense(), sum(dense))

@@ -11,9 +11,10 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from slipstream.codecs import AllGather, Momentum, Ranks, make_compressor, sent_bytes
+from slipstream.codecs import Momentum, Ranks, make_compressor
 from slipstream.planner.cost import CodecCost
 from slipstream.strategy import Half, PlainCodec
+from slipstream.transport.requests import AllGather, sent_bytes
 
 SIZES = (2**14, 2**21)
 """Values of the two buckets that a line is drawn through."""

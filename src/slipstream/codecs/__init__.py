@@ -1,19 +1,11 @@
-"""Gradients made smaller for the wire: tensor to payload to tensor, and what is kept between.
+"""Gradient compression: tensor to payload to tensor, and the state that a codec keeps in between.
 
-Never communicates: an exchange says what is to be moved (``exchange``), and others move it.
+Never communicates: an exchange yields requests (``transport.requests``), which a transport carries
+out.
 """
 
 from slipstream.codecs.compressor import Compressor, Ranks
 from slipstream.codecs.dgc import DgcCodec, DgcCompressor, Momentum
-from slipstream.codecs.exchange import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Exchange,
-    Request,
-    run_together,
-    sent_bytes,
-)
 from slipstream.codecs.half import HalfCodec
 from slipstream.codecs.int8 import Int8Codec
 from slipstream.codecs.make import make_compressor, wire_bytes
@@ -23,13 +15,9 @@ from slipstream.codecs.residual import Residual
 from slipstream.codecs.two_phase import TwoPhaseCompressor
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
     "Compressor",
     "DgcCodec",
     "DgcCompressor",
-    "Exchange",
     "HalfCodec",
     "Int8Codec",
     "Momentum",
@@ -37,11 +25,8 @@ __all__ = [
     "PowerSgdCodec",
     "PowerSgdCompressor",
     "Ranks",
-    "Request",
     "Residual",
     "TwoPhaseCompressor",
     "make_compressor",
-    "run_together",
-    "sent_bytes",
     "wire_bytes",
 ]

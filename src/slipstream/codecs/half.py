@@ -1,10 +1,10 @@
-"""Half the bytes: gradients travel as bf16 or fp16, and are added up in it.
+"""Half the bytes: gradients travel as bf16 or fp16 and are summed in it.
 
-Gradients are divided by the number of contributions *before* they are cast, so that a sum of fp16
-values overflows only where the mean itself would. bf16 keeps the range of fp32 and 8 bits of the
+Gradients are divided by the number of contributions *before* they are cast, so a sum of fp16 values
+overflows only where the mean itself would. bf16 keeps the range of fp32 and 8 bits of the
 mantissa, fp16 11 bits and a range of 6e-8 to 65504. As torch's ``fp16_compress_hook`` does.
 
-Exactness: lossy: one rounding a rank when it casts, one an addition. No state.
+Exactness: lossy: each rank rounds once when it casts, and each addition rounds. No state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HalfCodec:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """What travels."""
+        """The dtype that travels."""
         return torch.bfloat16 if self.dtype == "bf16" else torch.float16
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:

@@ -1,10 +1,10 @@
-"""A quarter of the bytes: blocks of values as 8-bit integers with one scale a block.
+"""A quarter of the bytes: blocks of values as 8-bit integers, with one scale for each block.
 
     s = max |x| / 127,    q = round(x / s),    x' = q s
 
 so ``|x' - x| <= s / 2`` with nearest and ``< s`` with stochastic rounding, which is unbiased:
-``q = floor(x / s + u)``, u uniform in [0, 1), from a stream of random numbers of each rank's own
-(one stream for all would make the errors of ranks add up instead of averaging out).
+``q = floor(x / s + u)``, u uniform in [0, 1), from a random stream of each rank's own (with the
+same stream on all, errors of ranks would add up instead of averaging out).
 
 The scheme is that of ZeRO++ (Wang et al. 2023) and Bagua's ByteGrad; QSGD (Alistarh et al. 2017)
 analyses the rounding.
@@ -55,14 +55,14 @@ class Int8Codec:
         Args:
             values: 1-D, fp32 or fp64.
             out: 1-D, uint8, of the payload's size; None: a new one.
-            random: the stream of stochastic rounding.
+            random: generator for stochastic rounding.
         """
         if out is None:
             size = self.wire_bytes(values.numel(), values.dtype)
             out = torch.empty(size, dtype=torch.uint8, device=values.device)
         scales, integers = self._parts(out, values.dtype)
         blocks = values.view(-1, self.block)
-        tiny = torch.finfo(values.dtype).tiny  # else the scale of a block of zeros would divide
+        tiny = torch.finfo(values.dtype).tiny  # a block of zeros must not divide by 0
         torch.amax(blocks.abs(), 1, out=scales)  # an infinity norm by rows is slow (2.13, CPU)
         scales.div_(LEVELS).clamp_(min=tiny)
         steps = blocks / scales[:, None]
@@ -87,7 +87,7 @@ class Int8Codec:
         return out
 
     def peaks(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The largest magnitude in each block once decoded; not finite where a value was not."""
+        """The largest decoded magnitude of each block; not finite where a value was not."""
         scales, _ = self._parts(payload, dtype)
         return scales * LEVELS
 

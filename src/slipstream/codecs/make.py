@@ -1,4 +1,4 @@
-"""From the wish to a coder: which codec a strategy's setting means, and what it puts on the wire.
+"""From a strategy's codec to a compressor, and to the bytes that it puts on the wire.
 
 Never encodes anything itself.
 """
@@ -29,26 +29,23 @@ def make_compressor(
     num_flags: int = 0,
     seed: int = 0,
 ) -> Compressor:
-    """The coder of a bucket that holds the gradients of ``parameters``, all of one dtype.
+    """The compressor of a bucket that holds the gradients of ``parameters``, all of one dtype.
 
     Args:
-        wish: what the strategy says; 16-bit floats need no coder.
+        config: of the strategy; 16-bit floats need no compressor.
         parameters: slot by slot; complex ones count as twice as many real values.
-        ranks: who takes part.
-        momenta: what DGC is to do for the optimizer, slot by slot.
+        ranks: that take part.
+        momenta: that DGC applies for the optimizer, slot by slot.
         num_flags: flags that travel along.
         seed: of random streams; the same on all ranks, another one for each bucket.
     """
     shapes = [real_shape(p) for p in parameters]
-    dtype, device = parameters[0].dtype, parameters[0].device
+    common = shapes, parameters[0].dtype, ranks, parameters[0].device
     match config:
         case Int8():
             return TwoPhaseCompressor(
                 Int8Codec(config.block, config.rounding),
-                [prod(shape) for shape in shapes],
-                dtype,
-                ranks,
-                device,
+                *common,
                 feedback=config.error_feedback,
                 num_flags=num_flags,
                 seed=seed,
@@ -56,10 +53,7 @@ def make_compressor(
         case OneBit():
             return TwoPhaseCompressor(
                 OneBitCodec(config.block),
-                [prod(shape) for shape in shapes],
-                dtype,
-                ranks,
-                device,
+                *common,
                 feedback=True,
                 start_step=config.start_step,
                 num_flags=num_flags,
@@ -68,10 +62,7 @@ def make_compressor(
         case Dgc():
             return DgcCompressor(
                 DgcCodec(config.density, config.sample),
-                shapes,
-                dtype,
-                ranks,
-                device,
+                *common,
                 momenta=momenta or [Momentum(0.0)] * len(shapes),
                 stages=config.stages,
                 clip=config.clip,
@@ -80,10 +71,7 @@ def make_compressor(
         case PowerSgd():
             return PowerSgdCompressor(
                 PowerSgdCodec(config.rank, config.min_compression_rate),
-                shapes,
-                dtype,
-                ranks,
-                device,
+                *common,
                 start_step=config.start_step,
                 warm_start=config.warm_start,
                 feedback=config.error_feedback,
@@ -93,7 +81,7 @@ def make_compressor(
 
 
 def wire_bytes(config: PlainCodec | None, parameter: torch.Tensor) -> int:
-    """Bytes that stand for the gradient of a parameter on the wire, once it is compressed.
+    """Bytes of the compressed gradient of a parameter.
 
     Example:
         >>> weight = torch.zeros(64, 64)
@@ -102,8 +90,6 @@ def wire_bytes(config: PlainCodec | None, parameter: torch.Tensor) -> int:
     """
     numel, dtype, shape = parameter.numel(), parameter.dtype, real_shape(parameter)
     match config:
-        case None:
-            return parameter.nbytes
         case Half():
             return min(HalfCodec(config.dtype).wire_bytes(numel, dtype), parameter.nbytes)
         case Int8():
@@ -120,5 +106,5 @@ def wire_bytes(config: PlainCodec | None, parameter: torch.Tensor) -> int:
 
 
 def real_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the values that are coded: complex numbers are pairs of real ones."""
+    """The shape of the values that are compressed: complex numbers are pairs of real ones."""
     return (*parameter.shape, 2) if parameter.is_complex() else tuple(parameter.shape)

@@ -1,8 +1,8 @@
-"""A thirty-second of the bytes: the sign of each value, and one scale a block.
+"""A thirty-second of the bytes: the sign of each value, and one scale for each block.
 
     s = mean |x|,    x' = s sign(x),    sign(0) = +1
 
-Biased, and useful with error feedback only: Bernstein et al. "signSGD" (2018), Karimireddy et al.
+Biased, so useful with error feedback only. Bernstein et al. "signSGD" (2018), Karimireddy et al.
 (2019), and the two-sided compression of DeepSpeed's 1-bit Adam (Tang et al. 2021).
 """
 
@@ -15,8 +15,8 @@ import torch
 
 from slipstream.codecs.compressor import real_dtype
 
-# Times this, eight bytes of 0 or 1 gather in the highest byte, the first one as its lowest bit:
-# byte i must move by 56 - 7i bits, and no two products meet.
+# An int64 of eight bytes that are 0 or 1, times this, has them as the bits of its highest byte, the
+# first byte as the lowest bit: byte i is shifted by 56 - 7i bits, and no two products overlap.
 _GATHER = sum(1 << (56 - 7 * i) for i in range(8))
 
 
@@ -51,7 +51,7 @@ class OneBitCodec:
             size = self.wire_bytes(values.numel(), values.dtype)
             out = torch.empty(size, dtype=torch.uint8, device=values.device)
         scales, bits = self._parts(out, values.dtype)
-        shares = values.view(-1, self.block) / self.block  # first, as their sum may be too large
+        shares = values.view(-1, self.block) / self.block  # divide first: a sum may overflow
         torch.sum(shares.abs_(), 1, out=scales)  # a norm by rows is slow (2.13, CPU)
         eight = (values >= 0).view(torch.int64)
         bits.copy_(eight.mul_(_GATHER).bitwise_right_shift_(56).bitwise_and_(255))
@@ -70,7 +70,7 @@ class OneBitCodec:
         return out
 
     def peaks(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The magnitude in each block once decoded; not finite where a value was not."""
+        """The decoded magnitude of each block; not finite where a value was not."""
         scales, _ = self._parts(payload, dtype)
         return scales
 
@@ -83,11 +83,11 @@ class OneBitCodec:
 
 @cache
 def _signs(dtype: torch.dtype) -> torch.Tensor:
-    """Those on a CPU; on another device a stream that did not make them might be too early."""
+    """Cached on CPUs alone: on another device, a second stream might read them too early."""
     return _make_signs(dtype, torch.device("cpu"))
 
 
 def _make_signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The eight signs of every byte: 256 rows."""
+    """The eight signs that each byte stands for: 256 rows."""
     byte = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)
     return (byte & 1).to(dtype).mul_(2).sub_(1)

@@ -1,23 +1,22 @@
-"""Low rank: a gradient of n x m travels as P of n x r and Q of m x r.
+"""Low rank: a gradient of n x m travels as P of n x r and Q of m x r (PowerSGD).
 
     P = M Q,    P = orthonormal(sum of P over ranks),    Q = M^T P,    M' = P (sum of Q)^T
 
-One step of a power iteration on the sum of all ranks' matrices, never formed; warm started with the
-last Q, it follows the leading r directions from step to step. As both P and Q are added up, the
+One step of a power iteration on the sum of all ranks' matrices, which is never formed. Warm-started
+with the last Q, it follows the leading r directions from step to step. As P and Q are summed, the
 bytes do not grow with the number of ranks: ``(n + m) r`` values instead of ``n m``. Error feedback
-on each rank: ``e = M - M'``. Vogels et al., "PowerSGD" (2019); settings as torch's hook has them.
+on each rank: ``e = M - M'``. Vogels et al., "PowerSGD" (2019); settings as in torch's hook.
 
-Vectors and matrices that would hardly shrink travel as they are, in one piece with P. Until
-``start_step`` all do: early gradients change too fast for a warm start.
+Vectors, and matrices that would hardly shrink, travel dense in one request with P. Until
+``start_step`` everything does: early gradients change too fast for a warm start.
 
-Exactness: lossy; of full rank it is the plain sum but for rounding.
+Exactness: lossy; at full rank it is the plain sum up to rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -30,9 +29,10 @@ from slipstream.codecs.compressor import (
     exchange_dense,
     mixed,
     real_dtype,
+    slot_slices,
 )
-from slipstream.codecs.exchange import AllReduce, Exchange
 from slipstream.codecs.residual import Residual
+from slipstream.transport.requests import AllReduce, Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,65 +53,64 @@ class PowerSgdCodec:
     min_compression_rate: float = 2.0
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """The matrix that a gradient is read as, or None where that has no two axes."""
+        """The size of the matrix that a gradient is viewed as; None with fewer than two axes."""
         if len(shape) < 2 or 0 in shape:
             return None
         return shape[0], prod(shape[1:])
 
     def pays(self, shape: Sequence[int]) -> bool:
-        """Whether a gradient is worth it: ``(n + m) r * min_compression_rate < n m``."""
-        found = self.matrix(shape)
-        if found is None:
+        """Whether a gradient shrinks enough: ``(n + m) r * min_compression_rate < n m``."""
+        size = self.matrix(shape)
+        if size is None:
             return False
-        n, m = found
+        n, m = size
         return (n + m) * self.rank * self.min_compression_rate < n * m
 
     def wire_values(self, shape: Sequence[int]) -> int:
-        """Values that travel of a gradient."""
-        found = self.matrix(shape)
-        if found is None or not self.pays(shape):
+        """Values that travel for a gradient."""
+        size = self.matrix(shape)
+        if size is None or not self.pays(shape):
             return prod(shape)
-        return sum(found) * min(self.rank, *found)
+        return sum(size) * min(self.rank, *size)
 
     def encode(
         self, values: torch.Tensor, q: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """P and Q of one matrix alone."""
+        """P and Q of one matrix on one rank."""
         if q is None:
             q = direction(values.shape[1], min(self.rank, *values.shape), 0).to(values)
         p = orthonormal(values @ orthonormal(q))
         return p, values.T @ p
 
     def decode(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """The matrix that they stand for."""
+        """The matrix of rank r that P and Q stand for."""
         return p @ q.T
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Columns of norm 1 at right angles that span at least what those of ``matrix`` do.
+    """Orthonormal columns whose span contains that of the columns of ``matrix``.
 
-    Householder's QR: stable, and of a matrix of zeros it still gives such columns, where
-    Gram-Schmidt would divide by nothing.
+    Householder's QR: stable, and defined for a matrix of zeros, where Gram-Schmidt divides by 0.
     """
     columns: torch.Tensor = torch.linalg.qr(matrix).Q
     return columns
 
 
 def direction(m: int, rank: int, seed: int) -> torch.Tensor:
-    """A first Q: m x rank normal numbers, the same wherever the seed is."""
+    """A first Q: m x rank normal numbers, the same on every rank for the same seed."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(m, rank, generator=random)
 
 
 class PowerSgdCompressor(Compressor):
-    """The exchange of a bucket: P beside all that stays dense, then Q.
+    """The exchange of a bucket: P and all that stays dense in one request, then Q.
 
     Args:
         codec: rank and when it pays.
         shapes: of the gradients, slot by slot.
         dtype: of the gradients.
-        ranks: who takes part.
-        device: where the gradients are.
+        ranks: that take part.
+        device: of the gradients.
         start_step: updates before which gradients travel as they are.
         warm_start: whether Q is kept from step to step.
         feedback: whether errors are fed back.
@@ -136,8 +135,7 @@ class PowerSgdCompressor(Compressor):
         self.works_in = real_dtype(dtype)
         self._codec, self._start_step, self._warm_start = codec, start_step, warm_start
         self._seed = seed
-        stops = accumulate(map(prod, shapes), initial=0)
-        self._slots = [slice(*pair) for pair in pairwise(stops)]
+        self._slots = slot_slices(map(prod, shapes))
         self.num_values = self._slots[-1].stop if self._slots else 0
         matrices = [codec.matrix(shape) if codec.pays(shape) else None for shape in shapes]
         self._matrices = {i: shape for i, shape in enumerate(matrices) if shape is not None}
@@ -172,7 +170,7 @@ class PowerSgdCompressor(Compressor):
             return
         results = [values[self._slots[i]].view(shape) for i, shape in self._matrices.items()]
         matrices = results
-        if self._residuals:  # where the matrices turn into what is left of them
+        if self._residuals:  # computed where the new error will be
             pairs = zip(results, self._residuals, strict=True)
             matrices = [
                 torch.add(matrix, residual.error, out=residual.left()) for matrix, residual in pairs
@@ -184,17 +182,17 @@ class PowerSgdCompressor(Compressor):
         self._wire_flags.copy_(flags)
         yield AllReduce(self._first)
         flags.copy_(self._wire_flags > 0)
-        # What is not finite in a matrix is not finite in P, as 0 times infinity is not a number.
-        unsound = any_infinite(self._first)
-        flags[-1:] |= unsound
-        self._first.masked_fill_(unsound, 0)
+        # A matrix that is not finite makes P not finite, as 0 times infinity is NaN.
+        nonfinite = any_infinite(self._first)
+        flags[-1:] |= nonfinite
+        self._first.masked_fill_(nonfinite, 0)  # QR needs finite values
         for part, slot in zip(self._dense_parts, self._dense, strict=True):
             values[slot] = part
         if not matrices:
             return
         bases = [orthonormal(p) for p in self._p]
         for matrix, base, q in zip(matrices, bases, self._q, strict=True):
-            q.copy_((base.T.contiguous() @ matrix).T)  # M^T P would go through M by columns
+            q.copy_((base.T.contiguous() @ matrix).T)  # M^T P would read M column by column
             if self._residuals:
                 matrix.addmm_(base, q.T, alpha=-1)
         yield AllReduce(self._second)
@@ -203,7 +201,7 @@ class PowerSgdCompressor(Compressor):
             torch.mm(base, q.T, out=result)
 
     def _direction(self, number: int, step: int) -> torch.Tensor:
-        """Where a matrix is looked at from: the last Q, else random, alike on all ranks."""
+        """The Q to start from: the last one, else random, the same on all ranks."""
         warm = self._warm[number]
         if warm is not None:
             return warm
@@ -231,7 +229,7 @@ class PowerSgdCompressor(Compressor):
                     self._residuals[number].forget()
 
     def state(self) -> list[dict[str, torch.Tensor]]:
-        """``error`` and ``q`` of the matrices; q is the same on all ranks."""
+        """``error`` and ``q`` of each matrix; q is the same on all ranks."""
         states: list[dict[str, torch.Tensor]] = [{} for _ in self._slots]
         for i, residual in zip(self._matrices, self._residuals, strict=False):
             states[i]["error"] = residual.error.flatten().clone()

@@ -1,11 +1,12 @@
-"""Error feedback: what compression left out comes on top of what is sent next.
+"""Error feedback: what compression left out is added to what is sent next.
 
     sent_t = C(x_t + e_t),    e_(t+1) = x_t + e_t - sent_t,    e_0 = 0
 
-So all that was sent, plus what is left, is all that came in: nothing is lost, only late. Theory and
-name: Karimireddy et al., "Error Feedback Fixes SignSGD" (2019); Seide et al. (2014).
+The sum of all that was sent, plus the present error, is the sum of all gradients: nothing is lost,
+only delayed. Theory and name: Karimireddy et al., "Error Feedback Fixes SignSGD" (2019); Seide et
+al. (2014).
 
-Never compresses: that is the codecs' part.
+Never compresses: the codecs do.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import torch
 class Residual:
     """What one rank's compression has left out so far.
 
-    A step can turn out to be void after its exchange (some rank's gradients overflowed). Until
-    ``commit`` the old error is kept beside the new one; ``rollback`` forgets the new one.
+    Whether a step counts is known only after its exchange (gradients of another rank may have
+    overflowed). Until ``commit`` the old error is kept beside the new one; ``rollback`` drops that.
 
     Example:
         >>> residual = Residual(torch.zeros(2))
@@ -38,24 +39,24 @@ class Residual:
         return values.add_(self.error[part])
 
     def keep(self, values: torch.Tensor, sent: torch.Tensor, part: slice = slice(None)) -> None:
-        """What is left of a part's ``values`` (the error in them) now that ``sent`` was sent."""
+        """The new error of a part: its ``values`` (old error included) less what was ``sent``."""
         torch.sub(values, sent, out=self.left()[part])
 
     def left(self) -> torch.Tensor:
-        """Where to write what is left, for those who compute it in one go."""
+        """The tensor for the new error, to write it in place of ``keep``."""
         self._kept = True
         return self._next
 
     def forget(self, part: slice = slice(None)) -> None:
-        """The step never happened to this part."""
+        """This part keeps the old error."""
         self._next[part] = self.error[part]
 
     def commit(self) -> None:
-        """The step counts."""
+        """The step counts: the new error replaces the old one."""
         if self._kept:
             self.error, self._next = self._next, self.error
         self._kept = False
 
     def rollback(self) -> None:
-        """The step never happened."""
+        """The step does not count: drop the new error."""
         self._kept = False

@@ -1,10 +1,10 @@
-"""The sum of values that cannot be added up while they are coded, in two exchanges.
+"""The sum of values that cannot be summed while they are encoded, in two phases.
 
-Each rank is responsible for one piece of the bucket. Everybody sends everybody its piece, coded;
-each adds up what it got, in fp32, and sends the coded sum to all. So every value is coded twice,
-however many ranks there are, and each sends ``2 (p - 1) / p`` of the payload: as little as the ring
-that adds up plain values. All-gathering coded buckets would take ``p - 1`` of it; a ring of coded
-values would round p times.
+Each rank owns one piece of the bucket. Every rank sends each piece, encoded, to its owner; the
+owner sums what it got, in fp32, and sends the encoded sum to all. So every value is encoded twice,
+however many ranks there are, and each rank sends ``2 (p - 1) / p`` of the payload: as little as a
+ring that sums plain values. An all-gather of encoded buckets would send ``p - 1`` of it; a ring of
+encoded values would round p times.
 
 The scheme of ZeRO++ (Wang et al. 2023), Bagua's ByteGrad and DeepSpeed's 1-bit Adam.
 """
@@ -12,7 +12,7 @@ The scheme of ZeRO++ (Wang et al. 2023), Bagua's ByteGrad and DeepSpeed's 1-bit 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from math import prod
 from typing import Protocol
 
 import torch
@@ -26,15 +26,16 @@ from slipstream.codecs.compressor import (
     mixed,
     parts,
     real_dtype,
+    slot_slices,
 )
-from slipstream.codecs.exchange import AllGather, AllToAll, Exchange
 from slipstream.codecs.residual import Residual
+from slipstream.transport.requests import AllGather, AllToAll, Exchange
 
 _ALIGNED = 8
 
 
 class BlockCodec(Protocol):
-    """Codes blocks of values, each by itself."""
+    """Encodes blocks of values, each by itself."""
 
     @property
     def block(self) -> int: ...
@@ -54,15 +55,15 @@ class BlockCodec(Protocol):
 class TwoPhaseCompressor(Compressor):
     """The exchange of a bucket by a block codec, with error feedback on both sides if asked for.
 
-    A worker's residual is what it failed to send of its gradients; a server's, what it failed to
-    send of the sum of the piece it is responsible for.
+    A rank is worker and server: the worker's residual is what encoding left out of its gradients,
+    the server's what encoding left out of the sum of the piece that it owns.
 
     Args:
-        codec: codes pieces.
-        sizes: elements of each slot.
+        codec: encodes pieces.
+        shapes: of the gradients, slot by slot.
         dtype: of the gradients.
-        ranks: who takes part.
-        device: where the gradients are.
+        ranks: that take part.
+        device: of the gradients.
         feedback: whether errors are fed back.
         start_step: updates before which gradients travel as they are.
         num_flags: flags that travel along.
@@ -72,7 +73,7 @@ class TwoPhaseCompressor(Compressor):
     def __init__(
         self,
         codec: BlockCodec,
-        sizes: Sequence[int],
+        shapes: Sequence[Sequence[int]],
         dtype: torch.dtype,
         ranks: Ranks,
         device: torch.device,
@@ -82,15 +83,16 @@ class TwoPhaseCompressor(Compressor):
         num_flags: int = 0,
         seed: int = 0,
     ) -> None:
-        self._codec, self._sizes, self._ranks, self._seed = codec, list(sizes), ranks, seed
+        self._codec, self._ranks, self._seed = codec, ranks, seed
+        self._slots = slot_slices(map(prod, shapes))
         self.works_in = real_dtype(dtype)
-        self._start_step, self._end = start_step, sum(sizes)
+        self._start_step, self._end = start_step, sum(map(prod, shapes))
         blocks = -(-self._end // codec.block)
         self._piece = -(-blocks // ranks.count) * codec.block
         self.num_values = self._piece * ranks.count
-        coded = codec.wire_bytes(self._piece, self.works_in)
-        length = -(-(coded + num_flags) // _ALIGNED) * _ALIGNED  # so that scales are aligned
-        self._coded, self._num_flags = coded, num_flags
+        payload = codec.wire_bytes(self._piece, self.works_in)
+        self._flags = slice(payload, payload + num_flags)  # of each row, behind the payload
+        length = -(-self._flags.stop // _ALIGNED) * _ALIGNED  # so that scales are aligned
         buffers = torch.zeros(2, ranks.count, length, dtype=torch.uint8, device=device)
         self._send, self._receive = buffers
         self._random = torch.Generator(device)
@@ -110,13 +112,12 @@ class TwoPhaseCompressor(Compressor):
         for number, piece in enumerate(pieces):
             begin = number * self._piece
             self._encode(piece, self._send[number], begin, self._worker, begin, flags[-1:])
-        self._send[:, self._coded : self._coded + self._num_flags] = flags
+        self._send[:, self._flags] = flags
         yield AllToAll(self._send, self._receive)
-        passengers = self._receive[:, self._coded : self._coded + self._num_flags]
-        flags.copy_(passengers.amax(0))
+        flags.copy_(self._receive[:, self._flags].amax(0))
         rank = self._ranks.rank
         mine, sent = pieces[rank], self._send[rank]
-        self._add_up(mine)
+        self._sum_received(mine)
         self._encode(mine, sent, rank * self._piece, self._server, 0, flags[-1:])
         yield AllGather(sent, self._receive)
         for payload, piece in zip(self._receive, pieces, strict=True):
@@ -135,41 +136,41 @@ class TwoPhaseCompressor(Compressor):
     def forget(self, slots: Sequence[int]) -> None:
         if self._worker is None or self._server is None:
             return
-        every, mine = self._slots(), self._ranks.rank * self._piece
-        for start, stop in (every[slot] for slot in slots):
-            self._worker.forget(slice(start, stop))
-            first, last = max(start, mine) - mine, min(stop, mine + self._piece) - mine
-            if first < last:
-                self._server.forget(slice(first, last))
+        for slot in (self._slots[i] for i in slots):
+            self._worker.forget(slot)
+            if served := self._served(slot):
+                self._server.forget(served)
 
     def state(self) -> list[dict[str, torch.Tensor]]:
-        """``error``: of the worker. ``served`` and ``served_from``: of the server, if it is this
-        rank's to serve, and the element of the slot where that begins."""
+        """``error``: of the worker. ``served`` and ``served_from``: of the server, for the part of
+        the slot that this rank owns, and the element of the slot where that part begins."""
         if self._worker is None or self._server is None:
-            return [{} for _ in self._sizes]
+            return [{} for _ in self._slots]
         states = []
-        mine = self._ranks.rank * self._piece
-        for start, stop in self._slots():
-            state = {"error": self._worker.error[start:stop].clone()}
-            first, last = max(start, mine), min(stop, mine + self._piece)
-            if first < last:
-                state["served"] = self._server.error[first - mine : last - mine].clone()
-                state["served_from"] = torch.tensor(first - start)
+        for slot in self._slots:
+            state = {"error": self._worker.error[slot].clone()}
+            if served := self._served(slot):
+                state["served"] = self._server.error[served].clone()
+                first = served.start + self._ranks.rank * self._piece
+                state["served_from"] = torch.tensor(first - slot.start)
             states.append(state)
         return states
 
     def load(self, states: Sequence[SlotState]) -> None:
-        """What a rank served and serves no longer becomes its own error: as gradients come in
-        divided by the number of ranks, nothing of what is left out is lost or counted twice."""
+        """Go on from ``state()``.
+
+        What this rank served but no longer owns is added to its worker's error. As gradients come
+        in divided by the number of ranks, nothing is lost or counted twice.
+        """
         if self._worker is None or self._server is None:
             return
         self._worker.error.zero_()
         served = torch.zeros_like(self._worker.error)
-        for (start, stop), state in zip(self._slots(), states, strict=True):
+        for slot, state in zip(self._slots, states, strict=True):
             if "error" in state:
-                self._worker.error[start:stop] = state["error"]
+                self._worker.error[slot] = state["error"]
             if "served" in state:
-                first = start + int(state["served_from"])
+                first = slot.start + int(state["served_from"])
                 served[first : first + len(state["served"])] = state["served"]
         mine = self._ranks.rank * self._piece
         self._server.error.copy_(served[mine : mine + self._piece])
@@ -179,16 +180,19 @@ class TwoPhaseCompressor(Compressor):
     def _residuals(self) -> list[Residual]:
         return [residual for residual in (self._worker, self._server) if residual is not None]
 
-    def _slots(self) -> list[tuple[int, int]]:
-        return list(pairwise(accumulate(self._sizes, initial=0)))
+    def _served(self, slot: slice) -> slice | None:
+        """The part of a slot that this rank owns, counted from the start of its piece."""
+        start = self._ranks.rank * self._piece
+        first, last = max(slot.start, start), min(slot.stop, start + self._piece)
+        return slice(first - start, last - start) if first < last else None
 
     def _parts(self, payload: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The pieces of a piece that fit into the cache, and where each lies in the payload."""
-        at = 0
+        """Slices of a piece that fit into the cache, and the bytes of each in the payload."""
+        start = 0
         for part in parts(self._piece, payload.device, self._codec.block):
-            size = self._codec.wire_bytes(part.stop - part.start, self.works_in)
-            yield part, payload[at : at + size]
-            at += size
+            stop = start + self._codec.wire_bytes(part.stop - part.start, self.works_in)
+            yield part, payload[start:stop]
+            start = stop
 
     def _encode(
         self,
@@ -196,36 +200,35 @@ class TwoPhaseCompressor(Compressor):
         payload: torch.Tensor,
         begin: int,
         residual: Residual | None,
-        kept_from: int,
-        unsound: torch.Tensor,
+        residual_begin: int,
+        nonfinite: torch.Tensor,
     ) -> None:
-        """Code a piece that begins at a value of the bucket, what was left out before on top.
+        """Encode a piece plus its residual; raise the flag where a value is not finite.
 
-        Raises the flag where a value is not finite: the payload is void.
+        ``begin`` and ``residual_begin`` are where the piece begins in the bucket and the residual.
         """
         for part, coded in self._parts(payload):
             values = piece[part]
-            kept = slice(kept_from + part.start, kept_from + part.stop)
+            where = slice(residual_begin + part.start, residual_begin + part.stop)
             if residual is not None:
-                residual.add_to(values, kept)
-            self._fill_up(values, self._end - begin - part.start)
+                residual.add_to(values, where)
+            self._fill_last_block(values, self._end - begin - part.start)
             self._codec.encode(values, coded, self._random)
-            unsound |= any_infinite(self._codec.peaks(coded, self.works_in))
+            nonfinite |= any_infinite(self._codec.peaks(coded, self.works_in))
             if residual is not None:
-                residual.keep(values, self._codec.decode(coded, self.works_in), kept)
+                residual.keep(values, self._codec.decode(coded, self.works_in), where)
 
-    def _fill_up(self, values: torch.Tensor, end: int) -> None:
-        """Make the last block as large as the values in it on average, not smaller for padding."""
+    def _fill_last_block(self, values: torch.Tensor, end: int) -> None:
+        """Pad the last block with its mean magnitude: zeros would lower a block's mean."""
         block = self._codec.block
         if 0 < end < len(values) and end % block:
             first = end // block * block
             values[end : first + block] = values[first:end].abs().mean()
 
-    def _add_up(self, total: torch.Tensor) -> None:
-        """The sum of what everybody sent of this rank's piece."""
+    def _sum_received(self, total: torch.Tensor) -> None:
+        """Leave the sum of what all ranks sent of this rank's piece in ``total``."""
         payloads = [self._parts(payload) for payload in self._receive]
-        for together in zip(*payloads, strict=True):
-            part, coded = together[0]
-            out = self._codec.decode(coded, self.works_in, out=total[part])
-            for _, coded in together[1:]:
+        for (part, first), *others in zip(*payloads, strict=True):
+            out = self._codec.decode(first, self.works_in, out=total[part])
+            for _, coded in others:
                 out += self._codec.decode(coded, self.works_in)

@@ -1,33 +1,32 @@
-"""Where gradients wait for their exchange, and where the averages come back.
+"""Buckets: flat tensors that collect gradients for an exchange and receive the averages.
 
-Never communicates by itself: the transport and the group come from the engine.
+Never communicates: a bucket says what is to be exchanged, the engine hands that to the channel.
 
 [Note: Flags of use]
-A parameter that got a gradient on some rank must be updated on all ranks, one that got none on any
-rank on none (an optimizer would still decay it or apply momentum). Which is which is known only
-after all ranks spoke, so the flat tensor carries one more element a gradient: 1 where this rank has
-one. Their sum comes back with the gradients: no further collective, and no rank waits for another's
-graph.
+A parameter that got a gradient on some rank must be updated on all ranks, and one that got none on
+any rank on no rank (an optimizer would still decay it or apply momentum). No rank knows alone which
+is which, so the flat tensor carries one more element for each gradient: 1 where this rank has one.
+Their sum comes back with the gradients, without another collective.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slipstream.codecs.compressor import is_dense, is_finite, memory_order, parts
 from slipstream.transport import sparse
+from slipstream.transport.requests import AllReduce, Exchange
 
 SMALL_GRADIENT = 64 * 1024
-"""Bytes a gradient, on average in a bucket, below which the calls cost more than the copies."""
+"""Average bytes of a bucket's gradients below which calls cost more than copies."""
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The type of its gradient: fp32 where half weights have fp32 masters, else its own.
+    """The dtype of its gradient: fp32 where half weights have fp32 masters, else its own.
 
     Example:
         >>> gradient_dtype(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))
@@ -36,26 +35,27 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
-Transport = Callable[[torch.Tensor, dist.ProcessGroup], Sequence[dist.Work]]
-
-
 class Bucket(ABC):
     """Gradients that travel together: ``fill`` one by one, ``complete``, exchange, ``finish``."""
 
     may_overflow = False
-    """Whether what travels is fp16: finite gradients may have an infinite sum, and a loss scale
-    stays on."""
+    """Whether gradients travel as fp16: finite ones may have an infinite sum, and the loss scale is
+    taken off only after the exchange."""
 
     num_bytes: int
-    """Bytes of this rank's gradients, flags of use left out; 0 where it is not known beforehand."""
+    """Bytes of this rank's gradients without the flags of use; 0 where unknown beforehand."""
 
     @abstractmethod
     def fill(self, slot: int, scale: torch.Tensor) -> None:
-        """Take over the gradient of the parameter in ``slot``, times ``scale`` (of no axes)."""
+        """Copy the gradient of the parameter in ``slot``, times ``scale`` (0-dimensional)."""
 
     @abstractmethod
     def complete(self, scale: torch.Tensor) -> None:
-        """Fill what is missing: gradients of earlier backward passes, else zeros."""
+        """Fill the slots that are missing: with gradients of earlier backwards, else with zeros."""
+
+    @abstractmethod
+    def exchange(self, step: int) -> AllReduce | Exchange:
+        """What leaves the sum over ranks in the bucket; ``step`` updates were done before."""
 
     @property
     @abstractmethod
@@ -68,18 +68,18 @@ class Bucket(ABC):
 
 
 class DenseBucket(Bucket):
-    """One flat tensor: gradients of one dtype, then one flag a gradient.
+    """One flat tensor: gradients of one dtype, then one flag for each.
 
-    ``parameter.grad`` becomes a view of it, in the parameter's own memory format; where the flat
-    tensor has another dtype, the one that travels, of a second one to which averages are copied
-    back, and which holds old values until then. (Memory that autograd has to allocate anew in every
-    step costs more than the copy.) Large gradients are copied one by one, as they come out of the
-    cache; small ones all at once, in a quarter of the calls.
+    ``parameter.grad`` becomes a view of the flat tensor in the parameter's memory format. Where
+    gradients travel in another dtype, it becomes a view of a second flat tensor, into which
+    averages are copied back, and which holds old values until then. (Letting autograd allocate
+    gradients anew in every step costs more than that copy.) Large gradients are copied one by one
+    while they are in the cache; small ones all at once, in a quarter of the calls.
 
     Args:
         parameters: of one dtype, as their gradients are.
         dtype: of the flat tensor, real; None: the gradients' own.
-        padded: its length in front of the flags; None: as many values as the gradients have.
+        padded: length of the flat tensor without flags; None: no padding.
     """
 
     def __init__(
@@ -90,33 +90,32 @@ class DenseBucket(Bucket):
     ) -> None:
         self.parameters = list(parameters)
         first = parameters[0]
-        own = gradient_dtype(first)
+        grad_dtype = gradient_dtype(first)
         pairs = first.is_complex() and dtype is not None
         sizes = [p.numel() * (2 if pairs else 1) for p in parameters]
-        rest = 0 if padded is None else padded - sum(sizes)
+        padding = 0 if padded is None else padded - sum(sizes)
         self.flat = torch.zeros(
-            sum(sizes) + rest + len(sizes),
-            dtype=dtype or own,
+            sum(sizes) + padding + len(sizes),
+            dtype=dtype or grad_dtype,
             device=first.device,
             requires_grad=False,
         )
-        *parts, _, self._flags = self.flat.split([*sizes, rest, len(sizes)])
-        self._copies_back = dtype not in (None, own, own.to_real())
+        *parts, _, self._flags = self.flat.split([*sizes, padding, len(sizes)])
+        self._copies_back = dtype not in (None, grad_dtype, grad_dtype.to_real())
         self._views = [
             _pairs(part, p, self._copies_back) if pairs else _shaped_like(part, p)
             for part, p in zip(parts, parameters, strict=True)
         ]
         self._grads = self._views
         if self._copies_back:
-            averages = torch.zeros(
-                sum(p.numel() for p in parameters), dtype=own, device=first.device
-            )
-            own_parts = averages.split([p.numel() for p in parameters])
+            numels = [p.numel() for p in parameters]
+            averages = torch.zeros(sum(numels), dtype=grad_dtype, device=first.device)
             self._grads = [
-                _shaped_like(part, p) for part, p in zip(own_parts, parameters, strict=True)
+                _shaped_like(part, p)
+                for part, p in zip(averages.split(numels), parameters, strict=True)
             ]
         self.may_overflow = self._copies_back and self.flat.dtype == torch.float16
-        self._widens = self.flat.itemsize > own.itemsize
+        self._widens = self.flat.itemsize > grad_dtype.itemsize
         self._filled: set[int] = set()
         self._unused: list[int] = []
         self.num_bytes = sum(p.nbytes for p in parameters)
@@ -125,7 +124,7 @@ class DenseBucket(Bucket):
     def fill(self, slot: int, scale: torch.Tensor) -> None:
         if not self._small:
             view, gradient = self._views[slot], self._gradient(slot)
-            if self._widens:  # what is too small for 16 bits once scaled must not be lost
+            if self._widens:  # scaled in 16 bits, small values would be lost
                 view.copy_(gradient).mul_(scale)
             elif self._copies_back:
                 _cast(gradient, scale, view)
@@ -151,7 +150,7 @@ class DenseBucket(Bucket):
         self._filled.clear()
 
     def _fill_together(self, scale: torch.Tensor) -> None:
-        """What ``fill`` does one by one, bit for bit."""
+        """Copy all small gradients; bitwise what ``fill`` does with them one by one."""
         unused = set(self._unused)
         used = [slot for slot in range(len(self.parameters)) if slot not in unused]
         if not used:
@@ -166,15 +165,14 @@ class DenseBucket(Bucket):
             self.parameters[slot].grad = self._grads[slot]
 
     def _gradient(self, slot: int) -> torch.Tensor:
-        """The gradient, dense, of as many axes as its place in the flat tensor."""
+        """The gradient, dense, with as many axes as its view of the flat tensor."""
         gradient = _dense(self.parameters[slot])
         if gradient.is_complex() and not self._views[slot].is_complex():
             return torch.view_as_real(gradient.resolve_conj())
         return gradient
 
-    def start(self, transport: Transport, group: dist.ProcessGroup) -> Sequence[dist.Work]:
-        """Begin the sum over ranks."""
-        return transport(self.flat, group)
+    def exchange(self, step: int) -> AllReduce | Exchange:
+        return AllReduce(self.flat)
 
     @property
     def is_finite(self) -> bool:
@@ -194,16 +192,17 @@ class DenseBucket(Bucket):
             )
 
     def unscale(self, loss_scale: float) -> None:
-        """Take a loss scale off the sum in ``parameter.grad``."""
+        """Divide the sum in ``parameter.grad`` by a loss scale."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if gradients and loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1 / loss_scale)
 
 
 def _cast(gradient: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    """The gradient times ``scale`` in another dtype, rounded once.
+    """Write the gradient times ``scale`` in another dtype, rounded once.
 
-    In one call it takes longer on a CPU; in two, what lies between them should stay in its cache.
+    torch's single call that scales and casts is slower on a CPU than two calls, as long as what
+    lies between them stays in the cache: hence part by part.
     """
     if gradient.stride() != out.stride() or not is_dense(gradient):
         out.copy_(gradient * scale)
@@ -214,7 +213,7 @@ def _cast(gradient: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def _dense(parameter: nn.Parameter) -> torch.Tensor:
-    """Its gradient, which may be sparse although it was dense when the buckets were laid out."""
+    """Its gradient, which may be sparse although it was dense when buckets were laid out."""
     gradient = parameter.grad
     assert gradient is not None
     return gradient.to_dense() if gradient.is_sparse else gradient
@@ -225,9 +224,9 @@ class SparseBucket(Bucket):
 
     num_bytes = 0
 
-    def __init__(self, parameter: nn.Parameter, sparse_dim: int) -> None:
+    def __init__(self, parameter: nn.Parameter, sparse_dim: int, num_ranks: int) -> None:
         self.parameter = parameter
-        self._sparse_dim = sparse_dim
+        self._sparse_dim, self._num_ranks = sparse_dim, num_ranks
         self._gradient: torch.Tensor | None = None
 
     def fill(self, slot: int, scale: torch.Tensor) -> None:
@@ -241,11 +240,11 @@ class SparseBucket(Bucket):
         if self._gradient is None and self.parameter.grad is not None:
             self.fill(0, scale)
 
-    def exchange(self, group: dist.ProcessGroup) -> None:
-        """Sum over ranks: several collectives, as the number of rows differs between ranks."""
+    def exchange(self, step: int) -> Exchange:
+        """Several requests, as the number of rows differs between ranks."""
+        mine = self._no_rows() if self._gradient is None else self._gradient
         used = self._gradient is not None
-        own = self._gradient if self._gradient is not None else self._no_rows()
-        self._gradient = sparse.all_reduce_sum(own, group, used=used)
+        self._gradient = yield from sparse.sum_over_ranks(mine, self._num_ranks, used=used)
 
     @property
     def is_finite(self) -> bool:
@@ -265,36 +264,14 @@ class SparseBucket(Bucket):
         )
 
 
-def make_buckets(
-    parameters: Sequence[nn.Parameter],
-    sparse_dims: Sequence[int],
-    dense: Callable[[Sequence[int]], DenseBucket],
-    kinds: Sequence[object],
-) -> list[tuple[Bucket, list[int]]]:
-    """Buckets for the parameters of one segment, each with the positions it holds, by slot.
-
-    One flat tensor a dtype and kind, made by ``dense`` of positions; one bucket for each sparse
-    gradient (``sparse_dims`` above 0).
-    """
-    positions_of: dict[tuple[torch.dtype, object], list[int]] = {}
-    buckets: list[tuple[Bucket, list[int]]] = []
-    for position, (parameter, sparse_dim) in enumerate(zip(parameters, sparse_dims, strict=True)):
-        if sparse_dim:
-            buckets.append((SparseBucket(parameter, sparse_dim), [position]))
-        else:
-            positions_of.setdefault((parameter.dtype, kinds[position]), []).append(position)
-    buckets += [(dense(positions), positions) for positions in positions_of.values()]
-    return buckets
-
-
 def _shaped_like(part: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """A view of ``part`` with the parameter's shape and, where these leave no holes, strides."""
+    """A view of ``part`` with the parameter's shape, and its strides if these leave no holes."""
     if parameter.is_contiguous() or not is_dense(parameter):
         return part.view(parameter.shape)
     return part.as_strided(parameter.shape, parameter.stride())
 
 
 def _pairs(part: torch.Tensor, parameter: nn.Parameter, stay: bool) -> torch.Tensor:
-    """A view of real values with the shape of complex ones, if they do not ``stay`` pairs."""
+    """A view of pairs of real values as complex ones, or, if they ``stay`` real, as pairs."""
     pairs = part.view(*parameter.shape, 2)
     return pairs if stay else torch.view_as_complex(pairs)

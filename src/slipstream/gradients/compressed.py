@@ -1,31 +1,26 @@
-"""Buckets whose gradients are made smaller for the wire, and which gradients are in which.
+"""Buckets whose gradients a codec compresses, and the plan of which codec codes which gradient.
 
-Never encodes (``codecs`` does), and never decides whether a step counts: the engine knows all
+Never encodes (``codecs`` does), and never decides whether a step counts: only the engine knows all
 buckets.
 
 [Note: A step that does not count]
 Where the gradients of one rank are not finite (a loss scale was too high, say), they would poison
-what a codec keeps, on all ranks and for good. So a flag travels along that says so; all ranks issue
-the same collectives as ever. When everything has landed, all know of all flags: either every codec
-keeps what it has learned from this step, or none does, and the gradients are NaN on all ranks, as
-they would be without a codec.
+what a codec keeps, on all ranks and for good. So a flag travels with the gradients; all ranks start
+the same collectives whatever it says. When every exchange is done, all ranks know all flags: either
+every codec commits what it has learned from this step, or every codec rolls back, and the gradients
+are NaN on all ranks, as they would be without a codec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slipstream.codecs import (
-    AllGather,
-    AllReduce,
-    AllToAll,
     Compressor,
-    Exchange,
     HalfCodec,
     Momentum,
     Ranks,
@@ -33,38 +28,137 @@ from slipstream.codecs import (
     wire_bytes,
 )
 from slipstream.gradients.buckets import DenseBucket, gradient_dtype
-from slipstream.strategy import Half, PlainCodec
-from slipstream.transport.p2p import all_to_all, gather_all
+from slipstream.strategy import Dgc, Half, Int8, OneBit, PlainCodec, PowerSgd
+from slipstream.transport.requests import Exchange, Request
 
 NamedState = Mapping[str, Mapping[str, torch.Tensor]]
 """What codecs keep, by parameter and then by name."""
 
 
 @dataclass(frozen=True, slots=True)
+class NamedCompressor:
+    """A compressor and the names of the parameters in its slots."""
+
+    names: tuple[str, ...]
+    compressor: Compressor
+
+    def exchange(
+        self, values: torch.Tensor, flags: torch.Tensor, step: int
+    ) -> Generator[Request, None, bool]:
+        """``Compressor.exchange``; returns whether all is finite, else ``values`` become NaN."""
+        yield from self.compressor.exchange(values, flags, step)
+        finite = not flags[-1]
+        if not finite:
+            values.fill_(torch.nan)
+        return finite
+
+    def settle(self, counts: bool) -> None:
+        """Commit what the last exchange taught the codec, or roll it back."""
+        if counts:
+            self.compressor.commit()
+        else:
+            self.compressor.rollback()
+
+    def state(self) -> NamedState:
+        """What the codec keeps, by parameter."""
+        pairs = zip(self.names, self.compressor.state(), strict=True)
+        return {name: state for name, state in pairs if state}
+
+    def load(self, states: NamedState) -> None:
+        """Go on from the states of these parameters, whichever buckets they come from."""
+        self.compressor.load([states.get(name, {}) for name in self.names])
+
+
+class CodecStates:
+    """What codecs keep between exchanges, by parameter, while compressors come and go."""
+
+    def __init__(self, states: NamedState | None = None) -> None:
+        self._attached: list[NamedCompressor] = []
+        self._detached: NamedState = states or {}  # of parameters without a compressor
+
+    def __bool__(self) -> bool:
+        return bool(self._attached)
+
+    def attach(self, compressors: Iterable[NamedCompressor]) -> None:
+        """New compressors go on from what was kept of their parameters."""
+        for named in compressors:
+            named.load(self._detached)
+            self._detached = _without(self._detached, named.names)
+            self._attached.append(named)
+
+    def detach(self, compressors: Iterable[NamedCompressor] | None = None) -> None:
+        """Keep the states of compressors (None: of all), and drop these."""
+        leaving = list(self._attached if compressors is None else compressors)
+        self._detached = {**self._detached, **_states(leaving)}
+        self._attached = [named for named in self._attached if named not in leaving]
+
+    def state(self) -> NamedState:
+        """What is kept on this rank, gradients included that travel uncompressed by now."""
+        return {**self._detached, **_states(self._attached)}
+
+    def load(self, states: NamedState) -> None:
+        """Go on from ``state()``, of another layout maybe."""
+        self._detached = states
+        for named in self._attached:
+            named.load(states)
+            self._detached = _without(self._detached, named.names)
+
+    def settle(self, counts: bool) -> None:
+        """All commit what the last exchange taught them, or all roll back."""
+        for named in self._attached:
+            named.settle(counts)
+
+
+def _states(compressors: Iterable[NamedCompressor]) -> NamedState:
+    return {name: state for named in compressors for name, state in named.state().items()}
+
+
+def _without(states: NamedState, names: Sequence[str]) -> NamedState:
+    return {name: state for name, state in states.items() if name not in names}
+
+
+@dataclass(frozen=True, slots=True)
 class CompressionPlan:
-    """How the gradients of a model are coded: by path, and what DGC does for the optimizer."""
+    """Which codec codes each gradient of a model, and what DGC does for the optimizer."""
 
     codec_of: Callable[[str], PlainCodec | None]
+    """By name of the parameter."""
     ranks: Ranks
     momenta: Mapping[str, Momentum] = field(default_factory=dict)
     pays: Callable[[int], bool] = lambda num_bytes: True
-    """Whether a segment of so many bytes is to be coded."""
+    """Whether a segment of so many bytes is to be compressed."""
     narrow: bool = True
-    """Whether gradients without a codec travel in the type of their parameters, where that is
+    """Whether gradients without a codec travel in the dtype of their parameters, where that is
     narrower than their own."""
 
     def for_segment(self, num_bytes: int) -> CompressionPlan:
-        """How the gradients of one segment are coded, if they are."""
+        """The plan for a segment of so many bytes: no codec where that does not pay."""
         return self if self.pays(num_bytes) else replace(self, codec_of=lambda name: None)
 
     def of(self, name: str, parameter: torch.Tensor) -> PlainCodec | None:
-        """The codec of one gradient, or None where it makes nothing smaller."""
+        """The codec of one gradient; None where it would not make that smaller."""
         codec = self.codec_of(name)
         plain = parameter.dtype if self.narrow else gradient_dtype(parameter)
         num_bytes = parameter.numel() * plain.itemsize
         if isinstance(codec, Half) and wire_bytes(codec, parameter) >= num_bytes:
             return None
         return codec
+
+    def compressor(
+        self,
+        codec: Int8 | OneBit | Dgc | PowerSgd,
+        names: Sequence[str],
+        parameters: Sequence[torch.Tensor],
+        *,
+        num_flags: int,
+        seed: int,
+    ) -> NamedCompressor:
+        """A compressor for gradients of one dtype."""
+        momenta = [self.momenta.get(name, Momentum(0.0)) for name in names]
+        compressor = make_compressor(
+            codec, parameters, self.ranks, momenta=momenta, num_flags=num_flags, seed=seed
+        )
+        return NamedCompressor(tuple(names), compressor)
 
     def bucket(
         self, names: Sequence[str], parameters: Sequence[nn.Parameter], seed: int
@@ -73,36 +167,28 @@ class CompressionPlan:
         codec = self.of(names[0], parameters[0])
         match codec:
             case None:
-                wire, own = parameters[0].dtype, gradient_dtype(parameters[0])
-                return DenseBucket(parameters, wire if self.narrow and wire != own else None)
+                dtype = parameters[0].dtype
+                narrows = self.narrow and dtype != gradient_dtype(parameters[0])
+                return DenseBucket(parameters, dtype if narrows else None)
             case Half():
                 return DenseBucket(parameters, HalfCodec(codec.dtype).wire_dtype)
-        momenta = [self.momenta.get(name, Momentum(0.0)) for name in names]
-        compressor = make_compressor(
-            codec,
-            parameters,
-            self.ranks,
-            momenta=momenta,
-            num_flags=len(parameters) + 1,
-            seed=seed,
-        )
-        return CodedBucket(names, parameters, compressor)
+        num_flags = len(parameters) + 1
+        named = self.compressor(codec, names, parameters, num_flags=num_flags, seed=seed)
+        return CompressedBucket(parameters, named)
 
 
-class CodedBucket(DenseBucket):
-    """One flat tensor of gradients, exchanged by a coder; see the note at the top of the file.
+class CompressedBucket(DenseBucket):
+    """One flat tensor of gradients that a codec exchanges; see the note at the top of the file.
 
     Args:
-        names: of the parameters.
         parameters: of one dtype.
-        coder: codes their gradients, and keeps what there is to keep.
+        codec: compresses their gradients.
     """
 
-    def __init__(
-        self, names: Sequence[str], parameters: Sequence[nn.Parameter], compressor: Compressor
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], codec: NamedCompressor) -> None:
+        compressor = codec.compressor
         super().__init__(parameters, compressor.works_in, compressor.num_values)
-        self.compressor, self.names = compressor, list(names)
+        self.codec = codec
         self._is_finite = True
         self._values = self.flat[: compressor.num_values]
         self._num_real = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
@@ -110,47 +196,16 @@ class CodedBucket(DenseBucket):
             len(parameters) + 1, dtype=torch.uint8, device=self.flat.device
         )
 
-    def exchange(self, step: int, group: dist.ProcessGroup) -> None:
-        """Leave the sum over ranks in the flat tensor: several collectives."""
+    def exchange(self, step: int) -> Exchange:
+        """Several requests."""
         self._values[self._num_real :] = 0
         self._wire_flags[:-1] = self._flags > 0
         self._wire_flags[-1] = 0
-        carry(self.compressor.exchange(self._values, self._wire_flags, step), group)
+        self._is_finite = yield from self.codec.exchange(self._values, self._wire_flags, step)
         used = self._wire_flags.tolist()
-        self.compressor.forget([slot for slot in self._unused if not used[slot]])
+        self.codec.compressor.forget([slot for slot in self._unused if not used[slot]])
         self._flags.copy_(self._wire_flags[:-1])
-        self._is_finite = not self._wire_flags[-1]
-        if not self._is_finite:
-            self._values.fill_(torch.nan)
 
     @property
     def is_finite(self) -> bool:
         return self._is_finite
-
-    def settle(self, counts: bool) -> None:
-        """Keep what the coder has learned from the last exchange, or forget it."""
-        if counts:
-            self.compressor.commit()
-        else:
-            self.compressor.rollback()
-
-    def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What the coder keeps, by parameter."""
-        pairs = zip(self.names, self.compressor.state(), strict=True)
-        return {name: state for name, state in pairs if state}
-
-    def load(self, kept: NamedState) -> None:
-        """Go on from the states of these parameters, wherever they come from."""
-        self.compressor.load([kept.get(name, {}) for name in self.names])
-
-
-def carry(exchange: Exchange, group: dist.ProcessGroup) -> None:
-    """Do what a codec asks for, over a process group."""
-    for request in exchange:
-        match request:
-            case AllReduce(tensor):
-                dist.all_reduce(tensor, group=group)
-            case AllToAll(send, receive):
-                all_to_all(receive.unbind(), send.unbind(), group)
-            case AllGather(send, receive):
-                gather_all(receive.view(-1), send.view(-1), group)

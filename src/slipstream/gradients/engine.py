@@ -1,15 +1,15 @@
-"""From a ready gradient to an averaged gradient: hooks count, full segments leave in order.
+"""From a ready gradient to an averaged one: hooks count, full segments are exchanged in order.
 
-Never touches the optimizer, the loss or the data; which gradients share a segment is ``layout``'s
-to say.
+Never touches the optimizer, the loss or the data. ``layout`` decides which gradients share a
+segment, the channel's transport how a segment travels.
 
 [Note: One backward]
 ``begin`` opens it. Each gradient that autograd has accumulated calls ``_on_gradient``: it is scaled
 into its bucket, and a segment whose gradients are all there goes to the channel, strictly in
-segment order, while backward still runs. ``end`` sends what is left (segments with unused
-parameters, and all of them where the strategy asks for no overlap), waits, and leaves the averages
-in ``parameter.grad``. All ranks thus issue the same exchanges in the same order, whatever their
-graphs did.
+segment order, while backward still runs. ``end`` sends the rest (segments with unused parameters,
+and all of them where the strategy asks for no overlap), waits, and leaves the averages in
+``parameter.grad``. So all ranks start the same exchanges in the same order, whatever their graphs
+did.
 
 The first backward that exchanges has no buckets yet: it is observed, the ranks agree on the ready
 order, the segments are laid out, and everything is sent after it.
@@ -17,38 +17,41 @@ order, the segments are laid out, and everything is sent after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from slipstream.errors import ExchangeError
-from slipstream.gradients.buckets import Bucket, DenseBucket, SparseBucket, Transport
+from slipstream.gradients.buckets import Bucket, DenseBucket
 from slipstream.gradients.buffers import Buffers
-from slipstream.gradients.compressed import CodedBucket, CompressionPlan, NamedState
+from slipstream.gradients.compressed import CodecStates, CompressionPlan, NamedState
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
-    averaged_already,
-    came_again,
-    came_outside,
-    failed,
-    frozen_no_more,
+    backward_repeated,
+    exchange_failed,
+    gradient_outside,
+    gradient_repeated,
     out_of_step,
+    unfrozen,
 )
 from slipstream.gradients.ready_order import Observer, ReadyOrder
 from slipstream.gradients.segments import (
     BucketSlot,
+    Layout,
     NamedParameter,
-    Segment,
     SegmentStats,
     gradients_of,
+    in_ready_order,
     lay_out,
+    parameters_of,
 )
 from slipstream.strategy import Split
 from slipstream.trace.event import BUFFERS, allreduce
-from slipstream.trace.recorder import Recorder, Stamp
+from slipstream.trace.recorder import Stamp
 from slipstream.transport.channel import Channel, Label
 
 
@@ -57,30 +60,35 @@ class _Backward:
     """The backward pass under way."""
 
     exchange: bool
-    scale: torch.Tensor  # of no axes: half the cost of a Python number, once a gradient
-    raised: torch.Tensor  # the same with the loss scale, which fp16 keeps while it travels
-    fills: bool = False  # whether gradients go into their buckets as they come
-    due: list[int] = field(default_factory=list)
-    next_shipment: int = 0
-    stamps: list[Stamp | None] | None = None  # when each gradient was there; None: not recorded
+    loss_scale: float
+    # As tensors without axes: multiplying by a Python number costs twice as much, once a gradient.
+    scale: torch.Tensor
+    scale_fp16: torch.Tensor  # with the loss scale, which gradients in fp16 keep while they travel
+    observer: Observer | None = None  # in the first backward that exchanges
+    fills: bool = False  # whether gradients are copied into their buckets as they come
+    slots: Sequence[BucketSlot] = ()
+    due: list[int] = field(default_factory=list)  # accumulations still to come, by parameter
+    next_segment: int = 0
+    stamps: list[Stamp | None] | None = None  # when each gradient was ready; None: not recorded
+
+    def scale_for(self, bucket: Bucket) -> torch.Tensor:
+        return self.scale_fp16 if bucket.may_overflow else self.scale
 
 
 class Engine:
-    """Averages the gradients of ``trainables`` over the ranks of the channel's groups.
+    """Averages the gradients of ``trainables`` over the ranks of the channel's transports.
 
     Args:
-        trainables: every parameter that requires a gradient, tied ones once.
-        frozen: the other parameters, which must stay frozen.
-        buffers: gives the model's buffers, kept equal to those of the first rank.
+        model: its buffers are kept equal to those of the first rank, and its other parameters must
+            stay frozen.
+        trainables: every parameter whose gradient this rank exchanges, tied ones once.
         split: which gradients share an exchange.
         overlap: exchange while backward still runs, else strictly after it.
-        transport: begins to leave the sum over a group in a tensor.
-        coding: what makes gradients smaller for the wire.
+        compression_plan: which codec compresses which gradient.
         channel: runs exchanges in order beside backward.
-        control: a group of CPU tensors for agreements, apart from the channel's.
-        anywhere: whether a flag is up on any rank that shares this model: where gradients of one
-            overflow, none of them may update.
-        recorder: None when nothing is recorded.
+        control: a group of CPU tensors for agreements, used by nothing else meanwhile.
+        any_rank: whether a flag is up on any rank that shares this model: where gradients overflow
+            on one, none of them may update.
 
     Exactness: reordered against one process on the joined batch; bitwise where the order of the sum
     is the same (two ranks).
@@ -88,38 +96,28 @@ class Engine:
 
     def __init__(
         self,
+        model: nn.Module,
         trainables: Sequence[NamedParameter],
-        frozen: Sequence[NamedParameter],
-        buffers: Callable[[], Iterable[torch.Tensor]],
         *,
         split: Split,
         overlap: bool,
-        transport: Transport,
-        coding: CompressionPlan,
+        compression_plan: CompressionPlan,
         channel: Channel,
         control: dist.ProcessGroup,
         any_rank: Callable[[bool], bool] = bool,
-        recorder: Recorder | None = None,
     ) -> None:
-        self._trainables, self._frozen = list(trainables), list(frozen)
-        self._buffers = Buffers(buffers)
-        self.split, self._overlap, self._transport = split, overlap, transport
-        self._coding = coding
-        self._channel, self._control, self._recorder = channel, control, recorder
-        self._any_rank, self._rank = any_rank, dist.get_rank()
-        self._device = trainables[0].parameter.device
-        self._order: ReadyOrder | None = None
-        self._observer: Observer | None = None
-        self._shipments: list[Segment] = []
-        self._places: list[BucketSlot] = []
+        self._trainables = list(trainables)
+        self._frozen = parameters_of(model, trainable=False)
+        self._buffers = Buffers(model.buffers)
+        self.split, self._overlap, self._plan = split, overlap, compression_plan
+        self._channel, self._control, self._any_rank = channel, control, any_rank
+        self._layout: Layout | None = None
+        self._codecs = CodecStates()
         self._backward: _Backward | None = None
+        self._stamps: list[Stamp | None] | None = None
         self._local_only = False
-        self._lost: str | None = None
         self._averaged = False
-        self._ready: list[Stamp | None] | None = None
-        self._kept: NamedState = {}  # of codecs, as long as there are no buckets
-        self._lossy = False  # whether finite gradients may come back infinite, or codecs remember
-        self._loss_scale = 1.0
+        self._failure: str | None = None
         self.overflowed = False
         self.step = 0
         self._hooks = [
@@ -132,60 +130,67 @@ class Engine:
     def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
         """Open a backward pass; with ``exchange`` it ends in sums over ranks times ``scale``.
 
-        ``loss_scale``: of which ``scale`` takes the inverse; what travels in fp16 loses it only
-        when it is there, as small gradients would be 0 without it.
+        A second one before ``updated`` adds to the averages of the first. Where codecs are at work
+        it raises, as they would take those averages for gradients of this rank.
 
-        A second one before ``updated`` adds to the averages of the first, but not where codecs
-        would take those for gradients of this rank.
+        Args:
+            exchange: whether gradients are exchanged; else they accumulate on this rank.
+            scale: of the sums; the inverse of ``loss_scale`` is part of it.
+            loss_scale: gradients that travel as fp16 keep it until they arrive, as small ones would
+                become 0 without it.
+
+        Raises:
+            UsageError: an earlier backward failed, or this one is not allowed now.
         """
-        if self._lost:
-            raise out_of_step(self._lost)
-        if exchange and self._averaged and self._coded:
-            raise averaged_already()
+        if self._failure:
+            raise out_of_step(self._failure)
+        if exchange and self._averaged and self._codecs:
+            raise backward_repeated()
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
         if thawed:
-            raise frozen_no_more(thawed)
-        self._loss_scale = loss_scale
-        factors = torch.tensor([scale, scale * loss_scale], dtype=torch.float64)
-        self._backward = _Backward(exchange, *factors)
-        self._ready = None
+            raise unfrozen(thawed)
+        scales = torch.tensor([scale, scale * loss_scale], dtype=torch.float64)
+        backward = self._backward = _Backward(exchange, loss_scale, *scales)
+        self._stamps = None
         if not exchange:
             return
-        if self._recorder is not None and self._recorder.active:
-            self._ready = self._backward.stamps = [None] * len(self._trainables)
+        if self._channel.recording:
+            self._stamps = backward.stamps = [None] * len(self._trainables)
         if self._averaged:
-            self._keep_averages(scale)
-        if self._order is None:
-            self._observer = Observer(len(self._trainables))
+            self._undo_average(scale)
+        if self._layout is None:
+            backward.observer = Observer(len(self._trainables))
         else:
-            self._open(self._backward)
-            self._backward.fills = self._overlap
+            self._open(backward, self._layout)
+            backward.fills = self._overlap
         if self._buffers:
-            self._buffers.stage()
-            facts = {"bytes": self._buffers.num_bytes}
-            text = partial(failed, self._at, "the broadcast of the buffers")
-            self._channel.start(Label(BUFFERS, text, facts), self._buffers.start)
+            describe = partial(exchange_failed, self._at, "the broadcast of the buffers")
+            label = Label(BUFFERS, describe, {"bytes": self._buffers.num_bytes})
+            self._channel.start(label, self._buffers.stage())
 
     def end(self) -> None:
-        """Close the backward pass: returns when ``parameter.grad`` holds the averages."""
+        """Close the backward pass: returns when ``parameter.grad`` holds the averages.
+
+        Raises:
+            ExchangeError: an exchange failed; names rank, step, segment and parameters.
+        """
         backward, self._backward = self._backward, None
         assert backward is not None
         if not backward.exchange:
             return
         try:
-            if self._observer is not None:
-                self.install(self._agree(self._observer))
-                self._observer = None
-                self._open(backward)
+            if backward.observer is not None:
+                self.install(self._agree(backward.observer))
+                assert self._layout is not None
+                self._open(backward, self._layout)
             self._send(backward, everything=True)
             self.overflowed = False
             self._channel.wait()
             self.overflowed = self._any_rank(self.overflowed)
         except Exception as error:
-            self._lost = str(error)
+            self._failure = str(error)
             raise
-        for bucket in self._coded:  # what codecs have learned they keep if all is finite
-            bucket.settle(not self.overflowed)
+        self._codecs.settle(not self.overflowed)
         if self._buffers:
             self._buffers.restore()
         self._averaged = True
@@ -198,9 +203,8 @@ class Engine:
     def abort(self, error: BaseException) -> None:
         """Backward itself raised: the ranks are out of step from here on."""
         if self._backward is not None and self._backward.exchange:
-            self._lost = repr(error)
+            self._failure = repr(error)
         self._backward = None
-        self._observer = None
 
     def local_only(self, on: bool) -> None:
         """Whether gradients may arrive outside ``begin`` and ``end``, and stay on this rank."""
@@ -210,182 +214,164 @@ class Engine:
         """Remove the hooks; gradients become tensors of their own again."""
         for hook in self._hooks:
             hook.remove()
-        for trainable in self._trainables:
-            if self._shipments and trainable.parameter.grad is not None:
-                trainable.parameter.grad = trainable.parameter.grad.clone()
-        self._shipments, self._places = [], []
+        if self._layout is not None:
+            for trainable in self._trainables:
+                if trainable.parameter.grad is not None:
+                    trainable.parameter.grad = trainable.parameter.grad.clone()
+        self._layout, self._codecs = None, CodecStates()
 
     @property
     def _at(self) -> str:
-        return f"rank {self._rank}, step {self.step}"
+        return f"rank {dist.get_rank()}, step {self.step}"
 
     # The layout, once the ready order is agreed.
 
     @property
     def order(self) -> ReadyOrder | None:
         """The agreed ready order; None before the first exchange."""
-        return self._order
+        return self._layout.order if self._layout is not None else None
 
     @property
     def segments(self) -> tuple[SegmentStats, ...]:
         """The segments in the order of their exchange; empty before the first exchange."""
-        return tuple(shipment.summary for shipment in self._shipments)
+        return tuple(s.stats for s in self._layout.segments) if self._layout is not None else ()
 
     @property
     def gradients(self) -> tuple[Gradient, ...]:
         """Every gradient in the agreed ready order; empty before the first exchange."""
-        if self._order is None:
+        if self._layout is None:
             return ()
-        sparse_dims = [self._order.sparse_dims[i] for i in self._order.order]
-        return tuple(gradients_of([self._trainables[i] for i in self._order.order], sparse_dims))
+        return tuple(gradients_of(*in_ready_order(self._trainables, self._layout.order)))
 
-    def cuts(self, split: Split) -> tuple[int, ...]:
-        """Behind the last gradient of each segment that a split would make."""
-        assert self._order is not None
-        ready = [self._trainables[i] for i in self._order.order]
-        sparse_dims = [self._order.sparse_dims[i] for i in self._order.order]
-        gradients = gradients_of(ready, sparse_dims, self._coding)
+    def split_points(self, split: Split) -> tuple[int, ...]:
+        """The index behind the last gradient of each segment that ``split`` would make."""
+        assert self._layout is not None
+        ready, sparse_dims = in_ready_order(self._trainables, self._layout.order)
+        gradients = gradients_of(ready, sparse_dims, self._plan)
         return tuple(segment.stop for segment in plan_segments(gradients, split))
 
     @property
     def ready(self) -> list[Stamp | None] | None:
-        """When each gradient of the last recorded backward was there, in ready order."""
-        if self._ready is None or self._order is None:
+        """When each gradient of the last backward was ready, in ready order; None: not recorded."""
+        if self._stamps is None or self._layout is None:
             return None
-        return [self._ready[index] for index in self._order.order]
+        return [self._stamps[index] for index in self._layout.order.order]
 
     def install(self, order: ReadyOrder, split: Split | None = None) -> None:
-        """Lay out segments and buckets for a ready order, and from now on a split, of all ranks."""
+        """Lay out segments and buckets for a ready order, and a new split if given.
+
+        Every rank calls it with the same values, between two backwards.
+        """
         self.split = split or self.split
-        kept = self.codec_state()
-        self._shipments, self._places = [], []  # their memory is needed for the new ones
-        self._shipments, self._places = lay_out(self._trainables, order, self.split, self._coding)
-        every = (bucket for shipment in self._shipments for bucket in shipment.buckets)
-        self._lossy = any(b.may_overflow or isinstance(b, CodedBucket) for b in every)
-        self._order = order
-        self.load_codec_state(kept)
+        self._codecs.detach()
+        self._layout = None  # frees the old buckets before the new ones are allocated
+        self._layout = lay_out(self._trainables, order, self.split, self._plan)
+        self._codecs.attach(self._layout.compressors)
 
     # What codecs keep between exchanges, by parameter.
 
-    @property
-    def _coded(self) -> list[CodedBucket]:
-        every = (bucket for shipment in self._shipments for bucket in shipment.buckets)
-        return [bucket for bucket in every if isinstance(bucket, CodedBucket)]
-
     def codec_state(self) -> NamedState:
-        """What codecs keep on this rank, or kept of gradients that travel uncoded by now."""
-        own = {name: state for b in self._coded for name, state in b.state().items()}
-        return {**self._kept, **own}
+        """What codecs keep on this rank, of gradients included that travel uncompressed by now."""
+        return self._codecs.state()
 
-    def load_codec_state(self, kept: NamedState) -> None:
+    def load_codec_state(self, states: NamedState) -> None:
         """Go on from ``codec_state()``, of another split maybe."""
-        coded = {name for bucket in self._coded for name in bucket.names}
-        self._kept = {name: state for name, state in kept.items() if name not in coded}
-        for bucket in self._coded:
-            bucket.load(kept)
+        self._codecs.load(states)
 
     # One backward.
 
-    def _open(self, backward: _Backward) -> None:
-        assert self._order is not None
-        backward.due = list(self._order.firings)
-        for shipment in self._shipments:
-            shipment.missing = len(shipment.names)
+    def _open(self, backward: _Backward, layout: Layout) -> None:
+        """All gradients are missing; a transport may post its receives."""
+        backward.slots, backward.due = layout.slots, list(layout.order.firings)
+        for segment in layout.segments:
+            segment.missing = len(segment.names)
+        self._channel.prepare(layout.requests)
 
-    def _keep_averages(self, scale: float) -> None:
+    def _undo_average(self, scale: float) -> None:
         """Averages that all ranks hold already must come out of the next sum as they are."""
         factor = 1 / (scale * dist.get_world_size(self._control))
-        if factor != 1:  # some rank has no batch of its own: it adds the averages all the same
+        if factor != 1:  # some rank has no batch of its own, but adds the averages all the same
             for trainable in self._trainables:
                 if trainable.parameter.grad is not None:
                     trainable.parameter.grad.mul_(factor)
 
     def _on_gradient(self, index: int, parameter: torch.Tensor) -> None:
-        """Autograd has added to ``parameter.grad``; small layers feel each microsecond here."""
+        """Autograd has added to ``parameter.grad``. Small layers feel each microsecond here."""
         backward = self._backward
         if backward is not None and backward.stamps is not None:
-            assert self._recorder is not None
-            backward.stamps[index] = self._recorder.stamp(self._device)
+            backward.stamps[index] = self._channel.stamp()
         if backward is None or not backward.fills:
-            self._look_on(backward, index, parameter)
+            self._on_unfilled(backward, index, parameter)
             return
         due = backward.due[index] = backward.due[index] - 1
         if due:
             if due < 0:
-                assert self._order is not None
-                raise came_again(self._at, self._trainables[index].name, self._order.firings[index])
+                assert self._layout is not None
+                name, firings = self._trainables[index].name, self._layout.order.firings[index]
+                raise gradient_repeated(self._at, name, firings)
             return
-        place = self._places[index]
-        bucket = place.bucket
-        bucket.fill(place.slot, backward.raised if bucket.may_overflow else backward.scale)
-        shipment = place.shipment
-        shipment.missing -= 1
-        if not shipment.missing:
+        slot = backward.slots[index]
+        bucket, segment = slot.bucket, slot.segment
+        bucket.fill(slot.index, backward.scale_fp16 if bucket.may_overflow else backward.scale)
+        segment.missing -= 1
+        if not segment.missing:
             self._send(backward)
 
-    def _look_on(self, backward: _Backward | None, index: int, parameter: torch.Tensor) -> None:
-        """A gradient that is not to be filled in now: observed, left for later, or a mistake."""
+    def _on_unfilled(self, backward: _Backward | None, index: int, parameter: torch.Tensor) -> None:
+        """A gradient that is not copied now: observed, left for ``end``, or a mistake."""
         if backward is None:
             if not self._local_only:
-                raise came_outside(self._trainables[index].name)
-        elif backward.exchange and self._observer is not None:
+                raise gradient_outside(self._trainables[index].name)
+        elif backward.observer is not None:
             assert parameter.grad is not None
-            self._observer.saw(index, parameter.grad)
+            backward.observer.saw(index, parameter.grad)
 
     def _send(self, backward: _Backward, everything: bool = False) -> None:
         """Hand segments to the channel in order, as far as they are full (or all of them)."""
-        while backward.next_shipment < len(self._shipments):
-            shipment = self._shipments[backward.next_shipment]
-            if shipment.missing and not everything:
+        assert self._layout is not None
+        segments = self._layout.segments
+        while backward.next_segment < len(segments):
+            segment = segments[backward.next_segment]
+            if segment.missing and not everything:
                 return
-            for bucket in shipment.buckets:
-                bucket.complete(backward.raised if bucket.may_overflow else backward.scale)
-            if self._recorder is not None and self._recorder.active:
-                shipment.ready = self._recorder.stamp(self._device)
-            self._start(backward.next_shipment)
-            backward.next_shipment += 1
+            for bucket in segment.buckets:
+                bucket.complete(backward.scale_for(bucket))
+            if self._channel.recording:
+                segment.ready = self._channel.stamp()
+            self._start(backward.next_segment, self._layout, backward.loss_scale)
+            backward.next_segment += 1
 
-    def _start(self, index: int) -> None:
-        """Hand one segment to the channel: dense buckets at once, sparse gradients staged."""
-        shipment = self._shipments[index]
-        what = f"the exchange of segment {index + 1} of {len(self._shipments)}"
-        text = partial(failed, self._at, what, shipment.names)
-        for bucket in sorted(shipment.buckets, key=lambda b: isinstance(b, SparseBucket)):
-            label = Label(allreduce(index + 1), text, self._facts(index, bucket))
-            landed = partial(self._land, bucket)
-            match bucket:
-                case CodedBucket():
-                    self._channel.stage(label, partial(bucket.exchange, self.step), landed)
-                case DenseBucket():
-                    self._channel.start(label, partial(bucket.start, self._transport), landed)
-                case SparseBucket():
-                    self._channel.stage(label, bucket.exchange, landed)
+    def _start(self, index: int, layout: Layout, loss_scale: float) -> None:
+        """Hand the buckets of one segment to the channel."""
+        segment = layout.segments[index]
+        what = f"the exchange of segment {index + 1} of {len(layout.segments)}"
+        describe = partial(exchange_failed, self._at, what, segment.names)
+        for bucket in segment.buckets:
+            args: dict[str, object] = {}
+            if self._channel.recording:
+                args = {
+                    "segment": index,
+                    "bytes": bucket.num_bytes,
+                    "wire_bytes": segment.wire_bytes,
+                    "gradients": len(segment.names),
+                    "collectives": len(segment.buckets),
+                    "ready": segment.ready,
+                }
+            label = Label(allreduce(index + 1), describe, args)
+            land = partial(self._land, bucket, layout.checks_finite, loss_scale)
+            self._channel.start(label, bucket.exchange(self.step), land)
 
-    def _land(self, bucket: Bucket) -> None:
-        """The averages of one bucket are here, those of others may be on their way."""
-        if self._lossy and not bucket.is_finite:
+    def _land(self, bucket: Bucket, checks_finite: bool, loss_scale: float) -> None:
+        """The averages of one bucket are here, those of others may still be in flight."""
+        if checks_finite and not bucket.is_finite:
             self.overflowed = True
         bucket.finish()
         if bucket.may_overflow and isinstance(bucket, DenseBucket):
-            bucket.unscale(self._loss_scale)
-
-    def _facts(self, index: int, bucket: Bucket) -> dict[str, object]:
-        """What the trace says of an exchange."""
-        recorder = self._recorder
-        if recorder is None or not recorder.active:
-            return {}
-        return {
-            "segment": index,
-            "bytes": bucket.num_bytes,
-            "wire_bytes": self._shipments[index].wire_bytes,
-            "gradients": len(self._shipments[index].names),
-            "collectives": len(self._shipments[index].buckets),
-            "ready": self._shipments[index].ready,
-        }
+            bucket.unscale(loss_scale)
 
     def _agree(self, observer: Observer) -> ReadyOrder:
         try:
             return observer.agree(self._control)
         except RuntimeError as error:  # a peer is gone before its first exchange
             what = "the agreement on the order of the gradients"
-            raise ExchangeError(f"{failed(self._at, what)}: {error}") from error
+            raise ExchangeError(f"{exchange_failed(self._at, what)}: {error}") from error

@@ -1,7 +1,7 @@
 """Which gradients share an exchange: a pure function from gradients and a split to segments.
 
-Never sees a tensor or a process group: the engine, the preview table and a simulator call the same
-function, so they cannot drift apart.
+Never sees a tensor or a process group. The engine, the preview table and the simulator call the
+same function, so they cannot drift apart.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ MEGABYTE = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """What the layout knows of one gradient: the name of its parameter, its layer and its bytes.
+    """One gradient as the layout sees it: the name of its parameter, its layer and its bytes.
 
-    ``num_bytes`` is 0 for a sparse gradient: it is exchanged beside the dense ones and its size is
-    known only when it is there. Gradients of one segment whose ``dtype`` differs are exchanged in a
-    collective a dtype.
+    ``num_bytes`` is 0 for a sparse gradient, which is exchanged beside the dense ones: its size is
+    known only in backward. Gradients of one segment travel in one collective for each ``dtype``.
     """
 
     name: str
@@ -53,7 +52,7 @@ class SegmentRange:
 
 
 def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[SegmentRange, ...]:
-    """Cut gradients, given in ready order, into segments that follow each other without a gap.
+    """Cut gradients, given in ready order, into contiguous segments.
 
     Ready order is the order in which backward produces gradients: the output layer comes first.
 
@@ -72,19 +71,18 @@ def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[SegmentR
             "the model has no parameter that requires a gradient, so there is nothing to split or "
             "exchange; set requires_grad=True on what is to be trained before accelerate()"
         )
-    cut = _CUTS[type(split)]
-    stops = sorted({*cut(gradients, split), len(gradients)} - {0})
+    stops = sorted({*_SPLITS[type(split)](gradients, split), len(gradients)} - {0})
     return tuple(SegmentRange(start, stop) for start, stop in pairwise([0, *stops]))
 
 
 def _by_bytes(gradients: Sequence[Gradient], split: ByBytes) -> Iterable[int]:
-    """Close segments when they reach their size; keep a small last one, which nothing hides.
+    """Close a segment when it reaches its size; the last one is small, as no backward hides it.
 
-    What does not reach the size of a first segment is one with the last: on a small model another
-    exchange costs more than it hides.
+    Gradients that do not fill a first segment join the last one: on a small model another exchange
+    costs more than it hides.
     """
     num_bytes = [g.num_bytes for g in gradients]
-    tail = _tail_start(num_bytes, split.last_megabytes)
+    tail = _last_segment_start(num_bytes, split.last_megabytes)
     limit = (split.first_megabytes or split.megabytes) * MEGABYTE
     filled, closed = 0, False
     for index, size in enumerate(num_bytes[:tail]):
@@ -97,8 +95,8 @@ def _by_bytes(gradients: Sequence[Gradient], split: ByBytes) -> Iterable[int]:
         yield tail
 
 
-def _tail_start(num_bytes: Sequence[int], last_megabytes: float | None) -> int:
-    """Where the last segment starts: as many of the last gradients as fit, at least one."""
+def _last_segment_start(num_bytes: Sequence[int], last_megabytes: float | None) -> int:
+    """The last segment has as many of the last gradients as fit, at least one."""
     if last_megabytes is None:
         return len(num_bytes)
     room = last_megabytes * MEGABYTE
@@ -111,7 +109,7 @@ def _tail_start(num_bytes: Sequence[int], last_megabytes: float | None) -> int:
 
 
 def _by_percent(gradients: Sequence[Gradient], split: ByPercent) -> Iterable[int]:
-    """Cut at the border nearest to each mark; marks that share a border make one cut."""
+    """Cut at the border nearest to each percentage; equal borders make one cut."""
     borders = [0, *accumulate(g.num_bytes for g in gradients)]
     for mark in accumulate(split.percents[:-1]):
         wanted = borders[-1] * mark / 100
@@ -150,11 +148,11 @@ def _single(gradients: Sequence[Gradient], split: Single) -> Iterable[int]:
 
 
 def _optimal(gradients: Sequence[Gradient], split: Optimal) -> Iterable[int]:
-    """The split that it begins with; the computed one is a ``ByIndex``."""
+    """The split that training begins with; the computed one is a ``ByIndex``."""
     return _by_bytes(gradients, ByBytes())
 
 
-_CUTS: dict[type, Callable[..., Iterable[int]]] = {
+_SPLITS: dict[type, Callable[..., Iterable[int]]] = {
     ByBytes: _by_bytes,
     ByPercent: _by_percent,
     ByIndex: _by_index,

@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from slipstream.errors import ExchangeError, ModelError, UsageError
 
 
-def failed(at: str, what: str, names: Sequence[str] = ()) -> str:
-    """``what`` (of the gradients ``names``) did not come to an end ``at`` a rank and step."""
-    carried = f" ({in_short(names)})" if names else ""
+def exchange_failed(at: str, what: str, names: Sequence[str] = ()) -> str:
+    """``what`` (of the gradients ``names``) failed ``at`` a rank and step."""
+    carried = f" ({abbreviated(names)})" if names else ""
     return (
         f"{at}: {what}{carried} failed. Most often another rank has ended, failed or skipped this "
-        "step: look at the first error of all ranks; loaders of different length belong into "
+        "step: look at the first error of all ranks; pass loaders of unequal length to "
         "accelerate(model, optimizer, loader)"
     )
 
 
-def came_again(at: str, name: str, firings: int) -> ExchangeError:
-    """More gradients for one parameter than the ranks have agreed on."""
+def gradient_repeated(at: str, name: str, firings: int) -> ExchangeError:
+    """More gradients for one parameter than the ranks agreed on."""
     return ExchangeError(
         f"{at}: parameter {name} got a gradient more than {firings} time(s) in one backward, "
         "unlike in the first step, after its segment may have been sent; the model's graph changes "
@@ -31,7 +31,7 @@ def came_again(at: str, name: str, firings: int) -> ExchangeError:
     )
 
 
-def came_outside(name: str) -> UsageError:
+def gradient_outside(name: str) -> UsageError:
     """A gradient that no exchange would ever carry."""
     return UsageError(
         f"parameter {name} got a gradient outside session.backward(), which would never be "
@@ -40,8 +40,8 @@ def came_outside(name: str) -> UsageError:
     )
 
 
-def averaged_already() -> UsageError:
-    """A second exchange of one update, which a codec cannot tell from gradients of this rank."""
+def backward_repeated() -> UsageError:
+    """A second exchange for one update: a codec would take averages for gradients of this rank."""
     return UsageError(
         "backward() was called twice before step(), and gradients.codec has sent the first "
         "gradients already; call step() after every backward() and let gradients.accumulate add "
@@ -50,9 +50,9 @@ def averaged_already() -> UsageError:
 
 
 def sparse_without_momentum(name: str) -> ModelError:
-    """DGC holds the momentum of a parameter whose gradients it cannot code."""
+    """DGC applies the momentum of a parameter whose gradients it cannot compress."""
     return ModelError(
-        f"parameter {name} has sparse gradients, which the codec dgc does not take, but it holds "
+        f"parameter {name} has sparse gradients, which the codec dgc does not take, but it applies "
         "the momentum of the optimizer's whole group; give the parameter a group of its own and "
         f"no codec: gradients.codec: {{kind: by_name, rules: [{{match: {name!r}}}, "
         "{match: '*', codec: dgc}]}"
@@ -67,16 +67,16 @@ def out_of_step(cause: str) -> UsageError:
     )
 
 
-def frozen_no_more(names: Sequence[str]) -> UsageError:
-    """Parameters that the engine does not carry require gradients now."""
+def unfrozen(names: Sequence[str]) -> UsageError:
+    """Parameters require gradients now that were frozen at the start."""
     return UsageError(
-        f"parameters frozen at accelerate() require gradients now: {in_short(names)}; close() the "
-        "session and accelerate() again after changing requires_grad"
+        f"parameters frozen at accelerate() require gradients now: {abbreviated(names)}; close() "
+        "the session and accelerate() again after changing requires_grad"
     )
 
 
-def in_short(names: Sequence[str]) -> str:
-    """First and last of many parameter names."""
+def abbreviated(names: Sequence[str]) -> str:
+    """All of up to three parameter names, else the first, the last and their number."""
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]} ... {names[-1]}, {len(names)} gradients"

@@ -1,7 +1,8 @@
-"""The momentum of an optimizer, lent to a codec that must apply it before gradients are sent.
+"""Momentum correction for DGC: the codec applies the optimizer's momentum, before it sends.
 
-Never applies it: ``codecs.dgc`` does. While it is lent, the optimizer's own is 0; what was lent
-stands beside it in the parameter group, so that a checkpoint of the optimizer does not forget it.
+Never applies it itself: ``codecs.dgc`` does. Meanwhile the optimizer's own momentum is 0; the
+settings stand in the parameter group under ``SETTINGS_KEY``, so that a checkpoint of the optimizer
+contains them.
 """
 
 from __future__ import annotations
@@ -17,25 +18,25 @@ from slipstream.errors import ModelError, UsageError
 from slipstream.gradients.segments import NamedParameter
 from slipstream.strategy import Codec, Dgc, codec_of
 
-LENT = "lent_to_dgc"
-_SETTINGS = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
+SETTINGS_KEY = "momentum_correction"
+_OFF = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
 
 
 def check_momentum_correction(
     optimizer: torch.optim.Optimizer, trainables: Sequence[NamedParameter], codec: Codec | None
 ) -> None:
-    """Refuse what DGC cannot take over.
+    """Refuse an optimizer whose momentum DGC cannot take over.
 
     Raises:
-        ModelError: names the optimizer or the group, the reason and the way out.
+        ModelError: names the optimizer or the group, the reason and the fix.
     """
-    coded = _coded(trainables, codec)
+    coded = _dgc_names(trainables, codec)
     if not coded:
         return
     if type(optimizer) is not torch.optim.SGD:
         raise ModelError(
-            f"gradients.codec dgc with {type(optimizer).__name__}: DGC takes over momentum and "
-            "weight decay, which it knows of torch.optim.SGD alone (an optimizer that divides by "
+            f"gradients.codec dgc with {type(optimizer).__name__}: DGC applies momentum and weight "
+            "decay itself, which it can do for torch.optim.SGD alone (an optimizer that divides by "
             "second moments would see rare, large gradients); use that, or another codec "
             "(powersgd, int8)"
         )
@@ -46,23 +47,30 @@ def check_momentum_correction(
                 f"the optimizer's group {number} holds parameters with and without the codec dgc, "
                 "but momentum is a setting of a group; give them groups of their own"
             )
-        odd = [name for name in ("dampening", "maximize") if any(inside) and group.get(name)]
-        if odd:
+        unsupported = [n for n in ("dampening", "maximize") if any(inside) and group.get(n)]
+        if unsupported:
+            name = unsupported[0]
             raise ModelError(
-                f"the optimizer's group {number} has {odd[0]} {group[odd[0]]!r}, which DGC does "
-                f"not know; leave {odd[0]} at its default, or use another codec"
+                f"the optimizer's group {number} has {name} {group[name]!r}, which DGC does "
+                f"not support; leave {name} at its default, or use another codec"
             )
 
 
 class MomentumCorrection:
-    """What an optimizer has lent; ``give_back`` undoes it: before the first update in full, later
-    the settings, as the momentum is spent by then.
+    """Takes momentum and weight decay over from an optimizer.
+
+    ``give_back`` undoes it. Before the first update that includes the momentum buffers; later they
+    are used up, and only the settings return.
 
     Args:
         optimizer: as ``check_momentum_correction`` accepts it.
         trainables: every parameter that requires a gradient.
         codec: of the strategy.
-        world_size: each rank applies its share of a momentum that was built up before.
+        world_size: each rank applies its part of a momentum that was built up before.
+
+    Attributes:
+        momenta: what DGC applies, by parameter.
+        buffers: states of codecs to begin with, by parameter.
     """
 
     def __init__(
@@ -72,49 +80,46 @@ class MomentumCorrection:
         codec: Codec | None,
         world_size: int,
     ) -> None:
-        coded = _coded(trainables, codec)
-        self._optimizer, self._numbers = optimizer, set[int]()
-        self._unspent: dict[torch.Tensor, torch.Tensor] = {}  # momentum as the optimizer had it
+        coded = _dgc_names(trainables, codec)
+        self._optimizer, self._group_numbers = optimizer, set[int]()
+        self._unused: dict[torch.Tensor, torch.Tensor] = {}  # momentum buffers before any update
         self.momenta: dict[str, Momentum] = {}
         self.buffers: dict[str, Mapping[str, torch.Tensor]] = {}
         for number, group in enumerate(optimizer.param_groups):
             inside = [p for p in group["params"] if id(p) in coded]
             if not inside:
-                _give_back(group)
+                _restore_settings(group)
                 continue
-            momentum_correction = dict(group.get(LENT) or {name: group[name] for name in _SETTINGS})
+            self._group_numbers.add(number)
+            settings = dict(group.get(SETTINGS_KEY) or {name: group[name] for name in _OFF})
+            group.update(_OFF, **{SETTINGS_KEY: settings})
             for parameter in inside:
                 name = coded[id(parameter)]
-                decayed = parameter if momentum_correction["weight_decay"] else None
-                self.momenta[name] = Momentum(**momentum_correction, parameter=decayed)
+                decayed = parameter if settings["weight_decay"] else None
+                self.momenta[name] = Momentum(**settings, parameter=decayed)
                 buffer = optimizer.state[parameter].pop("momentum_buffer", None)
                 if buffer is not None:
-                    self._unspent[parameter] = buffer
-                    ahead = (
-                        momentum_correction["momentum"] if momentum_correction["nesterov"] else 1.0
-                    )
-                    in_order = memory_order(
-                        torch.empty_like(parameter, dtype=buffer.dtype).copy_(buffer)
-                    )
-                    self.buffers[name] = {"momentum": in_order * (ahead / world_size)}
-            group.update(_SETTINGS, **{LENT: momentum_correction})
-            self._numbers.add(number)
+                    self._unused[parameter] = buffer
+                    # With Nesterov, DGC keeps the buffer multiplied by the momentum (codecs/dgc).
+                    factor = settings["momentum"] if settings["nesterov"] else 1.0
+                    like = torch.empty_like(parameter, dtype=buffer.dtype).copy_(buffer)
+                    self.buffers[name] = {"momentum": memory_order(like) * (factor / world_size)}
 
     def check(self) -> None:
-        """Refuse to update with a momentum that somebody gave the optimizer meanwhile.
+        """Refuse to update with a momentum that the optimizer was given meanwhile.
 
-        A checkpoint that the optimizer has loaded may bring along what an earlier run had lent.
+        A checkpoint that the optimizer has loaded may contain the settings of an earlier run.
 
         Raises:
             UsageError: names the setting.
         """
-        self._unspent.clear()
+        self._unused.clear()
         for number, group in enumerate(self._optimizer.param_groups):
-            if number not in self._numbers:
-                _give_back(group)
+            if number not in self._group_numbers:
+                _restore_settings(group)
                 continue
-            for name, momentum_correction in _SETTINGS.items():
-                if group[name] != momentum_correction:
+            for name, off in _OFF.items():
+                if group[name] != off:
                     raise UsageError(
                         f"the optimizer's {name} became {group[name]!r}, but gradients.codec dgc "
                         "applies it and it would count twice; use a scheduler that leaves it "
@@ -123,17 +128,17 @@ class MomentumCorrection:
                     )
 
     def give_back(self) -> None:
-        """The optimizer's settings are its own again, and its momentum if nothing used it."""
+        """Restore the optimizer's settings, and its momentum buffers if no update used them."""
         for group in self._optimizer.param_groups:
-            _give_back(group)
-        for parameter, buffer in self._unspent.items():
+            _restore_settings(group)
+        for parameter, buffer in self._unused.items():
             self._optimizer.state[parameter].setdefault("momentum_buffer", buffer)
 
 
-def _give_back(group: dict[str, Any]) -> None:
-    group.update(group.pop(LENT, {}))
+def _restore_settings(group: dict[str, Any]) -> None:
+    group.update(group.pop(SETTINGS_KEY, {}))
 
 
-def _coded(trainables: Sequence[NamedParameter], codec: Codec | None) -> dict[int, str]:
-    """Names of the parameters that DGC codes, by identity."""
+def _dgc_names(trainables: Sequence[NamedParameter], codec: Codec | None) -> dict[int, str]:
+    """Names of the parameters that DGC compresses, by identity."""
     return {id(t.parameter): t.name for t in trainables if isinstance(codec_of(codec, t.name), Dgc)}

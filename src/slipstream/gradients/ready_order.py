@@ -1,6 +1,6 @@
 """The order in which backward produces gradients: observed on each rank, agreed by all.
 
-Never guesses: a parameter that no rank saw comes last, in reverse order of registration.
+Parameters that no rank saw come last, in reverse order of registration.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from slipstream.transport.consistency import maximum, of_first
+
 
 @dataclass(frozen=True, slots=True)
 class ReadyOrder:
-    """What all ranks agree on: the order of the trainable parameters, and facts by parameter.
+    """What all ranks agree on: the order of the trainable parameters, and two counts for each.
 
     Attributes:
         order: indices of all parameters, the first to get its gradient first.
         firings: how often each parameter's gradient is accumulated in one backward: once, or, if
-            it is shared by several reentrant checkpoints, once for each.
+            several reentrant checkpoints use it, once for each of them.
         sparse_dims: sparse axes of each gradient; 0 for a dense one.
     """
 
@@ -29,7 +31,7 @@ class ReadyOrder:
 
 
 class Observer:
-    """Writes down which gradients became ready, in which order, in one backward of this rank."""
+    """Records which gradients became ready, in which order, in one backward of this rank."""
 
     def __init__(self, num_parameters: int) -> None:
         self._seen: list[int] = []
@@ -44,23 +46,23 @@ class Observer:
     def agree(self, group: dist.ProcessGroup) -> ReadyOrder:
         """The most firings and axes of any rank, the order of the first: two small collectives.
 
-        A parameter that the first rank did not see comes behind those that it saw.
+        A parameter that the first rank did not see comes after those that it saw.
         """
         num_parameters = len(self._sparse_dims)
         firings = [0] * num_parameters
         for index in self._seen:
             firings[index] += 1
-        facts = torch.tensor([firings, self._sparse_dims], dtype=torch.int64)
-        dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=group)
-        order = torch.tensor(_last_firings(self._seen, num_parameters), dtype=torch.int64)
-        dist.broadcast(order, group=group, group_src=0)
-        most_firings, sparse_dims = facts.tolist()
+        counts = torch.tensor([firings, self._sparse_dims], dtype=torch.int64)
+        most_firings, sparse_dims = maximum(counts, group).tolist()
+        order = torch.tensor(_by_last_firing(self._seen, num_parameters), dtype=torch.int64)
         return ReadyOrder(
-            tuple(order.tolist()), tuple(max(1, f) for f in most_firings), tuple(sparse_dims)
+            tuple(of_first(order, group).tolist()),
+            tuple(max(1, n) for n in most_firings),
+            tuple(sparse_dims),
         )
 
 
-def _last_firings(seen: Sequence[int], num_parameters: int) -> list[int]:
+def _by_last_firing(seen: Sequence[int], num_parameters: int) -> list[int]:
     """Parameters by their last firing (only then is a gradient whole), then unseen ones."""
     last = {index: position for position, index in enumerate(seen)}
     unseen = [index for index in reversed(range(num_parameters)) if index not in last]

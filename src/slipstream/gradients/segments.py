@@ -1,35 +1,36 @@
 """Segments at run time: parameters laid out in buckets, and where the gradient of each one goes.
 
-Never communicates, and never decides which gradients share a segment (``layout`` does).
+Never communicates, and never decides which gradients share a segment: ``layout`` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from slipstream.codecs import wire_bytes
-from slipstream.gradients.buckets import Bucket, DenseBucket, gradient_dtype, make_buckets
-from slipstream.gradients.compressed import CompressionPlan
+from slipstream.gradients.buckets import Bucket, DenseBucket, SparseBucket, gradient_dtype
+from slipstream.gradients.compressed import CompressedBucket, CompressionPlan, NamedCompressor
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import sparse_without_momentum
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.strategy import Dgc, Split
 from slipstream.trace.recorder import Stamp
+from slipstream.transport.requests import AllReduce
 
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
     """A parameter that gets gradients, and its path in the model.
 
-    [Note: Ranks that share a model] each hold shares of some parameters, and replicas of others,
-    which must stay bit for bit alike although each rank averages its own with other ranks. So all
-    of them lay out the same segments (``widest`` is like the largest share), and replicas travel in
-    buckets of their own: the same sums in the same order, and blocks of a codec with the same
-    values.
+    [Note: Ranks that share a model]
+    Each of them holds a shard of some parameters and a replica of others. Replicas must stay
+    bitwise equal although each rank averages its own with other ranks. So all of them lay out the
+    same segments (``widest`` has the shape of the largest shard), and replicas travel in buckets of
+    their own: the same sums in the same order, and codec blocks with the same values.
     """
 
     name: str
@@ -48,7 +49,7 @@ def parameters_of(
 ) -> list[NamedParameter]:
     """The parameters that require a gradient, or the others, as registered, tied ones once.
 
-    ``shares``: where ranks share the model, the shapes of the largest shares, by name.
+    ``shares``: where ranks share the model, the shapes of the largest shards, by name.
     """
     chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad is trainable]
     if shares is None:
@@ -63,7 +64,7 @@ def parameters_of(
 
 
 def as_wide_as_gradients(trainables: Sequence[NamedParameter]) -> list[NamedParameter]:
-    """``trainables`` whose gradients travel in their own type, wider than that of parameters."""
+    """``trainables`` whose gradients travel in their own dtype, wider than the parameters'."""
 
     def wide(trainable: NamedParameter) -> torch.Tensor:
         dtype = gradient_dtype(trainable.parameter)
@@ -75,12 +76,14 @@ def as_wide_as_gradients(trainables: Sequence[NamedParameter]) -> list[NamedPara
 def gradients_of(
     trainables: Sequence[NamedParameter],
     sparse_dims: Sequence[int],
-    coding: CompressionPlan | None = None,
+    compression_plan: CompressionPlan | None = None,
 ) -> list[Gradient]:
-    """What the layout knows of their gradients; with ``coding``, bytes are those it leaves."""
+    """The gradients as ``layout`` sees them, with a plan in the bytes that it leaves of them."""
 
     def num_bytes(trainable: NamedParameter) -> int:
-        codec = coding.of(trainable.name, trainable.parameter) if coding else None
+        codec = None
+        if compression_plan is not None:
+            codec = compression_plan.of(trainable.name, trainable.parameter)
         return wire_bytes(codec, trainable.widest)
 
     return [
@@ -94,11 +97,18 @@ def gradients_of(
     ]
 
 
+def in_ready_order(
+    trainables: Sequence[NamedParameter], order: ReadyOrder
+) -> tuple[list[NamedParameter], list[int]]:
+    """Parameters and the sparse axes of their gradients, the first to be ready first."""
+    return [trainables[i] for i in order.order], [order.sparse_dims[i] for i in order.order]
+
+
 @dataclass(frozen=True, slots=True)
 class SegmentStats:
     """What one segment carries: names in ready order, bytes, and how many collectives.
 
-    ``wire_bytes`` are those that stand for ``num_bytes`` of gradients once codecs are at work.
+    ``wire_bytes`` are those that ``num_bytes`` of gradients shrink to where codecs are at work.
     """
 
     gradients: tuple[str, ...]
@@ -109,7 +119,7 @@ class SegmentStats:
 
 @dataclass(slots=True)
 class Segment:
-    """A segment at run time: its buckets, and how many of its gradients are still to come."""
+    """A segment at run time: its buckets, and how many of its gradients are still missing."""
 
     names: tuple[str, ...]
     buckets: list[Bucket]
@@ -118,63 +128,108 @@ class Segment:
     ready: Stamp = 0.0
 
     @property
-    def summary(self) -> SegmentStats:
+    def stats(self) -> SegmentStats:
         """What it carries."""
         num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         return SegmentStats(self.names, num_bytes, len(self.buckets), self.wire_bytes)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class BucketSlot:
     """Where the gradient of one parameter goes."""
 
-    shipment: Segment
+    segment: Segment
     bucket: Bucket
-    slot: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where every gradient travels: what ``lay_out`` returns.
+
+    Attributes:
+        order: the ready order that the ranks agreed on.
+        segments: in the order of their exchange.
+        slots: of the trainables, as registered.
+        requests: the all-reduces of one backward, in the order of their start.
+        checks_finite: whether a sum must be checked: finite gradients may have an infinite one
+            (fp16), or a codec must forget one that is not finite.
+    """
+
+    order: ReadyOrder
+    segments: tuple[Segment, ...]
+    slots: tuple[BucketSlot, ...]
+    requests: tuple[AllReduce, ...]
+    checks_finite: bool
+
+    @property
+    def compressors(self) -> Iterator[NamedCompressor]:
+        """Those of all buckets that a codec compresses."""
+        for segment in self.segments:
+            for bucket in segment.buckets:
+                if isinstance(bucket, CompressedBucket):
+                    yield bucket.codec
 
 
 def lay_out(
-    trainables: Sequence[NamedParameter], order: ReadyOrder, split: Split, coding: CompressionPlan
-) -> tuple[list[Segment], list[BucketSlot]]:
-    """Segments in the order of their exchange, and for each trainable the place of its gradient.
+    trainables: Sequence[NamedParameter], order: ReadyOrder, split: Split, plan: CompressionPlan
+) -> Layout:
+    """Segments and buckets for ``trainables``; sizes that a split asks for are those on the wire.
 
-    Sizes that a split asks for are those on the wire.
+    Raises:
+        ModelError: a sparse gradient whose momentum DGC applies.
+        StrategyError: the split does not fit this number of gradients.
     """
-    ready = [trainables[i] for i in order.order]
-    sparse_dims = [order.sparse_dims[i] for i in order.order]
+    ready, sparse_dims = in_ready_order(trainables, order)
     for trainable, sparse_dim in zip(ready, sparse_dims, strict=True):
-        if sparse_dim and isinstance(coding.of(trainable.name, trainable.parameter), Dgc):
+        if sparse_dim and isinstance(plan.of(trainable.name, trainable.parameter), Dgc):
             raise sparse_without_momentum(trainable.name)
-    gradients = gradients_of(ready, sparse_dims, coding)
-    shipments: list[Segment] = []
-    places: dict[int, BucketSlot] = {}
-    for number, segment in enumerate(plan_segments(gradients, split)):
-        part = slice(segment.start, segment.stop)
-        inside = ready[part]
-        own = coding.for_segment(sum(t.parameter.nbytes for t in inside))
-        buckets = _buckets(inside, sparse_dims[part], own, number)
-        wire = sum(g.num_bytes for g in gradients_of(inside, sparse_dims[part], own))
-        names = tuple(t.name for t in inside)
-        shipment = Segment(names, [b for b, _ in buckets], wire)
-        shipments.append(shipment)
+    segments: list[Segment] = []
+    slots: dict[int, BucketSlot] = {}
+    for number, part in enumerate(plan_segments(gradients_of(ready, sparse_dims, plan), split)):
+        inside, dims = ready[part.start : part.stop], sparse_dims[part.start : part.stop]
+        segment_plan = plan.for_segment(sum(t.parameter.nbytes for t in inside))
+        buckets = _make_buckets(inside, dims, segment_plan, seed=number)
+        num_bytes = sum(g.num_bytes for g in gradients_of(inside, dims, segment_plan))
+        segment = Segment(tuple(t.name for t in inside), [b for b, _ in buckets], num_bytes)
+        segments.append(segment)
         for bucket, positions in buckets:
-            for slot, position in enumerate(positions):
-                places[order.order[segment.start + position]] = BucketSlot(shipment, bucket, slot)
-    return shipments, [places[index] for index in range(len(trainables))]
+            for index, position in enumerate(positions):
+                slots[order.order[part.start + position]] = BucketSlot(segment, bucket, index)
+    every_bucket = [bucket for segment in segments for bucket in segment.buckets]
+    requests = [bucket.exchange(0) for bucket in every_bucket]
+    return Layout(
+        order,
+        tuple(segments),
+        tuple(slots[index] for index in range(len(trainables))),
+        tuple(request for request in requests if isinstance(request, AllReduce)),
+        any(b.may_overflow or isinstance(b, CompressedBucket) for b in every_bucket),
+    )
 
 
-def _buckets(
+def _make_buckets(
     trainables: Sequence[NamedParameter],
     sparse_dims: Sequence[int],
-    coding: CompressionPlan,
+    plan: CompressionPlan,
     seed: int,
 ) -> list[tuple[Bucket, list[int]]]:
-    """The buckets of one segment, each with the positions it holds."""
+    """The buckets of one segment in the order of their exchange, each with the positions it holds.
+
+    One flat tensor for each dtype, codec and kind of parameter (shard or replica); then one bucket
+    for each sparse gradient, so that dense ones do not wait for its several collectives.
+    """
+    positions_of: dict[object, list[int]] = {}
+    sparse: list[tuple[Bucket, list[int]]] = []
+    for position, (t, sparse_dim) in enumerate(zip(trainables, sparse_dims, strict=True)):
+        if sparse_dim:
+            bucket = SparseBucket(t.parameter, sparse_dim, plan.ranks.count)
+            sparse.append((bucket, [position]))
+        else:
+            key = t.parameter.dtype, plan.of(t.name, t.parameter), t.replica
+            positions_of.setdefault(key, []).append(position)
 
     def dense(positions: Sequence[int]) -> DenseBucket:
         chosen = [trainables[i] for i in positions]
-        return coding.bucket([t.name for t in chosen], [t.parameter for t in chosen], seed)
+        return plan.bucket([t.name for t in chosen], [t.parameter for t in chosen], seed)
 
-    parameters = [t.parameter for t in trainables]
-    kinds = [(coding.of(t.name, t.parameter), t.replica) for t in trainables]
-    return make_buckets(parameters, sparse_dims, dense, kinds)
+    return [*((dense(positions), positions) for positions in positions_of.values()), *sparse]

@@ -35,9 +35,10 @@ from slipstream.session.session import Installed, M, O, Session
 from slipstream.session.tracing import Recording
 from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
-from slipstream.transport import all_reduce, broadcast
+from slipstream.transport import broadcast
 from slipstream.transport.channel import STAGES, Channel
 from slipstream.transport.consistency import broadcast_from_first
+from slipstream.transport.roads import make_transport
 from slipstream.tuner.online_split import SETTLING, OnlineSplit
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
@@ -244,11 +245,11 @@ def _exchange(
     dims, codec, config = given.dims, given.codec, given.strategy.gradients
     if dims.data is None:
         return _Exchange()
-    direct, *staged = groups
-    channel = Channel(direct, staged, given.cluster.device, given.recorder)
+    single, *staged = [make_transport(config.transport, group) for group in groups]
+    channel = Channel(single, staged, given.cluster.device, given.recorder)
     given.undo.enter_context(closing(channel))
     verdict = measure(codec, given.cluster) if isinstance(codec, Adaptive) else None
-    coding = CompressionPlan(
+    compression_plan = CompressionPlan(
         partial(codec_of, codec),
         Ranks(dims.data_rank, dims.data_size),
         momentum_correction.momenta,
@@ -257,19 +258,16 @@ def _exchange(
     )
     searched = isinstance(config.split, Optimal)
     engine = Engine(
+        given.model,
         trainables,
-        parameters_of(given.model, trainable=False),
-        given.model.buffers,
         split=ByBytes() if searched else config.split,
         # in a pipeline the last micro-batch's backward is not over before the sums of what
         # stages share
         overlap=config.overlap and given.strategy.parallel.pipeline is None,
-        transport=all_reduce.start_all_reduce,
-        coding=coding,
+        compression_plan=compression_plan,
         channel=channel,
         control=dims.data,
         any_rank=dims.any_rank,
-        recorder=given.recorder,
     )
     given.undo.enter_context(closing(engine))
     engine.load_codec_state(momentum_correction.buffers)

@@ -1,22 +1,22 @@
-"""The ordered channel: the exchanges of this process, in one order on all ranks, beside backward.
+"""The ordered channel: runs the exchanges of this process beside backward, in order on all ranks.
 
-Never decides what is exchanged, nor when.
+Never decides what is exchanged, nor when; how it travels is the transport's part.
 
 [Note: Two ways through]
-Every rank starts the same exchanges in the same order. One that is a single collective is issued at
-once by whoever calls ``start``: the backend runs it in its own threads or streams, and no thread of
-ours has to wake up first (while backward keeps all cores busy, each such hop costs milliseconds).
-An exchange of several collectives that depend on each other (sparse gradients; a low-rank codec:
-first P, then Q) goes to ``stage``: threads with a process group each run these, by turns, as units
-that none can come between. With two of them one codes while the other's bytes are on the wire. As
-no two threads ever issue into one group, no scheduling can bring the ranks' collectives out of
-step.
+Every rank starts the same exchanges in the same order. A single request is started at once by the
+thread that calls ``start``: the backend runs it in its own threads or streams, and no thread of
+ours has to wake up first (while backward keeps all cores busy, each wake-up costs milliseconds).
+An exchange of several requests that depend on each other (sparse gradients; a low-rank codec:
+first P, then Q) is staged: threads with a transport each take these by turns, and each thread
+finishes one exchange before it begins the next. With two of them, one encodes while the bytes of
+the other are on the wire. No two threads ever use the same transport, so no scheduling can bring
+the collectives of the ranks out of step.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -27,154 +27,173 @@ import torch.distributed as dist
 
 from slipstream.errors import ExchangeError
 from slipstream.trace.recorder import Recorder, Stamp
-
-Begin = Callable[[dist.ProcessGroup], Sequence[dist.Work]]
-Staged = Callable[[dist.ProcessGroup], None]
+from slipstream.transport.requests import AllReduce, Exchange, Request
+from slipstream.transport.roads import Transport, run
 
 GLOO_THREADS = 2
 """Collectives that a gloo group runs at a time, first come, first served."""
 
 STAGES = {"cpu": 2}
-"""Threads for exchanges of several collectives, by type of device; on others one: communicators of
-NCCL that run beside one another may wait for each other's place on the device."""
+"""Threads for staged exchanges, by type of device. One on others: NCCL communicators that run at
+the same time may wait for each other's place on the device for ever."""
 
 
 @dataclass(slots=True)
 class Label:
-    """What an exchange is called: ``span`` and ``facts`` in a trace, ``text`` in an error."""
+    """Names an exchange: ``span`` and ``args`` in a trace, ``describe()`` in an error."""
 
     span: str
-    text: Callable[[], str]
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    describe: Callable[[], str]
+    args: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class _Flight:
-    """An exchange under way."""
+class _InFlight:
+    """An exchange under way; ``done`` is set by the thread that sees it end."""
 
     label: Label
-    then: Callable[[], None] | None = None
+    then: Callable[[], None] | None
     works: Sequence[dist.Work] = ()
-    started: Stamp = 0.0
-    ended: Stamp = 0.0
-    landed: threading.Event | None = None
+    start: Stamp = 0.0
+    end: Stamp = 0.0
+    done: threading.Event | None = None
     error: Exception | None = None
 
 
 class Channel:
-    """Starts exchanges in order; ``wait`` returns when all have landed.
+    """Starts exchanges in order; ``wait`` returns when all are done.
 
     Args:
-        direct: the group of single collectives, issued by the caller's thread alone.
-        staged: the groups of exchanges of several collectives, each issued by a thread of the
-            channel alone; the exchanges take them by turns.
+        single: carries single requests, started by the caller's thread alone.
+        staged: carry exchanges of several requests, each used by one thread of the channel alone;
+            the exchanges take turns among them.
         device: of the tensors that travel.
         recorder: gets a span for every exchange.
     """
 
     def __init__(
         self,
-        direct: dist.ProcessGroup,
-        staged: Sequence[dist.ProcessGroup],
+        single: Transport,
+        staged: Sequence[Transport],
         device: torch.device,
         recorder: Recorder | None = None,
     ) -> None:
-        self._direct, self._staged, self._device = direct, staged, device
+        self._single, self._staged, self._device = single, staged, device
         self._recorder = recorder
-        self._flights: list[_Flight] = []
+        self._in_flight: list[_InFlight] = []
         self._stages: list[_Stage] = []
         self._num_staged = 0
-        self._lost = threading.Event()
+        self._broken = threading.Event()
 
     @property
     def in_flight(self) -> bool:
         """Whether exchanges were started that nobody has waited for."""
-        return bool(self._flights)
+        return bool(self._in_flight)
 
-    def start(self, label: Label, begin: Begin, then: Callable[[], None] | None = None) -> None:
-        """Issue the collectives that ``begin(group)`` starts; returns at once.
+    @property
+    def recording(self) -> bool:
+        """Whether this step is recorded."""
+        return self._recorder is not None and self._recorder.active
 
-        ``wait`` calls ``then`` once this one has landed, while others may still be on their way.
+    def stamp(self) -> Stamp:
+        """Now, on the recorder's clock; only while ``recording``."""
+        assert self._recorder is not None
+        return self._recorder.stamp(self._device)
+
+    def prepare(self, requests: Sequence[AllReduce]) -> None:
+        """Announce the single requests of a backward pass; see ``Transport.prepare``."""
+        self._single.prepare(requests)
+
+    def start(
+        self,
+        label: Label,
+        exchange: Request | Exchange,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Begin a request, or queue an exchange of several; returns at once.
+
+        ``wait`` calls ``then`` when this one is done, while others may still be in flight.
         """
-        flight = _Flight(label, then)
-        self._flights.append(flight)
-        recorder = self._recorder
-        if recorder is not None and recorder.active:
-            flight.started = recorder.stamp(self._device)
-        try:
-            flight.works = begin(self._direct)
-        except RuntimeError as error:  # a peer is gone already
-            flight.error = error
+        entry = _InFlight(label, then)
+        self._in_flight.append(entry)
+        if isinstance(exchange, Generator):
+            self._stage(entry, exchange)
             return
-        if recorder is not None and recorder.active:
-            flight.landed = threading.Event()
-            last = flight.works[-1].get_future()
-            last.add_done_callback(lambda _: self._land(flight))
-
-    def stage(self, label: Label, exchange: Staged, then: Callable[[], None] | None = None) -> None:
-        """Run ``exchange(group)`` in the thread whose turn it is, behind those staged there."""
-        flight = _Flight(label, then, landed=threading.Event())
-        self._flights.append(flight)
-        turn = self._num_staged % len(self._staged)
-        if turn == len(self._stages):
-            self._stages.append(_Stage(self._staged[turn], self._device, self._lost))
-        self._num_staged += 1
-        self._stages[turn].submit(lambda group: self._run(flight, exchange, group), flight)
+        if self.recording:
+            entry.start = self.stamp()
+        try:
+            entry.works = self._single.start(exchange)
+        except RuntimeError as error:  # a peer is gone already: ``wait`` tells
+            entry.error = error
+            return
+        if self.recording and entry.works:
+            entry.done = threading.Event()
+            entry.works[-1].get_future().add_done_callback(lambda _: self._finished(entry))
 
     def wait(self) -> None:
-        """Return when all exchanges have landed, the caller's stream ordered behind them.
+        """Return when all exchanges are done, the caller's stream ordered behind them.
 
         Raises:
-            ExchangeError: the first one that failed; the others have come to rest.
+            ExchangeError: of the first that failed; none is in flight any more.
         """
-        flights, self._flights = self._flights, []
+        entries, self._in_flight = self._in_flight, []
         failed = False
-        for flight in flights:
-            self._settle(flight)
-            if flight.then is not None and flight.error is None and not failed:
+        for entry in entries:
+            self._await(entry)
+            if entry.then is not None and entry.error is None and not failed:
                 try:
-                    flight.then()
+                    entry.then()
                 except Exception as error:  # the others must come to rest all the same
-                    flight.error = error
-            failed = failed or flight.error is not None
-        for flight in flights:
-            if flight.error is not None:
-                text = f"{flight.label.text()}: {flight.error}"
-                raise ExchangeError(text) from flight.error
-        if self._recorder is not None and self._recorder.active:
-            self._record(flights)
+                    entry.error = error
+            failed = failed or entry.error is not None
+        for entry in entries:
+            if entry.error is not None:
+                text = f"{entry.label.describe()}: {entry.error}"
+                raise ExchangeError(text) from entry.error
+        if self.recording:
+            self._record(entries)
 
     def close(self) -> None:
-        """End the channel's threads; the groups stay their maker's."""
+        """End the threads and close the transports; idempotent."""
         for stage in self._stages:
             stage.close()
+        for transport in (self._single, *self._staged):
+            transport.close()
 
-    def _settle(self, flight: _Flight) -> None:
+    def _stage(self, entry: _InFlight, exchange: Exchange) -> None:
+        """Queue an exchange for the thread whose turn it is."""
+        entry.done = threading.Event()
+        turn = self._num_staged % len(self._staged)
+        if turn == len(self._stages):
+            self._stages.append(_Stage(self._staged[turn], self._device, self._broken))
+        self._num_staged += 1
+        self._stages[turn].submit(lambda transport: self._run(entry, exchange, transport), entry)
+
+    def _run(self, entry: _InFlight, exchange: Exchange, transport: Transport) -> None:
+        recording = self.recording
+        entry.start = self.stamp() if recording else 0.0
+        run(exchange, transport)
+        entry.end = self.stamp() if recording else 0.0
+
+    def _await(self, entry: _InFlight) -> None:
         """Wait for one exchange; keep its error."""
-        for work in flight.works:
+        for work in entry.works:
             try:
                 work.wait()
             except RuntimeError as error:
-                flight.error = flight.error or error
-        if flight.landed is not None and flight.error is None:
-            flight.landed.wait()
+                entry.error = entry.error or error
+        if entry.done is not None and entry.error is None:
+            entry.done.wait()
         for stage in self._stages:
             stage.join_stream()
 
-    def _land(self, flight: _Flight) -> None:
-        """In a thread of the backend: the exchange is over."""
-        assert self._recorder is not None
-        assert flight.landed is not None
-        flight.ended = self._recorder.stamp(self._device)
-        flight.landed.set()
+    def _finished(self, entry: _InFlight) -> None:
+        """Called in a thread of the backend."""
+        assert entry.done is not None
+        entry.end = self.stamp()
+        entry.done.set()
 
-    def _run(self, flight: _Flight, exchange: Staged, group: dist.ProcessGroup) -> None:
-        recorder = self._recorder if self._recorder and self._recorder.active else None
-        flight.started = recorder.stamp(self._device) if recorder else 0.0
-        exchange(group)
-        flight.ended = recorder.stamp(self._device) if recorder else 0.0
-
-    def _record(self, flights: Sequence[_Flight]) -> None:
+    def _record(self, entries: Sequence[_InFlight]) -> None:
         """A span for each exchange.
 
         gloo queues what it cannot run yet: an exchange begins when it was issued, or when one of
@@ -182,39 +201,38 @@ class Channel:
         """
         assert self._recorder is not None
         free = [0.0] * GLOO_THREADS
-        for flight in flights:
-            start, end = flight.started, flight.ended
-            if flight.works and isinstance(start, float) and isinstance(end, float):
+        for entry in entries:
+            start, end = entry.start, entry.end
+            if entry.works and isinstance(start, float) and isinstance(end, float):
                 thread = free.index(min(free))
                 start = max(start, free[thread])
                 free[thread] = end
-            self._recorder.add(flight.label.span, start, end, **flight.label.facts)
+            self._recorder.add(entry.label.span, start, end, **entry.label.args)
 
 
 class _Stage:
-    """One thread, with a stream of its own, that runs exchanges of several collectives.
+    """One thread, with a CUDA stream of its own, that runs exchanges of several requests.
 
     Args:
-        group: into which no one else issues.
+        transport: nobody else uses it.
         device: of the tensors that travel.
-        lost: set once an exchange has failed, here or in another thread.
+        broken: set once an exchange has failed, in this thread or another.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, lost: threading.Event
-    ) -> None:
-        self._group, self._lost = group, lost
+    def __init__(self, transport: Transport, device: torch.device, broken: threading.Event) -> None:
+        self._transport, self._broken = transport, broken
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._queue: SimpleQueue[tuple[Staged, _Flight, torch.cuda.Event | None] | None] = (
-            SimpleQueue()
-        )
+        self._queue: SimpleQueue[
+            tuple[Callable[[Transport], None], _InFlight, torch.cuda.Event | None] | None
+        ] = SimpleQueue()
         # A daemon: a script that fails while a peer is silent must end, not wait for the peer.
         self._thread = threading.Thread(target=self._serve, name="slipstream-stage", daemon=True)
         self._thread.start()
 
-    def submit(self, exchange: Staged, flight: _Flight) -> None:
+    def submit(self, exchange: Callable[[Transport], None], entry: _InFlight) -> None:
+        # The stage's stream must not read tensors that the caller's stream still writes.
         ready = torch.cuda.current_stream().record_event() if self._stream else None
-        self._queue.put((exchange, flight, ready))
+        self._queue.put((exchange, entry, ready))
 
     def join_stream(self) -> None:
         """Order the caller's stream behind all that has run here."""
@@ -227,18 +245,18 @@ class _Stage:
 
     def _serve(self) -> None:
         while (item := self._queue.get()) is not None:
-            exchange, flight, ready = item
-            assert flight.landed is not None
+            exchange, entry, ready = item
+            assert entry.done is not None
             try:
-                if self._lost.is_set():  # the peers are not in step any more: do not wait for them
+                if self._broken.is_set():  # ranks are out of step: do not wait for the peers
                     raise RuntimeError("an earlier exchange failed")
                 with self._on_stream(ready):
-                    exchange(self._group)
+                    exchange(self._transport)
             except Exception as error:
-                flight.error = error
-                self._lost.set()
-            flight.landed.set()
-            del exchange, flight, item  # they hold tensors, and the loop may now rest for long
+                entry.error = error
+                self._broken.set()
+            entry.done.set()
+            del exchange, entry, item  # they hold tensors, and the loop may now rest for long
 
     def _on_stream(self, ready: torch.cuda.Event | None) -> AbstractContextManager[object]:
         if self._stream is None:

@@ -166,7 +166,7 @@ class OnlineSplit:
 
     def _cuts(self, split: Split) -> tuple[int, ...]:
         """Behind the last gradient of each segment."""
-        return self._engine.cuts(split)
+        return self._engine.split_points(split)
 
     def _agreed(self, found: _Found | None) -> _Found:
         """What rank 0 found."""

@@ -1,0 +1,71 @@
+"""What a road between ranks is, and the table from a strategy's setting to the road.
+
+To add a road: a variant of ``Transport`` in ``strategy/spec.py``, a file here with a class that
+meets ``Transport``, and a row in ``TRANSPORTS``. Nothing else knows which road is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from slipstream.strategy import Flat
+from slipstream.strategy import Transport as TransportConfig
+from slipstream.transport.flat import FlatTransport
+from slipstream.transport.requests import AllReduce, Exchange, Request
+
+
+class Transport(Protocol):
+    """Carries out requests between the ranks of one process group, all ranks in the same order.
+
+    One thread at a time uses a transport. Threads that exchange beside one another each have a
+    transport on a group of their own.
+    """
+
+    def prepare(self, requests: Sequence[AllReduce]) -> None:
+        """Announce, before a backward pass, the all-reduces that it will start, in order.
+
+        Every announced request is started before the next call, unless a failure ends the run.
+        Other requests may be started in between, and the tensors stay where they are. A road may
+        post its receives now, and knows from the count when nothing more will follow.
+        """
+
+    def start(self, request: Request) -> Sequence[dist.Work]:
+        """Begin ``request``; once all returned works are done, its tensors hold the result.
+
+        Waiting for a work orders the caller's CUDA stream behind it. The last work completes last.
+
+        Raises:
+            RuntimeError: a peer is gone.
+        """
+
+    def close(self) -> None:
+        """End the road's threads and free what it allocated; idempotent. The group stays."""
+
+
+TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {Flat: FlatTransport}
+"""By type of the strategy's ``gradients.transport``."""
+
+
+def make_transport(config: TransportConfig, group: dist.ProcessGroup) -> Transport:
+    """The road that a strategy asks for, on one group; all ranks of the group call it."""
+    return TRANSPORTS[type(config)](config, group)
+
+
+def run(exchange: Exchange, transport: Transport) -> None:
+    """Carry out what ``exchange`` asks for, one request after the other.
+
+    Raises:
+        RuntimeError: a request failed; ``exchange`` sees the error at its ``yield``.
+    """
+    request = next(exchange, None)
+    while request is not None:
+        try:
+            for work in transport.start(request):
+                work.wait()
+        except RuntimeError as error:
+            exchange.throw(error)
+            raise
+        request = next(exchange, None)

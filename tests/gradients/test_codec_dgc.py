@@ -1,0 +1,150 @@
+"""DGC takes the optimizer's momentum over, gives it back, and refuses what it cannot apply."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slipstream
+from slipstream.errors import ModelError, UsageError
+from tests.gradients.codecs import (
+    sgd,
+    step_of,
+    wide,
+)
+from tests.harness import reference
+from tests.harness.models import MODELS
+
+
+class Picture(nn.Module):
+    """A convolution in another memory format, a frozen layer, and one that nobody optimizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.conv(x.view(-1, 3, 4, 4)[:, :, :3, :3]).flatten(1)
+        return self.extra(self.frozen(hidden.tanh())).square().mean()
+
+
+def dgc_of_a_picture() -> float:
+    """DGC at density 1, with decay, against SGD itself."""
+    models = []
+    for codec in (None, {"kind": "dgc", "density": 1.0, "warmup_steps": 0}):
+        torch.manual_seed(0)
+        model = Picture()
+        optimized = [*model.conv.parameters(), *model.frozen.parameters()]
+        optimizer = torch.optim.SGD(optimized, lr=0.1, momentum=0.9, weight_decay=0.1)
+        with slipstream.accelerate(model, optimizer, None, {"gradients": {"codec": codec}}) as s:
+            for step in range(4):
+                seed = torch.Generator().manual_seed(10 * step + dist.get_rank())
+                s.backward(model(torch.randn(2, 48, generator=seed)))
+                s.step()
+        models.append(model)
+    return reference.distance(*models)
+
+
+def test_decay_finds_its_weights_whatever_their_memory_format(two) -> None:
+    for far in two.run(dgc_of_a_picture):
+        assert far <= 1
+
+
+def refused(codec: object, optimizer: str) -> str:
+    model = wide()
+    half = [model.first.weight], [model.second.weight, model.second.bias]
+    optimizers = {
+        "adam": lambda: torch.optim.AdamW(model.parameters()),
+        "dampening": lambda: torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, dampening=0.1
+        ),
+        "mixed group": lambda: sgd(model),
+        "groups": lambda: torch.optim.SGD([{"params": p} for p in half], lr=0.1, momentum=0.9),
+    }
+    try:
+        slipstream.accelerate(
+            model, optimizers[optimizer](), None, {"gradients": {"codec": codec}}
+        ).close()
+    except ModelError as error:
+        return str(error)
+    return ""
+
+
+FIRST_ONLY = {"kind": "by_name", "rules": [{"match": "first.*", "codec": "dgc"}]}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "codec", "said"),
+    [
+        ("adam", "dgc", "dgc with AdamW"),
+        ("dampening", "dgc", "dampening 0.1"),
+        ("mixed group", FIRST_ONLY, "group 0 holds parameters with and without"),
+        ("groups", FIRST_ONLY, ""),
+        ("adam", "powersgd", ""),
+    ],
+)
+def test_dgc_takes_momentum_over_or_refuses(two, optimizer, codec, said) -> None:
+    for text in two.run(refused, codec, optimizer):
+        assert said in text
+        assert bool(said) == bool(text)
+
+
+def sparse_dgc() -> str:
+    case = MODELS["sparse"]
+    with pytest.raises(ModelError) as caught:
+        reference.accelerated(case, "sgd", 1, 1, {"codec": "dgc"})
+    return str(caught.value)
+
+
+def test_dgc_refuses_gradients_that_it_cannot_code(two) -> None:
+    for text in two.run(sparse_dgc):
+        assert "has sparse gradients" in text
+        assert "group of its own" in text
+
+
+def take_over_and_give_back() -> None:
+    model = wide()
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True
+    )
+    (group,) = optimizer.param_groups
+    session = slipstream.accelerate(model, optimizer, None, {"gradients": {"codec": "dgc"}})
+    assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.0, 0.0, False)
+    step_of(session, 0)
+    group["momentum"] = 0.5
+    with pytest.raises(UsageError, match=r"momentum became 0\.5.*OneCycleLR"):
+        step_of(session, 1)
+    session.close()
+    assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.9, 0.01, True)
+
+
+def test_momentum_is_taken_over_and_given_back(two) -> None:
+    two.run(take_over_and_give_back)
+
+
+def dense_dgc() -> float:
+    """DGC at density 1 against SGD with momentum, from a run that has momentum already."""
+    models = wide(), wide()
+    for model, codec in zip(
+        models, (None, {"kind": "dgc", "density": 1.0, "warmup_steps": 0}), strict=True
+    ):
+        optimizer = torch.optim.SGD(
+            model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True
+        )
+        with slipstream.accelerate(model, optimizer) as session:
+            for step in range(2):
+                step_of(session, step)
+        strategy = {"gradients": {"codec": codec}}
+        with slipstream.accelerate(model, optimizer, None, strategy) as session:
+            for step in range(2, 6):
+                step_of(session, step)
+    return reference.distance(*models)
+
+
+def test_dgc_at_density_one_is_the_optimizers_own_momentum(two) -> None:
+    for far in two.run(dense_dgc):
+        assert far <= 1
