@@ -17,6 +17,7 @@ from slipstream.errors import ModelError, UsageError
 from slipstream.gradients import buckets
 from slipstream.strategy import ByIndex, PerGradient, Single
 from tests.harness import reference
+from tests.harness.composed import composed
 from tests.harness.counters import collectives, count
 from tests.harness.models import MODELS
 from tests.harness.ranks import Ranks
@@ -315,10 +316,13 @@ def test_on_other_numbers_of_ranks_nothing_unsent_is_lost(two, four, codec) -> N
 def regroup(codec: object) -> list[dict[str, torch.Tensor]]:
     """What all ranks have not sent, under one split after the other."""
     model, left = wide(), []
-    with session_of(model, codec, split="per_gradient") as session:
+    with (
+        composed("Engine") as engines,
+        session_of(model, codec, split="per_gradient") as session,
+    ):
         for step in range(3):
             step_of(session, step)
-        engine = session._engine
+        (engine,) = engines
         for split in (None, Single(), ByIndex(last=(1, 2)), PerGradient()):
             if split is not None:
                 engine.install(engine.order, split)

@@ -132,7 +132,8 @@ def check_left_alone(step: str, strategy: dict[str, Any], tmp: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [*((name, "Session") for name in WISHES), ("everything", "Lent")]
+    ("name", "step"),
+    [*((name, "Session") for name in WISHES), ("everything", "MomentumCorrection")],
 )
 def test_a_late_failure_leaves_all_as_it_was(name: str, step: str, tmp_path: Any) -> None:
     check_left_alone(step, WISHES[name], str(tmp_path))
@@ -146,7 +147,7 @@ def test_clocks_that_cannot_be_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize("step", ["Engine", "Recording", "Session"])
+@pytest.mark.parametrize("step", ["Engine", "SessionTracer", "Session"])
 def test_also_on_two_ranks_with_a_codec(two: Ranks, step: str, tmp_path: Any) -> None:
     two.run(check_left_alone, step, {**DGC, **EVERYTHING}, str(tmp_path))
 
@@ -212,7 +213,7 @@ def half_shared() -> None:
     model, optimizer = in_training()
     strategy = {"parallel": {"pipeline": {"ranks": 2, "cut": ["blocks.2"]}}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "Lent", broken)
+        patch.setattr(compose, "MomentumCorrection", broken)
         with pytest.raises(Broken):
             slipstream.accelerate(model, optimizer, strategy=strategy)
     slipstream.accelerate(model, optimizer)

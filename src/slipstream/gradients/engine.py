@@ -38,6 +38,7 @@ from slipstream.gradients.messages import (
     out_of_step,
 )
 from slipstream.gradients.ready_order import Observer, ReadyOrder
+from slipstream.gradients.report_rows import exchange_rows
 from slipstream.gradients.segments import (
     BucketSlot,
     NamedParameter,
@@ -46,7 +47,7 @@ from slipstream.gradients.segments import (
     gradients_of,
     lay_out,
 )
-from slipstream.strategy import Split
+from slipstream.strategy import Row, Split
 from slipstream.trace.event import BUFFERS, allreduce
 from slipstream.trace.recorder import Recorder, Stamp
 from slipstream.transport.channel import Channel, Label
@@ -214,6 +215,15 @@ class Engine:
             if self._shipments and trainable.parameter.grad is not None:
                 trainable.parameter.grad = trainable.parameter.grad.clone()
         self._shipments, self._places = [], []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether exchanges were started that nobody has waited for."""
+        return self._channel.in_flight
+
+    def report_rows(self) -> list[Row]:
+        """What is exchanged, for the overview."""
+        return exchange_rows(self.segments, self.codec_state)
 
     @property
     def _at(self) -> str:
