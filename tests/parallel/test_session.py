@@ -263,7 +263,7 @@ def stages_with(gradients: dict[str, Any], trace: dict[str, Any]) -> None:
         session.load_state_dict(kept)
         with pytest.raises(UsageError, match=r"call session\.forward_backward"):
             session.backward(loss.requires_grad_())
-        own = {n: p.detach() for n, p in model.named_parameters() if made[0].holds(n)}
+        own = {n: p.detach() for n, p in model.named_parameters() if made[0].is_local(n)}
         every: list[Any] = [None] * 8
         dist.all_gather_object(every, (losses, own))
     assert losses[-1] < losses[0]

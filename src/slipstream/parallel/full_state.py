@@ -52,24 +52,24 @@ class FullState:
             return self.pipeline.evaluate(args, kwargs)
         return self._model(*args, **kwargs)
 
-    def holds(self, name: str) -> bool:
-        """Whether this rank holds a parameter or a share of it."""
+    def is_local(self, name: str) -> bool:
+        """Whether this rank has the parameter, or a shard of it."""
         return True
 
     @property
-    def shares(self) -> Mapping[str, Sequence[int]] | None:
-        """The shapes of the largest shares of split parameters, by name; None: none is split."""
+    def largest_shapes(self) -> Mapping[str, Sequence[int]] | None:
+        """By name of a split parameter, the shape of its largest shard; None: none is split."""
         return None
 
     @property
     def local_tensors(self) -> list[torch.Tensor]:
-        """The parameters that this rank holds, and all buffers."""
-        held = [p for name, p in self._model.named_parameters() if self.holds(name)]
-        return [*held, *self._model.buffers()]
+        """The parameters that this rank has, and all buffers."""
+        parameters = [p for name, p in self._model.named_parameters() if self.is_local(name)]
+        return [*parameters, *self._model.buffers()]
 
     def close(self) -> None:
         """Restore the whole model on every rank."""
 
     def report_rows(self) -> list[Row]:
-        """What this rank holds, where that is not everything."""
+        """The mesh and this rank's part of the model, where that is not all of it."""
         return []

@@ -60,12 +60,12 @@ class ModelParallel(FullState):
                 recorder=recorder,
             )
 
-    def holds(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         """Whether this rank has the parameter or its share of it."""
         return self.pipeline is None or self.pipeline.stage_parameters.holds(name)
 
     @property
-    def shares(self) -> Mapping[str, torch.Size] | None:
+    def largest_shapes(self) -> Mapping[str, torch.Size] | None:
         """The shapes of the largest shares of split parameters, by name; None: none is split."""
         return None if self.split is None else self.split.shares
 
@@ -98,7 +98,7 @@ class ModelParallel(FullState):
             return state
         named = {p: name for name, p in self._model.named_parameters()}
         order = [named[p] for group in self._optimizer.param_groups for p in group["params"]]
-        own = {i: kept for i, kept in state["state"].items() if self.holds(order[i])}
+        own = {i: kept for i, kept in state["state"].items() if self.is_local(order[i])}
         every: list[Any] = [None] * self._axes.mesh.pipeline
         with collective_errors("the gathering of the optimizer's state"):
             dist.all_gather_object(every, own, group=self._axes.pipeline)
@@ -108,7 +108,7 @@ class ModelParallel(FullState):
         """Take this rank's part of what `full_optimizer_state_dict` gave."""
         named = {p: name for name, p in self._model.named_parameters()}
         order = [named[p] for group in self._optimizer.param_groups for p in group["params"]]
-        own = {i: kept for i, kept in state["state"].items() if self.holds(order[i])}
+        own = {i: kept for i, kept in state["state"].items() if self.is_local(order[i])}
         if self.split is None:
             self._optimizer.load_state_dict({**state, "state": own})
         else:
@@ -139,7 +139,7 @@ class ModelParallel(FullState):
     def report_rows(self) -> list[Row]:
         """What became of it, for the overview."""
         sizes = [f"{size} {axis}" for axis, size in self._axes.mesh.sizes.items() if size > 1]
-        held = sum(p.numel() for n, p in self._model.named_parameters() if self.holds(n))
+        held = sum(p.numel() for n, p in self._model.named_parameters() if self.is_local(n))
         share = f"this rank holds {held / 1e6:.3g} of {self._numel / 1e6:.3g} M parameters"
         return [Row("parallel", " x ".join(sizes), share)]
 

@@ -205,8 +205,8 @@ def _trainables(
     given: _Given, full_state: FullState, precision: ModelPrecision
 ) -> list[NamedParameter]:
     """The parameters whose gradients this rank exchanges, in the type in which these travel."""
-    trainables = parameters_of(given.model, trainable=True, shares=full_state.shares)
-    trainables = [t for t in trainables if full_state.holds(t.name)]
+    trainables = parameters_of(given.model, trainable=True, shares=full_state.largest_shapes)
+    trainables = [t for t in trainables if full_state.is_local(t.name)]
     return as_wide_as_gradients(trainables) if precision.exchanges_wide else trainables
 
 
@@ -280,7 +280,7 @@ def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | N
         given.cluster.device,
         control=given.dims.control,
         online_split=online_split,
-        ranks_per_model=given.dims.mesh.share,
+        ranks_per_model=given.dims.mesh.model_parallel,
         describe=partial(trace_metadata, given.model, given.strategy, engine),
     )
     given.handles.defer(tracer.write, on_error=tracer.drop)

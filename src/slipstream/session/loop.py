@@ -74,7 +74,7 @@ class TrainingLoop:
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, loss_scale: float) -> None:
         """Backward of one loss; raises as ``Session.backward``."""
         loss_scale = self._take_loss_scale(loss_scale)
-        self._compare_once(self._dims.must_be_equal, loss)
+        self._compare_once(self._dims.check_same_loss, loss)
 
         def run() -> None:
             part = self._precision.scaled(loss)
@@ -95,7 +95,7 @@ class TrainingLoop:
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; raises as ``Session.forward_backward``."""
         loss_scale = self._take_loss_scale(loss_scale)
-        self._compare_once(self._dims.must_share, (args, kwargs, target))
+        self._compare_once(self._dims.check_same_batch, (args, kwargs, target))
         self._tracer.forward_begins(args, kwargs or {})
         scale = loss_scale / self._accumulate
         loss = torch.full((), torch.nan)  # of a dummy batch, which is not computed

@@ -68,9 +68,9 @@ class SessionState:
             MismatchError: ranks load different states.
         """
         mesh, control = self._dims.mesh, self._dims.control
-        shared = mesh.share > 1
+        shared = mesh.model_parallel > 1
         trainable = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        ranks = mesh.data * mesh.share if shared else None
+        ranks = mesh.data * mesh.model_parallel if shared else None
         error = checkpoint.refusal(state, trainable, ranks)
         if control is not None:
             agree({"state": checkpoint.digest(state)}, control, error)
