@@ -17,12 +17,13 @@ class AccumulationWindow:
         loader: knows how many of them have a batch in this step; None: all have.
 
     Attributes:
+        accumulate: as given.
         contributions: micro-batches of all ranks so far, dummy batches not counted.
         loss_scale: the factor of the losses.
     """
 
     def __init__(self, accumulate: int, ranks: int, loader: UnevenInputLoader | None) -> None:
-        self._accumulate, self._ranks, self._loader = accumulate, ranks, loader
+        self.accumulate, self._ranks, self._loader = accumulate, ranks, loader
         self._passes = 0  # backward passes that a step() has ended
         self._counted = False  # whether the present pass is among the contributions
         self.contributions = 0
@@ -31,13 +32,13 @@ class AccumulationWindow:
     @property
     def last(self) -> bool:
         """Whether the update follows this backward pass."""
-        return self._passes == self._accumulate - 1
+        return self._passes == self.accumulate - 1
 
     @property
     def scale(self) -> float:
         """The factor that turns the sum over ranks of the gradients of ``loss / accumulate`` into
         the mean over all contributions."""
-        return self._accumulate / self.contributions / self.loss_scale
+        return self.accumulate / self.contributions / self.loss_scale
 
     def count(self) -> bool:
         """A backward pass begins; whether this rank's batch is a dummy batch.
@@ -69,7 +70,7 @@ class AccumulationWindow:
     def advance(self) -> bool:
         """``step()`` ends the backward pass; whether the update is due."""
         self._counted = False
-        self._passes = (self._passes + 1) % self._accumulate
+        self._passes = (self._passes + 1) % self.accumulate
         return not self._passes
 
     def close(self) -> None:

@@ -33,12 +33,13 @@ from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.full_state import FullState
 from slipstream.parallel.model import ModelParallel
 from slipstream.precision.model_precision import ModelPrecision
+from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.handles import HandleStack
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.report import adaptive_rows
 from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState
-from slipstream.session.tracing import NoTracing, SessionTracer, trace_metadata
+from slipstream.session.tracing import NoTracing, SessionTracer, Tracer, trace_metadata
 from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import all_reduce, broadcast
@@ -93,13 +94,15 @@ def compose(
         _offload(given)  # wraps recomputed blocks too, and so offloads their inputs
         trainables = _trainables(given, full_state, precision)
         momentum_correction = _momentum_correction(given, trainables)  # the codecs apply it
-        engine, online_split = _exchange(
-            given, groups, trainables, momentum_correction, precision
-        )  # its hooks come last: they see final gradients
+        # the engine after all that changes the model: its hooks see final gradients
+        engine, online_split = _exchange(given, groups, trainables, momentum_correction, precision)
         tracer = _tracer(given, engine, online_split)  # describes the engine's segments
         even = _even_loader(given, loader, tracer)  # an epoch begins an iteration of the tracer
-        accumulate, codec = strategy.gradients.accumulate, strategy.gradients.codec
-        names = [t.name for t in trainables]
+        window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, even)
+        loop = TrainingLoop(
+            model, optimizer, window, engine, precision, momentum_correction, dims, tracer
+        )
+        names, codec = [t.name for t in trainables], strategy.gradients.codec
         return Session(
             model,
             optimizer,
@@ -107,17 +110,7 @@ def compose(
             cluster=cluster,
             dims=dims,
             loader=even,
-            loop=TrainingLoop(
-                model,
-                optimizer,
-                accumulate,
-                engine,
-                precision,
-                momentum_correction,
-                dims,
-                even,
-                tracer,
-            ),
+            loop=loop,
             state=SessionState(model, names, engine, dims, online_split, precision, codec),
             full_state=full_state,
             handles=handles,
@@ -270,7 +263,7 @@ def _exchange(
     return engine, online_split
 
 
-def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | None) -> NoTracing:
+def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | None) -> Tracer:
     if given.recorder is None:
         return NoTracing()
     tracer = SessionTracer(
@@ -288,15 +281,12 @@ def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | N
 
 
 def _even_loader(
-    given: _Given, loader: Iterable[Any] | None, tracer: NoTracing
+    given: _Given, loader: Iterable[Any] | None, tracer: Tracer
 ) -> UnevenInputLoader | None:
     if loader is None:
         return None
     even = UnevenInputLoader(
-        loader,
-        group=given.dims.data,
-        recorder=given.recorder,
-        on_start=tracer.iteration_begins,
+        loader, group=given.dims.data, recorder=given.recorder, on_start=tracer.iteration_begins
     )
     given.handles.callback(even.detach)
     return even

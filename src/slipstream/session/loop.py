@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from slipstream.codecs.compressor import any_infinite
-from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.momentum import MomentumCorrection
@@ -21,7 +20,7 @@ from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
-from slipstream.session.tracing import NoTracing
+from slipstream.session.tracing import Tracer
 
 
 class TrainingLoop:
@@ -30,12 +29,11 @@ class TrainingLoop:
     Args:
         model: gradients of all its parameters are cleared after an update.
         optimizer: steps once per update.
-        accumulate: backward passes per update.
+        window: counts the backward passes of an update.
         engine: averages the gradients.
         precision: scales the loss.
         momentum_correction: what codecs took over from the optimizer.
         dims: compares ranks that share the model.
-        loader: says which batches are dummy batches; None: none are.
         tracer: records the spans.
 
     Attributes:
@@ -48,19 +46,17 @@ class TrainingLoop:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        accumulate: int,
+        window: AccumulationWindow,
         engine: GradientEngine,
         precision: ModelPrecision,
         momentum_correction: MomentumCorrection,
         dims: ParallelDims,
-        loader: UnevenInputLoader | None,
-        tracer: NoTracing,
+        tracer: Tracer,
     ) -> None:
         self.engine = engine
         self._optimizer, self._parameters = optimizer, tuple(model.parameters())
-        self._accumulate, self._precision = accumulate, precision
+        self._window, self._precision = window, precision
         self._momentum_correction, self._dims, self._tracer = momentum_correction, dims, tracer
-        self._window = AccumulationWindow(accumulate, dims.data_size, loader)
         self._backward_done = self._local_only = self._compared = False
         self.steps = self.skipped = 0
 
@@ -78,7 +74,7 @@ class TrainingLoop:
 
         def run() -> None:
             part = self._precision.scaled(loss)
-            part = part / self._accumulate if self._accumulate > 1 else part
+            part = part / self._window.accumulate if self._window.accumulate > 1 else part
             part.backward(retain_graph=retain_graph)
 
         self._run_backward(run, loss_scale)
@@ -97,7 +93,7 @@ class TrainingLoop:
         loss_scale = self._take_loss_scale(loss_scale)
         self._compare_once(self._dims.check_same_batch, (args, kwargs, target))
         self._tracer.forward_begins(args, kwargs or {})
-        scale = loss_scale / self._accumulate
+        scale = loss_scale / self._window.accumulate
         loss = torch.full((), torch.nan)  # of a dummy batch, which is not computed
 
         def run() -> None:

@@ -44,7 +44,7 @@ class NoTracing:
     def update_ends(self) -> None: ...
 
 
-class SessionTracer(NoTracing):
+class SessionTracer:
     """Tells the recorder what the session does; writes ``trace.json`` when all steps are recorded.
 
     An iteration begins where the last one ended, or where an epoch starts: what a script does
@@ -195,6 +195,9 @@ class SessionTracer(NoTracing):
         self._recorder.meta |= self._describe()
         with collective_errors("the gathering of the trace"):
             return self._recorder.gather(self._control)
+
+
+Tracer = NoTracing | SessionTracer
 
 
 def trace_metadata(model: nn.Module, strategy: Strategy, engine: GradientEngine) -> dict[str, Any]:
