@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,7 @@ import torch.distributed as dist
 
 from slipstream.errors import ExchangeError
 from tests.harness.ranks import RankFailure, Ranks
-from tests.session.test_session import loss_of, opened, update
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+from tests.session.training import loss_of, opened, update
 
 
 def one_raises(at: str) -> None:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from slipstream.trace import Trace, marks, read
 from tests.harness.ranks import Ranks
-from tests.session.test_session import BATCH, opened, update
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+from tests.session.training import BATCH, opened, update
 
 
 def traced(folder: str, skip: int) -> list[bool]:
