@@ -255,13 +255,16 @@ def test_the_scale_stays_in_a_window_and_a_loss_may_be_called_twice() -> None:
     model, _ = build("cpu")
     scale = {"kind": "dynamic", "init": 64, "incr_every_n": 1}
     config = {"precision": {"kind": "half_weights", **FP16, "loss_scale": scale}}
-    with opened(model, lr=1e-4, gradients={"accumulate": 2}, **config) as session:
+    with (
+        composed("ModelPrecision") as made,
+        opened(model, lr=1e-4, gradients={"accumulate": 2}, **config) as session,
+    ):
         scales = []
         for _ in range(6):
             for _ in range(2):  # two losses of one pass
                 session.backward(session.model(torch.ones(2, 6).long())["logits"].mean())
             session.step()
-            scales.append(session.state_dict()["loss_scale"][0])
+            scales.append(made[0].take(1.0))
     assert scales == [64, 128, 128, 256, 256, 512]
 
 
@@ -312,7 +315,7 @@ def test_tf32_is_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.SGD((model := nn.Linear(1, 1)).parameters())
     precision = model_precision.ModelPrecision(model, optimizer, None, config.compute)
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    assert precision.rows(0)[0].value == "active"
+    assert precision.report_rows()[0].value == "active"
     precision.close()
     assert torch.backends.cuda.matmul.fp32_precision == before
 

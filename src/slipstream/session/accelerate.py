@@ -76,9 +76,7 @@ def accelerate(
         raise
 
 
-def data_share(
-    strategy: StrategySource = None,
-) -> tuple[int, int]:
+def data_share(strategy: StrategySource = None) -> tuple[int, int]:
     """Which share of the data this rank trains on, and the number of shares: the rank and the world
     size, unless ranks share a model. For what is built before ``accelerate()``, such as a sampler;
     a session has the same numbers as ``data_rank`` and ``data_size``.
