@@ -28,6 +28,7 @@ from slipstream.errors import ExchangeError
 from slipstream.gradients.buckets import Bucket, DenseBucket, SparseBucket, Transport
 from slipstream.gradients.buffers import Buffers
 from slipstream.gradients.compressed import CodedBucket, CompressionPlan, NamedState
+from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
     averaged_already,
@@ -66,7 +67,7 @@ class _Backward:
     stamps: list[Stamp | None] | None = None  # when each gradient was there; None: not recorded
 
 
-class Engine:
+class Engine(GradientEngine):
     """Averages the gradients of ``trainables`` over the ranks of the channel's groups.
 
     Args:

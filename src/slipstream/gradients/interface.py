@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.layout import Gradient
@@ -13,11 +12,11 @@ from slipstream.strategy import Row, Split
 from slipstream.trace.recorder import Stamp
 
 
-class GradientEngine(Protocol):
+class GradientEngine:
     """Turns gradients of a backward pass into averages over ranks.
 
     Calls come in this order: ``begin``, the backward pass, ``end`` (or ``abort``), once or several
-    times, then ``updated``.
+    times, then ``updated``. The methods here are those of an engine that exchanges nothing.
     """
 
     split: Split
@@ -42,33 +41,38 @@ class GradientEngine(Protocol):
     def local_only(self, on: bool) -> None:
         """Whether gradients may come outside of ``begin`` and ``end``; they stay on this rank."""
 
-    # Layout: empty or None until the first exchange.
+    # The layout: None or empty until the first exchange.
 
     @property
     def order(self) -> ReadyOrder | None:
         """The ready order that all ranks agreed on."""
+        return None
 
     @property
     def segments(self) -> tuple[SegmentStats, ...]:
         """The segments in the order of their exchange."""
+        return ()
 
     @property
-    def gradients(self) -> Sequence[Gradient]:
+    def gradients(self) -> tuple[Gradient, ...]:
         """The gradients in ready order."""
+        return ()
 
     @property
     def ready(self) -> list[Stamp | None] | None:
         """When each gradient of the last recorded backward was ready, in ready order."""
+        return None
 
     def install(self, order: ReadyOrder, split: Split | None = None) -> None:
         """Use this ready order, and from now on this split."""
 
-    # State.
+    # The codecs' state, by parameter.
 
     def codec_state(self) -> NamedState:
-        """What codecs keep on this rank, by parameter."""
+        """What codecs keep on this rank."""
+        return {}
 
-    def load_codec_state(self, kept: NamedState) -> None:
+    def load_codec_state(self, states: NamedState, /) -> None:
         """Continue from ``codec_state()``."""
 
     # The handle.
@@ -76,9 +80,11 @@ class GradientEngine(Protocol):
     @property
     def in_flight(self) -> bool:
         """Whether an exchange was started that nobody has waited for."""
+        return False
 
     def close(self) -> None:
         """Remove the hooks."""
 
     def report_rows(self) -> Sequence[Row]:
         """What is exchanged."""
+        return [Row("exchange", "none", "one process holds these parameters: nothing to average")]

@@ -6,35 +6,26 @@ parallel peers use it, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
-from slipstream.gradients.compressed import NamedState
-from slipstream.gradients.layout import Gradient
-from slipstream.gradients.ready_order import ReadyOrder
-from slipstream.gradients.segments import SegmentStats
-from slipstream.strategy import Row, Split
-from slipstream.trace.recorder import Stamp
+from slipstream.gradients.interface import GradientEngine
+from slipstream.strategy import Split
 
 
-class SingleReplicaEngine:
-    """A ``GradientEngine`` that only divides gradients by the loss scale.
+class SingleReplicaEngine(GradientEngine):
+    """An engine that exchanges nothing, and divides gradients by the loss scale.
 
     Args:
         parameters: all parameters of the model.
-        split: of the strategy; nothing is split.
+        split: of the strategy; there is nothing to split.
 
     Exactness: bitwise against a plain training loop.
     """
 
-    order: ReadyOrder | None = None
-    segments: tuple[SegmentStats, ...] = ()
-    gradients: tuple[Gradient, ...] = ()
-    ready: list[Stamp | None] | None = None
     overflowed = False
-    in_flight = False
 
     def __init__(self, parameters: Iterable[nn.Parameter], split: Split) -> None:
         self._parameters, self.split = tuple(parameters), split
@@ -53,24 +44,8 @@ class SingleReplicaEngine:
             self._multiply(1.0 / self._loss_scale)
             self._unscaled = True
 
-    def abort(self, error: BaseException) -> None: ...
-
     def updated(self, step: int) -> None:
         self._unscaled = False
-
-    def local_only(self, on: bool) -> None: ...
-
-    def install(self, order: ReadyOrder, split: Split | None = None) -> None: ...
-
-    def codec_state(self) -> NamedState:
-        return {}
-
-    def load_codec_state(self, kept: NamedState) -> None: ...
-
-    def close(self) -> None: ...
-
-    def report_rows(self) -> Sequence[Row]:
-        return [Row("exchange", "none", "one process holds these parameters: nothing to average")]
 
     def _multiply(self, factor: float) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]

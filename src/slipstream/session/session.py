@@ -70,7 +70,7 @@ class Session(Generic[M, O]):
         self._last_segments: tuple[SegmentStats, ...] = ()
         self._closed = False
         self._handles = handles.pop_all()  # from here on the session undoes the installation
-        atexit.register(self._end, SystemExit, SystemExit(), None)
+        atexit.register(self.__exit__, SystemExit, SystemExit(), None)
 
     # The loop.
 
@@ -317,8 +317,7 @@ class Session(Generic[M, O]):
 
         Where ranks share a model, or a trace is recorded, all ranks must call it.
         """
-        if not self._closed:
-            self._end(None, None, None)
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         return self
@@ -329,31 +328,24 @@ class Session(Generic[M, O]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self._closed:
-            self._end(kind, error, trace)
+        """Undo what ``accelerate()`` did, in reverse order; after an error without collectives."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.__exit__)
+        cluster, in_flight = self._cluster, self._loop.engine.in_flight
+        self._last_segments = self._loop.engine.segments
+        try:
+            self._handles.__exit__(kind, error, trace)
+        finally:
+            # A gloo group ends its threads when its last reference goes; threads that are still
+            # there when the interpreter ends abort the process, after a run that went well.
+            del self._loop, self._state, self._full_state, self._cluster
+            if not in_flight:  # freeing a group that waits for a peer hangs
+                cluster.close()
 
     def _must_be_open(self, verb: str) -> None:
         if self._closed:
             raise UsageError(
                 f"{verb}() after close(); call slipstream.accelerate() again for a new session"
             )
-
-    def _end(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Undo what ``accelerate()`` did, in reverse order; after an error without collectives."""
-        atexit.unregister(self._end)
-        engine, cluster = self._loop.engine, self._cluster
-        self._last_segments, in_flight = engine.segments, engine.in_flight
-        self._closed = True
-        try:
-            self._handles.__exit__(kind, error, trace)
-        finally:
-            # A gloo group ends its threads when its last reference goes; threads that are still
-            # there when the interpreter ends abort the process, after a run that went well.
-            del self._loop, self._state, self._full_state, self._cluster, engine
-            if not in_flight:  # freeing a group that waits for a peer hangs
-                cluster.close()
