@@ -27,10 +27,10 @@ def exchange_rows(
         Row("segments", f"{num_bytes / 2**20:.1f} MB in {len(segments)}", f"MB: {sizes}{more}"),
     ]
     if wire_bytes != num_bytes:
-        kept = sum(t.nbytes for state in codec_state().values() for t in state.values())
+        state_bytes = sum(t.nbytes for state in codec_state().values() for t in state.values())
         note = (  # twice: codecs keep the state before and after an update that may be skipped
             f"{num_bytes / max(wire_bytes, 1):.1f} times fewer; "
-            f"keeps 2 x {kept / 2**20:.1f} MB a rank"
+            f"keeps 2 x {state_bytes / 2**20:.1f} MB a rank"
         )
         value = f"{num_bytes / 2**20:.1f} MB -> {wire_bytes / 2**20:.2f} MB on the wire"
         rows.append(Row("codec", value, note, "lossy"))

@@ -96,8 +96,8 @@ def data_share(strategy: StrategySource = None) -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     else:
-        here = from_environ()
-        rank, world_size = here.rank, here.world_size
+        environment = from_environ()
+        rank, world_size = environment.rank, environment.world_size
     mesh = mesh_of(_strategy_of(strategy).parallel, world_size)
     return mesh.coordinates(rank)["data"], mesh.data
 

@@ -129,16 +129,16 @@ def joined_order(local: OrderDocument | None, control: dist.ProcessGroup) -> Ord
     by_rank: list[OrderDocument | None] = [None] * dist.get_world_size(control)
     with collective_errors("the gathering of the ready orders"):
         dist.all_gather_object(by_rank, local, group=control)
-    seen: dict[str, tuple[int, int]] = {}
+    by_name: dict[str, tuple[int, int]] = {}
     for order in reversed(by_rank):
         if order is None:
             return None
         for name, firings, sparse_dim in zip(*order.values(), strict=True):
-            seen.setdefault(name, (firings, sparse_dim))
+            by_name.setdefault(name, (firings, sparse_dim))
     return {
-        "names": list(seen),
-        "firings": [firings for firings, _ in seen.values()],
-        "sparse_dims": [sparse_dim for _, sparse_dim in seen.values()],
+        "names": list(by_name),
+        "firings": [firings for firings, _ in by_name.values()],
+        "sparse_dims": [sparse_dim for _, sparse_dim in by_name.values()],
     }
 
 
@@ -192,22 +192,23 @@ def dealt_out(codecs: Sequence[NamedState], rank: int, world_size: int) -> Named
             "continue bit for bit",
             stacklevel=3,
         )
-    own: dict[str, dict[str, torch.Tensor]] = {}
+    local: dict[str, dict[str, torch.Tensor]] = {}
     for name, values in codecs[0].items():
         replicated = {key: values[key] for key in values.keys() & REPLICATED}
         if replicated:
-            own[name] = replicated
+            local[name] = replicated
     for codec in codecs[rank::world_size]:
         for name, values in codec.items():
-            sums = own.setdefault(name, {})
+            sums = local.setdefault(name, {})
             for key, value in _without_served(values).items():
                 if key not in REPLICATED:
                     sums[key] = sums[key] + value if key in sums else value
-    return own
+    return local
 
 
 def _without_served(values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Add the error of the piece that a rank served to its own: pieces change with the ranks."""
+    """Move the error of the piece that a rank served to its own error: pieces change with the
+    number of ranks."""
     if "served" not in values:
         return values
     error, first = values["error"].clone(), int(values["served_from"])

@@ -97,8 +97,10 @@ def compose(
         # the engine after all that changes the model: its hooks see final gradients
         engine, online_split = _exchange(given, groups, trainables, momentum_correction, precision)
         tracer = _tracer(given, engine, online_split)  # describes the engine's segments
-        even = _even_loader(given, loader, tracer)  # an epoch begins an iteration of the tracer
-        window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, even)
+        session_loader = _session_loader(
+            given, loader, tracer
+        )  # an epoch begins an iteration of the tracer
+        window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, session_loader)
         loop = TrainingLoop(
             model, optimizer, window, engine, precision, momentum_correction, dims, tracer
         )
@@ -109,7 +111,7 @@ def compose(
             strategy,
             cluster=cluster,
             dims=dims,
-            loader=even,
+            loader=session_loader,
             loop=loop,
             state=SessionState(model, names, engine, dims, online_split, precision, codec),
             full_state=full_state,
@@ -280,13 +282,13 @@ def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | N
     return tracer
 
 
-def _even_loader(
+def _session_loader(
     given: _Given, loader: Iterable[Any] | None, tracer: Tracer
 ) -> UnevenInputLoader | None:
     if loader is None:
         return None
-    even = UnevenInputLoader(
+    session_loader = UnevenInputLoader(
         loader, group=given.dims.data, recorder=given.recorder, on_start=tracer.iteration_begins
     )
-    given.handles.callback(even.detach)
-    return even
+    given.handles.callback(session_loader.detach)
+    return session_loader

@@ -82,10 +82,10 @@ class HandleStack(ExitStack):
 
     def pop_all(self) -> Self:
         """Move everything to a new stack, whose report outlives it: its last rows stay."""
-        kept = super().pop_all()
-        kept._sources, self._sources = self._sources, []
-        kept.callback(kept._freeze_report)  # pushed last, so it runs before any close()
-        return kept
+        stack = super().pop_all()
+        stack._sources, self._sources = self._sources, []
+        stack.callback(stack._freeze_report)  # pushed last, so it runs before any close()
+        return stack
 
     def _freeze_report(self) -> None:
         # Handles hold process groups, and a report must not keep these alive: rows replace them.

@@ -68,9 +68,9 @@ class SessionState:
             MismatchError: ranks load different states.
         """
         mesh, control = self._dims.mesh, self._dims.control
-        shared = mesh.model_parallel > 1
+        sharded = mesh.model_parallel > 1
         trainable = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        ranks = mesh.data * mesh.model_parallel if shared else None
+        ranks = mesh.data * mesh.model_parallel if sharded else None
         error = checkpoint.refusal(state, trainable, ranks)
         if control is not None:
             agree({"state": checkpoint.digest(state)}, control, error)
@@ -95,8 +95,8 @@ class SessionState:
         if keeps_codecs and state["codecs"]:
             # after the last change of the layout, which says who serves which piece
             codecs = state["codecs"]
-            if shared:
+            if sharded:
                 codecs = [codecs[rank] for rank in self._dims.data_ranks]
-            own = checkpoint.dealt_out(codecs, self._dims.data_rank, self._dims.data_size)
-            self._engine.load_codec_state(own)
+            local = checkpoint.dealt_out(codecs, self._dims.data_rank, self._dims.data_size)
+            self._engine.load_codec_state(local)
         return steps
