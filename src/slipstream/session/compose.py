@@ -97,9 +97,8 @@ def compose(
         # the engine after all that changes the model: its hooks see final gradients
         engine, online_split = _exchange(given, groups, trainables, momentum_correction, precision)
         tracer = _tracer(given, engine, online_split)  # describes the engine's segments
-        session_loader = _session_loader(
-            given, loader, tracer
-        )  # an epoch begins an iteration of the tracer
+        # the loader after the tracer: where an epoch starts, an iteration begins
+        session_loader = _session_loader(given, loader, tracer)
         window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, session_loader)
         loop = TrainingLoop(
             model, optimizer, window, engine, precision, momentum_correction, dims, tracer
