@@ -84,20 +84,30 @@ def compose(
     """
     with HandleStack() as handles:
         _mark_as_used(model, handles)
-        recorder = _recorder(strategy, cluster)  # first: later steps record their spans with it
+        # First, because later steps record their spans with it.
+        recorder = _recorder(strategy, cluster)
         dims = ParallelDims.of(cluster, strategy.parallel, control, recorder)
         given = _Given(model, optimizer, strategy, cluster, dims, recorder, handles)
-        full_state = _model_parallel(given)  # changes the shapes of parameters
-        groups = _same_start(given, full_state)  # before the values lose precision
-        precision = _precision(given)  # changes the types of parameters
-        _recompute(given)  # wraps layers, which have their final form by now
-        _offload(given)  # wraps recomputed blocks too, and so offloads their inputs
+        # Changes the shapes of parameters: before all that looks at them.
+        full_state = _model_parallel(given)
+        # Before precision: ranks start from values that are not rounded yet.
+        groups = _same_start(given, full_state)
+        # Changes the types of parameters: before the engine lays out their gradients.
+        compute = strategy.compute
+        precision = handles.add(ModelPrecision(model, optimizer, strategy.precision, compute))
+        # Wraps the layers, which have their final form by now.
+        _recompute(given)
+        # Wraps recomputed blocks, so that it offloads their inputs.
+        _offload(given)
         trainables = _trainables(given, full_state, precision)
-        momentum_correction = _momentum_correction(given, trainables)  # the codecs apply it
-        # the engine after all that changes the model: its hooks see final gradients
+        # Before the codecs, which apply the momentum that they take over from the optimizer.
+        momentum_correction = MomentumCorrection(optimizer, trainables, given.codec, dims.data_size)
+        handles.callback(momentum_correction.give_back)
+        # After all that changes the model: its hooks see final gradients.
         engine, online_split = _exchange(given, groups, trainables, momentum_correction, precision)
-        tracer = _tracer(given, engine, online_split)  # describes the engine's segments
-        # the loader after the tracer: where an epoch starts, an iteration begins
+        # After the engine, whose segments it describes.
+        tracer = _tracer(given, engine, online_split)
+        # After the tracer: where an epoch starts, an iteration begins.
         session_loader = _session_loader(given, loader, tracer)
         window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, session_loader)
         loop = TrainingLoop(
@@ -176,11 +186,6 @@ def _same_start(given: _Given, full_state: FullState) -> list[dist.ProcessGroup]
     return groups
 
 
-def _precision(given: _Given) -> ModelPrecision:
-    config, compute = given.strategy.precision, given.strategy.compute
-    return given.handles.add(ModelPrecision(given.model, given.optimizer, config, compute))
-
-
 def _recompute(given: _Given) -> None:
     config, control = given.strategy.memory.recompute, given.dims.control
     if config is not None:
@@ -202,14 +207,6 @@ def _trainables(
     trainables = parameters_of(given.model, trainable=True, shares=full_state.largest_shapes)
     trainables = [t for t in trainables if full_state.is_local(t.name)]
     return as_wide_as_gradients(trainables) if precision.exchanges_wide else trainables
-
-
-def _momentum_correction(given: _Given, trainables: Sequence[NamedParameter]) -> MomentumCorrection:
-    momentum_correction = MomentumCorrection(
-        given.optimizer, trainables, given.codec, given.dims.data_size
-    )
-    given.handles.callback(momentum_correction.give_back)
-    return momentum_correction
 
 
 def _exchange(
