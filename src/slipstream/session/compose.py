@@ -219,8 +219,8 @@ def _exchange(
     """The engine on its channel, and the search for its split if the strategy asks for one."""
     dims, codec, config = given.dims, given.codec, given.strategy.gradients
     if dims.data is None:
-        single = SingleReplicaEngine(given.model.parameters(), config.split)
-        return given.handles.add(single), None
+        alone = SingleReplicaEngine(given.model.parameters(), config.split)
+        return given.handles.add(alone), None
     direct, *staged = groups
     channel = Channel(direct, staged, given.cluster.device, given.recorder)
     given.handles.enter_context(closing(channel))  # closed after the engine that uses it
