@@ -1,4 +1,4 @@
-"""As many batches on every rank, whatever the loaders hold: none lost, none changed, no hang."""
+"""The same number of batches on every rank: none lost, none changed, no hang."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def two() -> Iterator[Ranks]:
 
 
 class Stream(IterableDataset[int]):
-    """``length`` items that nobody can count beforehand."""
+    """``length`` items, without a ``len()``."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -44,7 +44,7 @@ def loader_of(length: int, known: bool) -> Iterable[int]:
 
 
 def epochs(length: int, known: bool, number: int = 2) -> list[list[tuple[int, bool, int]]]:
-    """What every batch of some epochs is: its value, whether it is a filler, and active ranks."""
+    """Of every batch: its value, whether it is a dummy batch, and the number of active ranks."""
     loader = UnevenInputLoader(loader_of(length, known), group=dist.group.WORLD)
     seen = [[(int(b), loader.dummy_batch, loader.active) for b in loader] for _ in range(number)]
     assert (loader.dummy_batch, loader.active) == (False, 3)
@@ -63,7 +63,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths unknown"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_every_rank_gets_as_many_batches_as_the_longest_has(
+def test_every_rank_gets_as_many_batches_as_the_longest_loader_has(
     three: Ranks, lengths: tuple[int, ...], known: bool
 ) -> None:
     steps = range(max(lengths))
@@ -94,7 +94,7 @@ def test_an_empty_loader_among_others_is_refused_on_every_rank(
         assert "DistributedSampler" in str(error)
 
 
-def broken_off(length: int, known: bool) -> list[Any]:
+def break_off(length: int, known: bool) -> list[Any]:
     loader = UnevenInputLoader(loader_of(length, known), group=dist.group.WORLD)
     for step, _ in enumerate(loader):
         if step == 2:
@@ -105,10 +105,10 @@ def broken_off(length: int, known: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths unknown"])
-def test_a_loop_that_breaks_off_leaves_no_trace(three: Ranks, known: bool) -> None:
+def test_the_epoch_after_a_break_starts_afresh(three: Ranks, known: bool) -> None:
     long = [(False, 1), (False, 3), [0, 1, 2, 3]]
     short = [(True, 1), (False, 3), [0, 0, 0, 0]]
-    assert three.run(broken_off, PerRank(4, 1, 1), known) == [long, short, short]
+    assert three.run(break_off, PerRank(4, 1, 1), known) == [long, short, short]
 
 
 def the_same_objects() -> bool:
@@ -131,13 +131,13 @@ def test_a_detached_loader_is_the_users_own(three: Ranks) -> None:
     assert three.run(detached) == [[1], [1, 2], [1, 2, 3]]
 
 
-def test_one_process_has_its_own_batches() -> None:
+def test_one_process_gets_its_own_batches() -> None:
     generator = (number for number in range(3))
     assert list(UnevenInputLoader(generator, group=None)) == [0, 1, 2]
     assert list(UnevenInputLoader([], group=None)) == []
 
 
-def test_the_loader_still_shows_what_it_is() -> None:
+def test_other_attributes_are_those_of_the_users_loader() -> None:
     plain = DataLoader(TensorDataset(torch.arange(7)), batch_size=2, drop_last=True)
     loader = UnevenInputLoader(plain, group=None)
     assert len(loader) == 3
@@ -149,7 +149,7 @@ def test_the_loader_still_shows_what_it_is() -> None:
         len(UnevenInputLoader(iter(()), group=None))
 
 
-def test_the_start_of_an_epoch_is_told_and_every_wait_recorded() -> None:
+def test_on_start_is_called_and_every_wait_is_recorded() -> None:
     started, recorder = [], Recorder(0, 0, 2)
     loader = UnevenInputLoader(
         "ab", group=None, recorder=recorder, on_start=lambda: started.append(1)
@@ -164,7 +164,7 @@ def test_the_start_of_an_epoch_is_told_and_every_wait_recorded() -> None:
     assert names.count("data_wait") == 3  # one before step 0 is not recorded
 
 
-# With a session: training on what the ranks hold together.
+# With a session: training on the batches of all ranks.
 
 FEATURES = 3
 Rows = list[tuple[torch.Tensor, torch.Tensor]]
@@ -224,11 +224,11 @@ class _Rows(IterableDataset[Any]):
 
 
 def reference(lengths: tuple[int, ...], accumulate: int, num_epochs: int) -> list[float]:
-    """One process: an update sees the mean over all batches that the ranks had in its window."""
+    """One process: an update sees the mean over all batches of all ranks in its window."""
     model, optimizer, scheduler = model_and_optimizer()
-    everyones = [batches(rank, length) for rank, length in enumerate(lengths)]
+    by_rank = [batches(rank, length) for rank, length in enumerate(lengths)]
     steps = [
-        [rows[step] for rows in everyones if step < len(rows)] for step in range(max(lengths))
+        [rows[step] for rows in by_rank if step < len(rows)] for step in range(max(lengths))
     ] * num_epochs
     for first in range(0, len(steps) - len(steps) % accumulate, accumulate):
         window = [batch for step in steps[first : first + accumulate] for batch in step]

@@ -16,6 +16,7 @@ import slipstream
 from slipstream.errors import StrategyError
 from slipstream.memory.recompute.budget import Cost
 from slipstream.memory.recompute.measure import measure
+from tests.harness.composed import composed
 from tests.harness.ranks import Ranks
 from tests.memory.models import MODELS, Blocks, forwards, rows
 
@@ -137,10 +138,12 @@ def agreed() -> tuple[Any, Any]:
                 continue
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             strategy = {"memory": {"recompute": {"budget": 0.6}}}
-            with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+            with (
+                composed("recompute") as made,
+                slipstream.accelerate(model, optimizer, strategy=strategy) as session,
+            ):
                 session.backward(session.model(**rows(0)))
-                assert session._recomputed is not None
-                plans.append(session._recomputed.regions)
+                plans.append(made[0].regions)
     return plans[0], plans[1]
 
 

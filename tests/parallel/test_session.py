@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import slipstream
 from slipstream.errors import MismatchError, ModelError, StrategyError, UsageError
 from slipstream.optim import Lamb
+from tests.harness.composed import composed
 from tests.harness.counters import collectives
 from tests.harness.ranks import Ranks
 from tests.parallel.models import CASES, LENGTH, WORDS, gpt2, images, resnet
@@ -249,7 +250,10 @@ def stages_with(gradients: dict[str, Any], trace: dict[str, Any]) -> None:
     config = {"parallel": shared("gpt2", tensor=True, schedule="1f1b"), "gradients": gradients}
     accumulate = gradients.get("accumulate", 1)
     losses = []
-    with slipstream.accelerate(model, sgd(model), strategy={**config, "trace": trace}) as session:
+    with (
+        composed("ModelParallel") as made,
+        slipstream.accelerate(model, sgd(model), strategy={**config, "trace": trace}) as session,
+    ):
         for number in range(4 * accumulate):
             x, y = task.batch(0)
             loss = session.forward_backward(task.loss, (x,), target=y, loss_scale=8.0)
@@ -259,7 +263,7 @@ def stages_with(gradients: dict[str, Any], trace: dict[str, Any]) -> None:
         session.load_state_dict(kept)
         with pytest.raises(UsageError, match=r"call session\.forward_backward"):
             session.backward(loss.requires_grad_())
-        own = {n: p.detach() for n, p in model.named_parameters() if session._shared.holds(n)}
+        own = {n: p.detach() for n, p in model.named_parameters() if made[0].is_local(n)}
         every: list[Any] = [None] * 8
         dist.all_gather_object(every, (losses, own))
     assert losses[-1] < losses[0]
@@ -340,12 +344,15 @@ def replicas_stay_alike(plan: str, codec: dict[str, Any], split: object) -> None
     torch.manual_seed(0)
     model = CASES["gpt2"].build()
     config = strategy("gpt2", plan, codec=codec, split=split)
-    with slipstream.accelerate(model, sgd(model), strategy=config) as session:
+    with (
+        composed("ModelParallel") as made,
+        slipstream.accelerate(model, sgd(model), strategy=config) as session,
+    ):
         for number in range(4):
             loss = session.model(*CASES["gpt2"].batch(2 * number + session.data_rank))
             session.backward(loss)
             session.step()
-        shared = session._shared.split.shards
+        shared = made[0].split.shards
         replicas = {n: p.detach() for n, p in model.named_parameters() if n not in shared}
         assert len(replicas) > 10
         every: list[Any] = [None] * 4

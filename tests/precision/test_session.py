@@ -14,6 +14,7 @@ import slipstream
 from slipstream.errors import SlipstreamError, StrategyError, UsageError
 from slipstream.precision import model_precision
 from slipstream.strategy import Strategy
+from tests.harness.composed import composed
 from tests.harness.counters import collectives
 from tests.harness.models import MODELS
 from tests.harness.ranks import Ranks
@@ -254,13 +255,16 @@ def test_the_scale_stays_in_a_window_and_a_loss_may_be_called_twice() -> None:
     model, _ = build("cpu")
     scale = {"kind": "dynamic", "init": 64, "incr_every_n": 1}
     config = {"precision": {"kind": "half_weights", **FP16, "loss_scale": scale}}
-    with opened(model, lr=1e-4, gradients={"accumulate": 2}, **config) as session:
+    with (
+        composed("ModelPrecision") as made,
+        opened(model, lr=1e-4, gradients={"accumulate": 2}, **config) as session,
+    ):
         scales = []
         for _ in range(6):
             for _ in range(2):  # two losses of one pass
                 session.backward(session.model(torch.ones(2, 6).long())["logits"].mean())
             session.step()
-            scales.append(session._precision.take(1.0))
+            scales.append(made[0].take(1.0))
     assert scales == [64, 128, 128, 256, 256, 512]
 
 
@@ -286,15 +290,20 @@ def test_without_a_loss_scale_nothing_is_checked() -> None:
 
 def test_the_overview_says_what_became_of_it() -> None:
     model, _ = build("cpu")
-    precision = {"kind": "half_weights", **FP16, "float_modules": ["first"]}
-    with opened(model, precision=precision, compute={"tf32": True}) as session:
-        rows = {row.setting: row for row in session._precision.rows(3)}
+    scale = {"kind": "static", "scale": 65536}
+    precision = {"kind": "half_weights", **FP16, "float_modules": ["first"], "loss_scale": scale}
+    with (
+        composed("ModelPrecision") as made,
+        opened(model, precision=precision, compute={"tf32": True}) as session,
+    ):
+        train(session, "cpu", range(2), poisoned=0)
+        rows = {row.setting: row for row in made[0].report_rows()}
         report = session.report()
     assert session.report() == report  # closed
     assert rows["precision"].value == "fp16 weights"
     assert "0.000308 of 0.000484 M parameters are fp16" in rows["precision"].note
     assert rows["fp32"].note == "first, layer_norm, batch_norm"
-    assert rows["loss scale"].value == "65536, 3 updates skipped"
+    assert rows["loss scale"].value == "65536, 1 updates skipped"
     assert torch.cuda.is_available() or rows["tf32"].value == "inactive"
     assert all(setting in report for setting in rows)
 
@@ -306,7 +315,7 @@ def test_tf32_is_as_it_was_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.SGD((model := nn.Linear(1, 1)).parameters())
     precision = model_precision.ModelPrecision(model, optimizer, None, config.compute)
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    assert precision.rows(0)[0].value == "active"
+    assert precision.report_rows()[0].value == "active"
     precision.close()
     assert torch.backends.cuda.matmul.fp32_precision == before
 
@@ -344,7 +353,7 @@ def test_a_function_that_is_none_is_refused() -> None:
 
 
 def test_bf16_on_a_machine_without_it_is_slow_and_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.session.checks.has_bf16", lambda device: False)
+    monkeypatch.setattr("slipstream.precision.model_precision.has_bf16", lambda device: False)
     with pytest.warns(UserWarning, match="slower than fp32"):
         opened(build("cpu")[0], precision="autocast").close()
 

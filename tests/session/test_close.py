@@ -1,4 +1,4 @@
-"""How a session ends: closed, forgotten or by an exception, on one rank or on all."""
+"""How a session ends: by close(), without it, or by an exception on one rank or on all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,10 @@ import torch.distributed as dist
 
 from slipstream.errors import ExchangeError
 from tests.harness.ranks import RankFailure, Ranks
-from tests.session.test_session import loss_of, opened, update
+from tests.session.training import loss_of, opened, update
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-def one_raises(at: str) -> None:
+def raise_on_one_rank(at: str) -> None:
     with opened() as session:
         update(session)
         if at == "forward" and session.rank == 1:
@@ -39,7 +32,7 @@ def one_raises(at: str) -> None:
 @pytest.mark.parametrize("at", ["forward", "after backward"])
 def test_an_exception_on_one_rank_ends_all(two: Ranks, at: str) -> None:
     with pytest.raises(RankFailure) as failure:
-        two.run(one_raises, at, timeout=40)
+        two.run(raise_on_one_rank, at, timeout=40)
     errors = failure.value.errors
     assert type(errors[1]) is KeyError
     assert type(errors[0]) is ExchangeError

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 from weakref import ref
@@ -27,7 +26,7 @@ EVERYTHING = {
     "memory": {"recompute": {"budget": 0.5}, "offload": DISK},
     "trace": {"steps": 9},
 }
-WISHES: dict[str, dict[str, Any]] = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "autocast": {"precision": {"kind": "autocast", "dtype": "bf16"}},
     "half weights": {"precision": HALF},
     "every block": {"memory": {"recompute": {"every": 1}}},
@@ -42,17 +41,11 @@ ADAPTIVE = {"gradients": {"codec": {"kind": "adaptive", "codec": "int8"}}}
 
 
 class Broken(Exception):
-    """What a step raises."""
+    """Raised by a step of the composition."""
 
 
 def broken(*_: object, **__: object) -> None:
     raise Broken
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
 
 
 def in_training() -> tuple[nn.Module, torch.optim.SGD]:
@@ -73,8 +66,8 @@ def hooks_of(thing: object) -> dict[str, int]:
     return {name: len(kept) for name, kept in vars(thing).items() if name.endswith("_hooks")}
 
 
-def seen(model: nn.Module, optimizer: torch.optim.SGD) -> dict[str, Any]:
-    """What a user could tell of them, and of the process."""
+def visible_state(model: nn.Module, optimizer: torch.optim.SGD) -> dict[str, Any]:
+    """What a user can see of them, and of the process."""
     kept = [buffer.clone() for buffer in model.buffers()]  # which a forward changes
     with torch.no_grad():
         output = model.eval()(**rows(9)).item()
@@ -106,7 +99,7 @@ def seen(model: nn.Module, optimizer: torch.optim.SGD) -> dict[str, Any]:
 
 
 def check_trains(model: nn.Module, optimizer: torch.optim.SGD, strategy: dict[str, Any]) -> None:
-    """A session trains, and leaves what any other would."""
+    """A session trains the model."""
     before = model.first.weight.tolist()  # type: ignore[union-attr]
     batches = [rows(step) for step in range(3)]
     with slipstream.accelerate(model, optimizer, batches, strategy) as session:
@@ -117,25 +110,26 @@ def check_trains(model: nn.Module, optimizer: torch.optim.SGD, strategy: dict[st
 
 
 def check_left_alone(step: str, strategy: dict[str, Any], tmp: str) -> None:
-    """Where ``step`` of the composition raises, all is as before; and then it can be done again."""
+    """If ``step`` of the composition raises, all is as before, and a second attempt works."""
     if "trace" in strategy:
         strategy = {**strategy, "trace": {"steps": 9, "folder": tmp}}
     model, optimizer = in_training()
-    before = seen(model, optimizer)
+    before = visible_state(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compose, step, broken)
         with pytest.raises(Broken):
             slipstream.accelerate(model, optimizer, [rows(0)], strategy)
-    after = seen(model, optimizer)
+    after = visible_state(model, optimizer)
     assert [name for name in before if after[name] != before[name]] == []
     check_trains(model, optimizer, strategy)
 
 
 @pytest.mark.parametrize(
-    ("name", "step"), [*((name, "Session") for name in WISHES), ("everything", "Lent")]
+    ("name", "step"),
+    [*((name, "Session") for name in CONFIGS), ("everything", "MomentumCorrection")],
 )
 def test_a_late_failure_leaves_all_as_it_was(name: str, step: str, tmp_path: Any) -> None:
-    check_left_alone(step, WISHES[name], str(tmp_path))
+    check_left_alone(step, CONFIGS[name], str(tmp_path))
 
 
 def test_clocks_that_cannot_be_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,15 +140,15 @@ def test_clocks_that_cannot_be_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not model._forward_pre_hooks
 
 
-@pytest.mark.parametrize("step", ["Engine", "Recording", "Session"])
+@pytest.mark.parametrize("step", ["Engine", "SessionTracer", "Session"])
 def test_also_on_two_ranks_with_a_codec(two: Ranks, step: str, tmp_path: Any) -> None:
     two.run(check_left_alone, step, {**DGC, **EVERYTHING}, str(tmp_path))
 
 
-def lose_the_other(fails: bool, tmp: str) -> str:
-    """One rank fails where all of them measure the network; what the other hears."""
+def measure_and_fail(fails: bool, tmp: str) -> str:
+    """One rank fails while all of them measure the network; the errors of both."""
     model, optimizer = in_training()
-    before = seen(model, optimizer)
+    before = visible_state(model, optimizer)
     strategy = {**ADAPTIVE, **EVERYTHING, "trace": {"steps": 9, "folder": tmp}}
     with pytest.MonkeyPatch.context() as patch:
         if fails:
@@ -162,22 +156,22 @@ def lose_the_other(fails: bool, tmp: str) -> str:
         try:
             slipstream.accelerate(model, optimizer, [rows(0)], strategy)
         except (Broken, ExchangeError) as error:
-            heard = type(error).__name__
-        after = seen(model, optimizer)
+            error_name = type(error).__name__
+        after = visible_state(model, optimizer)
         assert [name for name in before if after[name] != before[name]] == []
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             patch.delenv(name)
         check_trains(model, optimizer, strategy)  # alone from here on
-    return heard
+    return error_name
 
 
 def test_a_network_that_breaks_while_it_is_measured(two: Ranks, tmp_path: Any) -> None:
-    heard = two.run(lose_the_other, PerRank(False, True), str(tmp_path), connect=False)
-    assert heard == ["ExchangeError", "Broken"]
+    error_name = two.run(measure_and_fail, PerRank(False, True), str(tmp_path), connect=False)
+    assert error_name == ["ExchangeError", "Broken"]
 
 
 def groups_alive(fails: bool) -> list[bool]:
-    """Of those that a session made, which is over but there still."""
+    """Which of the groups that a session made are alive after its end."""
     model, optimizer = in_training()
     made = []
     with pytest.MonkeyPatch.context() as patch:
@@ -208,17 +202,17 @@ def test_process_groups_end_with_the_session_or_the_failure(two: Ranks, fails: b
         assert not any(alive)
 
 
-def half_shared() -> None:
+def fail_while_sharded() -> None:
     model, optimizer = in_training()
     strategy = {"parallel": {"pipeline": {"ranks": 2, "cut": ["blocks.2"]}}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "Lent", broken)
+        patch.setattr(compose, "MomentumCorrection", broken)
         with pytest.raises(Broken):
             slipstream.accelerate(model, optimizer, strategy=strategy)
     slipstream.accelerate(model, optimizer)
 
 
-def test_a_model_that_was_shared_stays_in_parts(two: Ranks) -> None:
-    for error in two.fail(half_shared).values():
+def test_a_model_left_sharded_is_refused(two: Ranks) -> None:
+    for error in two.fail(fail_while_sharded).values():
         assert type(error) is UsageError
         assert "build it anew" in str(error)

@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import slipstream
 from slipstream.errors import SlipstreamError, UsageError
 from tests.harness.ranks import Ranks
-
-Session = slipstream.Session[nn.Module, torch.optim.Optimizer]
-BATCH = torch.arange(8.0).reshape(2, 4)
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-def small() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
-
-
-def opened(strategy: Any = None, loader: Any = None) -> Session:
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return slipstream.accelerate(model, optimizer, loader, strategy)
-
-
-def loss_of(session: Session) -> torch.Tensor:
-    return session.model(BATCH).square().mean()  # type: ignore[no-any-return]
-
-
-def update(session: Session) -> bool:
-    session.backward(loss_of(session))
-    return session.step()
+from tests.session.training import BATCH, Session, loss_of, opened, small, update
 
 
 def accumulating() -> Session:
@@ -137,7 +107,7 @@ MISUSES: dict[str, tuple[Callable[[], Session], Callable[[Session], object], lis
 }
 
 
-def told(name: str) -> tuple[str, str]:
+def outcome_of(name: str) -> tuple[str, str]:
     make, misuse, _ = MISUSES[name]
     try:
         with make() as session:
@@ -148,15 +118,15 @@ def told(name: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_a_wrong_use_is_explained_on_one_process(name: str) -> None:
-    kind, text = told(name)
+def test_misuse_is_explained_on_one_process(name: str) -> None:
+    kind, text = outcome_of(name)
     assert kind == UsageError.__name__, text
     assert [w for w in MISUSES[name][2] if w not in text] == [], text
 
 
 @pytest.mark.parametrize("name", MISUSES)
-def test_a_wrong_use_is_explained_on_every_rank(two: Ranks, name: str) -> None:
-    for kind, text in two.run(told, name, timeout=40):
+def test_misuse_is_explained_on_every_rank(two: Ranks, name: str) -> None:
+    for kind, text in two.run(outcome_of, name, timeout=40):
         assert kind == UsageError.__name__, text
         assert [w for w in MISUSES[name][2] if w not in text] == [], text
 
@@ -210,7 +180,7 @@ def test_one_process_trains_bit_for_bit_as_the_plain_loop() -> None:
 
 
 def window(accumulate: int) -> tuple[list[bool], bool, bool]:
-    """Answers of step(); whether the gradient of a window is the mean; whether it is zeroed."""
+    """Return values of step(); whether gradients are the window's mean; whether they are zeroed."""
     with opened({"gradients": {"accumulate": accumulate}}) as session:
         reference = small()
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -250,21 +220,21 @@ def test_the_report_says_what_one_process_exchanges() -> None:
 
 
 def reports() -> tuple[str, str]:
-    """While it trains, and afterwards."""
+    """The report before and after close()."""
     with opened() as session:
         update(session)
         before = session.report()
     return before, session.report()
 
 
-def test_the_report_stays_true_when_the_session_is_closed(two: Ranks) -> None:
+def test_the_report_stays_the_same_after_close(two: Ranks) -> None:
     for before, after in two.run(reports):
         assert "all-reduces" in before
         assert after == before
 
 
 def resumed(num_steps: int) -> bool:
-    """Save after some updates, load into a new session: the rest is bit for bit the same."""
+    """Save after some updates and load into a new session; whether the rest is bit-equal."""
     with opened({"gradients": {"split": "per_layer"}}) as straight:
         for _ in range(num_steps):
             update(straight)

@@ -1,22 +1,15 @@
-"""The trace that a session writes: its spans and marks, when it is written, and when nothing is."""
+"""The trace that a session writes: its spans and marks, and when it is written."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from slipstream.trace import Trace, marks, read
 from tests.harness.ranks import Ranks
-from tests.session.test_session import BATCH, opened, update
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2) as ranks:
-        yield ranks
+from tests.session.training import BATCH, opened, update
 
 
 def traced(folder: str, skip: int) -> list[bool]:
@@ -89,7 +82,7 @@ def test_all_ranks_write_one_trace(two: Ranks, tmp_path: Path, skip: int) -> Non
     assert (last, first_layer) == ({"2.weight", "2.bias"}, {"0.weight", "0.bias"})
 
 
-def test_a_trace_tells_when_each_gradient_was_there(two: Ranks, tmp_path: Path) -> None:
+def test_a_trace_says_when_each_gradient_was_ready(two: Ranks, tmp_path: Path) -> None:
     two.run(traced, str(tmp_path), 0, timeout=40)
     trace = read(tmp_path / "trace.json")
     names = [gradient["name"] for gradient in trace.meta["gradients"]]
@@ -107,7 +100,7 @@ def test_a_trace_tells_when_each_gradient_was_there(two: Ranks, tmp_path: Path) 
     assert {event.args["samples"] for event in iterations} == {len(BATCH)}
 
 
-def test_samples_of_fillers_do_not_count_and_those_of_a_window_add_up(
+def test_samples_of_dummy_batches_do_not_count_and_those_of_a_window_add_up(
     two: Ranks, tmp_path: Path
 ) -> None:
     two.run(uneven, str(tmp_path), timeout=40)

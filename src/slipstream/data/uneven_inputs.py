@@ -1,12 +1,12 @@
-"""The same number of batches on every rank, whatever the ranks' loaders hold.
+"""The same number of batches on every rank, also where the ranks' loaders differ in length.
 
-Never drops a batch and never changes one; a rank that has run out gets its last batch again, as a
-filler that counts for nothing in the averaged gradient.
+No batch is dropped or changed: a rank that has run out gets its last batch again, as a *dummy
+batch* that the averaged gradient does not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,22 +18,31 @@ from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import collective_errors
 
 _UNKNOWN = -1
-_NOTHING = object()
+_END = object()
 
 
 class UnevenInputLoader:
     """The user's loader, iterated in step with all other ranks.
 
-    Lengths are compared once an epoch, when iteration starts (one small collective). Where all are
-    equal, that is all. Where they differ, a rank that has run out is given its last batch again
-    until the longest one ends: loops, learning-rate schedules and collectives in the model stay in
-    step on all ranks, the average counts only ranks with a batch of their own, and no batch is
-    lost. Where a loader has no length, ranks compare notes before every batch (one small collective
-    each).
+    Lengths are compared once per epoch, when iteration starts (one small collective). If they are
+    equal, nothing else happens. If they differ, a rank that has run out gets its last batch again
+    until the longest loader ends: loops, learning-rate schedules and collectives in the model stay
+    in step on all ranks, and the average counts only the ranks that still have a batch. If a loader
+    has no length, ranks ask each other before every batch (one small collective each).
+
+    Other attributes are those of the user's loader: its ``dataset``, its ``sampler``.
+
+    Args:
+        loader: any iterable of batches.
+        group: the ranks that iterate in step, for CPU tensors; None: this rank alone.
+        recorder: gets a span for every wait for a batch.
+        on_start: called when an epoch starts.
 
     Attributes:
-        filler: whether the batch given last is a filler.
-        active: how many ranks have a batch of their own in this step.
+        dummy_batch: whether the present batch is a dummy batch.
+        active: the number of ranks that have a batch of their own in this step.
+
+    Exactness: bitwise for ranks with equal lengths.
     """
 
     def __init__(
@@ -44,18 +53,14 @@ class UnevenInputLoader:
         recorder: Recorder | None = None,
         on_start: Callable[[], None] | None = None,
     ) -> None:
-        self._loader, self._group, self._recorder, self._on_start = (
-            loader,
-            group,
-            recorder,
-            on_start,
-        )
+        self._loader, self._group = loader, group
+        self._recorder, self._on_start = recorder, on_start
         self._world_size = dist.get_world_size(group) if group is not None else 1
         self.dummy_batch = False
         self.active = self._world_size
 
     def detach(self) -> None:
-        """Leave the other ranks: from here on it is the user's loader and no more."""
+        """Iterate without the other ranks from now on; a group ends with its last reference."""
         self._group = self._recorder = self._on_start = None
 
     def __len__(self) -> int:
@@ -63,8 +68,7 @@ class UnevenInputLoader:
         return len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        """What else the loader has: its ``dataset``, its ``sampler``."""
-        if name.startswith("_"):  # a copy of this object asks before it has a loader
+        if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
             raise AttributeError(name)
         return getattr(self._loader, name)
 
@@ -74,48 +78,40 @@ class UnevenInputLoader:
         try:
             if self._group is None:
                 yield from self._timed()
+                return
+            lengths = self._gather(_length(self._loader))
+            if _UNKNOWN not in lengths and len(set(lengths)) == 1:
+                yield from self._timed()
             else:
-                lengths = self._compare(_length(self._loader))
-                if _UNKNOWN in lengths:
-                    yield from self._step_by_step()
-                elif len(set(lengths)) == 1:
-                    yield from self._timed()
-                else:
-                    yield from self._to_the_longest(lengths)
+                yield from self._padded(lengths)
         finally:
             self.dummy_batch, self.active = False, self._world_size
 
-    def _to_the_longest(self, lengths: list[int]) -> Iterator[Any]:
-        _refuse_empty(lengths)
-        batches = self._timed()
-        batch = _NOTHING
-        for step in range(max(lengths)):
-            own = next(batches, _NOTHING)
-            self.dummy_batch = own is _NOTHING
-            batch = batch if self.dummy_batch else own
-            self.active = sum(length > step for length in lengths)
-            yield batch
-
-    def _step_by_step(self) -> Iterator[Any]:
-        batches = self._timed()
-        batch = _NOTHING
-        while True:
-            own = next(batches, _NOTHING)
-            has_batch = self._compare(own is not _NOTHING)
+    def _padded(self, lengths: Sequence[int]) -> Iterator[Any]:
+        """This rank's batches, then dummy batches until every rank has run out."""
+        batches, batch, step = self._timed(), _END, 0
+        known = _UNKNOWN not in lengths
+        while not known or step < max(lengths):
+            following = next(batches, _END)
+            if known:
+                has_batch = [length > step for length in lengths]
+            else:
+                has_batch = [bool(has) for has in self._gather(following is not _END)]
             self.active = sum(has_batch)
             if not self.active:
                 return
-            if batch is _NOTHING:  # the first step, on every rank alike
+            if not step:
                 _refuse_empty(has_batch)
-            self.dummy_batch = own is _NOTHING
-            batch = batch if self.dummy_batch else own
+            self.dummy_batch = following is _END
+            batch = batch if self.dummy_batch else following
             yield batch
+            step += 1
 
     def _timed(self) -> Iterator[Any]:
         """The loader's batches; the wait for each is recorded."""
         batches = iter(self._loader)
         while True:
-            recorder = self._recorder
+            recorder = self._recorder  # each time: detach() may come between two batches
             start = recorder.now() if recorder is not None else 0.0
             try:
                 batch = next(batches)
@@ -125,24 +121,25 @@ class UnevenInputLoader:
                 recorder.add(DATA_WAIT, start, recorder.now())
             yield batch
 
-    def _compare(self, value: int) -> list[int]:
-        every = torch.empty(self._world_size, dtype=torch.int64)
+    def _gather(self, value: int) -> list[int]:
+        """The ``value`` of every rank."""
+        values = torch.empty(self._world_size, dtype=torch.int64)
         with collective_errors("the comparison of the loaders"):
-            dist.all_gather(list(every.split(1)), torch.tensor([int(value)]), group=self._group)
-        return [int(v) for v in every]
+            dist.all_gather(list(values.split(1)), torch.tensor([int(value)]), group=self._group)
+        return [int(v) for v in values]
 
 
 def _length(loader: Iterable[Any]) -> int:
     try:
         return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # an iterable data set
+    except TypeError:  # e.g. of an IterableDataset
         return _UNKNOWN
 
 
-def _refuse_empty(lengths: list[int]) -> None:
+def _refuse_empty(has_batch: Sequence[bool]) -> None:
     """Raise, on every rank alike, if some ranks have batches and others have none."""
-    empty = [rank for rank, length in enumerate(lengths) if not length]
-    if empty and any(lengths):
+    empty = [rank for rank, has in enumerate(has_batch) if not has]
+    if empty:
         raise ModelError(
             f"the loaders of ranks {empty} are empty while others hold batches; give every rank at "
             "least one batch, for instance with torch's DistributedSampler(dataset)"

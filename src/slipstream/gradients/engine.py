@@ -29,6 +29,7 @@ from slipstream.errors import ExchangeError
 from slipstream.gradients.buckets import Bucket, DenseBucket
 from slipstream.gradients.buffers import Buffers
 from slipstream.gradients.compressed import CodecStates, CompressionPlan, NamedState
+from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
     backward_repeated,
@@ -39,6 +40,7 @@ from slipstream.gradients.messages import (
     unfrozen,
 )
 from slipstream.gradients.ready_order import Observer, ReadyOrder
+from slipstream.gradients.report_rows import exchange_rows
 from slipstream.gradients.segments import (
     BucketSlot,
     Layout,
@@ -49,7 +51,7 @@ from slipstream.gradients.segments import (
     lay_out,
     parameters_of,
 )
-from slipstream.strategy import Split
+from slipstream.strategy import Row, Split
 from slipstream.trace.event import BUFFERS, allreduce
 from slipstream.trace.recorder import Stamp
 from slipstream.transport.channel import Channel, Label
@@ -75,7 +77,7 @@ class _Backward:
         return self.scale_fp16 if bucket.may_overflow else self.scale
 
 
-class Engine:
+class Engine(GradientEngine):
     """Averages the gradients of ``trainables`` over the ranks of the channel's transports.
 
     Args:
@@ -219,6 +221,15 @@ class Engine:
                 if trainable.parameter.grad is not None:
                     trainable.parameter.grad = trainable.parameter.grad.clone()
         self._layout, self._codecs = None, CodecStates()
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether exchanges were started that nobody has waited for."""
+        return self._channel.in_flight
+
+    def report_rows(self) -> list[Row]:
+        """What is exchanged, for the overview."""
+        return exchange_rows(self.segments, self.codec_state)
 
     @property
     def _at(self) -> str:

@@ -104,7 +104,7 @@ class ParallelDims:
             data_ranks=next(ranks for ranks in data if cluster.rank in ranks),
             data_rank=mesh.coordinates(cluster.rank)["data"],
             control=control,
-            data=control if mesh.share == 1 else group_along(data, "gloo"),
+            data=control if mesh.model_parallel == 1 else group_along(data, "gloo"),
             model=group_along(mesh.models(), "gloo"),
             tensor=comm.Group((cluster.rank,), None, False, 0)
             if tensor is None
@@ -127,7 +127,7 @@ class ParallelDims:
             dist.all_reduce(up, op=dist.ReduceOp.MAX, group=self.model)
         return bool(up)
 
-    def must_share(self, batch: object) -> None:
+    def check_same_batch(self, batch: object) -> None:
         """Refuse batches that differ between ranks that share a model.
 
         Raises:
@@ -148,7 +148,7 @@ class ParallelDims:
                         "slipstream.data_share(strategy), and draw random inputs by it"
                     )
 
-    def must_be_equal(self, loss: torch.Tensor) -> None:
+    def check_same_loss(self, loss: torch.Tensor) -> None:
         """Refuse losses that differ between ranks that share all layers: their batches do.
 
         Raises:

@@ -49,14 +49,14 @@ class Mesh:
         return cls(world_size // share, pipeline, tensor)
 
     @property
-    def share(self) -> int:
+    def model_parallel(self) -> int:
         """Ranks that share one model."""
         return self.pipeline * self.tensor
 
     def models(self) -> tuple[tuple[int, ...], ...]:
         """The ranks that share one model, group by group."""
-        starts = range(0, self.data * self.share, self.share)
-        return tuple(tuple(range(start, start + self.share)) for start in starts)
+        starts = range(0, self.data * self.model_parallel, self.model_parallel)
+        return tuple(tuple(range(start, start + self.model_parallel)) for start in starts)
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from torch import nn
 from slipstream.comm import group_of
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.full_state import FullState
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.parallel.tensor.plans import plan_of
 from slipstream.parallel.tensor.split import SplitLayers, split_layers
@@ -25,7 +26,7 @@ from slipstream.transport import broadcast
 from slipstream.transport.consistency import collective_errors
 
 
-class ModelParallel:
+class ModelParallel(FullState):
     """A model that several ranks share, as a strategy says.
 
     Attributes:
@@ -41,12 +42,12 @@ class ModelParallel:
         axes: ParallelDims,
         recorder: Recorder | None,
     ) -> None:
-        self._model, self._axes, self._optimizer = model, axes, optimizer
+        super().__init__(model, optimizer)
+        self._axes = axes
         self._numel = sum(p.numel() for p in model.parameters())
         if axes.model is not None:
             broadcast.broadcast([*model.parameters(), *model.buffers()], axes.model)
         self.split: SplitLayers | None = None
-        self.pipeline: Pipeline | None = None
         if config.tensor is not None:
             self.split = split_layers(model, axes.tensor, plan_of(config.tensor, model), optimizer)
         if config.pipeline is not None:
@@ -59,20 +60,14 @@ class ModelParallel:
                 recorder=recorder,
             )
 
-    def holds(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         """Whether this rank has the parameter or its share of it."""
         return self.pipeline is None or self.pipeline.stage_parameters.holds(name)
 
     @property
-    def shares(self) -> Mapping[str, torch.Size] | None:
+    def largest_shapes(self) -> Mapping[str, torch.Size] | None:
         """The shapes of the largest shares of split parameters, by name; None: none is split."""
         return None if self.split is None else self.split.shares
-
-    @property
-    def held(self) -> list[torch.Tensor]:
-        """The parameters that this rank has, and all buffers."""
-        own = [p for name, p in self._model.named_parameters() if self.holds(name)]
-        return [*own, *self._model.buffers()]
 
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` of the whole model, on every rank; all of them call it."""
@@ -103,7 +98,7 @@ class ModelParallel:
             return state
         named = {p: name for name, p in self._model.named_parameters()}
         order = [named[p] for group in self._optimizer.param_groups for p in group["params"]]
-        own = {i: kept for i, kept in state["state"].items() if self.holds(order[i])}
+        own = {i: kept for i, kept in state["state"].items() if self.is_local(order[i])}
         every: list[Any] = [None] * self._axes.mesh.pipeline
         with collective_errors("the gathering of the optimizer's state"):
             dist.all_gather_object(every, own, group=self._axes.pipeline)
@@ -113,7 +108,7 @@ class ModelParallel:
         """Take this rank's part of what `full_optimizer_state_dict` gave."""
         named = {p: name for name, p in self._model.named_parameters()}
         order = [named[p] for group in self._optimizer.param_groups for p in group["params"]]
-        own = {i: kept for i, kept in state["state"].items() if self.holds(order[i])}
+        own = {i: kept for i, kept in state["state"].items() if self.is_local(order[i])}
         if self.split is None:
             self._optimizer.load_state_dict({**state, "state": own})
         else:
@@ -141,13 +136,12 @@ class ModelParallel:
         if state is not None:
             self._optimizer.load_state_dict(state)
 
-    @property
-    def row(self) -> Row:
+    def report_rows(self) -> list[Row]:
         """What became of it, for the overview."""
         sizes = [f"{size} {axis}" for axis, size in self._axes.mesh.sizes.items() if size > 1]
-        held = sum(p.numel() for n, p in self._model.named_parameters() if self.holds(n))
+        held = sum(p.numel() for n, p in self._model.named_parameters() if self.is_local(n))
         share = f"this rank holds {held / 1e6:.3g} of {self._numel / 1e6:.3g} M parameters"
-        return Row("parallel", " x ".join(sizes), share)
+        return [Row("parallel", " x ".join(sizes), share)]
 
     def _answers_for(self, name: str) -> bool:
         """Whether this rank's gradient counts in a norm: replicas count once."""

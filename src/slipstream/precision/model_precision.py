@@ -45,6 +45,17 @@ def check_precision(
         )
 
 
+def precision_warnings(model: nn.Module, config: Precision | None) -> list[str]:
+    """Settings that work here, but slower than fp32."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if config is None or config.dtype != "bf16" or has_bf16(device):
+        return []
+    return [
+        f"precision.dtype bf16 on a {device.type} without bf16 instructions is slower than fp32; "
+        "precision: null is faster here"
+    ]
+
+
 def has_fp16(device: torch.device) -> bool:
     """Whether the device has instructions for fp16 matrix products."""
     if device.type != "cpu":
@@ -87,6 +98,7 @@ class ModelPrecision:
         self._config, self._compute = config, compute
         self._scaler = LossScaler(config.scale) if config is not None and config.scale else None
         self.scales = self._scaler is not None
+        self._skipped = 0
         self.exchanges_wide = isinstance(config, HalfWeights) and config.exchange == "fp32"
         self._numel = sum(p.numel() for p in model.parameters())
         self._casts: precision.Autocast | precision.HalfWeights | None = None
@@ -128,6 +140,7 @@ class ModelPrecision:
 
     def updated(self, overflowed: bool) -> None:
         """An update is over; it was skipped where gradients ``overflowed``."""
+        self._skipped += overflowed
         if self._scaler is not None:
             self._scaler.update(overflowed)
 
@@ -140,7 +153,7 @@ class ModelPrecision:
         if self._scaler is not None and state is not None:
             self._scaler.state = ScaleState(*state)
 
-    def rows(self, skipped: int) -> list[Row]:
+    def report_rows(self) -> list[Row]:
         """Rows for the report."""
         rows = []
         if self._config is not None:
@@ -152,7 +165,7 @@ class ModelPrecision:
         if self._scaler is not None:
             scale, good, _ = self._scaler.state
             note = f"{good} updates without overflow since the scale changed"
-            rows.append(Row("loss scale", f"{scale:g}, {skipped} updates skipped", note))
+            rows.append(Row("loss scale", f"{scale:g}, {self._skipped} updates skipped", note))
         if self._compute.tf32:
             here = torch.cuda.is_available()
             note = "products and convolutions" if here else "no CUDA device"

@@ -1,14 +1,13 @@
-"""``compose()``: the only place where techniques are composed, in one fixed order.
+"""``compose()``: the only place where techniques are installed, in one fixed order.
 
-Never implements one: each step calls the room that does. How a thing comes off again is told to one
-stack as soon as it is there; that undoes all in reverse when a later step fails, and else when the
-session ends.
+Each step calls the room that implements the technique, and adds its handle to one stack, which
+undoes everything in reverse: if a later step fails, else when the session ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,21 +17,29 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.calibration.adaptive_codec import CodecDecision, measure
+from slipstream.calibration.adaptive_codec import measure
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
+from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.gradients.segments import NamedParameter, as_wide_as_gradients, parameters_of
-from slipstream.memory import Offloader, Recomputed, offload, recompute
+from slipstream.gradients.single import SingleReplicaEngine
+from slipstream.memory import offload, recompute
 from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.full_state import FullState
 from slipstream.parallel.model import ModelParallel
 from slipstream.precision.model_precision import ModelPrecision
-from slipstream.session.session import Installed, M, O, Session
-from slipstream.session.tracing import Recording
+from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.handles import HandleStack
+from slipstream.session.loop import TrainingLoop
+from slipstream.session.report import adaptive_rows
+from slipstream.session.session import M, O, Session
+from slipstream.session.state import SessionState
+from slipstream.session.tracing import NoTracing, SessionTracer, Tracer, trace_metadata
 from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
@@ -42,12 +49,12 @@ from slipstream.transport.roads import make_transport
 from slipstream.tuner.online_split import SETTLING, OnlineSplit
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
-_partial: WeakSet[nn.Module] = WeakSet()
-"""Models that ranks shared, and that were not made whole again."""
+_sharded: WeakSet[nn.Module] = WeakSet()
+"""Models left sharded by a session that ended with an error."""
 
 
 def check_unused(model: nn.Module) -> None:
-    """Refuse a model that a session has, or has left in parts.
+    """Refuse a model that a session uses, or has left sharded.
 
     Raises:
         UsageError: says which.
@@ -56,10 +63,10 @@ def check_unused(model: nn.Module) -> None:
         raise UsageError(
             "this model is accelerated already; close() its session before a second accelerate()"
         )
-    if any(module in _partial for module in model.modules()):
+    if any(module in _sharded for module in model.modules()):
         raise UsageError(
-            "this model was shared between ranks by a session that ended with an error, so this "
-            "rank has a part of it only; build it anew, and load a checkpoint"
+            "a session that ended with an error has left this model sharded: this rank has only a "
+            "part of it; build it anew, and load a checkpoint"
         )
 
 
@@ -71,53 +78,54 @@ def compose(
     cluster: Cluster,
     control: dist.ProcessGroup | None,
 ) -> Session[M, O]:
-    """Install the rooms: what comes first is what later ones build on.
+    """Install what ``strategy`` asks for; each step builds on those before it.
 
-    Whatever is raised on the way, model and optimizer are as they were, but for values taken over
-    from the first rank. A model that ranks share stays in parts: they may not all be there to make
-    it whole.
+    If a step raises, model and optimizer are restored, except for values broadcast from the first
+    rank. A model that ranks share stays sharded: the other ranks may not be there to gather it.
     """
-    with ExitStack() as undo:
-        _mark(model, undo)
-        recorder = _recorder(strategy, cluster)  # first, since every room gets it
+    with HandleStack() as handles:
+        _mark_as_used(model, handles)
+        # First, because later steps record their spans with it.
+        recorder = _recorder(strategy, cluster)
         dims = ParallelDims.of(cluster, strategy.parallel, control, recorder)
-        given = _Given(model, optimizer, strategy, cluster, dims, recorder, undo)
-        # before the engine, as it changes the shapes of parameters
-        shared = undo.enter_context(_shared(given))
-        groups = _start_alike(given, shared)  # in full width
-        precision = _precision(given)  # before the engine, as it changes the types of parameters
-        recomputed = _recomputed(given)  # around layers as they are by now
-        offloader = _offloader(given)  # around what is computed again, whose inputs leave then
-        trainables = _trainables(given, shared, precision)
-        momentum_correction = _momentum_correction(
-            given, trainables
-        )  # before the codecs, which apply it
-        exchange = _exchange(
-            given, groups, trainables, momentum_correction, precision
-        )  # its hooks are the last
-        recording = _recording(given, exchange.online_split)
-        even = _even(given, loader, recording)  # whose fillers the engine does not count
+        given = _Given(model, optimizer, strategy, cluster, dims, recorder, handles)
+        # Changes the shapes of parameters: before all that looks at them.
+        full_state = _model_parallel(given)
+        # Before precision: ranks start from values that are not rounded yet.
+        groups = _same_start(given, full_state)
+        # Changes the types of parameters: before the engine lays out their gradients.
+        compute = strategy.compute
+        precision = handles.add(ModelPrecision(model, optimizer, strategy.precision, compute))
+        # Wraps the layers, which have their final form by now.
+        _recompute(given)
+        # Wraps recomputed blocks, so that it offloads their inputs.
+        _offload(given)
+        trainables = _trainables(given, full_state, precision)
+        # Before the codecs, which apply the momentum that they take over from the optimizer.
+        momentum_correction = MomentumCorrection(optimizer, trainables, given.codec, dims.data_size)
+        handles.callback(momentum_correction.give_back)
+        # After all that changes the model: its hooks see final gradients.
+        engine, online_split = _exchange(given, groups, trainables, momentum_correction, precision)
+        # After the engine, whose segments it describes.
+        tracer = _tracer(given, engine, online_split)
+        # After the tracer: where an epoch starts, an iteration begins.
+        session_loader = _session_loader(given, loader, tracer)
+        window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, session_loader)
+        loop = TrainingLoop(
+            model, optimizer, window, engine, precision, momentum_correction, dims, tracer
+        )
+        names, codec = [t.name for t in trainables], strategy.gradients.codec
         return Session(
             model,
             optimizer,
-            Installed(
-                cluster=cluster,
-                strategy=strategy,
-                trainable_names=tuple(t.name for t in trainables),
-                engine=exchange.engine,
-                channel=exchange.channel,
-                dims=dims,
-                shared=shared,
-                precision=precision,
-                recomputed=recomputed,
-                loader=even,
-                online_split=exchange.online_split,
-                momentum_correction=momentum_correction,
-                verdict=exchange.verdict,
-                recording=recording,
-                offloader=offloader,
-                undo=undo,
-            ),
+            strategy,
+            cluster=cluster,
+            dims=dims,
+            loader=session_loader,
+            loop=loop,
+            state=SessionState(model, names, engine, dims, online_split, precision, codec),
+            full_state=full_state,
+            handles=handles,
         )
 
 
@@ -131,107 +139,75 @@ class _Given:
     cluster: Cluster
     dims: ParallelDims
     recorder: Recorder | None
-    undo: ExitStack
+    handles: HandleStack
 
     @property
     def codec(self) -> Codec | None:
-        """Of gradients, where there is somebody to exchange them with."""
+        """Of the gradients; None also where there are no other ranks to exchange them with."""
         return self.strategy.gradients.codec if self.dims.data is not None else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Exchange:
-    """What averages gradients; nothing, where a rank is alone."""
-
-    engine: Engine | None = None
-    channel: Channel | None = None
-    verdict: CodecDecision | None = None
-    online_split: OnlineSplit | None = None
-
-
-def _mark(model: nn.Module, undo: ExitStack) -> None:
-    """As in use, with its modules as the user made them: some are replaced."""
-    modules = [*model.modules()]
+def _mark_as_used(model: nn.Module, handles: HandleStack) -> None:
+    modules = [*model.modules()]  # as the user made them: some are replaced
     _accelerated.update(modules)
-    undo.callback(_accelerated.difference_update, modules)
+    handles.callback(_accelerated.difference_update, modules)
 
 
 def _recorder(strategy: Strategy, cluster: Cluster) -> Recorder | None:
-    """For the search of the split, else for the user."""
+    """For the search for the split, else for the user's trace."""
     split, trace = strategy.gradients.split, strategy.trace
     if isinstance(split, Optimal) and cluster.world_size > 1:
         return Recorder(cluster.rank, SETTLING, split.steps)
     return Recorder(cluster.rank, trace.skip, trace.steps) if trace.steps is not None else None
 
 
-@contextmanager
-def _shared(given: _Given) -> Iterator[ModelParallel | None]:
-    """The model is whole again behind it, but not behind an error: that takes all ranks."""
-    config = given.strategy.parallel
+def _model_parallel(given: _Given) -> FullState:
+    config, handles = given.strategy.parallel, given.handles
     if not config.active:
-        yield None
-        return
+        return handles.add(FullState(given.model, given.optimizer))
     modules = [*given.model.modules()]
-    _partial.update(modules)
-    shared = ModelParallel(given.model, given.optimizer, config, given.dims, given.recorder)
-    yield shared
-    shared.close()
-    _partial.difference_update(modules)
+    _sharded.update(modules)
+    handles.defer(partial(_sharded.difference_update, modules), on_error=_leave_sharded)
+    model_parallel = ModelParallel(given.model, given.optimizer, config, given.dims, given.recorder)
+    return handles.add(model_parallel, on_error=_leave_sharded)
 
 
-def _start_alike(given: _Given, shared: ModelParallel | None) -> list[dist.ProcessGroup]:
-    """Values of the first rank on all; over the first of the groups for gradients: one for single
-    collectives, and one for each thread that codes."""
+def _leave_sharded() -> None:
+    """After an error the other ranks may not be there to gather the model."""
+
+
+def _same_start(given: _Given, full_state: FullState) -> list[dist.ProcessGroup]:
+    """Broadcast the first rank's values. Returns the groups for gradients: one for single
+    collectives, and one for each thread that encodes."""
     stages = STAGES.get(given.cluster.device.type, 1) if given.codec is not None else 1
     made = [given.dims.new_data_group() for _ in range(1 + stages)]
     groups = [group for group in made if group is not None]
     if groups:
-        model = given.model
-        held = shared.held if shared is not None else [*model.parameters(), *model.buffers()]
-        broadcast.broadcast(held, groups[0])
+        broadcast.broadcast(full_state.local_tensors, groups[0])
     return groups
 
 
-def _precision(given: _Given) -> ModelPrecision:
-    config, compute = given.strategy.precision, given.strategy.compute
-    precision = ModelPrecision(given.model, given.optimizer, config, compute)
-    return given.undo.enter_context(closing(precision))
-
-
-def _recomputed(given: _Given) -> Recomputed | None:
+def _recompute(given: _Given) -> None:
     config, control = given.strategy.memory.recompute, given.dims.control
-    if config is None:
-        return None
-    same = partial(broadcast_from_first, group=control) if control is not None else None
-    return given.undo.enter_context(closing(recompute(given.model, config, agree=same)))
+    if config is not None:
+        agree = partial(broadcast_from_first, group=control) if control is not None else None
+        given.handles.add(recompute(given.model, config, agree=agree))
 
 
-def _offloader(given: _Given) -> Offloader | None:
+def _offload(given: _Given) -> None:
     config, cluster = given.strategy.memory.offload, given.cluster
-    if config is None:
-        return None
-    neighbours = cluster.environment.local_world_size
-    offloader = offload(given.model, config, local_ranks=neighbours, rank=cluster.rank)
-    return given.undo.enter_context(offloader)
+    if config is not None:
+        local_ranks = cluster.environment.local_world_size
+        given.handles.add(offload(given.model, config, local_ranks=local_ranks, rank=cluster.rank))
 
 
 def _trainables(
-    given: _Given, shared: ModelParallel | None, precision: ModelPrecision
+    given: _Given, full_state: FullState, precision: ModelPrecision
 ) -> list[NamedParameter]:
-    """The parameters whose gradients this rank exchanges, as wide as these travel."""
-    shares = shared.shares if shared is not None else None
-    found = parameters_of(given.model, trainable=True, shares=shares)
-    if shared is not None:
-        found = [t for t in found if shared.holds(t.name)]
-    return as_wide_as_gradients(found) if precision.exchanges_wide else found
-
-
-def _momentum_correction(given: _Given, trainables: Sequence[NamedParameter]) -> MomentumCorrection:
-    momentum_correction = MomentumCorrection(
-        given.optimizer, trainables, given.codec, given.dims.data_size
-    )
-    given.undo.callback(momentum_correction.give_back)
-    return momentum_correction
+    """The parameters whose gradients this rank exchanges, in the type in which these travel."""
+    trainables = parameters_of(given.model, trainable=True, shares=full_state.largest_shapes)
+    trainables = [t for t in trainables if full_state.is_local(t.name)]
+    return as_wide_as_gradients(trainables) if precision.exchanges_wide else trainables
 
 
 def _exchange(
@@ -240,14 +216,15 @@ def _exchange(
     trainables: Sequence[NamedParameter],
     momentum_correction: MomentumCorrection,
     precision: ModelPrecision,
-) -> _Exchange:
-    """The channel, then the engine on it: gradients come to rest before the threads end."""
+) -> tuple[GradientEngine, OnlineSplit | None]:
+    """The engine on its channel, and the search for its split if the strategy asks for one."""
     dims, codec, config = given.dims, given.codec, given.strategy.gradients
     if dims.data is None:
-        return _Exchange()
+        alone = SingleReplicaEngine(given.model.parameters(), config.split)
+        return given.handles.add(alone), None
     single, *staged = [make_transport(config.transport, group) for group in groups]
     channel = Channel(single, staged, given.cluster.device, given.recorder)
-    given.undo.enter_context(closing(channel))
+    given.handles.enter_context(closing(channel))  # closed after the engine that uses it
     verdict = measure(codec, given.cluster) if isinstance(codec, Adaptive) else None
     compression_plan = CompressionPlan(
         partial(codec_of, codec),
@@ -269,36 +246,43 @@ def _exchange(
         control=dims.data,
         any_rank=dims.any_rank,
     )
-    given.undo.enter_context(closing(engine))
+    given.handles.add(engine)
     engine.load_codec_state(momentum_correction.buffers)
     online_split = None
     if isinstance(config.split, Optimal):
         online_split = OnlineSplit(
             engine, given.cluster, dims.data, given.strategy, config.split.steps
         )
-    return _Exchange(engine, channel, verdict, online_split)
+        given.handles.add_rows(online_split.report_rows)
+    if verdict is not None:
+        given.handles.add_rows(partial(adaptive_rows, verdict, engine))
+    return engine, online_split
 
 
-def _recording(given: _Given, online_split: OnlineSplit | None) -> Recording | None:
+def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | None) -> Tracer:
     if given.recorder is None:
-        return None
-    dims, config, device = given.dims, given.strategy.trace, given.cluster.device
-    share = dims.mesh.share
-    recording = Recording(
-        given.recorder, given.model, config, device, dims.control, online_split, share
+        return NoTracing()
+    tracer = SessionTracer(
+        given.recorder,
+        given.model,
+        given.strategy.trace,
+        given.cluster.device,
+        control=given.dims.control,
+        online_split=online_split,
+        ranks_per_model=given.dims.mesh.model_parallel,
+        describe=partial(trace_metadata, given.model, given.strategy, engine),
     )
-    given.undo.callback(recording.drop)
-    return recording
+    given.handles.defer(tracer.write, on_error=tracer.drop)
+    return tracer
 
 
-def _even(
-    given: _Given, loader: Iterable[Any] | None, recording: Recording | None
+def _session_loader(
+    given: _Given, loader: Iterable[Any] | None, tracer: Tracer
 ) -> UnevenInputLoader | None:
     if loader is None:
         return None
-    on_start = recording.iteration_begins if recording is not None else None
-    even = UnevenInputLoader(
-        loader, group=given.dims.data, recorder=given.recorder, on_start=on_start
+    session_loader = UnevenInputLoader(
+        loader, group=given.dims.data, recorder=given.recorder, on_start=tracer.iteration_begins
     )
-    given.undo.callback(even.detach)
-    return even
+    given.handles.callback(session_loader.detach)
+    return session_loader

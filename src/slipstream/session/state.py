@@ -1,6 +1,6 @@
-"""What a session saves and goes on from: the states of its parts, gathered and dealt out.
+"""What a session saves and restores: the states of its parts, gathered from and dealt to all ranks.
 
-Never says what a state is as a value: ``checkpoint`` does.
+The format of a state, as plain values, is that of ``checkpoint``.
 """
 
 from __future__ import annotations
@@ -11,79 +11,73 @@ from typing import Any
 
 from torch import nn
 
-from slipstream.gradients.engine import Engine
+from slipstream.gradients.interface import GradientEngine
 from slipstream.parallel.dims import ParallelDims
-from slipstream.parallel.model import ModelParallel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import checkpoint
-from slipstream.strategy import Split, Strategy, keeps_state
+from slipstream.strategy import Codec, Strategy, keeps_state
 from slipstream.transport.consistency import agree
 from slipstream.tuner.online_split import OnlineSplit
 
 
-class Saving:
-    """The state of a session, out of the parts that ``accelerate()`` has put together.
+class SessionState:
+    """Saves and restores the parts of a session.
 
     Args:
         model: the user's.
-        strategy: of the session.
         names: of the trainable parameters that this rank holds.
-        engine: None: nothing is exchanged.
-        axes: all ranks.
-        shared: None: every rank has the whole model.
-        online_split: None: no split is searched for.
-        precision: of the model.
+        engine: has the ready order and the codecs' state.
+        dims: all ranks.
+        online_split: the search for the split; None: there is none.
+        precision: has the loss scale.
+        codec: of the strategy.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        strategy: Strategy,
         names: Sequence[str],
-        engine: Engine | None,
+        engine: GradientEngine,
         dims: ParallelDims,
-        shared: ModelParallel | None,
         online_split: OnlineSplit | None,
         precision: ModelPrecision,
+        codec: Codec | None,
     ) -> None:
         self._model, self._names = model, names
-        self._engine, self._dims, self._shared = engine, dims, shared
-        self._online_split, self._precision = online_split, precision
-        self._control = dims.control
-        # the same on every rank, whatever codecs keep so far
-        self._codecs_keep = self._control is not None and keeps_state(strategy.gradients.codec)
+        self._engine, self._dims, self._precision = engine, dims, precision
+        self._online_split = online_split
+        # from the strategy: all ranks must decide alike whether to gather, whatever they keep
+        self._codecs_keep_state = keeps_state(codec)
 
     def state(self, steps: int) -> dict[str, Any]:
-        """What ``Session.state_dict`` returns after so many updates."""
-        order = self._engine.order if self._engine else None
-        kept = self._engine.codec_state() if self._engine else {}
-        codecs = []
-        if self._codecs_keep:
-            assert self._control is not None
-            codecs = checkpoint.gathered(kept, self._control)
-        split, scale = self._chosen_split(), self._precision.state_dict()
-        state = checkpoint.state_of(steps, split, order, self._names, codecs, scale)
-        if self._shared is not None and self._shared.pipeline is not None:
-            assert self._control is not None
-            state["ready_order"] = checkpoint.joined_order(state["ready_order"], self._control)
-        return state
+        """What ``Session.state_dict`` returns after ``steps`` updates; a collective."""
+        control, codecs = self._dims.control, []
+        if control is not None and self._codecs_keep_state:
+            codecs = checkpoint.gathered(self._engine.codec_state(), control)
+        order = checkpoint.order_document(self._engine.order, self._names)
+        if control is not None and self._dims.mesh.pipeline > 1:
+            order = checkpoint.joined_order(order, control)
+        split = None if self._online_split is None else self._online_split.chosen
+        return checkpoint.state_of(steps, split, order, codecs, self._precision.state_dict())
 
     def load(self, state: dict[str, Any]) -> int:
-        """Go on from ``state()``; returns how many updates are done.
+        """Restore ``state()``; returns the number of updates so far. A collective.
 
         Raises:
             UsageError: the state is another version's or another model's.
             MismatchError: ranks load different states.
         """
-        mesh = self._dims.mesh
-        ranks = mesh.data * mesh.share if self._shared is not None else None
-        every = [name for name, p in self._model.named_parameters() if p.requires_grad]
-        error = checkpoint.refusal(state, every, ranks)
-        if self._control is not None:
-            agree({"state": checkpoint.digest(state)}, self._control, error)
+        mesh, control = self._dims.mesh, self._dims.control
+        sharded = mesh.model_parallel > 1
+        trainable = [name for name, p in self._model.named_parameters() if p.requires_grad]
+        ranks = mesh.data * mesh.model_parallel if sharded else None
+        error = checkpoint.refusal(state, trainable, ranks)
+        if control is not None:
+            agree({"state": checkpoint.digest(state)}, control, error)
         elif error is not None:
             raise error
-        if state["codecs"] and not self._codecs_keep:
+        keeps_codecs = control is not None and self._codecs_keep_state
+        if state["codecs"] and not keeps_codecs:
             warnings.warn(
                 "the state holds what codecs have not sent yet, but this run has no such codec: "
                 "that part of the gradients is lost",
@@ -91,25 +85,18 @@ class Saving:
             )
         steps: int = state["steps"]
         self._precision.load_state_dict(state.get("loss_scale"))
+        self._engine.updated(steps)
         order = checkpoint.order_of(state, self._names)
-        if self._engine is not None:
-            self._engine.updated(steps)
-            if order is not None:
-                self._engine.install(order)
+        if order is not None:
+            self._engine.install(order)
         if self._online_split is not None and state["split"] is not None:
             chosen = Strategy.load({"gradients": {"split": state["split"]}}).gradients.split
             self._online_split.settle(chosen, "chosen before the checkpoint")
-        if self._engine is not None and self._codecs_keep and state["codecs"]:
-            # behind the last change of the layout: who serves which piece depends on it
-            kept = state["codecs"]
-            if self._shared is not None:
-                kept = [kept[rank] for rank in self._dims.data_ranks]
-            kept = checkpoint.dealt_out(kept, self._dims.data_rank, self._dims.data_size)
-            self._engine.load_codec_state(kept)
+        if keeps_codecs and state["codecs"]:
+            # after the last change of the layout, which says who serves which piece
+            codecs = state["codecs"]
+            if sharded:
+                codecs = [codecs[rank] for rank in self._dims.data_ranks]
+            local = checkpoint.dealt_out(codecs, self._dims.data_rank, self._dims.data_size)
+            self._engine.load_codec_state(local)
         return steps
-
-    def _chosen_split(self) -> Split | None:
-        """What the search for the best split has settled on, if it has."""
-        if self._online_split is None or self._engine is None or not self._online_split.settled:
-            return None
-        return self._engine.split

@@ -1,12 +1,12 @@
-"""The session's side of a trace: when iterations begin and end, and the file when all are recorded.
+"""The session's part of a trace: where iterations begin and end, and writing ``trace.json``.
 
-Never measures an exchange (the channel does) nor the wait for data (the loader does).
+Exchanges are recorded by the channel, the wait for data by the loader.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slipstream.gradients.interface import GradientEngine
+from slipstream.gradients.layout import Gradient
+from slipstream.gradients.segments import gradients_of, parameters_of
+from slipstream.strategy import Strategy
 from slipstream.strategy import Trace as TraceSettings
 from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
@@ -22,12 +26,40 @@ from slipstream.transport.consistency import collective_errors
 from slipstream.tuner.online_split import SETTLING, OnlineSplit
 
 
-class Recording:
-    """Tells the recorder what the session does; writes ``trace.json`` when it is complete.
+class NoTracing:
+    """The tracer of a session that records nothing."""
+
+    def iteration_begins(self) -> None: ...
+
+    def forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None: ...
+
+    def backward_begins(self, *, dummy_batch: bool) -> None: ...
+
+    def backward_ends(self) -> None: ...
+
+    def exchanged(self, ready: list[Stamp | None] | None) -> None: ...
+
+    def update_begins(self) -> None: ...
+
+    def update_ends(self) -> None: ...
+
+
+class SessionTracer:
+    """Tells the recorder what the session does; writes ``trace.json`` when all steps are recorded.
 
     An iteration begins where the last one ended, or where an epoch starts: what a script does
-    between epochs is not part of it. Where the split is searched for, that has the recorder first.
-    ``share``: how many ranks share a model; each counts its part of the samples.
+    between epochs belongs to no iteration. With ``split: optimal`` the search uses the recorder
+    first, in windows of its own; the window of the user's ``trace.steps`` comes after it.
+
+    Args:
+        recorder: of this rank.
+        model: its forward begins the forward span.
+        config: which steps, and where to write.
+        device: of the model.
+        control: all ranks; None: one process.
+        online_split: the search for the split; None: there is none.
+        ranks_per_model: each of them counts its part of the samples.
+        describe: gives the trace's metadata; see `trace_metadata`.
     """
 
     def __init__(
@@ -36,28 +68,31 @@ class Recording:
         model: nn.Module,
         config: TraceSettings,
         device: torch.device,
+        *,
         control: dist.ProcessGroup | None,
-        live: OnlineSplit | None,
-        share: int = 1,
+        online_split: OnlineSplit | None,
+        ranks_per_model: int,
+        describe: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._recorder, self._config, self._device = recorder, config, device
-        self._control, self._live, self._part = control, live, 1 / share if share > 1 else 1
-        self._for_user = live is None  # whether this window is the one that the user asked for
+        self._control, self._online_split, self._describe = control, online_split, describe
+        self._ranks_per_model = ranks_per_model
+        self._in_users_window = online_split is None
         self._iteration = 0
-        self._aligned = self._under_way = self._over = False
+        self._aligned = self._under_way = self._closed = False
         self._forward_start: Stamp | None = None
         self._in_backward = False
         self._start: Stamp = 0.0
         self._end: Stamp = 0.0
-        self._batch = self._samples = 0
-        self.iteration_begins()  # first, as it may fail
+        self._batch_size = self._samples = 0
+        self.iteration_begins()  # a collective that may fail: before the hook is installed
         self._hook = model.register_forward_pre_hook(
             lambda _, args, kwargs: self.forward_begins(args, kwargs), with_kwargs=True
         )
 
     def iteration_begins(self) -> None:
-        """A collective before the first iteration that is recorded: clocks are aligned there."""
-        if self._over or self._under_way:
+        """Aligns the clocks, a collective, before the first iteration that is recorded."""
+        if self._closed or self._under_way:
             return
         if self._iteration == self._recorder.first_step and not self._aligned:
             with collective_errors("the alignment of the clocks for the trace"):
@@ -66,59 +101,68 @@ class Recording:
         self._recorder.begin_step(self._iteration, self._recorder.stamp(self._device))
         self._forward_start = None
 
-    def backward_begins(self, *, dummy_batch: bool = False) -> None:
-        """The forward pass and the loss are over; a filler's samples do not count."""
+    def forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The model is called with these inputs."""
+        # A forward inside backward is no new one: a stage of a pipeline, or a recomputed block.
+        if self._recorder.active and self._forward_start is None and not self._in_backward:
+            self._forward_start = self._recorder.stamp(self._device)
+            self._batch_size = _batch_size([*args, *kwargs.values()])
+
+    def backward_begins(self, *, dummy_batch: bool) -> None:
+        """Forward and loss are done; the samples of a dummy batch do not count."""
         self._under_way = self._in_backward = True
-        self._samples += 0 if dummy_batch else self._batch
-        self._batch = 0
+        self._samples += 0 if dummy_batch else self._batch_size
+        self._batch_size = 0
         if self._recorder.active:
             self._start = self._recorder.stamp(self._device)
             self._recorder.add(FORWARD, self._forward_start or self._start, self._start)
             self._forward_start = None
 
     def backward_ends(self) -> None:
-        """All gradients of this rank are there; exchanges may go on."""
+        """All gradients of this rank are ready; exchanges may still run."""
         self._in_backward = False
         if self._recorder.active:
             self._end = self._recorder.stamp(self._device)
 
     def exchanged(self, ready: list[Stamp | None] | None) -> None:
-        """The exchanges are over; when each gradient was there, if that is known."""
-        facts = {} if ready is None else {"gradients_ready": ready}
-        self._recorder.add(BACKWARD, self._start, self._end, **facts)
+        """The exchanges are done; ``ready``: when each gradient was, None: not recorded."""
+        args = {} if ready is None else {"gradients_ready": ready}
+        self._recorder.add(BACKWARD, self._start, self._end, **args)
 
     def update_begins(self) -> None:
         """The optimizer is next."""
         if self._recorder.active:
             self._start = self._recorder.stamp(self._device)
 
-    def update_ends(self, facts: Callable[[], Mapping[str, Any]]) -> None:
-        """The iteration is over; a collective after the last one: the trace is gathered."""
-        if self._over:
+    def update_ends(self) -> None:
+        """The iteration is over. Gathers the trace, a collective, after the last recorded one."""
+        if self._closed:
             return
         if self._recorder.active:
             now = self._recorder.stamp(self._device)
             self._recorder.add(OPTIMIZER, self._start, now)
-            samples = {"samples": own} if (own := self._samples * self._part) else {}
-            self._recorder.end_step(now, **samples)
+            samples: float = self._samples
+            if self._ranks_per_model > 1:
+                samples = samples / self._ranks_per_model
+            self._recorder.end_step(now, **({"samples": samples} if samples else {}))
         else:
             self._recorder.end_step()
         self._iteration += 1
         self._samples = 0
         self._under_way = False
         if self._recorder.done:
-            self._complete(facts())
-        if not self._over:
+            self._window_ends()
+        if not self._closed:
             self.iteration_begins()
 
-    def write(self, facts: Mapping[str, Any]) -> None:
+    def write(self) -> None:
         """Gather what was recorded, and write it on rank 0; a collective, the first time."""
-        if self._over:
+        if self._closed:
             return
         self.drop()
-        if not self._for_user:
+        if not self._in_users_window:
             return
-        trace = self._gather(facts)
+        trace = self._gather()
         if trace is not None and trace.events:
             path = Path(self._config.folder) / "trace.json"
             chrome.write(trace, path)
@@ -126,21 +170,20 @@ class Recording:
 
     def drop(self) -> None:
         """Stop recording, without a collective."""
-        self._over = True
+        self._closed = True
         self._hook.remove()
 
-    def _complete(self, facts: Mapping[str, Any]) -> None:
+    def _window_ends(self) -> None:
         """All iterations of a window are recorded: for the search of the split, or for the user."""
-        live = self._live
-        if live is None or self._for_user:
-            self.write(facts)
-        elif not live.settled and live.proceed(self._gather(facts)):
-            self._next_window(self._iteration + SETTLING, live.steps)
+        search = self._online_split
+        if search is None or self._in_users_window:
+            self.write()
+        elif not search.settled and search.proceed(self._gather()):
+            self._next_window(self._iteration + SETTLING, search.steps)
         elif self._config.steps is not None:
-            self._for_user = True
-            self._next_window(
-                max(self._config.skip, self._iteration + SETTLING), self._config.steps
-            )
+            self._in_users_window = True
+            first_step = max(self._config.skip, self._iteration + SETTLING)
+            self._next_window(first_step, self._config.steps)
         else:
             self.drop()
 
@@ -148,21 +191,37 @@ class Recording:
         self._recorder.restart(first_step, num_steps)
         self._aligned = False
 
-    def _gather(self, facts: Mapping[str, Any]) -> Trace | None:
-        self._recorder.meta |= facts
+    def _gather(self) -> Trace | None:
+        self._recorder.meta |= self._describe()
         with collective_errors("the gathering of the trace"):
             return self._recorder.gather(self._control)
 
-    def forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The model is about to get these inputs. Within a backward (stages of a pipeline, blocks
-        that are computed again) it is not news."""
-        if self._recorder.active and self._forward_start is None and not self._in_backward:
-            self._forward_start = self._recorder.stamp(self._device)
-            self._batch = _batch_size([*args, *kwargs.values()])
+
+Tracer = NoTracing | SessionTracer
+
+
+def trace_metadata(model: nn.Module, strategy: Strategy, engine: GradientEngine) -> dict[str, Any]:
+    """What a trace says of the session: model, strategy, segments and gradients."""
+    document = strategy.document(full=True)
+    if engine.order is None:  # nothing is exchanged, or not yet: assume reverse registration
+        trainables = parameters_of(model, trainable=True)[::-1]
+        gradients: Sequence[Gradient] = gradients_of(trainables, [0] * len(trainables))
+    else:
+        gradients = engine.gradients
+        document["gradients"]["split"] = engine.split.document(full=True)
+    return {
+        "model": type(model).__name__,
+        "strategy": document,
+        "segments": [{"bytes": s.num_bytes, "gradients": [*s.gradients]} for s in engine.segments],
+        "gradients": [
+            {"name": g.name, "layer": g.layer, "bytes": g.num_bytes, "dtype": g.dtype}
+            for g in gradients
+        ],
+    }
 
 
 def _batch_size(inputs: Iterable[Any]) -> int:
-    """The first axis of the first tensor; 0 where there is none."""
+    """The size of the first axis of the first tensor; 0 if there is none."""
     for value in inputs:
         if isinstance(value, torch.Tensor) and value.ndim:
             return value.shape[0]

@@ -20,7 +20,7 @@ from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.exchange import Plan
 from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
-from slipstream.strategy import ByBytes, PlainCodec, Split, Strategy
+from slipstream.strategy import ByBytes, PlainCodec, Row, Split, Strategy
 from slipstream.trace.event import Trace
 from slipstream.transport.consistency import collective_errors
 from slipstream.tuner.trials import iterations
@@ -106,6 +106,15 @@ class OnlineSplit:
         self.outcome, self.settled = outcome, True
         if self._engine.order is not None:
             self._engine.install(self._engine.order, split)
+
+    @property
+    def chosen(self) -> Split | None:
+        """The split that stays; None until the search is over."""
+        return self._engine.split if self.settled else None
+
+    def report_rows(self) -> list[Row]:
+        """What has come of the search so far."""
+        return [Row("optimal", self.outcome, "split computed and measured")]
 
     def _propose(self, trace: Trace | None) -> None:
         """Measure the network; rank 0 solves, and all ranks know what is to be measured."""

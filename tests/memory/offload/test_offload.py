@@ -439,17 +439,17 @@ def test_parameters_buffers_and_small_tensors_stay():
 def test_the_report_tells_what_is_too_small_to_leave():
     model = squares()
     with offload(model, Offload(to="disk", min_bytes=2**20)) as offloader:
-        assert offloader.row.value == "4 blocks leave, 1 stay"  # as far as is known
+        assert offloader.report_rows()[0].value == "4 blocks leave, 1 stay"  # as far as is known
         for size in (2**16, 2**17):
             model(start(size)).sum().backward()
-        assert (offloader.blocks, offloader.row.value) == ([], "nothing leaves")
-        assert "below min_bytes (1 MiB); the largest is 0.5 MiB" in offloader.row.note
+        assert (offloader.blocks, offloader.report_rows()[0].value) == ([], "nothing leaves")
+        assert "below min_bytes (1 MiB); the largest is 0.5 MiB" in offloader.report_rows()[0].note
         with torch.no_grad():
             model(start())
-        assert offloader.row.value == "nothing leaves"
+        assert offloader.report_rows()[0].value == "nothing leaves"
         model(start(2**18)).sum().backward()
         assert offloader.blocks == ["0", "1", "2", "3"]
-        assert "GiB out" in offloader.row.note
+        assert "GiB out" in offloader.report_rows()[0].note
 
 
 def test_a_shared_link_is_told(monkeypatch):
@@ -457,7 +457,7 @@ def test_a_shared_link_is_told(monkeypatch):
         import_module("slipstream.memory.offload.offload"), "beside", lambda _: ("3d:00.0",)
     )
     with offload(squares(), ALL) as offloader:
-        assert offloader.row.note.endswith("; the PCIe link is shared with 3d:00.0")
+        assert offloader.report_rows()[0].note.endswith("; the PCIe link is shared with 3d:00.0")
 
 
 def test_what_stands_on_top_goes_first():

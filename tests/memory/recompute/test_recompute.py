@@ -295,8 +295,11 @@ def test_a_budget_is_kept_and_predicted() -> None:
         assert found is not None
         assert found.num_bytes <= 0.5 * found.plain_bytes
         assert found.seconds > found.plain_seconds
-        assert "MiB" in recomputed.row.note
-        again, kept = sum(map(len, recomputed.regions)), int(recomputed.row.value.split()[-2])
+        assert "MiB" in recomputed.report_rows()[0].note
+        again, kept = (
+            sum(map(len, recomputed.regions)),
+            int(recomputed.report_rows()[0].value.split()[-2]),
+        )
         assert again + kept == case.count
 
 

@@ -141,7 +141,7 @@ def test_the_estimate_counts_them(plain: Any, name: str) -> None:
 
 
 def test_the_overview_says_what_is_kept() -> None:
-    value = recompute(Attentive(), Every(keep=("matmul", "attention"))).row.value
+    value = recompute(Attentive(), Every(keep=("matmul", "attention"))).report_rows()[0].value
     assert value == "4 modules computed again but for matmul, attention in 4 regions, 0 kept"
 
 

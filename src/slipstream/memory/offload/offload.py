@@ -179,13 +179,12 @@ class Offloader:
         """What the store takes up, of host memory or disk."""
         return self._store.reserved_bytes
 
-    @property
-    def row(self) -> Row:
+    def report_rows(self) -> list[Row]:
         """What became of it, for the overview."""
         gone, traffic, left = self.blocks, self.traffic, len(self._paths) - len(self.blocks)
         value = f"{len(gone)} blocks leave, {left} stay"
         if not gone:
-            return Row("memory.offload", "nothing leaves", self._why_nothing())
+            return [Row("memory.offload", "nothing leaves", self._why_nothing())]
         note = f"{gone[0]} to {gone[-1]}"
         if traffic.bytes_out:
             note = (
@@ -195,7 +194,7 @@ class Offloader:
             )
         if others := beside(self._device):
             note += f"; the PCIe link is shared with {', '.join(others)}"
-        return Row("memory.offload", value, note)
+        return [Row("memory.offload", value, note)]
 
     def _why_nothing(self) -> str:
         """Of a whole pass."""

@@ -158,23 +158,22 @@ class Recomputed:
         """What was measured and chosen, of a budget after the first forward."""
         return self._settling.prediction if self._settling is not None else None
 
-    @property
-    def row(self) -> Row:
+    def report_rows(self) -> list[Row]:
         """What became of it, for the overview."""
         regions, again = self.regions, sum(map(len, self.regions))
         kept = len(self._chain.blocks) - again
         but = f" but for {', '.join(self._keep)}" if self._keep else ""
         value = f"{again} modules computed again{but} in {len(regions)} regions, {kept} kept"
         if self._chain.watch is not None:
-            return Row("memory.recompute", value, "until the end of the first forward")
+            return [Row("memory.recompute", value, "until the end of the first forward")]
         if self.prediction is None:
-            return Row("memory.recompute", value, ", ".join(map(_span, regions)))
+            return [Row("memory.recompute", value, ", ".join(map(_span, regions)))]
         found = self.prediction
         note = (
             f"at most {found.num_bytes / 2**20:.3g} of {found.plain_bytes / 2**20:.3g} MiB, and "
             f"{found.seconds:.3g} instead of {found.plain_seconds:.3g} s, as predicted"
         )
-        return Row("memory.recompute", value, note)
+        return [Row("memory.recompute", value, note)]
 
     def close(self) -> None:
         """Every module has its own forward again."""

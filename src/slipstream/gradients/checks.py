@@ -1,0 +1,40 @@
+"""What the exchange of gradients cannot serve, found before anything is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from slipstream.gradients.layout import plan_segments
+from slipstream.gradients.momentum import check_momentum_correction
+from slipstream.gradients.segments import NamedParameter, gradients_of
+from slipstream.strategy import ByName, Gradients
+
+
+def check_gradients(
+    trainables: Sequence[NamedParameter], optimizer: torch.optim.Optimizer, config: Gradients
+) -> None:
+    """Refuse a split or a codec that does not fit these parameters and this optimizer.
+
+    Raises:
+        StrategyError: the split does not fit the number of gradients.
+        ModelError: no parameter requires a gradient, or DGC cannot take over this optimizer.
+    """
+    plan_segments(gradients_of(trainables, [0] * len(trainables)), config.split)
+    check_momentum_correction(optimizer, trainables, config.codec)
+
+
+def gradient_warnings(trainables: Sequence[NamedParameter], config: Gradients) -> list[str]:
+    """Rules of codec ``by_name`` that match no parameter: most often a misspelt path."""
+    if not isinstance(config.codec, ByName):
+        return []
+    names = [t.name for t in trainables]
+    known = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return [
+        f"gradients.codec.rules.{number}.match {rule.match!r} matches no trainable parameter "
+        f"({known}); the wildcards are * and ?"
+        for number, rule in enumerate(config.codec.rules)
+        if not any(fnmatchcase(name, rule.match) for name in names)
+    ]

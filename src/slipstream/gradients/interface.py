@@ -1,0 +1,90 @@
+"""What a session asks of an engine, whether there are other ranks to average with or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.gradients.compressed import NamedState
+from slipstream.gradients.layout import Gradient
+from slipstream.gradients.ready_order import ReadyOrder
+from slipstream.gradients.segments import SegmentStats
+from slipstream.strategy import Row, Split
+from slipstream.trace.recorder import Stamp
+
+
+class GradientEngine:
+    """Turns gradients of a backward pass into averages over ranks.
+
+    Calls come in this order: ``begin``, the backward pass, ``end`` (or ``abort``), once or several
+    times, then ``updated``. The methods here are those of an engine that exchanges nothing.
+    """
+
+    split: Split
+    overflowed: bool
+    """Whether the last averages are not finite on some rank; then all ranks skip the update."""
+
+    # One update.
+
+    def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
+        """Open a backward pass. If ``exchange``, it ends in sums over ranks times ``scale``,
+        which contains the inverse of ``loss_scale``."""
+
+    def end(self) -> None:
+        """Close the backward pass: ``parameter.grad`` holds the averages."""
+
+    def abort(self, error: BaseException) -> None:
+        """Close the backward pass that raised ``error``."""
+
+    def updated(self, step: int) -> None:
+        """The gradients are used and gone; ``step`` updates are done."""
+
+    def local_only(self, on: bool) -> None:
+        """Whether gradients may come outside of ``begin`` and ``end``; they stay on this rank."""
+
+    # The layout: None or empty until the first exchange.
+
+    @property
+    def order(self) -> ReadyOrder | None:
+        """The ready order that all ranks agreed on."""
+        return None
+
+    @property
+    def segments(self) -> tuple[SegmentStats, ...]:
+        """The segments in the order of their exchange."""
+        return ()
+
+    @property
+    def gradients(self) -> tuple[Gradient, ...]:
+        """The gradients in ready order."""
+        return ()
+
+    @property
+    def ready(self) -> list[Stamp | None] | None:
+        """When each gradient of the last recorded backward was ready, in ready order."""
+        return None
+
+    def install(self, order: ReadyOrder, split: Split | None = None) -> None:
+        """Use this ready order, and from now on this split."""
+
+    # The codecs' state, by parameter.
+
+    def codec_state(self) -> NamedState:
+        """What codecs keep on this rank."""
+        return {}
+
+    def load_codec_state(self, states: NamedState, /) -> None:
+        """Continue from ``codec_state()``."""
+
+    # The handle.
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether an exchange was started that nobody has waited for."""
+        return False
+
+    def close(self) -> None:
+        """Remove the hooks."""
+
+    def report_rows(self) -> Sequence[Row]:
+        """What is exchanged."""
+        return [Row("exchange", "none", "one process holds these parameters: nothing to average")]

@@ -1,0 +1,111 @@
+"""What ranks that share a model cannot train, found before anything is installed."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from slipstream.errors import ModelError, StrategyError
+from slipstream.optim.layerwise import Layerwise
+from slipstream.parallel.dims import mesh_of
+from slipstream.parallel.pipeline.schedules import check_schedule
+from slipstream.parallel.pipeline.split_points import Cuts, cut_model
+from slipstream.parallel.tensor.assign import assign
+from slipstream.parallel.tensor.plans import plan_of
+from slipstream.strategy import (
+    Adaptive,
+    ByIndex,
+    HalfWeights,
+    Optimal,
+    PipelineParallel,
+    Strategy,
+    TensorParallel,
+)
+from slipstream.strategy.parallel import Sequence, Switch
+
+_OF_WHOLE_PARAMETERS = (
+    Layerwise,
+    torch.optim.Adafactor,
+    torch.optim.LBFGS,
+    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
+)
+
+
+def check_parallel(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy, world_size: int
+) -> None:
+    """Refuse a model, an optimizer or a strategy that model parallelism cannot serve.
+
+    Raises:
+        StrategyError: the ranks do not fill the mesh, or two settings exclude each other.
+        ModelError: a stage of the pipeline has nothing to train.
+    """
+    config, gradients = strategy.parallel, strategy.gradients
+    mesh_of(config, world_size)
+    if not config.active:
+        return
+    if config.pipeline is not None:
+        _check_pipeline(model, config.pipeline, strategy)
+    if config.tensor is not None:
+        _check_tensor(model, optimizer, config.tensor)
+    if isinstance(gradients.split, Optimal):
+        raise StrategyError(
+            "parallel with gradients.split optimal: it measures the network between all ranks, "
+            "not between those that exchange gradients here; use another split (by_bytes)"
+        )
+    if isinstance(gradients.codec, Adaptive):
+        raise StrategyError(
+            "parallel with gradients.codec adaptive: it measures the network between all ranks, "
+            "not between those that exchange gradients here; use its codec without adaptive"
+        )
+
+
+def _check_tensor(
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: TensorParallel
+) -> None:
+    assign(model, plan_of(config, model), config.ranks)
+    if isinstance(optimizer, _OF_WHOLE_PARAMETERS):
+        raise StrategyError(
+            f"parallel.tensor with {type(optimizer).__name__}: it needs whole parameters, but a "
+            "rank holds a share of them; use an optimizer that treats values one by one (SGD, "
+            "AdamW)"
+        )
+
+
+def _check_pipeline(model: nn.Module, config: PipelineParallel, strategy: Strategy) -> None:
+    tensor = strategy.parallel.tensor
+    cut = cut_model(model, config.cut)
+    check_schedule(config.schedule, cut.stages, config.ranks, config.micro_batches)
+    if tensor is not None:
+        for assignment in assign(model, plan_of(tensor, model), tensor.ranks):
+            style = assignment.style
+            if isinstance(style, Sequence | Switch) or getattr(style, "sequence", False):
+                raise StrategyError(
+                    f"parallel.pipeline with {assignment.path} split along the sequence or the "
+                    "batch: a stage does not know the full length of what an earlier stage has "
+                    "split; use one of the two"
+                )
+    _check_stages(model, cut, config.ranks)
+    if isinstance(strategy.gradients.split, ByIndex):
+        raise StrategyError(
+            "parallel.pipeline with gradients.split by_index: each stage has its own number of "
+            "gradients; use a split that does not count them (by_bytes, by_percent)"
+        )
+    if isinstance(strategy.precision, HalfWeights):
+        raise StrategyError(
+            "parallel.pipeline with precision half_weights: a rank holds the parameters of its "
+            "own stages alone, and the whole model would be gathered without the fp32 masters; "
+            "use precision autocast"
+        )
+
+
+def _check_stages(model: nn.Module, cut: Cuts, ranks: int) -> None:
+    """Refuse a pipeline in which a rank has nothing to train."""
+    holders = cut.holders(model)
+    trained = [holders[name] for name, p in model.named_parameters() if p.requires_grad]
+    for rank in range(ranks):
+        if not any(stage % ranks == rank for stages in trained for stage in stages):
+            raise ModelError(
+                f"parallel.pipeline: the stages of pipeline rank {rank} have no parameter that "
+                "requires a gradient; cut the model so that every rank has one"
+            )

@@ -1,0 +1,75 @@
+"""A model as a whole, however many ranks hold it: its state, its gradient norm, its output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.parallel.pipeline.pipeline import Pipeline
+from slipstream.strategy import Row
+
+
+class FullState:
+    """The whole model and optimizer, of which this rank holds everything: torch's own verbs.
+
+    ``ModelParallel`` overrides them for ranks that share a model; its verbs are collectives.
+
+    Attributes:
+        pipeline: runs forward and backward of a model that is cut into stages; None: it is not.
+    """
+
+    pipeline: Pipeline | None = None
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """``model.state_dict()`` of the whole model, on every rank."""
+        return dict(self._model.state_dict())
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of a state of the whole model."""
+        self._model.load_state_dict(state)
+
+    def full_optimizer_state_dict(self) -> dict[str, Any]:
+        """``optimizer.state_dict()`` as of the whole model, on every rank."""
+        return self._optimizer.state_dict()
+
+    def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Load this rank's part of a state of the whole optimizer."""
+        self._optimizer.load_state_dict(state)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale gradients so that the norm of the whole model's is at most ``max_norm``."""
+        return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the whole model, on every rank."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(args, kwargs)
+        return self._model(*args, **kwargs)
+
+    def is_local(self, name: str) -> bool:
+        """Whether this rank has the parameter, or a shard of it."""
+        return True
+
+    @property
+    def largest_shapes(self) -> Mapping[str, Sequence[int]] | None:
+        """By name of a split parameter, the shape of its largest shard; None: none is split."""
+        return None
+
+    @property
+    def local_tensors(self) -> list[torch.Tensor]:
+        """The parameters that this rank has, and all buffers."""
+        parameters = [p for name, p in self._model.named_parameters() if self.is_local(name)]
+        return [*parameters, *self._model.buffers()]
+
+    def close(self) -> None:
+        """Restore the whole model on every rank."""
+
+    def report_rows(self) -> list[Row]:
+        """The mesh and this rank's part of the model, where that is not all of it."""
+        return []

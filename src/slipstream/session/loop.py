@@ -1,0 +1,190 @@
+"""What happens inside a training loop, in one fixed order: backward passes, then an update.
+
+Each part does its own work (engine, precision, tracer, accumulation window); here they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.codecs.compressor import any_infinite
+from slipstream.errors import UsageError
+from slipstream.gradients.interface import GradientEngine
+from slipstream.gradients.momentum import MomentumCorrection
+from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.pipeline.pipeline import Pipeline
+from slipstream.precision.model_precision import ModelPrecision
+from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.tracing import Tracer
+
+
+class TrainingLoop:
+    """Backward passes and updates of one model.
+
+    Args:
+        model: gradients of all its parameters are cleared after an update.
+        optimizer: steps once per update.
+        window: counts the backward passes of an update.
+        engine: averages the gradients.
+        precision: scales the loss.
+        momentum_correction: what codecs took over from the optimizer.
+        dims: compares ranks that share the model.
+        tracer: records the spans.
+
+    Attributes:
+        engine: as given.
+        steps: updates so far.
+        skipped: updates that were skipped because of gradients that were not finite.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        window: AccumulationWindow,
+        engine: GradientEngine,
+        precision: ModelPrecision,
+        momentum_correction: MomentumCorrection,
+        dims: ParallelDims,
+        tracer: Tracer,
+    ) -> None:
+        self.engine = engine
+        self._optimizer, self._parameters = optimizer, tuple(model.parameters())
+        self._window, self._precision = window, precision
+        self._momentum_correction, self._dims, self._tracer = momentum_correction, dims, tracer
+        self._backward_done = self._local_only = self._compared = False
+        self.steps = self.skipped = 0
+
+    @property
+    def window_open(self) -> bool:
+        """Whether gradients were gathered that no update has used yet."""
+        return self._window.contributions > 0
+
+    # Backward passes.
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool, loss_scale: float) -> None:
+        """Backward of one loss; raises as ``Session.backward``."""
+        loss_scale = self._take_loss_scale(loss_scale)
+        self._compare_once(self._dims.check_same_loss, loss)
+
+        def run() -> None:
+            part = self._precision.scaled(loss)
+            part = part / self._window.accumulate if self._window.accumulate > 1 else part
+            part.backward(retain_graph=retain_graph)
+
+        self._run_backward(run, loss_scale)
+
+    def pipeline_backward(
+        self,
+        pipeline: Pipeline,
+        loss_fn: Callable[[Any, Any], torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None,
+        target: Any,
+        *,
+        loss_scale: float,
+    ) -> torch.Tensor:
+        """Forward and backward of all micro-batches; raises as ``Session.forward_backward``."""
+        loss_scale = self._take_loss_scale(loss_scale)
+        self._compare_once(self._dims.check_same_batch, (args, kwargs, target))
+        self._tracer.forward_begins(args, kwargs or {})
+        scale = loss_scale / self._window.accumulate
+        loss = torch.full((), torch.nan)  # of a dummy batch, which is not computed
+
+        def run() -> None:
+            nonlocal loss
+            loss = pipeline.forward_backward(loss_fn, args, kwargs, target, scale=scale)
+
+        self._run_backward(run, loss_scale)
+        return loss
+
+    def _take_loss_scale(self, given: float) -> float:
+        loss_scale = self._precision.take(given)
+        self._window.check_scale(loss_scale)
+        return loss_scale
+
+    def _compare_once(self, compare: Callable[[Any], None], value: object) -> None:
+        """Ranks that share a model need the same batches; the first ones are compared."""
+        if not self._compared:
+            compare(value)
+            self._compared = True
+
+    def _run_backward(self, run: Callable[[], None], loss_scale: float) -> None:
+        """``run`` a backward pass; average the gradients if an update follows it."""
+        dummy_batch = self._window.count()
+        self._tracer.backward_begins(dummy_batch=dummy_batch)
+        exchange = self._window.last and not self._local_only
+        self.engine.begin(exchange=exchange, scale=self._window.scale, loss_scale=loss_scale)
+        try:
+            if not dummy_batch:  # such a rank takes part in the exchange, with zeros
+                run()
+        except BaseException as error:
+            self.engine.abort(error)
+            raise
+        self._tracer.backward_ends()
+        self.engine.end()
+        self._tracer.exchanged(self.engine.ready)
+        self._backward_done = True
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward passes add up gradients on this rank, and ``step()`` updates nothing."""
+        before, self._local_only = self._local_only, True
+        self.engine.local_only(True)
+        try:
+            yield
+        finally:
+            self._local_only = before
+            self.engine.local_only(before)
+
+    # Updates.
+
+    def step(self) -> bool:
+        """End a backward pass; whether parameters were updated, the same on every rank.
+
+        Raises:
+            UsageError: there was no backward pass since the last call.
+        """
+        if not self._backward_done:
+            raise UsageError(
+                "step() without a backward() before it: call session.backward(loss) first, "
+                "then session.step(), once each for every batch"
+            )
+        self._backward_done = False
+        if self._local_only or not self._window.advance():
+            return False
+        overflowed = self._overflowed()
+        self._update(skip=overflowed)
+        return not overflowed
+
+    def _overflowed(self) -> bool:
+        """Whether the update must be skipped; the same on every rank."""
+        if self.engine.overflowed:
+            return True
+        if self._window.loss_scale == 1.0 and not self._precision.scales:
+            return False  # without a loss scale, NaN gradients are an update like any other
+        gradients = (p.grad for p in self._parameters if p.grad is not None)
+        infinite = [any_infinite(g._values() if g.is_sparse else g) for g in gradients]
+        # Averages are the same on all data-parallel ranks; those that share a model must agree.
+        return self._dims.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
+
+    def _update(self, *, skip: bool) -> None:
+        self._tracer.update_begins()
+        if skip:
+            self.skipped += 1
+        else:
+            self._momentum_correction.check()
+            self._optimizer.step()
+            self.steps += 1
+        self._optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:  # also those that the optimizer does not hold
+            parameter.grad = None
+        self._window.close()
+        self._precision.updated(skip)
+        self.engine.updated(self.steps)
+        self._tracer.update_ends()  # last, as it may change the split

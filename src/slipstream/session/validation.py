@@ -1,0 +1,89 @@
+"""All checks of ``accelerate()`` in one call, before anything is installed.
+
+Each room checks what it installs; here their checks are put in order. Nothing communicates, and
+nothing changes the model or the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.cluster.connect import Cluster
+from slipstream.gradients.checks import check_gradients, gradient_warnings
+from slipstream.gradients.segments import parameters_of
+from slipstream.memory.checks import check_memory
+from slipstream.parallel.checks import check_parallel
+from slipstream.precision.model_precision import check_precision, precision_warnings
+from slipstream.session.checks import check_model, check_optimizer
+from slipstream.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """What a rank found out about a model and a strategy that fit each other.
+
+    Attributes:
+        fingerprint: what must be equal on all ranks, subject to value:
+            ``{"parameter a": "torch.float32 (2,)", ...}``.
+        warnings: what works, but is most often a mistake.
+    """
+
+    fingerprint: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def validate(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Iterable[Any] | None,
+    strategy: Strategy,
+    cluster: Cluster,
+) -> Validation:
+    """Refuse what would only fail later.
+
+    Raises:
+        ModelError: the model or the optimizer cannot be accelerated; names the parameter.
+        StrategyError: the strategy does not fit the model, the machine or the number of ranks.
+        UsageError: activations of the model are recomputed or offloaded already.
+        OffloadError: there is no room for what is offloaded.
+    """
+    check_model(model)  # first: the other checks need parameters with shapes and values
+    check_optimizer(model, optimizer)
+    trainables = parameters_of(model, trainable=True)
+    check_gradients(trainables, optimizer, strategy.gradients)
+    check_precision(model, optimizer, strategy.precision)
+    check_parallel(model, optimizer, strategy, cluster.world_size)
+    local_ranks = cluster.environment.local_world_size
+    check_memory(model, strategy, local_ranks=local_ranks, rank=cluster.rank)
+    return Validation(
+        _fingerprint(model, optimizer, loader, strategy),
+        (
+            *gradient_warnings(trainables, strategy.gradients),
+            *precision_warnings(model, strategy.precision),
+        ),
+    )
+
+
+def _fingerprint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Iterable[Any] | None,
+    strategy: Strategy,
+) -> dict[str, str]:
+    fingerprint = {
+        "the strategy": json.dumps(strategy.document()),
+        "the optimizer": type(optimizer).__name__,
+        "the loader": "none" if loader is None else "given",
+    }
+    for name, p in model.named_parameters():
+        frozen = "" if p.requires_grad else ", frozen"
+        fingerprint[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{frozen}"
+    for name, b in model.named_buffers():
+        fingerprint[f"buffer {name}"] = f"{b.dtype} {tuple(b.shape)}"
+    return fingerprint

@@ -1,0 +1,81 @@
+"""The engine of a single replica: gradients are the averages, but for the loss scale."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.gradients.interface import GradientEngine
+from slipstream.gradients.single import SingleReplicaEngine
+from slipstream.strategy import Single
+
+SCALE = 8.0
+
+
+def engine_of(model: nn.Module) -> GradientEngine:
+    return SingleReplicaEngine(model.parameters(), Single())
+
+
+def backward(
+    engine: GradientEngine, model: nn.Module, *, exchange: bool = True, loss_scale: float = SCALE
+) -> None:
+    engine.begin(exchange=exchange, scale=1 / loss_scale, loss_scale=loss_scale)
+    (model(torch.ones(1, 2)).sum() * loss_scale).backward()
+    engine.end()
+
+
+def gradient(model: nn.Linear) -> list[float]:
+    assert model.weight.grad is not None
+    return model.weight.grad.flatten().tolist()
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, SCALE])
+def test_gradients_come_out_without_the_loss_scale(loss_scale: float) -> None:
+    model = nn.Linear(2, 1)
+    backward(engine_of(model), model, loss_scale=loss_scale)
+    assert gradient(model) == [1.0, 1.0]
+
+
+def test_inside_a_window_the_loss_scale_stays() -> None:
+    model = nn.Linear(2, 1)
+    engine = engine_of(model)
+    backward(engine, model, exchange=False)
+    assert gradient(model) == [SCALE, SCALE]
+    backward(engine, model)
+    assert gradient(model) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("between", [[], [False], [False, False], [True, False, True]])
+def test_backward_passes_add_up_also_after_averages(between: list[bool]) -> None:
+    model = nn.Linear(2, 1)
+    engine = engine_of(model)
+    passes = [True, *between, True]
+    for exchange in passes:
+        backward(engine, model, exchange=exchange)
+    assert gradient(model) == [float(len(passes))] * 2
+
+
+def test_an_update_ends_it() -> None:
+    model = nn.Linear(2, 1)
+    engine = engine_of(model)
+    for step in range(2):
+        backward(engine, model)
+        assert gradient(model) == [1.0, 1.0]
+        model.zero_grad()
+        engine.updated(step + 1)
+
+
+def test_a_parameter_without_a_gradient_has_none_afterwards() -> None:
+    model = nn.Linear(2, 1)
+    model.bias.requires_grad_(False)
+    backward(engine_of(model), model)
+    assert model.bias.grad is None
+
+
+def test_there_is_no_layout_and_no_state() -> None:
+    engine = engine_of(nn.Linear(2, 1))
+    assert (engine.order, engine.segments, engine.gradients, engine.ready) == (None, (), (), None)
+    assert (engine.overflowed, engine.in_flight, engine.codec_state()) == (False, False, {})
+    assert [row.setting for row in engine.report_rows()] == ["exchange"]
+    engine.close()

@@ -1,0 +1,362 @@
+"""Errors of ``accelerate()``: each says what was seen and what to do, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import slipstream
+from slipstream.errors import MismatchError, ModelError, SlipstreamError, StrategyError, UsageError
+from tests.harness.ranks import Ranks
+from tests.session.training import accelerate_and_close, sgd
+
+Case = tuple[Callable[[], object], type[SlipstreamError], list[str]]
+
+
+def small(*, width: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Four gradients of 12 + 3, 3 + 1 elements."""
+    return nn.Sequential(nn.Linear(4, width), nn.Linear(width, 1)).to(dtype)
+
+
+def accelerate_with(**gradients: object) -> None:
+    """Accelerate under a strategy with these settings of ``gradients``."""
+    accelerate_and_close(small(), strategy={"gradients": gradients})
+
+
+def frozen() -> nn.Module:
+    return small().requires_grad_(False)
+
+
+def no_parameters() -> None:
+    accelerate_and_close(nn.ReLU(), sgd(small()))
+
+
+def lazy() -> None:
+    accelerate_and_close(nn.Sequential(nn.LazyLinear(2)))
+
+
+def half_on_meta() -> None:
+    model = small()
+    model[1].to("meta")  # type: ignore[operator,index]
+    accelerate_and_close(model)
+
+
+def eight_bits() -> None:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.zeros(2, 2).to(torch.float8_e4m3fn))
+    accelerate_and_close(model)
+
+
+def one_more_parameter() -> None:
+    model = small()
+    extra = nn.Parameter(torch.zeros(7, 5))
+    accelerate_and_close(model, torch.optim.SGD([*model.parameters(), extra], lr=0.1))
+
+
+def optimizer_of_an_older_model() -> None:
+    accelerate_and_close(small(), sgd(small()))
+
+
+def accelerate_twice_with(
+    outer: Callable[[nn.Module], nn.Module], inner: Callable[[nn.Module], nn.Module]
+) -> Callable[[], None]:
+    def accelerate_twice() -> None:
+        model = small()
+        with slipstream.accelerate(outer(model), sgd(outer(model))):
+            second = inner(model)
+            slipstream.accelerate(second, sgd(second))
+
+    return accelerate_twice
+
+
+def itself(model: nn.Module) -> nn.Module:
+    return model
+
+
+def part(model: nn.Module) -> nn.Module:
+    return model[0]  # type: ignore[index,no-any-return]
+
+
+STRATEGIES: dict[str, Case] = {
+    "unknown key": (
+        lambda: accelerate_and_close(small(), strategy={"gradient": {"overlap": True}}),
+        StrategyError,
+        ["gradient", "did you mean", "gradients"],
+    ),
+    "wrong type": (
+        lambda: accelerate_with(overlap="yes"),
+        StrategyError,
+        ["gradients.overlap", "'yes'"],
+    ),
+    "percents": (
+        lambda: accelerate_with(split={"kind": "by_percent", "percents": [50.0, 40.0]}),
+        StrategyError,
+        ["percents", "90", "100"],
+    ),
+    "an index beyond": (
+        lambda: accelerate_with(split={"kind": "by_index", "last": [1, 4]}),
+        StrategyError,
+        ["gradients.split.last", "ends with 4", "has 4 gradients", "must be 3"],
+    ),
+    "an index short of the end": (
+        lambda: accelerate_with(split={"kind": "by_index", "last": [0, 2]}),
+        StrategyError,
+        ["ends with 2", "must be 3"],
+    ),
+    "not ascending": (
+        lambda: accelerate_with(split={"kind": "by_index", "last": [2, 1, 3]}),
+        StrategyError,
+        ["last", "[2, 1, 3]", "ascend"],
+    ),
+    "accumulate": (
+        lambda: accelerate_with(accumulate=0),
+        StrategyError,
+        ["gradients.accumulate", "0", "1"],
+    ),
+    "no such preset": (
+        lambda: accelerate_and_close(small(), strategy="hcll"),
+        StrategyError,
+        ["'hcll'", "did you mean", "hccl", "per_layer", ".yaml"],
+    ),
+    "no such file": (
+        lambda: accelerate_and_close(small(), strategy="no/such.yaml"),
+        StrategyError,
+        ["no/such.yaml"],
+    ),
+    "not a strategy": (
+        lambda: accelerate_and_close(small(), strategy=3),
+        StrategyError,
+        ["3", "a path", "mapping"],
+    ),
+}
+
+MODELS: dict[str, Case] = {
+    "all frozen": (
+        lambda: accelerate_and_close(frozen(), sgd(frozen().requires_grad_())),
+        ModelError,
+        ["the optimizer's group 0"],
+    ),
+    "all frozen, split": (
+        lambda: accelerate_and_close(
+            model := frozen(), sgd(model), {"gradients": {"split": "per_layer"}}
+        ),
+        ModelError,
+        ["no parameter that requires a gradient", "requires_grad=True"],
+    ),
+    "no parameters": (no_parameters, ModelError, ["not in the model"]),
+    "meta device": (
+        lambda: accelerate_and_close(small().to("meta")),
+        ModelError,
+        ["parameter 0.weight", "meta device", "to_empty"],
+    ),
+    "two devices": (half_on_meta, ModelError, ["parameter 1.weight", "meta"]),
+    "lazy": (lazy, ModelError, ["parameter 0.weight", "lazy", "one forward"]),
+    "a dtype that nobody adds": (
+        eight_bits,
+        ModelError,
+        ["parameter weight", "float8_e4m3fn", "allowed: float32"],
+    ),
+    "not a module": (
+        lambda: accelerate_and_close([1], sgd(small())),
+        ModelError,
+        ["Module", "list"],
+    ),
+    "model and optimizer swapped": (
+        lambda: accelerate_and_close(sgd(model := small()), model),
+        ModelError,
+        ["torch.nn.Module", "SGD"],
+    ),
+    "the model as optimizer": (
+        lambda: accelerate_and_close(model := small(), model),
+        ModelError,
+        ["second argument", "Sequential", "param_groups"],
+    ),
+    "a foreign parameter": (
+        one_more_parameter,
+        ModelError,
+        ["group 0", "(7, 5)", "number 4", "not in the model", "model.parameters()"],
+    ),
+    "an optimizer of another model": (
+        optimizer_of_an_older_model,
+        ModelError,
+        ["group 0", "(3, 4)", "number 0"],
+    ),
+    "twice": (
+        accelerate_twice_with(itself, itself),
+        UsageError,
+        ["accelerated already", "close()"],
+    ),
+    "a part of an accelerated model": (
+        accelerate_twice_with(itself, part),
+        UsageError,
+        ["accelerated already"],
+    ),
+    "a model that holds one": (
+        accelerate_twice_with(part, itself),
+        UsageError,
+        ["accelerated already"],
+    ),
+}
+
+MISTAKES = STRATEGIES | MODELS
+
+
+def outcome_of(name: str) -> tuple[str, str, bool]:
+    """The error of a case; whether the next good use works in spite of it."""
+    try:
+        MISTAKES[name][0]()
+    except SlipstreamError as error:
+        outcome = type(error).__name__, str(error)
+    else:
+        outcome = "no error", ""
+    accelerate_and_close(small())
+    return (*outcome, dist.is_initialized())
+
+
+def check_outcome(outcome: tuple[str, str, bool], name: str, joined: bool) -> None:
+    _, kind, words = MISTAKES[name]
+    seen, text, initialized = outcome
+    assert seen == kind.__name__, text
+    assert [w for w in words if w not in text] == [], text
+    assert initialized == joined
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_explained_on_one_process(name: str) -> None:
+    check_outcome(outcome_of(name), name, joined=False)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_explained_on_every_rank(two: Ranks, name: str) -> None:
+    for outcome in two.run(outcome_of, name, timeout=40):
+        check_outcome(outcome, name, joined=True)
+
+
+def wrapped(inside: bool) -> None:
+    model: nn.Module = DistributedDataParallel(small())
+    if inside:
+        model = nn.Sequential(nn.ReLU(), model)
+    accelerate_and_close(model)
+
+
+@pytest.mark.parametrize(("inside", "path"), [(False, "module (the model)"), (True, "module 1")])
+def test_a_model_in_ddp_is_refused(two: Ranks, inside: bool, path: str) -> None:
+    for error in two.fail(wrapped, inside).values():
+        assert type(error) is ModelError
+        assert f"{path} is wrapped in DistributedDataParallel" in str(error)
+        assert "ddp.module" in str(error)
+
+
+# What one rank alone does wrong, or differently.
+
+
+def is_first() -> bool:
+    return dist.get_rank() == 0
+
+
+def with_buffer(size: int) -> nn.Module:
+    model = small()
+    model.register_buffer("mean", torch.zeros(size))
+    return model
+
+
+def frozen_bias(on: bool) -> nn.Module:
+    model = small()
+    model[1].bias.requires_grad_(not on)  # type: ignore[index,union-attr]
+    return model
+
+
+def named(name: str) -> nn.Module:
+    return nn.ModuleDict({name: nn.Linear(2, 1)})
+
+
+def own_optimizer(right: bool) -> None:
+    model = small()
+    accelerate_and_close(model, sgd(model if right else small()))
+
+
+def own_loader(given: bool) -> None:
+    model = small()
+    slipstream.accelerate(model, sgd(model), [torch.ones(1, 4)] if given else None).close()
+
+
+ONLY_ONE: dict[str, tuple[Callable[[], object], list[str]]] = {
+    "shape": (
+        lambda: accelerate_and_close(small(width=3 if is_first() else 5)),
+        ["parameter 0.weight", "(5, 4) on rank 1", "(3, 4) on rank 0"],
+    ),
+    "dtype": (
+        lambda: accelerate_and_close(small(dtype=torch.float32 if is_first() else torch.float64)),
+        ["parameter 0.weight", "float64 (3, 4) on rank 1", "float32 (3, 4) on rank 0"],
+    ),
+    "name": (
+        lambda: accelerate_and_close(named("a" if is_first() else "b")),
+        ["parameter a.weight: absent on rank 1"],
+    ),
+    "one more": (
+        lambda: accelerate_and_close(
+            small() if is_first() else nn.Sequential(*small(), nn.Linear(1, 1))
+        ),
+        ["parameter 2.weight", "absent on rank 0"],
+    ),
+    "frozen": (
+        lambda: accelerate_and_close(frozen_bias(not is_first())),
+        ["parameter 1.bias", "frozen on rank 1"],
+    ),
+    "buffer": (
+        lambda: accelerate_and_close(with_buffer(1 if is_first() else 2)),
+        ["buffer mean", "(2,) on rank 1"],
+    ),
+    "strategy": (
+        lambda: accelerate_with(overlap=is_first()),
+        ['the strategy: {"gradients": {"overlap": false}} on rank 1, {} on rank 0'],
+    ),
+    "loader": (lambda: own_loader(is_first()), ["the loader", "none on rank 1", "given on rank 0"]),
+    "strategy file": (
+        lambda: accelerate_and_close(small(), strategy=None if is_first() else "gone.yaml"),
+        ["rank 1 cannot go on: StrategyError", "gone.yaml"],
+    ),
+    "strategy file on the first": (
+        lambda: accelerate_and_close(small(), strategy="gone.yaml" if is_first() else None),
+        ["rank 0 cannot go on: StrategyError", "gone.yaml"],
+    ),
+    "optimizer": (
+        lambda: own_optimizer(is_first()),
+        ["rank 1 cannot go on: ModelError", "not in the model"],
+    ),
+    "lazy": (
+        lambda: accelerate_and_close(small() if is_first() else nn.LazyLinear(2)),
+        ["rank 1 cannot go on: ModelError", "lazy"],
+    ),
+}
+
+
+def outcome_on_one_rank(name: str) -> tuple[str, str]:
+    try:
+        ONLY_ONE[name][0]()
+    except SlipstreamError as error:
+        outcome = type(error).__name__, str(error)
+    else:
+        outcome = "no error", ""
+    accelerate_and_close(small())  # the ranks are still in step
+    return outcome
+
+
+@pytest.mark.parametrize("name", ONLY_ONE)
+def test_what_one_rank_does_differently_is_an_error_on_all(two: Ranks, name: str) -> None:
+    words = ONLY_ONE[name][1]
+    outcomes = two.run(outcome_on_one_rank, name, timeout=40)
+    failed = {"rank 0 cannot": 0, "rank 1 cannot": 1}.get(words[0][:13])
+    for rank, (kind, text) in enumerate(outcomes):
+        if rank == failed:  # its own error, which the others quote
+            assert kind in words[0]
+            assert text in outcomes[1 - rank][1]
+            continue
+        assert kind == MismatchError.__name__, text
+        assert [w for w in words if w not in text] == [], text
+        assert "differs" in text if failed is None else "differs" not in text
