@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 
 from slipstream.calibration.adaptive_codec import CodecDecision
-from slipstream.planner.cost import CodecCost, Curve, Piece
+from slipstream.planner.cost import CodecCost
+from slipstream.planner.curve import Curve, Piece
 from slipstream.session import compose
 from tests.gradients.test_codec import session_of, step_of, wide
 from tests.harness import reference

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from slipstream.calibration import contention as measuring
 from slipstream.calibration.contention import Slowdowns, contention
-from slipstream.planner.cost import Curve
+from slipstream.planner.curve import Curve
 from tests.harness.ranks import Ranks
 
 ALL_REDUCE = Curve.fit([(4096, 1e-3), (8192, 2e-3), (2**20, 0.25)])

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from slipstream.cli.doctor import command
 from slipstream.cli.doctor.report import report
-from slipstream.planner.cost import Curve, NetworkProfile
+from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.curve import Curve
 from slipstream.testbed import unavailable
 from tests.planner.clusters import SIZES, cluster
 

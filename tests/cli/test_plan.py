@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from slipstream.cli import main
 from slipstream.errors import ClusterError
-from slipstream.planner.exchange import Plan
+from slipstream.planner.comm_plan import Plan
 from slipstream.planner.simulate import simulate
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, read, write

@@ -234,15 +234,15 @@ def test_another_group_size_is_refused() -> None:
 
 
 def test_groups_that_are_the_world() -> None:
-    assert cluster(1, 4).network("intra").kind == "world"
-    assert cluster(4, 1).network("inter").kind == "world"
-    assert [cluster(2, 2).network(kind).kind for kind in ("world", "intra", "inter")] == [
+    assert cluster(1, 4).groups("intra").kind == "world"
+    assert cluster(4, 1).groups("inter").kind == "world"
+    assert [cluster(2, 2).groups(kind).kind for kind in ("world", "intra", "inter")] == [
         "world",
         "intra",
         "inter",
     ]
     with pytest.raises(ClusterError, match="intra was not measured"):
-        cluster(4, 1).network("intra")
+        cluster(4, 1).groups("intra")
 
 
 def same(one: Curve, other: Curve) -> bool:
@@ -264,14 +264,14 @@ def test_other_sizes_follow_the_laws_of_a_ring(shape: tuple[int, int]) -> None:
 
 def test_one_host_is_as_fast_as_the_inside_of_one() -> None:
     assert same(
-        cluster(4, 2).scaled(1, 8).network("world").all_reduce,
+        cluster(4, 2).scaled(1, 8).groups("world").all_reduce,
         cluster(1, 8).networks["world"].all_reduce,
     )
 
 
 def test_a_rate_replaces_the_links_but_never_beats_the_hosts() -> None:
     def per_byte(found: NetworkProfile, kind) -> float:
-        return found.network(kind).all_reduce.per_byte
+        return found.groups(kind).all_reduce.per_byte
 
     slow = cluster(4, 2).scaled(8, 4, rate=2e9)
     assert per_byte(slow, "world") == pytest.approx(2 * 31 / 32 * 4e-9 * FRAMES, rel=1e-3)
@@ -291,8 +291,8 @@ def test_what_was_not_measured_is_said() -> None:
 
 def test_among_one_rank_nothing_costs_anything() -> None:
     alone = cluster().scaled(1, 1)
-    assert alone.network("world").all_reduce.seconds(2**20) == pytest.approx(0)
-    assert alone.network("world").all_reduce.pieces == (
+    assert alone.groups("world").all_reduce.seconds(2**20) == pytest.approx(0)
+    assert alone.groups("world").all_reduce.pieces == (
         Piece(start_bytes=0, startup=0.0, per_byte=0.0),
     )
     with pytest.raises(ClusterError, match="one rank alone"):

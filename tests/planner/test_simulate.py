@@ -15,7 +15,7 @@ from slipstream.analysis.breakdown import breakdown
 from slipstream.analysis.summary import summary
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.exchange import Plan
+from slipstream.planner.comm_plan import Plan
 from slipstream.planner.simulate import SHOWN_RANKS, CodecCost, predict, simulate
 from slipstream.planner.split import finish_time
 from slipstream.planner.workload import Workload
@@ -128,7 +128,7 @@ def test_an_exchange_waits_for_the_last_rank_and_is_slowed_by_those_that_compute
 
 def test_hierarchical_goes_through_both_networks_one_segment_behind_the_other() -> None:
     where = clusters.cluster(4, 2, compute_slowdown=0.0, exchange_slowdown=0.0)
-    intra, inter = where.network("intra"), where.network("inter")
+    intra, inter = where.groups("intra"), where.groups("inter")
     stages = (
         intra.reduce_scatter.seconds(6 * MB),
         inter.all_reduce.seconds(3 * MB),
@@ -164,7 +164,7 @@ def test_without_latency_and_contention_it_is_the_serial_channel(seed, ranks, dr
     begins = begins + (plan.accumulate - 1) * work.backward
     ready = work.ready if plan.overlap else np.tile(work.backward[:, None], 12)
     last = np.maximum((begins + work.backward).max(), 0)
-    cost = where.network("world").all_reduce.seconds_of
+    cost = where.groups("world").all_reduce.seconds_of
     end = finish_time(plan.cuts, (begins[:, None] + ready).max(axis=0), work.num_bytes, cost)
     assert predict(work, plan, where) == pytest.approx(max(end, last), rel=1e-6)
 

@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.errors import ClusterError, TraceError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.exchange import Plan
+from slipstream.planner.comm_plan import Plan
 from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
 from slipstream.trace.event import Event, Trace

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
-from slipstream.planner.plan import Prediction
+from slipstream.planner.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, chrome, read
 from slipstream.tuner import trials

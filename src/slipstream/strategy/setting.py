@@ -30,21 +30,23 @@ def _publish(schema: dict[str, Any], model: type[BaseModel]) -> None:
         schema["required"] = ["kind", *schema.get("required", [])]
 
 
-class Setting(BaseModel):
-    """A frozen value with named settings: equal by value, hashable, checked when it is built.
+class FrozenModel(BaseModel):
+    """A frozen value that is checked when it is built.
 
-    Nothing is converted (``"yes"`` is no boolean, ``True`` no number), but for a whole number where
-    a number is wanted and a list where a tuple is. Whatever is wrong raises one StrategyError.
+    Nothing is converted (``"yes"`` is no boolean, ``True`` no number), except a whole number where
+    a float is wanted and a list where a tuple is. NaN and infinity are refused.
     """
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        json_schema_extra=_publish,
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Setting(FrozenModel):
+    """A frozen value with named settings: equal by value, hashable, checked when it is built.
+
+    Whatever is wrong raises one StrategyError.
+    """
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra=_publish)
 
     def __init__(self, /, **settings: Any) -> None:
         try:

@@ -17,8 +17,8 @@ from slipstream.errors import SlipstreamError
 from slipstream.gradients.engine import Engine
 from slipstream.planner.candidates import optimal_split
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.exchange import Plan
-from slipstream.planner.plan import prepare
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.contention_fit import prepare
 from slipstream.planner.simulate import predict
 from slipstream.strategy import ByBytes, PlainCodec, Split, Strategy
 from slipstream.trace.event import Trace

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from slipstream.planner.candidates import label
-from slipstream.planner.plan import Prediction
+from slipstream.planner.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.tuner.trials import Failure, Measurement
 

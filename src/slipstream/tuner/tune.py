@@ -23,7 +23,7 @@ from statistics import median
 
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
-from slipstream.planner.plan import Prediction
+from slipstream.planner.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster

@@ -12,8 +12,9 @@ from slipstream.errors import ClusterError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import candidates, label, optimal_split
 from slipstream.planner.cost import Curve, Network, NetworkProfile
-from slipstream.planner.exchange import Plan
-from slipstream.planner.plan import prepare, rank, traced_strategy, what_if
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.contention_fit import prepare
+from slipstream.planner.ranking import rank, traced_strategy, what_if
 from slipstream.planner.simulate import simulate
 from slipstream.planner.workload import Workload
 from slipstream.strategy import ByIndex, Strategy
@@ -140,7 +141,7 @@ def test_what_changes_the_batch_is_only_among_them_if_asked_for() -> None:
 def test_a_prediction_says_what_it_takes_and_gives() -> None:
     work, where = SITUATIONS["four ranks"]
     [one] = rank([Strategy.load("sequential")], work, where)
-    exchange = where.network("world").all_reduce.seconds(sum(SIZES))
+    exchange = where.groups("world").all_reduce.seconds(sum(SIZES))
     assert one.seconds == pytest.approx(0.77 + exchange, rel=0.02)
     assert one.samples_per_second == pytest.approx(32 / one.seconds)
     assert one.efficiency == pytest.approx(0.77 / one.seconds)
@@ -206,7 +207,7 @@ def test_the_trace_of_one_process_is_planned_for_all_ranks_of_the_cluster() -> N
     found, where = prepare(trace, cluster(4))
     assert found.num_ranks == where.world_size == 4
     [one] = rank([Strategy.load("sequential")], found, where)
-    exchange = where.network("world").all_reduce.seconds(sum(SIZES))
+    exchange = where.groups("world").all_reduce.seconds(sum(SIZES))
     assert one.seconds == pytest.approx(0.77 + exchange, rel=0.05)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.planner.exchange import Plan
-from slipstream.planner.replay import calibrated
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.contention_fit import fit_contention
 from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
 from tests.planner.workloads import cluster, random_workload, workload

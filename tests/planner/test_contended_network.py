@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from slipstream.planner.channel import Clock, Job, run
-from slipstream.planner.exchange import Phase
+from slipstream.planner.contended_network import Clock, Job, run
+from slipstream.planner.comm_plan import Phase
 
 
 @dataclass(frozen=True)
