@@ -11,48 +11,17 @@ import pytest
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import candidates, label, optimal_split
-from slipstream.planner.cost import Curve, Network, NetworkProfile
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contention_fit import prepare
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import rank, traced_strategy, what_if
 from slipstream.planner.simulate import simulate
 from slipstream.planner.workload import Workload
 from slipstream.strategy import ByIndex, Strategy
 from slipstream.trace import Trace
+from tests.planner.networks import MB, ethernet_profile
 
-MB = 2**20
 SIZES = (2 * MB, 40 * MB, 4096, 9 * MB, 4096, 9 * MB, 4096, 2 * MB, 1 * MB, 4096, 64 * 1024)
-
-
-def network(ranks: int, gigabits: float = 1.0, latency: float = 4e-3) -> Network:
-    """Exchanges of a ring over links of so many Gbit/s."""
-    sizes = [2**power for power in range(10, 27)]
-    per_byte = 2 * (ranks - 1) / ranks * 8e-9 / gigabits
-    whole = Curve.fit((size, latency + per_byte * size) for size in sizes)
-    half = Curve.fit((size, (latency + per_byte * size) / 2) for size in sizes)
-    return Network(
-        kind="world", ranks=ranks, all_reduce=whole, reduce_scatter=half, all_gather=half
-    )
-
-
-def cluster(
-    ranks: int = 4, gigabits: float = 1.0, slowdown: float = 0.0, latency: float = 4e-3
-) -> NetworkProfile:
-    """One rank on each host."""
-    return NetworkProfile(
-        world_size=ranks,
-        hosts=ranks,
-        ranks_per_host=1,
-        networks={"world": network(ranks, gigabits, latency)},
-        compute_slowdown=slowdown,
-        exchange_slowdown=slowdown / 2,
-        latency_slowdown=slowdown / 2,
-        queue_share=0.5,
-        queue_seconds=0.1,
-        backend="gloo",
-        date="2026-11-21",
-        versions={},
-    )
 
 
 def workload(ranks: int = 4, sizes: tuple[int, ...] = SIZES, late: float = 0.0) -> Workload:
@@ -76,23 +45,23 @@ def workload(ranks: int = 4, sizes: tuple[int, ...] = SIZES, late: float = 0.0) 
 _random = random.Random(1)
 UNEVEN = (
     workload(sizes=tuple(int(10 ** _random.uniform(3, 7.6)) for _ in range(30))),
-    cluster(gigabits=2, latency=0.06),
+    ethernet_profile(gigabits=2, latency=0.06),
 )
 SITUATIONS = {
     "uneven gradients, slow starts": UNEVEN,
-    "four ranks": (workload(), cluster()),
-    "contention": (workload(late=0.02), cluster(slowdown=0.5)),
-    "a fast network": (workload(), cluster(gigabits=100)),
-    "a slow network": (workload(), cluster(gigabits=0.1)),
-    "one gradient": (workload(sizes=(MB,)), cluster()),
-    "two ranks, tiny gradients": (workload(2, (8, 8, 8)), cluster(2)),
+    "four ranks": (workload(), ethernet_profile()),
+    "contention": (workload(late=0.02), ethernet_profile(slowdown=0.5)),
+    "a fast network": (workload(), ethernet_profile(gigabits=100)),
+    "a slow network": (workload(), ethernet_profile(gigabits=0.1)),
+    "one gradient": (workload(sizes=(MB,)), ethernet_profile()),
+    "two ranks, tiny gradients": (workload(2, (8, 8, 8)), ethernet_profile(2)),
 }
 
 
-@pytest.mark.parametrize(("work", "where"), SITUATIONS.values(), ids=SITUATIONS)
-def test_candidates_start_with_the_base_and_are_all_different(work, where) -> None:
+@pytest.mark.parametrize(("work", "network"), SITUATIONS.values(), ids=SITUATIONS)
+def test_candidates_start_with_the_base_and_are_all_different(work, network) -> None:
     base = Strategy.load({"gradients": {"split": "per_layer"}, "trace": {"steps": 7}})
-    found = candidates(work, where, base=base)
+    found = candidates(work, network, base=base)
     assert found[0] == base
     assert {strategy.trace.steps for strategy in found} == {7}
     assert {strategy.gradients.accumulate for strategy in found} == {1}
@@ -105,32 +74,34 @@ def test_candidates_start_with_the_base_and_are_all_different(work, where) -> No
         assert kinds >= {"per_layer", "per_gradient", "single"}
 
 
-@pytest.mark.parametrize(("work", "where"), SITUATIONS.values(), ids=SITUATIONS)
-def test_the_optimal_split_is_as_fast_as_any_fixed_one_with_fewer_segments(work, where) -> None:
-    found = rank(candidates(work, where), work, where)
+@pytest.mark.parametrize(("work", "network"), SITUATIONS.values(), ids=SITUATIONS)
+def test_the_optimal_split_is_as_fast_as_any_fixed_one_with_fewer_segments(work, network) -> None:
+    found = rank(candidates(work, network), work, network)
     best = min(found, key=lambda one: one.seconds)
-    [computed] = rank([Strategy.load({"gradients": {"split": optimal(work, where)}})], work, where)
+    [computed] = rank(
+        [Strategy.load({"gradients": {"split": optimal(work, network)}})], work, network
+    )
     assert computed.seconds <= best.seconds * 1.002
     no_worse = [one for one in found if one.seconds <= computed.seconds]
     assert all(one.segments >= computed.segments for one in no_worse)
 
 
-def optimal(work: Workload, where: NetworkProfile) -> dict[str, object]:
-    return optimal_split(work, where, candidates(work, where)).document()
+def optimal(work: Workload, network: NetworkProfile) -> dict[str, object]:
+    return optimal_split(work, network, candidates(work, network)).document()
 
 
 def test_the_optimal_split_is_faster_where_exchanges_start_slowly() -> None:
-    work, where = UNEVEN
-    best, second = rank(candidates(work, where), work, where)[:2]
+    work, network = UNEVEN
+    best, second = rank(candidates(work, network), work, network)[:2]
     assert isinstance(best.strategy.gradients.split, ByIndex)
     assert best.seconds < 0.99 * second.seconds
     assert best.strategy == Strategy.from_yaml(best.strategy.to_yaml())
 
 
 def test_what_changes_the_batch_is_only_among_them_if_asked_for() -> None:
-    work, where = SITUATIONS["a slow network"]
+    work, network = SITUATIONS["a slow network"]
     base = Strategy.load({"gradients": {"accumulate": 2}})
-    found = rank(candidates(work, where, exact_only=False, base=base), work, where, base)
+    found = rank(candidates(work, network, exact_only=False, base=base), work, network, base)
     told = {(one.strategy.gradients.accumulate, one.exactness) for one in found}
     assert told == {(2, "reordered"), (4, "reordered, batch x2"), (8, "reordered, batch x4")}
     assert found[0].strategy.gradients.accumulate == 8  # least exchange a batch
@@ -139,9 +110,9 @@ def test_what_changes_the_batch_is_only_among_them_if_asked_for() -> None:
 
 
 def test_a_prediction_says_what_it_takes_and_gives() -> None:
-    work, where = SITUATIONS["four ranks"]
-    [one] = rank([Strategy.load("sequential")], work, where)
-    exchange = where.groups("world").all_reduce.seconds(sum(SIZES))
+    work, network = SITUATIONS["four ranks"]
+    [one] = rank([Strategy.load("sequential")], work, network)
+    exchange = network.groups("world").all_reduce.seconds(sum(SIZES))
     assert one.seconds == pytest.approx(0.77 + exchange, rel=0.02)
     assert one.samples_per_second == pytest.approx(32 / one.seconds)
     assert one.efficiency == pytest.approx(0.77 / one.seconds)
@@ -150,9 +121,9 @@ def test_a_prediction_says_what_it_takes_and_gives() -> None:
 
 
 def test_accumulation_is_compute_several_times_and_one_exchange() -> None:
-    work, where = SITUATIONS["four ranks"]
+    work, network = SITUATIONS["four ranks"]
     once, twice = (
-        rank([Strategy.load({"gradients": {"accumulate": n, "overlap": False}})], work, where)[0]
+        rank([Strategy.load({"gradients": {"accumulate": n, "overlap": False}})], work, network)[0]
         for n in (1, 2)
     )
     assert twice.seconds - once.seconds == pytest.approx(0.71)
@@ -161,40 +132,40 @@ def test_accumulation_is_compute_several_times_and_one_exchange() -> None:
 
 
 def test_more_nodes_cost_and_more_bandwidth_pays() -> None:
-    work, where = SITUATIONS["four ranks"]
-    by_nodes = what_if(Strategy(), work, where, nodes=(1, 2, 8, 64, 512))
+    work, network = SITUATIONS["four ranks"]
+    by_nodes = what_if(Strategy(), work, network, nodes=(1, 2, 8, 64, 512))
     assert [point.ranks for point in by_nodes] == [1, 2, 8, 64, 512]
     efficiency = [point.prediction.efficiency for point in by_nodes]
     assert efficiency[0] == pytest.approx(1)
     assert all(fewer >= more for fewer, more in pairwise(efficiency))
     rates = (1e8, 1e9, 1e10, 1e11)
-    by_rate = what_if(Strategy(), work, where, nodes=(4,), rates=rates)
+    by_rate = what_if(Strategy(), work, network, nodes=(4,), rates=rates)
     assert [point.rate for point in by_rate] == list(rates)
     speed = [point.prediction.samples_per_second for point in by_rate]
     assert all(slower < faster for slower, faster in pairwise(speed))
     assert speed[1] == pytest.approx(
-        rank([Strategy()], work, where)[0].samples_per_second, rel=0.05
+        rank([Strategy()], work, network)[0].samples_per_second, rel=0.05
     )
 
 
 def test_a_trace_is_planned_from_as_it_was_recorded() -> None:
-    work, where = SITUATIONS["contention"]
+    work, network = SITUATIONS["contention"]
     strategy = Strategy.load({"gradients": {"split": "per_layer"}, "trace": {"steps": 3}})
-    trace = simulate(work, Plan.of(strategy, work.gradients), where, steps=3)
+    trace = simulate(work, Plan.of(strategy, work.gradients), network, steps=3)
     trace = Trace(trace.events, trace.meta | {"strategy": strategy.document(full=True)})
     assert traced_strategy(trace) == Strategy.load({"gradients": {"split": "per_layer"}})
-    found, fitted = prepare(trace, where)
+    found, fitted = prepare(trace, network)
     [replayed] = rank([strategy], found, fitted)
-    [asked] = rank([strategy], work, where)
+    [asked] = rank([strategy], work, network)
     assert replayed.seconds == pytest.approx(asked.seconds, rel=0.02)
     assert replayed.samples_per_second == pytest.approx(asked.samples_per_second, rel=0.02)
     with pytest.raises(ClusterError, match="8 ranks"):
-        prepare(trace, cluster(8))
+        prepare(trace, ethernet_profile(8))
 
 
 def test_a_split_that_was_found_in_the_run_is_the_one_that_its_trace_shows() -> None:
-    work, where = SITUATIONS["four ranks"]
-    trace = simulate(work, Plan((3, 7, len(SIZES))), where)
+    work, network = SITUATIONS["four ranks"]
+    trace = simulate(work, Plan((3, 7, len(SIZES))), network)
     meta = trace.meta | {"strategy": {"gradients": {"split": "optimal", "overlap": False}}}
     found = traced_strategy(Trace(trace.events, meta))
     assert found.gradients.split == ByIndex(last=(2, 6, len(SIZES) - 1))
@@ -203,15 +174,17 @@ def test_a_split_that_was_found_in_the_run_is_the_one_that_its_trace_shows() -> 
 
 def test_the_trace_of_one_process_is_planned_for_all_ranks_of_the_cluster() -> None:
     alone = workload(1)
-    trace = simulate(alone, Plan.of(Strategy(), alone.gradients), cluster(4).scaled(1, 1, None))
-    found, where = prepare(trace, cluster(4))
-    assert found.num_ranks == where.world_size == 4
-    [one] = rank([Strategy.load("sequential")], found, where)
-    exchange = where.groups("world").all_reduce.seconds(sum(SIZES))
+    trace = simulate(
+        alone, Plan.of(Strategy(), alone.gradients), ethernet_profile(4).scaled(1, 1, None)
+    )
+    found, network = prepare(trace, ethernet_profile(4))
+    assert found.num_ranks == network.world_size == 4
+    [one] = rank([Strategy.load("sequential")], found, network)
+    exchange = network.groups("world").all_reduce.seconds(sum(SIZES))
     assert one.seconds == pytest.approx(0.77 + exchange, rel=0.05)
 
 
 def test_labels_tell_strategies_apart() -> None:
-    work, where = SITUATIONS["four ranks"]
-    found = candidates(work, where, exact_only=False)
+    work, network = SITUATIONS["four ranks"]
+    found = candidates(work, network, exact_only=False)
     assert len({label(strategy) for strategy in found}) == len(found)

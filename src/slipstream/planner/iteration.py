@@ -204,9 +204,7 @@ class IterationModel:
         return tuple(completions), _forward_ends(loaded, shares, completions)
 
 
-def _forward_ends(
-    loaded: Array, shares: Array, completions: Sequence[Completion | None]
-) -> Array:
+def _forward_ends(loaded: Array, shares: Array, completions: Sequence[Completion | None]) -> Array:
     """How far forward comes: it stops at the first segment that was not gathered."""
     at, latest = loaded, -np.inf
     for completion, share in zip(completions, shares.T, strict=True):

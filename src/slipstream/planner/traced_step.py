@@ -86,7 +86,7 @@ def measure(
 
 
 class _Work:
-    """The clock of compute: it advances at ``1 / (1 + slowdown)`` while an exchange is in flight."""
+    """The clock of compute: it runs at ``1 / (1 + slowdown)`` while an exchange is in flight."""
 
     def __init__(self, exchanging: Intervals, slowdown: float) -> None:
         self._edges = np.array([edge for interval in exchanging for edge in interval] or [0.0])

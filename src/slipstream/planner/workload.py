@@ -3,10 +3,10 @@
 A workload holds compute times, ready times and bytes, and nothing about exchanges.
 
 [Note: Contention]
-While an exchange is in flight, compute runs at ``1 / (1 + compute_slowdown)`` of its speed. So there
-are two clocks: seconds, and *work*, the seconds that compute would have taken without exchanges.
-Work advances at the same rate on all ranks, since all take part in an exchange. A workload is in
-work; the simulator turns it into seconds again.
+While an exchange is in flight, compute runs at ``1 / (1 + compute_slowdown)`` of its speed. So
+there are two clocks: seconds, and *work*, the seconds that compute would have taken without
+exchanges. Work advances at the same rate on all ranks, since all take part in an exchange. A
+workload is in work; the simulator turns it into seconds again.
 
 [Note: Typical ranks]
 Which rank is late changes from iteration to iteration, and exchanges wait for the last one. The
