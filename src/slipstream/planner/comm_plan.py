@@ -5,14 +5,14 @@ When each task runs is the simulator's business (``iteration``); which plan is b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.cost import CodecCost, Collective, Kind, NetworkProfile
+from slipstream.planner.cost import CodecCost, Curves, NetworkProfile
 from slipstream.planner.curve import Curve
 from slipstream.planner.workload import Workload, gradients_of
 from slipstream.strategy import Strategy
@@ -20,7 +20,7 @@ from slipstream.trace.event import BUFFERS, Trace, allreduce
 
 TransportKind = Literal["flat", "hierarchical", "sharded"]
 
-CURVES: Mapping[TransportKind, Mapping[Kind, Collection[Collective]]] = {
+CURVES: Mapping[TransportKind, Curves] = {
     "flat": {"world": ("all_reduce",)},
     "hierarchical": {
         "world": ("all_reduce",),
@@ -29,7 +29,7 @@ CURVES: Mapping[TransportKind, Mapping[Kind, Collection[Collective]]] = {
     },
     "sharded": {"world": ("all_reduce", "reduce_scatter", "all_gather")},
 }
-"""The curves that a prediction reads, by transport. Buffers take an all-reduce of the world."""
+"""The curves that a prediction reads, by transport; buffers take an all-reduce of the world."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ from slipstream.strategy.yaml import format_yaml, parse_yaml
 
 Kind = Literal["world", "intra", "inter"]
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Curves = Mapping[Kind, tuple[Collective, ...]]
+"""Names of curves, by kind of groups."""
 
 FRAMES = 1514 / 1448
 """Bytes on an Ethernet link for a byte of TCP payload: headers in frames of 1514 bytes."""
