@@ -173,7 +173,7 @@ def test_a_noisy_baseline_is_not_chased() -> None:
 
 WRONG = {
     "a budget for one run": (1.0, 50, LaunchError, "the baseline run took 10.0 s.* --budget 94s"),
-    "a baseline that fails": ("fails", 500, LaunchError, "RuntimeError: boom; mend the script"),
+    "a baseline that fails": ("fails", 500, LaunchError, "RuntimeError: boom; fix the script"),
     "a baseline that hangs": (
         "hangs",
         500,
@@ -212,7 +212,7 @@ OUTCOMES = {
     "writes a trace and ends": None,
     "writes a trace in two parts": None,
     "fails": ("failed", "exit code 1: RuntimeError: boom"),
-    "is killed": ("failed", "killed by SIGKILL: it said nothing"),
+    "is killed": ("failed", "killed by SIGKILL: it wrote nothing"),
     "ends without a trace": ("no trace", "it ended without a trace"),
     "ends with half a trace": ("failed", "is not JSON"),
     "hangs": ("hanging", "no trace after 1 s: killed"),
