@@ -336,6 +336,26 @@ def bubbles(facts: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def times(facts: Mapping[str, Any]) -> str:
+    """The promised times."""
+    lines = [
+        f"## Promised times, {facts['date']}",
+        "",
+        f"Seconds, {facts['rounds']} rounds. torch {facts['versions']['torch']}. "
+        f"`{facts['command']}`",
+        "",
+        *_header("operation", "median s", "quartiles", "limit s", "within"),
+    ]
+    for r in facts["rows"]:
+        lines.append(
+            _row(
+                r["name"], f"{r['median']:.3f}", f"{r['low']:.3f}..{r['high']:.3f}",
+                f"{r['limit']:g}", "yes" if r["within"] else "**no**",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
 def tensor_parallel(facts: Mapping[str, Any]) -> str:
     """Split layers beside DTensor's."""
     lines = [
@@ -536,6 +556,7 @@ def main() -> None:
         "prediction": prediction,
         "soak": soak,
         "tensor_parallel": tensor_parallel,
+        "times": times,
         "tuner": tuner,
     }
     parts = [HEAD]
