@@ -63,13 +63,6 @@ def test_ready_times_are_interpolated_by_bytes_where_a_trace_does_not_tell() -> 
     np.testing.assert_allclose(
         Workload.from_trace(trace, linear_profile()).ready, even.ready, atol=1e-9
     )
-    early = workload(ready=np.tile([0.1, 0.12, 0.2, 0.22, 0.5, 0.6], (4, 1)))
-    trace = edited(simulate(early, THIRDS, linear_profile()), without_ready_times)
-    found = Workload.from_trace(trace, linear_profile()).ready[0]
-    np.testing.assert_allclose(found, [0.06, 0.12, 0.17, 0.22, 0.41, 0.6], atol=1e-6)
-
-
-def test_exchanges_after_backward_tell_nothing_of_ready_times() -> None:
     sizes = (3 * MB, 1 * MB)
     work = workload(gradients=tuple(Gradient(f"{s}", "", s) for s in sizes), count=2)
     trace = simulate(work, Plan((1, 2), overlap=False), linear_profile())

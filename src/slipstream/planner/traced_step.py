@@ -57,15 +57,12 @@ def in_flight(step: Step) -> list[tuple[float, float]]:
     return [(max(e.start for e in same), max(e.end for e in same)) for same in by_exchange]
 
 
-def measure(
-    step: Step, gradients: Sequence[Gradient], segments: Sequence[int], slowdown: float
-) -> dict[str, Array]:
+def measure(step: Step, gradients: Sequence[Gradient], slowdown: float) -> dict[str, Array]:
     """Work of one step by rank; ``marks``: when each gradient was ready and backward ended.
 
     Args:
         step: all ranks.
         gradients: in ready order.
-        segments: how many gradients each segment has.
         slowdown: compute takes ``1 + slowdown`` times as long while an exchange is in flight.
     """
     work = _Work(union(in_flight(step)), slowdown)
@@ -80,7 +77,7 @@ def measure(
         rows["samples"].append(one.samples / passes)
         rows["passes"].append(passes)
         rows["start"].append(work.at(one.start))
-        offsets = _ready_offsets(last, one, gradients, segments)
+        offsets = _ready_offsets(last, one, gradients)
         rows["marks"].append(work.at(last.start + np.append(offsets, last.duration)))
     return {name: np.array(values, dtype=np.float64) for name, values in rows.items()}
 
@@ -105,13 +102,15 @@ class _Work:
         return float(sum(self.at(span.end) - self.at(span.start) for span in spans))
 
 
-def _ready_offsets(
-    backward: Event, iteration: Iteration, gradients: Sequence[Gradient], segments: Sequence[int]
-) -> Array:
-    """Seconds from the start of backward until each gradient was ready; its end for unused ones."""
+def _ready_offsets(backward: Event, iteration: Iteration, gradients: Sequence[Gradient]) -> Array:
+    """Seconds from the start of backward until each gradient was ready; its end for unused ones.
+
+    Ranks without exchanges record no ready times: there they are interpolated by bytes.
+    """
     recorded = backward.args.get("gradients_ready")
     if recorded is None:
-        return _interpolated(backward, iteration, gradients, segments)
+        done = np.cumsum([gradient.num_bytes + 1.0 for gradient in gradients])  # sparse ones have 0
+        return np.asarray(backward.duration * done / done[-1])
     if len(recorded) != len(gradients):
         raise TraceError(
             f"rank {iteration.rank}, step {iteration.step}: {len(recorded)} ready times, but "
@@ -119,21 +118,3 @@ def _ready_offsets(
             "runs: record it again"
         )
     return np.array([backward.duration if at is None else at for at in recorded], dtype=np.float64)
-
-
-def _interpolated(
-    backward: Event, iteration: Iteration, gradients: Sequence[Gradient], segments: Sequence[int]
-) -> Array:
-    """Ready times by bytes between the start of backward, the ends of segments, and its end."""
-    done = np.cumsum([gradient.num_bytes + 1.0 for gradient in gradients])  # sparse ones have 0
-    share, at = [0.0], [0.0]
-    spans = {event.args["segment"]: event for event in iteration.exchanges if "ready" in event.args}
-    for number, stop in enumerate(np.cumsum(segments, dtype=np.intp)):
-        ready = spans[number].args["ready"] - backward.start if number in spans else np.inf
-        if ready < backward.duration:  # else it was sent after backward: no ready time
-            share.append(float(done[stop - 1]))
-            at.append(max(at[-1], ready))
-    if share[-1] < done[-1]:
-        share.append(float(done[-1]))
-        at.append(backward.duration)
-    return np.asarray(np.interp(done, share, at))

@@ -87,8 +87,7 @@ class Workload:
     def from_trace(cls, trace: Trace, network: NetworkProfile) -> Workload:
         """What is typical of the iterations of a trace, with the network's contention taken out.
 
-        Where a trace has no ready times of gradients (one process, or an older version of
-        slipstream), they are interpolated by bytes between the times that it has.
+        Where a trace has no ready times of gradients (one process), they are interpolated by bytes.
 
         Raises:
             TraceError: the trace does not list the model's gradients, no step is complete on all
@@ -98,9 +97,8 @@ class Workload:
         if (world_size := int(trace.meta.get("world_size", 1))) > 1:
             network.check_world(world_size)
         gradients = gradients_of(trace)
-        segments = [len(segment["gradients"]) for segment in trace.meta.get("segments") or ()]
         steps = complete_steps(trace)
-        measured = [measure(step, gradients, segments, network.compute_slowdown) for step in steps]
+        measured = [measure(step, gradients, network.compute_slowdown) for step in steps]
         stacked = {name: np.array([one[name] for one in measured]) for name in measured[0]}
         typical = {name: np.median(stacked[name], axis=0) for name in _MEDIANS}
         passes = np.median(stacked["passes"], axis=0)
