@@ -38,8 +38,8 @@ def measure(hosts: str = "", **options: Any) -> tuple[NetworkProfile, int]:
     ranks = connect(from_environ(), "cpu")
     if hosts:
         ranks = replace(ranks, hosts=tuple(hosts))
-    found = calibrate(ranks, **{"sizes": SIZES, "rounds": 2, "seconds": 2.0} | options)
-    return found, len(dist.distributed_c10d._world.pg_map)
+    profile = calibrate(ranks, **{"sizes": SIZES, "rounds": 2, "seconds": 2.0} | options)
+    return profile, len(dist.distributed_c10d._world.pg_map)
 
 
 def measure_curves(
@@ -69,14 +69,14 @@ SHAPES = {
 def test_each_kind_of_groups_is_measured_alike_on_all_ranks(four, hosts, kinds, per_host) -> None:
     results = four.run(measure_curves, hosts)
     assert results == [results[0]] * 4
-    found, groups = results[0]
+    profile, groups = results[0]
     assert groups == 1  # the world
-    assert {kind: network.ranks for kind, network in found.networks.items()} == kinds
-    assert (found.world_size, found.hosts) == (4, len(set(hosts)))
-    assert found.ranks_per_host == per_host
-    assert (found.backend, found.extrapolated) == ("gloo", "")
-    assert found.versions.keys() == {"slipstream", "torch"}
-    for kind, network in found.networks.items():
+    assert {kind: network.ranks for kind, network in profile.networks.items()} == kinds
+    assert (profile.world_size, profile.hosts) == (4, len(set(hosts)))
+    assert profile.ranks_per_host == per_host
+    assert (profile.backend, profile.extrapolated) == ("gloo", "")
+    assert profile.versions.keys() == {"slipstream", "torch"}
+    for kind, network in profile.networks.items():
         whole = 4 * kinds[kind]  # bytes: an element for each rank
         expected = [-(-size // whole) * whole for size in SIZES]
         for curve in network.curves.values():
@@ -97,10 +97,10 @@ def traffic(curves: Any) -> tuple[NetworkProfile, set[str], int]:
     collective_timer.COLLECTIVES = {name: named(name) for name in original}
     try:
         with collectives() as log:
-            found, _ = measure_curves("aabb", curves)
+            profile, _ = measure_curves("aabb", curves)
     finally:
         collective_timer.COLLECTIVES = original
-    return found, timed, len(log)
+    return profile, timed, len(log)
 
 
 NARROWED = {
@@ -118,13 +118,13 @@ NARROWED = {
 
 @pytest.mark.parametrize(("curves", "measured"), NARROWED.values(), ids=NARROWED)
 def test_only_the_curves_that_are_asked_for_are_measured(four, curves, measured) -> None:
-    _, _, every = four.run(traffic, None)[0]
-    found, timed, few = four.run(traffic, curves)[0]
-    assert {kind: set(network.curves) for kind, network in found.networks.items()} == measured
+    _, _, all_of_them = four.run(traffic, None)[0]
+    profile, timed, few = four.run(traffic, curves)[0]
+    assert {kind: set(network.curves) for kind, network in profile.networks.items()} == measured
     assert timed == set().union(*measured.values())
-    assert few < every
+    assert few < all_of_them
     with pytest.raises(ClusterError, match=r"networks\.world\.reduce_scatter was not measured"):
-        found.groups("world").curve("reduce_scatter")
+        profile.groups("world").curve("reduce_scatter")
 
 
 def slow(sizes: tuple[int, ...], seconds: float, pauses: tuple[float, float]) -> NetworkProfile:
@@ -146,15 +146,15 @@ def slow(sizes: tuple[int, ...], seconds: float, pauses: tuple[float, float]) ->
 
 
 def test_the_slowest_rank_counts(two) -> None:
-    for found in two.run(slow, SIZES, 4.0, (0.0, 0.02)):
-        for curve in found.networks["world"].curves.values():
+    for profile in two.run(slow, SIZES, 4.0, (0.0, 0.02)):
+        for curve in profile.networks["world"].curves.values():
             assert min(seconds for _, seconds in curve.points) >= 0.02
 
 
 def test_sizes_for_which_there_is_no_time_are_left_out(two) -> None:
     sizes = tuple(1024 * 2**k for k in range(8))
-    for found in two.run(slow, sizes, 0.3, (0.05, 0.05)):
-        for curve in found.networks["world"].curves.values():
+    for profile in two.run(slow, sizes, 0.3, (0.05, 0.05)):
+        for curve in profile.networks["world"].curves.values():
             assert [num_bytes for num_bytes, _ in curve.points] == list(sizes[:2])
 
 
@@ -177,8 +177,8 @@ def test_a_size_takes_the_median(once: float, blocks: list[float], seconds: floa
 
 
 def test_equal_sizes_after_rounding_up_count_once(four) -> None:
-    found, _ = four.run(measure_curves, "", None, (1, 16, 17, 32, 100))[0]
-    points = found.networks["world"].all_reduce.points
+    profile, _ = four.run(measure_curves, "", None, (1, 16, 17, 32, 100))[0]
+    points = profile.networks["world"].all_reduce.points
     assert [num_bytes for num_bytes, _ in points] == [16, 32, 112]
 
 

@@ -58,15 +58,15 @@ def test_what_slows_latency_is_taken_out_of_what_slows_large_exchanges(two) -> N
     late, whole = LATE.latency, LATE.seconds(2**21)
     assert 0 < late < whole / 5
     together = (5.0 * late + 1.5 * (whole - late)) / whole
-    found = two.run(measure_each, {4096: 5.0, 2**21: together})
-    for one in found:
+    results = two.run(measure_each, {4096: 5.0, 2**21: together})
+    for one in results:
         assert one.latency_slowdown == pytest.approx(4.0, abs=0.01)
         assert one.exchange_slowdown == pytest.approx(0.5, abs=0.01)
 
 
 def test_nothing_is_sped_up(two) -> None:
-    for found in two.run(measure, (0.2, 0.2), (0.1, 0.1), 0.0):
-        assert found.compute_slowdown == found.exchange_slowdown == found.latency_slowdown == 0.0
+    for result in two.run(measure, (0.2, 0.2), (0.1, 0.1), 0.0):
+        assert result.compute_slowdown == result.exchange_slowdown == result.latency_slowdown == 0.0
 
 
 def queue_of(curve: Curve, times: dict[int, list[float]]) -> tuple[float, float]:
@@ -120,16 +120,23 @@ def traffic() -> tuple[list[int], Contention]:
 
     dist.all_reduce = watched
     try:
-        found = measure_contention(dist.group.WORLD, torch.device("cpu"), ALL_REDUCE, 0.02)
+        contention = measure_contention(dist.group.WORLD, torch.device("cpu"), ALL_REDUCE, 0.02)
     finally:
         dist.all_reduce = original
-    return sizes, found
+    return sizes, contention
 
 
 def test_exchanges_are_of_a_size_that_fits_the_time(two) -> None:
-    for sizes, found in two.run(traffic):
+    for sizes, contention in two.run(traffic):
         assert set(sizes) == {4096, 8192}  # four of 2 ms are done in 20 ms, four of 250 ms are not
         # 20 ms of the large ones, 5 ms of the small ones, alone and beside computing
         assert sizes.count(8192) == measuring.ROUNDS * 2 * 10
         assert sizes.count(4096) == measuring.ROUNDS * 2 * 5
-        assert min(found.compute_slowdown, found.exchange_slowdown, found.latency_slowdown) >= 0.0
+        assert (
+            min(
+                contention.compute_slowdown,
+                contention.exchange_slowdown,
+                contention.latency_slowdown,
+            )
+            >= 0.0
+        )

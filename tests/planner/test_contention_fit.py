@@ -23,11 +23,11 @@ def test_one_trace_tells_how_much_compute_slows_exchanges(slowdown, seed) -> Non
     work = random_workload(seed, 4, 12)
     trace = simulate(work, THIRDS, truth, 2)
     guess = truth.model_copy(update={"exchange_slowdown": 0.5})
-    found = fit_contention(Workload.from_trace(trace, guess), trace, guess)
-    assert found.exchange_slowdown == pytest.approx(slowdown, rel=0.05, abs=0.02)
-    assert found.compute_slowdown == 0.3
+    fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
+    assert fitted.exchange_slowdown == pytest.approx(slowdown, rel=0.05, abs=0.02)
+    assert fitted.compute_slowdown == 0.3
     for plan in OTHERS:
-        assert predict(work, plan, found) == pytest.approx(predict(work, plan, truth), rel=0.01)
+        assert predict(work, plan, fitted) == pytest.approx(predict(work, plan, truth), rel=0.01)
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 3.0, 8.0])
@@ -37,10 +37,10 @@ def test_one_trace_tells_how_much_compute_slows_latency(slowdown) -> None:
     work, many = random_workload(2, 4, 12), Plan(tuple(range(1, 13)))
     trace = simulate(work, many, truth, 2)
     guess = truth.model_copy(update={"latency_slowdown": 2.0})
-    found = fit_contention(Workload.from_trace(trace, guess), trace, guess)
-    assert abs(found.latency_slowdown - slowdown) < abs(guess.latency_slowdown - slowdown)
+    fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
+    assert abs(fitted.latency_slowdown - slowdown) < abs(guess.latency_slowdown - slowdown)
     for plan in (*OTHERS, THIRDS):
-        assert predict(work, plan, found) == pytest.approx(predict(work, plan, truth), rel=0.02)
+        assert predict(work, plan, fitted) == pytest.approx(predict(work, plan, truth), rel=0.02)
 
 
 def test_a_number_that_a_trace_hardly_tells_does_not_explain_what_the_model_lacks() -> None:
@@ -48,8 +48,8 @@ def test_a_number_that_a_trace_hardly_tells_does_not_explain_what_the_model_lack
     work, plan = workload(ready=ready), Plan((5, 6))
     trace = simulate(work, plan, linear_profile(seconds=0.103, exchange_slowdown=0.5), 2)
     guess = linear_profile(exchange_slowdown=0.5)
-    found = fit_contention(Workload.from_trace(trace, guess), trace, guess)
-    assert found.exchange_slowdown < 1.0  # above 2 would explain the trace, and spoil other plans
+    fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
+    assert fitted.exchange_slowdown < 1.0  # above 2 would explain the trace, and spoil other plans
 
 
 def test_what_a_trace_does_not_tell_stays_as_it_was_measured() -> None:
@@ -61,5 +61,5 @@ def test_what_a_trace_does_not_tell_stays_as_it_was_measured() -> None:
 def test_exchanges_faster_than_alone_are_not_explained_by_less_than_nothing() -> None:
     trace = simulate(workload(), Plan((3, 6)), linear_profile(seconds=0.05), 2)
     guess = linear_profile(seconds=0.1, exchange_slowdown=0.5)
-    found = fit_contention(Workload.from_trace(trace, guess), trace, guess)
-    assert found.exchange_slowdown == 0.0
+    fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
+    assert fitted.exchange_slowdown == 0.0

@@ -89,10 +89,10 @@ def test_the_points_are_divided_best(measured) -> None:
         for start, stop in combinations(range(count + 1), 2)
     }
     lines = fit._free_lines(sizes, times)
-    found = sum(costs[line.first, line.stop] for line in lines)
+    error = sum(costs[line.first, line.stop] for line in lines)
     divisions = dissect(count, min(fit.LEAST_POINTS, count))
     best = min(sum(costs[run] for run in runs) for runs in divisions)
-    assert found <= best + 1e-4 * len(lines)
+    assert error <= best + 1e-4 * len(lines)
 
 
 def test_no_lines_that_meet_are_nearer() -> None:
@@ -108,11 +108,11 @@ def test_no_lines_that_meet_are_nearer() -> None:
 
     for _ in range(20):
         times = 1e-4 * np.exp(np.sort(random.normal(0, 2, len(sizes))))
-        found = fit._joined(sizes, times, ends)
-        assert (np.diff(found) >= 0).all()
-        assert (np.diff(found / ends) <= 1e-9 * found[:-1] / ends[:-1]).all()
-        others = [found * (1 + random.normal(0, s, 4)) for s in (1e-3, 1e-2, 0.1, 0.5)] * 50
-        assert off(found) <= min(map(off, filter(allowed, others)), default=np.inf) + 1e-6
+        fitted = fit._joined(sizes, times, ends)
+        assert (np.diff(fitted) >= 0).all()
+        assert (np.diff(fitted / ends) <= 1e-9 * fitted[:-1] / ends[:-1]).all()
+        others = [fitted * (1 + random.normal(0, s, 4)) for s in (1e-3, 1e-2, 0.1, 0.5)] * 50
+        assert off(fitted) <= min(map(off, filter(allowed, others)), default=np.inf) + 1e-6
 
 
 def test_seconds_follow_the_points_inside_and_the_lines_beyond() -> None:
@@ -259,14 +259,14 @@ def same(one: Curve, other: Curve) -> bool:
 
 @pytest.mark.parametrize("shape", [(2, 1), (8, 1), (8, 4), (512, 8)])
 def test_other_sizes_follow_the_laws_of_a_ring(shape: tuple[int, int]) -> None:
-    found, expected = ring_profile(4, 2).scaled(*shape), ring_profile(*shape)
-    assert (found.world_size, found.hosts, found.ranks_per_host) == (shape[0] * shape[1], *shape)
-    assert found.networks.keys() == expected.networks.keys()
+    scaled, expected = ring_profile(4, 2).scaled(*shape), ring_profile(*shape)
+    assert (scaled.world_size, scaled.hosts, scaled.ranks_per_host) == (shape[0] * shape[1], *shape)
+    assert scaled.networks.keys() == expected.networks.keys()
     for kind, like in expected.networks.items():
-        assert found.networks[kind].ranks == like.ranks
+        assert scaled.networks[kind].ranks == like.ranks
         for name, curve in like.curves.items():
-            assert same(found.networks[kind].curves[name], curve), (kind, name)
-    assert found.extrapolated.startswith(f"from 4 x 2 to {shape[0]} x {shape[1]} ranks")
+            assert same(scaled.networks[kind].curves[name], curve), (kind, name)
+    assert scaled.extrapolated.startswith(f"from 4 x 2 to {shape[0]} x {shape[1]} ranks")
 
 
 def test_one_host_is_as_fast_as_the_inside_of_one() -> None:
@@ -277,8 +277,8 @@ def test_one_host_is_as_fast_as_the_inside_of_one() -> None:
 
 
 def test_a_rate_replaces_the_links_but_never_beats_the_hosts() -> None:
-    def per_byte(found: NetworkProfile, kind) -> float:
-        return found.groups(kind).all_reduce.per_byte
+    def per_byte(scaled: NetworkProfile, kind) -> float:
+        return scaled.groups(kind).all_reduce.per_byte
 
     slow = ring_profile(4, 2).scaled(8, 4, rate=2e9)
     assert per_byte(slow, "world") == pytest.approx(2 * 31 / 32 * 4e-9 * FRAMES, rel=1e-3)

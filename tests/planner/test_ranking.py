@@ -61,28 +61,30 @@ SITUATIONS = {
 @pytest.mark.parametrize(("work", "network"), SITUATIONS.values(), ids=SITUATIONS)
 def test_candidates_start_with_the_base_and_are_all_different(work, network) -> None:
     base = Strategy.load({"gradients": {"split": "per_layer"}, "trace": {"steps": 7}})
-    found = candidates(work, network, base=base)
-    assert found[0] == base
-    assert {strategy.trace.steps for strategy in found} == {7}
-    assert {strategy.gradients.accumulate for strategy in found} == {1}
-    does = {(plan_segments(work.gradients, s.gradients.split), s.gradients.overlap) for s in found}
-    assert len(does) == len(found)
+    strategies = candidates(work, network, base=base)
+    assert strategies[0] == base
+    assert {strategy.trace.steps for strategy in strategies} == {7}
+    assert {strategy.gradients.accumulate for strategy in strategies} == {1}
+    does = {
+        (plan_segments(work.gradients, s.gradients.split), s.gradients.overlap) for s in strategies
+    }
+    assert len(does) == len(strategies)
     if len(work.gradients) == 1:
-        assert [s.gradients.overlap for s in found] == [True, False]
+        assert [s.gradients.overlap for s in strategies] == [True, False]
     else:
-        kinds = {strategy.gradients.split.kind for strategy in found}
+        kinds = {strategy.gradients.split.kind for strategy in strategies}
         assert kinds >= {"per_layer", "per_gradient", "single"}
 
 
 @pytest.mark.parametrize(("work", "network"), SITUATIONS.values(), ids=SITUATIONS)
 def test_the_optimal_split_is_as_fast_as_any_fixed_one_with_fewer_segments(work, network) -> None:
-    found = rank(candidates(work, network), work, network)
-    best = min(found, key=lambda one: one.seconds)
+    predictions = rank(candidates(work, network), work, network)
+    best = min(predictions, key=lambda one: one.seconds)
     [computed] = rank(
         [Strategy.load({"gradients": {"split": optimal(work, network)}})], work, network
     )
     assert computed.seconds <= best.seconds * 1.002
-    no_worse = [one for one in found if one.seconds <= computed.seconds]
+    no_worse = [one for one in predictions if one.seconds <= computed.seconds]
     assert all(one.segments >= computed.segments for one in no_worse)
 
 
@@ -101,11 +103,11 @@ def test_the_optimal_split_is_faster_where_exchanges_start_slowly() -> None:
 def test_what_changes_the_batch_is_only_among_them_if_asked_for() -> None:
     work, network = SITUATIONS["a slow network"]
     base = Strategy.load({"gradients": {"accumulate": 2}})
-    found = rank(candidates(work, network, exact_only=False, base=base), work, network, base)
-    told = {(one.strategy.gradients.accumulate, one.exactness) for one in found}
+    predictions = rank(candidates(work, network, exact_only=False, base=base), work, network, base)
+    told = {(one.strategy.gradients.accumulate, one.exactness) for one in predictions}
     assert told == {(2, "reordered"), (4, "reordered, batch x2"), (8, "reordered, batch x4")}
-    assert found[0].strategy.gradients.accumulate == 8  # least exchange a batch
-    for faster, slower in pairwise(found):
+    assert predictions[0].strategy.gradients.accumulate == 8  # least exchange a batch
+    for faster, slower in pairwise(predictions):
         assert faster.per_batch <= slower.per_batch * 1.002
 
 
@@ -154,8 +156,8 @@ def test_a_trace_is_planned_from_as_it_was_recorded() -> None:
     trace = simulate(work, Plan.of(strategy, work.gradients), network, steps=3)
     trace = Trace(trace.events, trace.meta | {"strategy": strategy.document(full=True)})
     assert traced_strategy(trace) == Strategy.load({"gradients": {"split": "per_layer"}})
-    found, fitted = prepare(trace, network)
-    [replayed] = rank([strategy], found, fitted)
+    read_back, fitted = prepare(trace, network)
+    [replayed] = rank([strategy], read_back, fitted)
     [asked] = rank([strategy], work, network)
     assert replayed.seconds == pytest.approx(asked.seconds, rel=0.02)
     assert replayed.samples_per_second == pytest.approx(asked.samples_per_second, rel=0.02)
@@ -167,9 +169,9 @@ def test_a_split_that_was_found_in_the_run_is_the_one_that_its_trace_shows() -> 
     work, network = SITUATIONS["four ranks"]
     trace = simulate(work, Plan((3, 7, len(SIZES))), network)
     meta = trace.meta | {"strategy": {"gradients": {"split": "optimal", "overlap": False}}}
-    found = traced_strategy(Trace(trace.events, meta))
-    assert found.gradients.split == ByIndex(last=(2, 6, len(SIZES) - 1))
-    assert not found.gradients.overlap
+    strategy = traced_strategy(Trace(trace.events, meta))
+    assert strategy.gradients.split == ByIndex(last=(2, 6, len(SIZES) - 1))
+    assert not strategy.gradients.overlap
 
 
 def test_the_trace_of_one_process_is_planned_for_all_ranks_of_the_cluster() -> None:
@@ -177,14 +179,14 @@ def test_the_trace_of_one_process_is_planned_for_all_ranks_of_the_cluster() -> N
     trace = simulate(
         alone, Plan.of(Strategy(), alone.gradients), ethernet_profile(4).scaled(1, 1, None)
     )
-    found, network = prepare(trace, ethernet_profile(4))
-    assert found.num_ranks == network.world_size == 4
-    [one] = rank([Strategy.load("sequential")], found, network)
+    work, network = prepare(trace, ethernet_profile(4))
+    assert work.num_ranks == network.world_size == 4
+    [one] = rank([Strategy.load("sequential")], work, network)
     exchange = network.groups("world").all_reduce.seconds(sum(SIZES))
     assert one.seconds == pytest.approx(0.77 + exchange, rel=0.05)
 
 
 def test_labels_tell_strategies_apart() -> None:
     work, network = SITUATIONS["four ranks"]
-    found = candidates(work, network, exact_only=False)
-    assert len({label(strategy) for strategy in found}) == len(found)
+    strategies = candidates(work, network, exact_only=False)
+    assert len({label(strategy) for strategy in strategies}) == len(strategies)

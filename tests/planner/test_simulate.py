@@ -121,8 +121,8 @@ def spans(trace, name, rank=0):
     """Start and end of the spans of one name, from the start of backward."""
     events = [event for event in trace.events if event.rank == rank]
     zero = next(event.start for event in events if event.name == "backward")
-    found = [(e.start - zero, e.end - zero) for e in events if e.name == name]
-    return found[0] if len(found) == 1 else found
+    spans = [(e.start - zero, e.end - zero) for e in events if e.name == name]
+    return spans[0] if len(spans) == 1 else spans
 
 
 def test_two_exchanges_share_the_network_and_the_third_waits() -> None:

@@ -43,11 +43,11 @@ def moved(event, step, seconds):
 def test_what_was_simulated_is_read_back_without_its_contention(plan, slowdown) -> None:
     work = workload(late=0.05, buffers_bytes=4096)
     network = linear_profile(compute_slowdown=slowdown, exchange_slowdown=0.4, latency=0.01)
-    found = Workload.from_trace(simulate(work, plan, network, 3), network)
-    assert found.gradients == work.gradients
-    assert found.buffers_bytes == 4096
+    read_back = Workload.from_trace(simulate(work, plan, network, 3), network)
+    assert read_back.gradients == work.gradients
+    assert read_back.buffers_bytes == 4096
     for name in NAMES:
-        np.testing.assert_allclose(getattr(found, name), getattr(work, name), atol=1e-9)
+        np.testing.assert_allclose(getattr(read_back, name), getattr(work, name), atol=1e-9)
 
 
 def test_another_contention_gives_another_workload() -> None:
@@ -66,16 +66,16 @@ def test_ready_times_are_interpolated_by_bytes_where_a_trace_does_not_tell() -> 
     sizes = (3 * MB, 1 * MB)
     work = workload(gradients=tuple(Gradient(f"{s}", "", s) for s in sizes), count=2)
     trace = simulate(work, Plan((1, 2), overlap=False), linear_profile())
-    found = Workload.from_trace(edited(trace, without_ready_times), linear_profile()).ready[0]
-    np.testing.assert_allclose(found, [0.45, 0.6], atol=1e-6)
+    read_back = Workload.from_trace(edited(trace, without_ready_times), linear_profile()).ready[0]
+    np.testing.assert_allclose(read_back, [0.45, 0.6], atol=1e-6)
 
 
 def test_one_process_has_no_exchanges_and_serves_a_cluster_of_any_size() -> None:
     alone = simulate(workload(1), Plan((6,)), linear_profile(1), 2)
     del alone.meta["segments"]
-    found = Workload.from_trace(edited(alone, without_ready_times), linear_profile(4))
-    np.testing.assert_allclose(found.ready, workload(1).ready, atol=1e-9)
-    assert predict(found, Plan((6,)), linear_profile(4)) == pytest.approx(0.86 + 0.6)
+    read_back = Workload.from_trace(edited(alone, without_ready_times), linear_profile(4))
+    np.testing.assert_allclose(read_back.ready, workload(1).ready, atol=1e-9)
+    assert predict(read_back, Plan((6,)), linear_profile(4)) == pytest.approx(0.86 + 0.6)
 
 
 def test_a_gradient_that_never_came_is_sent_when_backward_is_over() -> None:
@@ -85,10 +85,10 @@ def test_a_gradient_that_never_came_is_sent_when_backward_is_over() -> None:
         offsets = event.args["gradients_ready"]
         return replace(event, args={"gradients_ready": [*offsets[:2], None, *offsets[3:]]})
 
-    found = Workload.from_trace(
+    read_back = Workload.from_trace(
         edited(simulate(workload(), THIRDS, linear_profile()), unused), linear_profile()
     )
-    np.testing.assert_allclose(found.ready[:, 2], found.backward)
+    np.testing.assert_allclose(read_back.ready[:, 2], read_back.backward)
 
 
 def test_somebody_is_always_late_though_every_rank_is_in_time_on_most_days() -> None:
@@ -98,16 +98,16 @@ def test_somebody_is_always_late_though_every_rank_is_in_time_on_most_days() -> 
         work = workload(ranks, backward=backward, ready=backward[:, None] * np.arange(1, 7) / 6)
         trace = simulate(work, Plan((6,)), linear_profile(ranks))
         events += [moved(event, step, 9.0 * step) for event in trace.events]
-    found = Workload.from_trace(Trace(tuple(events), trace.meta), linear_profile(ranks))
-    assert predict(found, Plan((6,)), linear_profile(ranks)) == pytest.approx(0.86 + 0.3 + 0.6)
-    assert sorted(found.backward) == pytest.approx([0.6, 0.6, 0.9])
+    read_back = Workload.from_trace(Trace(tuple(events), trace.meta), linear_profile(ranks))
+    assert predict(read_back, Plan((6,)), linear_profile(ranks)) == pytest.approx(0.86 + 0.3 + 0.6)
+    assert sorted(read_back.backward) == pytest.approx([0.6, 0.6, 0.9])
 
 
 def test_a_step_that_not_all_ranks_went_through_is_left_out() -> None:
     trace = simulate(workload(), THIRDS, linear_profile(), 3)
     torn = edited(trace, lambda e: None if (e.rank, e.step) == (2, 1) else e)
-    found = Workload.from_trace(torn, linear_profile())
-    np.testing.assert_allclose(found.backward, workload().backward)
+    read_back = Workload.from_trace(torn, linear_profile())
+    np.testing.assert_allclose(read_back.backward, workload().backward)
 
 
 def shorter(event):

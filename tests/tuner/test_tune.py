@@ -60,9 +60,9 @@ class Script:
         return Measurement(outcome, self.spread, WALL, TRACE)
 
     def tune(self, predictions: dict[Strategy, float], budget: float = 1000.0) -> Tuned:
-        found = [predicted(strategy, seconds) for strategy, seconds in predictions.items()]
-        found.sort(key=lambda one: one.per_batch)
-        self.tuner = Tuner(self.run, lambda trace: found, BASE, budget, clock=lambda: self.clock)
+        ranked = [predicted(strategy, seconds) for strategy, seconds in predictions.items()]
+        ranked.sort(key=lambda one: one.per_batch)
+        self.tuner = Tuner(self.run, lambda trace: ranked, BASE, budget, clock=lambda: self.clock)
         return self.tuner.tune()
 
 
@@ -274,10 +274,10 @@ def test_trials_number_their_folders_and_trace_the_strategy(tmp_path: Path) -> N
         seen.append((folder / "strategy.yaml").read_text())
         return ["false"]
 
-    own = Strategy.load({"gradients": {"overlap": False}, "trace": {"steps": 99}})
+    config = Strategy.load({"gradients": {"overlap": False}, "trace": {"steps": 99}})
     runs = Trials(command, tmp_path / "logs", steps=4, skip=1)
     for _ in range(2):
-        assert isinstance(runs.run(own, 5.0), Failure)
+        assert isinstance(runs.run(config, 5.0), Failure)
     strategies = [Strategy.from_yaml(text) for text in seen]
     assert [s.trace.steps for s in strategies] == [4, 4]
     assert [s.trace.skip for s in strategies] == [1, 1]

@@ -131,7 +131,7 @@ def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
     if not listed:
         raise TraceError(
             "the trace does not list the model's gradients (meta.gradients), so nothing can be "
-            "planned from it; an older slipstream wrote it: record it again"
+            "planned from it; record it again with this version of slipstream"
         )
     try:
         return tuple(Gradient(g["name"], g["layer"], int(g["bytes"]), g["dtype"]) for g in listed)

@@ -122,7 +122,7 @@ def last_words(folder: Path) -> str:
     """The last line of a command's output that names an error, else its last line; and the file."""
     text = (folder / OUTPUT).read_text(errors="replace")
     lines = [stripped for line in text.splitlines() if (stripped := line.strip(" \u2502"))]
-    errors = [found[0] for line in lines if (found := _ERROR.match(line))]
+    errors = [match[0] for line in lines if (match := _ERROR.match(line))]
     return (errors or lines or ["it wrote nothing"])[-1] + _where(folder)
 
 
