@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ClusterError
 from slipstream.planner import fit
-from slipstream.planner.cost import FRAMES, NetworkProfile
+from slipstream.planner.cost import FRAMES, Network, NetworkProfile
 from slipstream.planner.curve import Curve, Piece
-from tests.planner.networks import SIZES, ring, ring_profile
+from tests.planner.networks import SIZES, profile, ring, ring_curve, ring_profile
 
 SHAPES = {
     "one line": (1, lambda m: 1e-4 + 1e-8 * m),
@@ -155,6 +155,7 @@ def test_too_little_makes_no_curve(bad) -> None:
         ring_profile(1, 2),
         ring_profile().scaled(1, 1),
         ring_profile().scaled(3, 2, 1e10),
+        profile({"world": Network(kind="world", ranks=2, all_reduce=ring_curve(2, 1e-4, 1e-9))}),
     ],
 )
 def test_what_is_saved_is_loaded(tmp_path: Path, saved: NetworkProfile) -> None:

@@ -25,14 +25,12 @@ Progress = Callable[[float, str], None]
 SIZES = tuple(sorted({2**k for k in range(10, 27)} | {3 * 2**k for k in range(9, 25)}))
 """1 KB to 64 MB, two sizes in each doubling."""
 
-SECONDS = 20.0
-
 
 def calibrate(
     ranks: Cluster,
     *,
     sizes: Sequence[int] = SIZES,
-    seconds: float = SECONDS,
+    seconds: float = 20.0,
     rounds: int = 9,
     curves: Curves | None = None,
     codecs: Sequence[PlainCodec] = (),

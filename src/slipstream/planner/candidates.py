@@ -98,7 +98,7 @@ def optimal_split(
     gradients = workload.gradients
 
     def seconds(cuts: Sequence[int]) -> float:
-        strategy = with_gradients(seeds[0], split=_by_index(cuts), overlap=True)
+        strategy = with_gradients(seeds[0], split=by_index(cuts), overlap=True)
         return predict(workload, Plan.of(strategy, gradients, network.codecs), network)
 
     sizes = [g.num_bytes for g in gradients]
@@ -122,7 +122,7 @@ def optimal_split(
         segments = plan_segments(gradients, seed.gradients.split)
         starts.append(tuple(segment.stop for segment in segments))
     start = min(starts, key=seconds)
-    return _by_index(_joined(improve(start, seconds), seconds))
+    return by_index(_joined(improve(start, seconds), seconds))
 
 
 def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ def _fixed_splits() -> list[Split]:
     return [*by_bytes, ByPercent(), *by_layers, PerLayer(), PerGradient(), Single()]
 
 
-def _by_index(cuts: Sequence[int]) -> ByIndex:
+def by_index(cuts: Sequence[int]) -> ByIndex:
     """A cut is the index after the last gradient of a segment; a strategy names the last one."""
     return ByIndex(last=tuple(int(cut) - 1 for cut in cuts))
 

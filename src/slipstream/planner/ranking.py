@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from statistics import harmonic_mean
 
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.candidates import TOLERANCE, with_gradients
+from slipstream.planner.candidates import TOLERANCE, by_index, with_gradients
 from slipstream.planner.comm_plan import Plan, cuts_of
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.simulate import predict
 from slipstream.planner.workload import Workload
-from slipstream.strategy import ByIndex, Optimal, Strategy
+from slipstream.strategy import Optimal, Strategy
 from slipstream.strategy import Trace as TraceSettings
 from slipstream.trace import Trace
 
@@ -68,8 +68,7 @@ def traced_strategy(trace: Trace) -> Strategy:
     """
     strategy = Strategy.load(trace.meta.get("strategy") or {})
     if isinstance(strategy.gradients.split, Optimal):
-        split = ByIndex(last=tuple(cut - 1 for cut in cuts_of(trace)))
-        strategy = with_gradients(strategy, split=split)
+        strategy = with_gradients(strategy, split=by_index(cuts_of(trace)))
     return strategy.model_copy(update={"trace": TraceSettings()})
 
 
