@@ -41,9 +41,9 @@ from tables import save
 
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.exchange import Plan
-from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
 from slipstream.trace import Trace, chrome
 from slipstream.tuner.significance import median_interval

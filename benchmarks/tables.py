@@ -336,6 +336,26 @@ def bubbles(entry: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def times(entry: Mapping[str, Any]) -> str:
+    """The promised times."""
+    lines = [
+        f"## Promised times, {entry['date']}",
+        "",
+        f"Seconds, {entry['rounds']} rounds. torch {entry['versions']['torch']}. "
+        f"`{entry['command']}`",
+        "",
+        *_header("operation", "median s", "quartiles", "limit s", "within"),
+    ]
+    for r in entry["rows"]:
+        lines.append(
+            _row(
+                r["name"], f"{r['median']:.3f}", f"{r['low']:.3f}..{r['high']:.3f}",
+                f"{r['limit']:g}", "yes" if r["within"] else "**no**",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
 def tensor_parallel(entry: Mapping[str, Any]) -> str:
     """Split layers beside DTensor's."""
     lines = [
@@ -536,6 +556,7 @@ def main() -> None:
         "prediction": prediction,
         "soak": soak,
         "tensor_parallel": tensor_parallel,
+        "times": times,
         "tuner": tuner,
     }
     parts = [HEAD]

@@ -35,8 +35,9 @@ from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import LAYERS, MEGABYTES, candidates, label
+from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.plan import Prediction, prepare, rank
+from slipstream.planner.ranking import Prediction, rank
 from slipstream.planner.workload import gradients_of
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, chrome

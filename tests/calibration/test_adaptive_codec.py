@@ -7,9 +7,18 @@ from functools import partial
 
 import pytest
 
-from slipstream.calibration.adaptive_codec import CodecDecision
-from slipstream.planner.cost import CodecCost, Curve, Piece
+from slipstream.calibration.adaptive_codec import (
+    CALIBRATION_SECONDS,
+    SIZES,
+    CodecDecision,
+    measure,
+)
+from slipstream.calibration.calibrate import calibrate
+from slipstream.cluster.connect import connect, from_environ
+from slipstream.planner.cost import CodecCost
+from slipstream.planner.curve import Curve, Piece
 from slipstream.session import compose
+from slipstream.strategy import Adaptive, Int8
 from tests.gradients.test_codec import session_of, step_of, wide
 from tests.harness import reference
 from tests.harness.counters import collectives
@@ -36,21 +45,21 @@ def test_saved_is_wire_before_less_wire_after_less_coding(num_bytes) -> None:
     before = LATENCY + PER_BYTE * num_bytes
     after = 2 * (LATENCY + PER_BYTE * num_bytes * 0.25 / 2)
     coding = 2e-9 * num_bytes + 2e-5
-    verdict = CodecDecision(NETWORK, QUARTER, rounds=2)
-    assert verdict.saved(num_bytes) == pytest.approx(before - after - coding, rel=1e-6)
-    assert verdict.pays(num_bytes) is (before > after + coding)
+    decision = CodecDecision(NETWORK, QUARTER, rounds=2)
+    assert decision.saved(num_bytes) == pytest.approx(before - after - coding, rel=1e-6)
+    assert decision.pays(num_bytes) is (before > after + coding)
 
 
 def test_what_waits_longer_than_it_saves_does_not_pay() -> None:
-    verdict = CodecDecision(NETWORK, QUARTER, rounds=2)
-    assert not verdict.pays(0)
-    assert not verdict.pays(128)  # a second exchange waits as long as 100 bytes travel
-    assert verdict.pays(1024)
+    decision = CodecDecision(NETWORK, QUARTER, rounds=2)
+    assert not decision.pays(0)
+    assert not decision.pays(128)  # a second exchange waits as long as 100 bytes travel
+    assert decision.pays(1024)
     slow = QUARTER.model_copy(update={"encode": PER_BYTE})
     assert not any(CodecDecision(NETWORK, slow, rounds=2).pays(10**n) for n in range(9))
 
 
-def verdict_of(cost: CodecCost, *_: object) -> CodecDecision:
+def decision_of(cost: CodecCost, *_: object) -> CodecDecision:
     return CodecDecision(NETWORK, cost, rounds=2)
 
 
@@ -58,7 +67,7 @@ def train(cost: CodecCost, codec: object) -> tuple[list[list[str]], str, str]:
     """What each step issues, the report, and a digest of the parameters."""
     model, logs = wide(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "measure", partial(verdict_of, cost))
+        patch.setattr(compose, "measure", partial(decision_of, cost))
         with session_of(model, codec, split="per_gradient") as session:
             for step in range(4):
                 with collectives() as log:
@@ -105,3 +114,22 @@ def measured(codec: str) -> str:
 def test_network_and_codec_are_measured_on_the_live_ranks(two, codec) -> None:
     reports = two.run(measured, codec, timeout=60)
     assert all("of 1 segments" in report for report in reports)
+
+
+def what_is_measured() -> tuple[CodecDecision, set[str], int, int]:
+    """The decision, the kinds of collectives, and how many: of it and of a whole calibration."""
+    ranks = connect(from_environ(), "cpu")
+    config = Adaptive(codec=Int8())
+    with collectives() as log:
+        decision = measure(config, ranks)
+    with collectives() as whole:
+        calibrate(ranks, sizes=SIZES, seconds=CALIBRATION_SECONDS, rounds=3, codecs=[config.codec])
+    return decision, {collective.kind for collective in log}, len(log), len(whole)
+
+
+def test_nothing_but_the_all_reduce_and_the_codec_is_measured(two) -> None:
+    (decision, kinds, few, whole), (other, *_) = two.run(what_is_measured, timeout=60)
+    assert decision == other
+    assert kinds == {"all_reduce", "barrier"}  # the barrier before the codec
+    assert few < whole
+    assert {num_bytes for num_bytes, _ in decision.all_reduce.points} <= set(SIZES)

@@ -1,4 +1,4 @@
-"""Calibration on live ranks: what is measured, that all ranks agree, and that nothing is left."""
+"""Calibration on live ranks: what is measured, that all ranks agree, and that no group is left."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from slipstream.calibration import calibrate as measuring
+from slipstream.calibration import calibrate as calibration
+from slipstream.calibration import collective_timer
 from slipstream.calibration.calibrate import calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.errors import ClusterError, ExchangeError
-from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.cost import Contention, NetworkProfile
+from tests.harness.counters import collectives
 from tests.harness.ranks import Ranks
 
 SIZES = (1000, 4096, 50_000)
@@ -36,8 +38,18 @@ def measure(hosts: str = "", **options: Any) -> tuple[NetworkProfile, int]:
     ranks = connect(from_environ(), "cpu")
     if hosts:
         ranks = replace(ranks, hosts=tuple(hosts))
-    found = calibrate(ranks, **{"sizes": SIZES, "rounds": 2, "seconds": 2.0} | options)
-    return found, len(dist.distributed_c10d._world.pg_map)
+    profile = calibrate(ranks, **{"sizes": SIZES, "rounds": 2, "seconds": 2.0} | options)
+    return profile, len(dist.distributed_c10d._world.pg_map)
+
+
+def measure_curves(
+    hosts: str, curves: Any = None, sizes: tuple[int, ...] = SIZES
+) -> tuple[NetworkProfile, int]:
+    """The same without contention, with time enough for all sizes on a busy machine."""
+    zeros = Contention(**dict.fromkeys(Contention.model_fields, 0.0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "measure_contention", lambda *_: zeros)
+        return measure(hosts, seconds=100.0, curves=curves, sizes=sizes)
 
 
 def measure_sizes(sizes: tuple[int, ...]) -> NetworkProfile:
@@ -55,25 +67,69 @@ SHAPES = {
 
 @pytest.mark.parametrize(("hosts", "kinds", "per_host"), SHAPES.values(), ids=SHAPES)
 def test_each_kind_of_groups_is_measured_alike_on_all_ranks(four, hosts, kinds, per_host) -> None:
-    results = four.run(measure, hosts)
+    results = four.run(measure_curves, hosts)
     assert results == [results[0]] * 4
-    found, groups = results[0]
+    profile, groups = results[0]
     assert groups == 1  # the world
-    assert {kind: network.ranks for kind, network in found.networks.items()} == kinds
-    assert (found.world_size, found.hosts) == (4, len(set(hosts)))
-    assert found.ranks_per_host == per_host
-    assert (found.backend, found.extrapolated) == ("gloo", "")
-    assert found.versions.keys() == {"slipstream", "torch"}
-    for kind, network in found.networks.items():
+    assert {kind: network.ranks for kind, network in profile.networks.items()} == kinds
+    assert (profile.world_size, profile.hosts) == (4, len(set(hosts)))
+    assert profile.ranks_per_host == per_host
+    assert (profile.backend, profile.extrapolated) == ("gloo", "")
+    assert profile.versions.keys() == {"slipstream", "torch"}
+    for kind, network in profile.networks.items():
         whole = 4 * kinds[kind]  # bytes: an element for each rank
         expected = [-(-size // whole) * whole for size in SIZES]
         for curve in network.curves.values():
             assert [num_bytes for num_bytes, _ in curve.points] == expected
 
 
+def traffic(curves: Any) -> tuple[NetworkProfile, set[str], int]:
+    """What is measured on two hosts of two ranks, which collectives are timed, how many start."""
+    timed, original = set(), collective_timer.COLLECTIVES
+
+    def named(name):
+        def call(*arguments):
+            timed.add(name)
+            original[name](*arguments)
+
+        return call
+
+    collective_timer.COLLECTIVES = {name: named(name) for name in original}
+    try:
+        with collectives() as log:
+            profile, _ = measure_curves("aabb", curves)
+    finally:
+        collective_timer.COLLECTIVES = original
+    return profile, timed, len(log)
+
+
+NARROWED = {
+    "flat exchanges": ({"world": ("all_reduce",)}, {"world": {"all_reduce"}}),
+    "two in the world": (
+        {"world": ("all_reduce", "all_gather")},
+        {"world": {"all_reduce", "all_gather"}},
+    ),
+    "across hosts": (
+        {"inter": ("all_reduce",)},
+        {"world": {"all_reduce"}, "inter": {"all_reduce"}},
+    ),
+}
+
+
+@pytest.mark.parametrize(("curves", "measured"), NARROWED.values(), ids=NARROWED)
+def test_only_the_curves_that_are_asked_for_are_measured(four, curves, measured) -> None:
+    _, _, all_of_them = four.run(traffic, None)[0]
+    profile, timed, few = four.run(traffic, curves)[0]
+    assert {kind: set(network.curves) for kind, network in profile.networks.items()} == measured
+    assert timed == set().union(*measured.values())
+    assert few < all_of_them
+    with pytest.raises(ClusterError, match=r"networks\.world\.reduce_scatter was not measured"):
+        profile.groups("world").curve("reduce_scatter")
+
+
 def slow(sizes: tuple[int, ...], seconds: float, pauses: tuple[float, float]) -> NetworkProfile:
     """Measure where each rank pauses after every collective."""
-    own, pause = measuring.COLLECTIVES, pauses[dist.get_rank()]
+    original, pause = collective_timer.COLLECTIVES, pauses[dist.get_rank()]
 
     def slowed(collective):
         def call(*arguments):
@@ -82,23 +138,23 @@ def slow(sizes: tuple[int, ...], seconds: float, pauses: tuple[float, float]) ->
 
         return call
 
-    measuring.COLLECTIVES = {name: slowed(collective) for name, collective in own.items()}
+    collective_timer.COLLECTIVES = {name: slowed(start) for name, start in original.items()}
     try:
         return measure(sizes=sizes, seconds=seconds)[0]
     finally:
-        measuring.COLLECTIVES = own
+        collective_timer.COLLECTIVES = original
 
 
 def test_the_slowest_rank_counts(two) -> None:
-    for found in two.run(slow, SIZES, 4.0, (0.0, 0.02)):
-        for curve in found.networks["world"].curves.values():
+    for profile in two.run(slow, SIZES, 4.0, (0.0, 0.02)):
+        for curve in profile.networks["world"].curves.values():
             assert min(seconds for _, seconds in curve.points) >= 0.02
 
 
 def test_sizes_for_which_there_is_no_time_are_left_out(two) -> None:
     sizes = tuple(1024 * 2**k for k in range(8))
-    for found in two.run(slow, sizes, 0.3, (0.05, 0.05)):
-        for curve in found.networks["world"].curves.values():
+    for profile in two.run(slow, sizes, 0.3, (0.05, 0.05)):
+        for curve in profile.networks["world"].curves.values():
             assert [num_bytes for num_bytes, _ in curve.points] == list(sizes[:2])
 
 
@@ -113,16 +169,16 @@ def test_sizes_for_which_there_is_no_time_are_left_out(two) -> None:
     ],
 )
 def test_a_size_takes_the_median(once: float, blocks: list[float], seconds: float) -> None:
-    trial = measuring._Trial(print, 1024, once, blocks)
-    assert trial.seconds == pytest.approx(seconds)
-    assert trial.num_bytes == 4096
-    assert trial.repeat * once <= max(once, 0.011)
-    assert (trial.wanted == 0) == (once > 1)
+    timing = collective_timer.Timing(print, 1024, once, blocks)
+    assert timing.seconds == pytest.approx(seconds)
+    assert timing.num_bytes == 4096
+    assert timing.repeat * once <= max(once, 0.011)
+    assert (timing.wanted == 0) == (once > 1)
 
 
 def test_equal_sizes_after_rounding_up_count_once(four) -> None:
-    found = four.run(measure_sizes, (1, 16, 17, 32, 100))[0]
-    points = found.networks["world"].all_reduce.points
+    profile, _ = four.run(measure_curves, "", None, (1, 16, 17, 32, 100))[0]
+    points = profile.networks["world"].all_reduce.points
     assert [num_bytes for num_bytes, _ in points] == [16, 32, 112]
 
 

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 from slipstream.calibration import contention as measuring
-from slipstream.calibration.contention import Slowdowns, contention
-from slipstream.planner.cost import Curve
+from slipstream.calibration.contention import measure_contention
+from slipstream.planner.cost import Contention
+from slipstream.planner.curve import Curve
 from tests.harness.ranks import Ranks
 
 ALL_REDUCE = Curve.fit([(4096, 1e-3), (8192, 2e-3), (2**20, 0.25)])
@@ -21,64 +22,64 @@ def two():
         yield ranks
 
 
-def measure(alone: tuple[float, ...], both: tuple[float, ...], beside: float) -> Slowdowns:
+def measure(alone: tuple[float, ...], both: tuple[float, ...], beside: float) -> Contention:
     """What the ranks find if exchanges take so long on each, and a unit computed beside them."""
-    rank, own = dist.get_rank(), measuring._Bench._exchange
+    rank, original = dist.get_rank(), measuring._ComputeAndExchange._exchange
     times = {False: (alone[rank], 0.0), True: (both[rank], beside)}
-    measuring._Bench._exchange = lambda bench, compute: times[compute]
+    measuring._ComputeAndExchange._exchange = lambda pair, compute: times[compute]
     try:
-        return contention(dist.group.WORLD, torch.device("cpu"), ALL_REDUCE, 0.02)
+        return measure_contention(dist.group.WORLD, torch.device("cpu"), ALL_REDUCE, 0.02)
     finally:
-        measuring._Bench._exchange = own
+        measuring._ComputeAndExchange._exchange = original
 
 
 def test_the_last_rank_counts_for_exchanges_and_all_for_computing(two) -> None:
     results = two.run(measure, (0.2, 0.4), (0.6, 0.3), 30.0)
     assert results == [results[0]] * 2
-    assert results[0].exchange == results[0].latency == 0.5  # 0.6 / 0.4
-    assert results[0].compute > 1  # 30 s a unit
+    assert results[0].exchange_slowdown == results[0].latency_slowdown == 0.5  # 0.6 / 0.4
+    assert results[0].compute_slowdown > 1  # 30 s a unit
 
 
-def measure_each(ratios: dict[int, float]) -> Slowdowns:
+def measure_each(ratios: dict[int, float]) -> Contention:
     """What is found if exchanges of so many bytes take so many times as long beside computing."""
-    own = measuring._Bench._exchange
+    original = measuring._ComputeAndExchange._exchange
 
-    def fake(bench: measuring._Bench, compute: bool) -> tuple[float, float]:
-        return (ratios[bench._tensors[0].nbytes] if compute else 1.0), 0.0
+    def fake(pair: measuring._ComputeAndExchange, compute: bool) -> tuple[float, float]:
+        return (ratios[pair._tensors[0].nbytes] if compute else 1.0), 0.0
 
-    measuring._Bench._exchange = fake
+    measuring._ComputeAndExchange._exchange = fake
     try:
-        return contention(dist.group.WORLD, torch.device("cpu"), LATE, 0.04)
+        return measure_contention(dist.group.WORLD, torch.device("cpu"), LATE, 0.04)
     finally:
-        measuring._Bench._exchange = own
+        measuring._ComputeAndExchange._exchange = original
 
 
 def test_what_slows_latency_is_taken_out_of_what_slows_large_exchanges(two) -> None:
     late, whole = LATE.latency, LATE.seconds(2**21)
     assert 0 < late < whole / 5
     together = (5.0 * late + 1.5 * (whole - late)) / whole
-    found = two.run(measure_each, {4096: 5.0, 2**21: together})
-    for one in found:
-        assert one.latency == pytest.approx(4.0, abs=0.01)
-        assert one.exchange == pytest.approx(0.5, abs=0.01)
+    results = two.run(measure_each, {4096: 5.0, 2**21: together})
+    for one in results:
+        assert one.latency_slowdown == pytest.approx(4.0, abs=0.01)
+        assert one.exchange_slowdown == pytest.approx(0.5, abs=0.01)
 
 
 def test_nothing_is_sped_up(two) -> None:
-    for found in two.run(measure, (0.2, 0.2), (0.1, 0.1), 0.0):
-        assert (found.compute, found.exchange, found.latency) == (0.0, 0.0, 0.0)
+    for result in two.run(measure, (0.2, 0.2), (0.1, 0.1), 0.0):
+        assert result.compute_slowdown == result.exchange_slowdown == result.latency_slowdown == 0.0
 
 
 def queue_of(curve: Curve, times: dict[int, list[float]]) -> tuple[float, float]:
     """What is found if beside so many bytes a small exchange takes so long on each rank."""
-    own = measuring._beside
-    measuring._beside = lambda world, large, small: (
+    original = measuring._one_behind_the_other
+    measuring._one_behind_the_other = lambda world, large, small: (
         curve.seconds(large),
         times[large][dist.get_rank()],
     )
     try:
         return measuring._queue(dist.group.WORLD, torch.device("cpu"), curve, 0.1)
     finally:
-        measuring._beside = own
+        measuring._one_behind_the_other = original
 
 
 # 1 ms, 2 ms ... 512 ms: those of 4 to 256 ms are tried with 0.1 s.
@@ -100,7 +101,7 @@ def test_where_all_exchanges_are_small_one_waits_for_all_of_the_other(two) -> No
 
 
 def beside(large: int) -> tuple[float, float]:
-    return measuring._beside(dist.group.WORLD, large, 4096)
+    return measuring._one_behind_the_other(dist.group.WORLD, large, 4096)
 
 
 def test_a_small_exchange_lands_before_the_large_one_or_with_it(two) -> None:
@@ -108,27 +109,34 @@ def test_a_small_exchange_lands_before_the_large_one_or_with_it(two) -> None:
         assert 0.0 < small <= large
 
 
-def traffic() -> tuple[list[int], Slowdowns]:
+def traffic() -> tuple[list[int], Contention]:
     """Bytes of each exchange, and what was found."""
-    sizes, own = [], dist.all_reduce
+    sizes, original = [], dist.all_reduce
 
     def watched(tensor, **options):
         if options.get("async_op"):
             sizes.append(tensor.nbytes)
-        return own(tensor, **options)
+        return original(tensor, **options)
 
     dist.all_reduce = watched
     try:
-        found = contention(dist.group.WORLD, torch.device("cpu"), ALL_REDUCE, 0.02)
+        contention = measure_contention(dist.group.WORLD, torch.device("cpu"), ALL_REDUCE, 0.02)
     finally:
-        dist.all_reduce = own
-    return sizes, found
+        dist.all_reduce = original
+    return sizes, contention
 
 
 def test_exchanges_are_of_a_size_that_fits_the_time(two) -> None:
-    for sizes, found in two.run(traffic):
+    for sizes, contention in two.run(traffic):
         assert set(sizes) == {4096, 8192}  # four of 2 ms are done in 20 ms, four of 250 ms are not
         # 20 ms of the large ones, 5 ms of the small ones, alone and beside computing
         assert sizes.count(8192) == measuring.ROUNDS * 2 * 10
         assert sizes.count(4096) == measuring.ROUNDS * 2 * 5
-        assert min(found.compute, found.exchange, found.latency) >= 0.0
+        assert (
+            min(
+                contention.compute_slowdown,
+                contention.exchange_slowdown,
+                contention.latency_slowdown,
+            )
+            >= 0.0
+        )

@@ -14,9 +14,11 @@ from rich.console import Console
 
 from slipstream.cli.doctor import command
 from slipstream.cli.doctor.report import report
-from slipstream.planner.cost import Curve, NetworkProfile
+from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.curve import Curve
 from slipstream.testbed import unavailable
-from tests.planner.clusters import SIZES, cluster
+from tests.planner.networks import SIZES
+from tests.planner.networks import ring_profile as cluster
 
 _reason = unavailable()
 SLIPSTREAM = [sys.executable, "-m", "slipstream"]

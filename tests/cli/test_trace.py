@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli import main
-from slipstream.planner.cost import Curve, Network, NetworkProfile
+from slipstream.planner.cost import Network, NetworkProfile
+from slipstream.planner.curve import Curve
 from slipstream.strategy import Strategy
 from slipstream.trace import write
 from tests.trace.traces import by_hand

@@ -17,7 +17,7 @@ from slipstream.errors import LaunchError
 from slipstream.planner.cost import NetworkProfile
 from slipstream.strategy import Strategy
 from slipstream.tuner import significance, tune
-from tests.planner.test_plan import cluster
+from tests.planner.networks import ethernet_profile as cluster
 from tests.testbed.traces import marked, wait_for_marked
 
 TRAIN = """

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from slipstream.errors import ClusterError
 from slipstream.planner import fit
-from slipstream.planner.cost import FRAMES, Curve, NetworkProfile, Piece
-from tests.planner.clusters import SIZES, cluster, network
+from slipstream.planner.cost import FRAMES, Network, NetworkProfile
+from slipstream.planner.curve import Curve, Piece
+from tests.planner.networks import SIZES, profile, ring, ring_curve, ring_profile
 
 SHAPES = {
     "one line": (1, lambda m: 1e-4 + 1e-8 * m),
@@ -88,10 +89,10 @@ def test_the_points_are_divided_best(measured) -> None:
         for start, stop in combinations(range(count + 1), 2)
     }
     lines = fit._free_lines(sizes, times)
-    found = sum(costs[line.first, line.stop] for line in lines)
+    error = sum(costs[line.first, line.stop] for line in lines)
     divisions = dissect(count, min(fit.LEAST_POINTS, count))
     best = min(sum(costs[run] for run in runs) for runs in divisions)
-    assert found <= best + 1e-4 * len(lines)
+    assert error <= best + 1e-4 * len(lines)
 
 
 def test_no_lines_that_meet_are_nearer() -> None:
@@ -107,11 +108,11 @@ def test_no_lines_that_meet_are_nearer() -> None:
 
     for _ in range(20):
         times = 1e-4 * np.exp(np.sort(random.normal(0, 2, len(sizes))))
-        found = fit._joined(sizes, times, ends)
-        assert (np.diff(found) >= 0).all()
-        assert (np.diff(found / ends) <= 1e-9 * found[:-1] / ends[:-1]).all()
-        others = [found * (1 + random.normal(0, s, 4)) for s in (1e-3, 1e-2, 0.1, 0.5)] * 50
-        assert off(found) <= min(map(off, filter(allowed, others)), default=np.inf) + 1e-6
+        fitted = fit._joined(sizes, times, ends)
+        assert (np.diff(fitted) >= 0).all()
+        assert (np.diff(fitted / ends) <= 1e-9 * fitted[:-1] / ends[:-1]).all()
+        others = [fitted * (1 + random.normal(0, s, 4)) for s in (1e-3, 1e-2, 0.1, 0.5)] * 50
+        assert off(fitted) <= min(map(off, filter(allowed, others)), default=np.inf) + 1e-6
 
 
 def test_seconds_follow_the_points_inside_and_the_lines_beyond() -> None:
@@ -131,13 +132,13 @@ def test_a_fit_that_is_far_off_is_not_trusted_and_says_where() -> None:
     odd = Curve.fit(zip(SIZES, times, strict=True))
     assert not odd.trusted
     assert odd.worst_decade == "1 MB..10 MB"
-    fine = network("world", 4, 5e-5, 8e-9)
+    fine = ring("world", 4, 5e-5, 8e-9)
     doubtful = fine.model_copy(update={"all_gather": odd})
-    assert cluster(networks={"world": fine}).doubts == ()
-    (doubt,) = cluster(networks={"world": doubtful}).doubts
+    assert ring_profile(networks={"world": fine}).doubts == ()
+    (doubt,) = ring_profile(networks={"world": doubtful}).doubts
     assert "world all_gather" in doubt
     assert "1 MB..10 MB" in doubt
-    assert cluster(networks={"world": doubtful}).scaled(8, 2).doubts != ()
+    assert ring_profile(networks={"world": doubtful}).scaled(8, 2).doubts != ()
 
 
 @pytest.mark.parametrize("bad", [[], [(1, 1.0)], [(1, 1.0), (1, 2.0)], [(1, 0.0), (2, 1.0)]])
@@ -148,7 +149,14 @@ def test_too_little_makes_no_curve(bad) -> None:
 
 @pytest.mark.parametrize(
     "saved",
-    [cluster(), cluster(2, 3), cluster(1, 2), cluster().scaled(1, 1), cluster().scaled(3, 2, 1e10)],
+    [
+        ring_profile(),
+        ring_profile(2, 3),
+        ring_profile(1, 2),
+        ring_profile().scaled(1, 1),
+        ring_profile().scaled(3, 2, 1e10),
+        profile({"world": Network(kind="world", ranks=2, all_reduce=ring_curve(2, 1e-4, 1e-9))}),
+    ],
 )
 def test_what_is_saved_is_loaded(tmp_path: Path, saved: NetworkProfile) -> None:
     saved.save(tmp_path / "cluster.yaml")
@@ -193,7 +201,7 @@ WRONG = {
 @pytest.mark.parametrize(("spoil", "said"), WRONG.values(), ids=WRONG)
 def test_a_wrong_file_is_refused(tmp_path: Path, spoil, said: str) -> None:
     path = tmp_path / "cluster.yaml"
-    document = cluster().model_dump(mode="json")
+    document = ring_profile().model_dump(mode="json")
     spoil(document)
     path.write_text(yaml.safe_dump(document))
     with pytest.raises(ClusterError) as caught:
@@ -224,25 +232,25 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="cannot be read"):
         NetworkProfile.load(tmp_path / "none.yaml")
     with pytest.raises(ClusterError, match="cannot be written"):
-        cluster().save(tmp_path / "no" / "folder.yaml")
+        ring_profile().save(tmp_path / "no" / "folder.yaml")
 
 
 def test_another_group_size_is_refused() -> None:
-    cluster().check_world(4)
+    ring_profile().check_world(4)
     with pytest.raises(ClusterError, match="describes 4 ranks, the run has 8"):
-        cluster().check_world(8)
+        ring_profile().check_world(8)
 
 
 def test_groups_that_are_the_world() -> None:
-    assert cluster(1, 4).network("intra").kind == "world"
-    assert cluster(4, 1).network("inter").kind == "world"
-    assert [cluster(2, 2).network(kind).kind for kind in ("world", "intra", "inter")] == [
+    assert ring_profile(1, 4).groups("intra").kind == "world"
+    assert ring_profile(4, 1).groups("inter").kind == "world"
+    assert [ring_profile(2, 2).groups(kind).kind for kind in ("world", "intra", "inter")] == [
         "world",
         "intra",
         "inter",
     ]
     with pytest.raises(ClusterError, match="intra was not measured"):
-        cluster(4, 1).network("intra")
+        ring_profile(4, 1).groups("intra")
 
 
 def same(one: Curve, other: Curve) -> bool:
@@ -252,47 +260,47 @@ def same(one: Curve, other: Curve) -> bool:
 
 @pytest.mark.parametrize("shape", [(2, 1), (8, 1), (8, 4), (512, 8)])
 def test_other_sizes_follow_the_laws_of_a_ring(shape: tuple[int, int]) -> None:
-    found, expected = cluster(4, 2).scaled(*shape), cluster(*shape)
-    assert (found.world_size, found.hosts, found.ranks_per_host) == (shape[0] * shape[1], *shape)
-    assert found.networks.keys() == expected.networks.keys()
+    scaled, expected = ring_profile(4, 2).scaled(*shape), ring_profile(*shape)
+    assert (scaled.world_size, scaled.hosts, scaled.ranks_per_host) == (shape[0] * shape[1], *shape)
+    assert scaled.networks.keys() == expected.networks.keys()
     for kind, like in expected.networks.items():
-        assert found.networks[kind].ranks == like.ranks
+        assert scaled.networks[kind].ranks == like.ranks
         for name, curve in like.curves.items():
-            assert same(found.networks[kind].curves[name], curve), (kind, name)
-    assert found.extrapolated.startswith(f"from 4 x 2 to {shape[0]} x {shape[1]} ranks")
+            assert same(scaled.networks[kind].curves[name], curve), (kind, name)
+    assert scaled.extrapolated.startswith(f"from 4 x 2 to {shape[0]} x {shape[1]} ranks")
 
 
 def test_one_host_is_as_fast_as_the_inside_of_one() -> None:
     assert same(
-        cluster(4, 2).scaled(1, 8).network("world").all_reduce,
-        cluster(1, 8).networks["world"].all_reduce,
+        ring_profile(4, 2).scaled(1, 8).groups("world").all_reduce,
+        ring_profile(1, 8).networks["world"].all_reduce,
     )
 
 
 def test_a_rate_replaces_the_links_but_never_beats_the_hosts() -> None:
-    def per_byte(found: NetworkProfile, kind) -> float:
-        return found.network(kind).all_reduce.per_byte
+    def per_byte(scaled: NetworkProfile, kind) -> float:
+        return scaled.groups(kind).all_reduce.per_byte
 
-    slow = cluster(4, 2).scaled(8, 4, rate=2e9)
+    slow = ring_profile(4, 2).scaled(8, 4, rate=2e9)
     assert per_byte(slow, "world") == pytest.approx(2 * 31 / 32 * 4e-9 * FRAMES, rel=1e-3)
     assert per_byte(slow, "inter") == pytest.approx(2 * 7 / 8 * 4e-9 * 4 * FRAMES, rel=1e-3)
     assert per_byte(slow, "intra") == pytest.approx(2 * 3 / 4 * 1e-9, rel=1e-3)
     assert "links of 2 Gbit/s" in slow.extrapolated
-    fast = cluster(4, 2).scaled(8, 4, rate=1e12)
+    fast = ring_profile(4, 2).scaled(8, 4, rate=1e12)
     assert per_byte(fast, "world") == pytest.approx(2 * 31 / 32 * 1e-9, rel=1e-3)
 
 
 def test_what_was_not_measured_is_said() -> None:
-    assert "derived from world" in cluster(4, 1).scaled(4, 2).extrapolated
-    assert "as fast as inside" in cluster(1, 2).scaled(2, 2).extrapolated
-    assert "as fast as inside" not in cluster(1, 2).scaled(2, 2, 1e9).extrapolated
-    assert cluster(4, 2).scaled(4, 2) == cluster(4, 2)
+    assert "derived from world" in ring_profile(4, 1).scaled(4, 2).extrapolated
+    assert "as fast as inside" in ring_profile(1, 2).scaled(2, 2).extrapolated
+    assert "as fast as inside" not in ring_profile(1, 2).scaled(2, 2, 1e9).extrapolated
+    assert ring_profile(4, 2).scaled(4, 2) == ring_profile(4, 2)
 
 
 def test_among_one_rank_nothing_costs_anything() -> None:
-    alone = cluster().scaled(1, 1)
-    assert alone.network("world").all_reduce.seconds(2**20) == pytest.approx(0)
-    assert alone.network("world").all_reduce.pieces == (
+    alone = ring_profile().scaled(1, 1)
+    assert alone.groups("world").all_reduce.seconds(2**20) == pytest.approx(0)
+    assert alone.groups("world").all_reduce.pieces == (
         Piece(start_bytes=0, startup=0.0, per_byte=0.0),
     )
     with pytest.raises(ClusterError, match="one rank alone"):
@@ -302,4 +310,4 @@ def test_among_one_rank_nothing_costs_anything() -> None:
 @pytest.mark.parametrize("shape", [(0, 1), (1, -1), (4, 1, -1e9)])
 def test_no_such_size(shape) -> None:
     with pytest.raises(ClusterError, match="must be above 0"):
-        cluster().scaled(*shape)
+        ring_profile().scaled(*shape)

@@ -15,15 +15,15 @@ from slipstream.analysis.breakdown import breakdown
 from slipstream.analysis.summary import summary
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.exchange import Plan
-from slipstream.planner.simulate import SHOWN_RANKS, CodecCost, predict, simulate
-from slipstream.planner.split import finish_time
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.cost import CodecCost
+from slipstream.planner.simulate import SHOWN_RANKS, predict, simulate
 from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy
 from slipstream.trace import chrome
 from slipstream.trace.timeline import timeline
-from tests.planner import clusters
-from tests.planner.workloads import MB, cluster, random_workload, workload
+from tests.planner.networks import MB, linear_profile, ring_profile
+from tests.planner.workloads import random_workload, workload
 
 ALONE = 0.86  # of the workload made by hand: other, wait, forward, backward, optimizer
 PASS = 0.81  # wait, forward, backward
@@ -31,37 +31,47 @@ EACH = (1, 2, 3, 4, 5, 6)
 SMALLER = CodecCost(ratio=0.5, encode=0.01 / MB, decode=0.02 / MB, startup=0.005)
 
 BY_HAND = {
-    "one segment hides nothing": (workload(), Plan((6,)), cluster(), ALONE + 0.6),
-    "a segment each hides all but one": (workload(), Plan(EACH), cluster(), ALONE + 0.1),
-    "without overlap": (workload(), Plan(EACH, overlap=False), cluster(), ALONE + 0.6),
+    "one segment hides nothing": (workload(), Plan((6,)), linear_profile(), ALONE + 0.6),
+    "a segment each hides all but one": (workload(), Plan(EACH), linear_profile(), ALONE + 0.1),
+    "without overlap": (workload(), Plan(EACH, overlap=False), linear_profile(), ALONE + 0.6),
     "latency is not shared": (
         workload(count=2),
         Plan((1, 2), overlap=False),
-        cluster(latency=0.05),
+        linear_profile(latency=0.05),
         ALONE + 0.05 + 0.2,
     ),
-    "latency hides, too": (workload(), Plan(EACH), cluster(latency=0.02), ALONE + 0.12),
-    "a network too slow": (workload(), Plan(EACH), cluster(seconds=0.2), ALONE - 0.5 + 1.2),
-    "one rank": (workload(1), Plan((6,)), cluster(1), ALONE),
-    "the last rank counts": (workload(late=0.1), Plan((6,)), cluster(), ALONE + 0.3 + 0.6),
-    "accumulation": (workload(), Plan((6,), accumulate=3), cluster(), ALONE + 2 * PASS + 0.6),
-    "recomputation": (workload(), Plan((6,), recompute_share=0.5), cluster(), ALONE + 0.1 + 0.6),
+    "latency hides, too": (workload(), Plan(EACH), linear_profile(latency=0.02), ALONE + 0.12),
+    "a network too slow": (workload(), Plan(EACH), linear_profile(seconds=0.2), ALONE - 0.5 + 1.2),
+    "one rank": (workload(1), Plan((6,)), linear_profile(1), ALONE),
+    "the last rank counts": (workload(late=0.1), Plan((6,)), linear_profile(), ALONE + 0.3 + 0.6),
+    "accumulation": (
+        workload(),
+        Plan((6,), accumulate=3),
+        linear_profile(),
+        ALONE + 2 * PASS + 0.6,
+    ),
+    "recomputation": (
+        workload(),
+        Plan((6,), recompute_share=0.5),
+        linear_profile(),
+        ALONE + 0.1 + 0.6,
+    ),
     "buffers go first": (
         workload(count=1, buffers_bytes=8 * MB),
         Plan((1,)),
-        cluster(),
+        linear_profile(),
         ALONE - 0.6 + 0.8 + 0.1,
     ),
     "compute slowed by an exchange": (
         workload(count=2),
         Plan((1, 2)),
-        cluster(compute_slowdown=1.0),
+        linear_profile(compute_slowdown=1.0),
         ALONE + 0.05 + 0.1,
     ),
     "an exchange slowed by compute": (
         workload(count=2),
         Plan((1, 2)),
-        cluster(seconds=0.2, exchange_slowdown=1.0),
+        linear_profile(seconds=0.2, exchange_slowdown=1.0),
         ALONE + 0.05 + 0.2,
     ),
     "two dtypes are two exchanges": (
@@ -70,35 +80,40 @@ BY_HAND = {
             gradients=(Gradient("a", "", MB), Gradient("b", "", MB, "bfloat16")),
         ),
         Plan((2,)),
-        cluster(latency=0.05),
+        linear_profile(latency=0.05),
         ALONE + 0.05 + 0.2,
     ),
-    "a codec": (workload(), Plan((6,), codec=SMALLER), cluster(), ALONE + 0.065 + 0.3 + 0.125),
+    "a codec": (
+        workload(),
+        Plan((6,), codec=SMALLER),
+        linear_profile(),
+        ALONE + 0.065 + 0.3 + 0.125,
+    ),
     "a codec without overlap": (
         workload(),
         Plan((6,), codec=SMALLER, overlap=False),
-        cluster(),
+        linear_profile(),
         ALONE + 0.065 + 0.3 + 0.125,
     ),
     "sharded: parameters come back first": (
         workload(),
         Plan((6,), transport="sharded"),
-        cluster(),
+        linear_profile(),
         0.3 + 0.2 + 0.6 + 0.3 + 0.03 / 4,
     ),
     "sharded: the last gather hides": (
         workload(count=3),
         Plan((1, 2, 3), transport="sharded"),
-        cluster(seconds=0.4),
+        linear_profile(seconds=0.4),
         0.6 + 0.2 / 3 + 0.6 + 0.2 + 0.03 / 4,  # two land at 0.4, the third at 0.6
     ),
 }
 
 
-@pytest.mark.parametrize(("work", "plan", "where", "seconds"), BY_HAND.values(), ids=BY_HAND)
-def test_iterations_told_by_hand(work, plan, where, seconds) -> None:
-    assert predict(work, plan, where) == pytest.approx(seconds)
-    durations = [one.duration for one in timeline(simulate(work, plan, where, 3).events)]
+@pytest.mark.parametrize(("work", "plan", "network", "seconds"), BY_HAND.values(), ids=BY_HAND)
+def test_iterations_told_by_hand(work, plan, network, seconds) -> None:
+    assert predict(work, plan, network) == pytest.approx(seconds)
+    durations = [one.duration for one in timeline(simulate(work, plan, network, 3).events)]
     assert durations == pytest.approx([seconds] * len(durations))
 
 
@@ -106,12 +121,12 @@ def spans(trace, name, rank=0):
     """Start and end of the spans of one name, from the start of backward."""
     events = [event for event in trace.events if event.rank == rank]
     zero = next(event.start for event in events if event.name == "backward")
-    found = [(e.start - zero, e.end - zero) for e in events if e.name == name]
-    return found[0] if len(found) == 1 else found
+    spans = [(e.start - zero, e.end - zero) for e in events if e.name == name]
+    return spans[0] if len(spans) == 1 else spans
 
 
 def test_two_exchanges_share_the_network_and_the_third_waits() -> None:
-    trace = simulate(workload(count=3), Plan((1, 2, 3), overlap=False), cluster())
+    trace = simulate(workload(count=3), Plan((1, 2, 3), overlap=False), linear_profile())
     assert spans(trace, "allreduce1") == pytest.approx((0.6, 0.8))
     assert spans(trace, "allreduce2") == pytest.approx((0.6, 0.8))
     assert spans(trace, "allreduce3") == pytest.approx((0.8, 0.9))
@@ -119,7 +134,7 @@ def test_two_exchanges_share_the_network_and_the_third_waits() -> None:
 
 def test_an_exchange_waits_for_the_last_rank_and_is_slowed_by_those_that_compute() -> None:
     work = workload(2, count=2, late=0.4)  # backward 0.6 and 1.0 s; ready at 0.3 and 0.5
-    trace = simulate(work, Plan((1, 2)), cluster(2, exchange_slowdown=1.0))
+    trace = simulate(work, Plan((1, 2)), linear_profile(2, exchange_slowdown=1.0))
     # 0.1 s at half the speed while both compute, then 0.05 s at two thirds
     assert spans(trace, "allreduce1", rank=0) == pytest.approx((0.3, 0.675))
     assert spans(trace, "allreduce1", rank=1) == pytest.approx((0.5, 0.675))
@@ -127,8 +142,8 @@ def test_an_exchange_waits_for_the_last_rank_and_is_slowed_by_those_that_compute
 
 
 def test_hierarchical_goes_through_both_networks_one_segment_behind_the_other() -> None:
-    where = clusters.cluster(4, 2, compute_slowdown=0.0, exchange_slowdown=0.0)
-    intra, inter = where.network("intra"), where.network("inter")
+    network = ring_profile(4, 2, compute_slowdown=0.0, exchange_slowdown=0.0)
+    intra, inter = network.groups("intra"), network.groups("inter")
     stages = (
         intra.reduce_scatter.seconds(6 * MB),
         inter.all_reduce.seconds(3 * MB),
@@ -136,11 +151,11 @@ def test_hierarchical_goes_through_both_networks_one_segment_behind_the_other() 
     )
     work = workload(8)
     hierarchical = Plan((6,), transport="hierarchical")
-    assert predict(work, hierarchical, where) == pytest.approx(ALONE + sum(stages))
-    staggered = predict(work, Plan((2, 6), False, "hierarchical"), where)
+    assert predict(work, hierarchical, network) == pytest.approx(ALONE + sum(stages))
+    staggered = predict(work, Plan((2, 6), False, "hierarchical"), network)
     assert ALONE + stages[1] < staggered < ALONE + sum(stages)
-    assert predict(work, Plan((6,), transport="hierarchical"), cluster(8)) == predict(
-        work, Plan((6,)), cluster(8)
+    assert predict(work, Plan((6,), transport="hierarchical"), linear_profile(8)) == predict(
+        work, Plan((6,)), linear_profile(8)
     )
 
 
@@ -157,29 +172,33 @@ def a_plan(drawn, **changes):
 @settings(deadline=None, max_examples=150)
 @given(st.integers(0, 10**6), st.integers(1, 5), plans)
 def test_without_latency_and_contention_it_is_the_serial_channel(seed, ranks, drawn) -> None:
-    work, plan, where = random_workload(seed, ranks, 12), a_plan(drawn), cluster(ranks)
+    work, plan, network = random_workload(seed, ranks, 12), a_plan(drawn), linear_profile(ranks)
     if ranks == 1 or work.buffers_bytes:
         return
     begins = work.optimizer + work.other + plan.accumulate * (work.data_wait + work.forward)
     begins = begins + (plan.accumulate - 1) * work.backward
     ready = work.ready if plan.overlap else np.tile(work.backward[:, None], 12)
     last = np.maximum((begins + work.backward).max(), 0)
-    cost = where.network("world").all_reduce.seconds_of
-    end = finish_time(plan.cuts, (begins[:, None] + ready).max(axis=0), work.num_bytes, cost)
-    assert predict(work, plan, where) == pytest.approx(max(end, last), rel=1e-6)
+    ready = (begins[:, None] + ready).max(axis=0)
+    end = 0.0
+    for first, stop in pairwise((0, *plan.cuts)):  # one exchange after the other
+        size = sum(gradient.num_bytes for gradient in work.gradients[first:stop])
+        cost = network.groups("world").all_reduce.seconds(size)
+        end = max(end, ready[first:stop].max()) + cost
+    assert predict(work, plan, network) == pytest.approx(max(end, last), rel=1e-6)
 
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, 10**6), st.integers(1, 5), plans, st.floats(0, 1.5), st.floats(0, 2))
 def test_a_trace_read_back_predicts_itself(tmp_path_factory, seed, ranks, drawn, kappa, mu) -> None:
-    where = cluster(ranks, latency=0.003, compute_slowdown=kappa, exchange_slowdown=mu)
+    network = linear_profile(ranks, latency=0.003, compute_slowdown=kappa, exchange_slowdown=mu)
     work, plan = random_workload(seed, ranks, 12), a_plan(drawn)
-    seconds = predict(work, plan, where)
+    seconds = predict(work, plan, network)
     path = tmp_path_factory.getbasetemp() / "predicted.json"
-    chrome.write(simulate(work, plan, where, 3), path)
+    chrome.write(simulate(work, plan, network, 3), path)
     trace = chrome.read(path)
     assert Plan.of_trace(trace) == plan
-    again = predict(Workload.from_trace(trace, where), plan, where)
+    again = predict(Workload.from_trace(trace, network), plan, network)
     assert again == pytest.approx(seconds, rel=1e-5)
     assert all(one.duration == pytest.approx(seconds, rel=1e-6) for one in timeline(trace.events))
 
@@ -195,13 +214,13 @@ def test_a_trace_read_back_predicts_itself(tmp_path_factory, seed, ranks, drawn,
 def test_every_plan_takes_at_least_its_compute_and_leaves_sound_events(
     seed, drawn, transport, codec, recompute_share
 ) -> None:
-    where = clusters.cluster(2, 2)
+    network = ring_profile(2, 2)
     work = random_workload(seed, 4, 12)
     plan = a_plan(drawn, transport=transport, codec=codec, recompute_share=recompute_share)
-    seconds = predict(work, plan, where)
+    seconds = predict(work, plan, network)
     passes = work.data_wait + (1 + recompute_share) * work.forward + work.backward
     assert seconds >= (plan.accumulate * passes + work.other).max()
-    trace = simulate(work, plan, where, 2)
+    trace = simulate(work, plan, network, 2)
     segments = len(plan.cuts) * (2 if transport == "sharded" else 1)
     iterations = timeline(trace.events)
     exact = 1e-6 if codec is None else 1e-3  # ranks that decode late catch up step by step
@@ -223,17 +242,17 @@ def test_every_plan_takes_at_least_its_compute_and_leaves_sound_events(
 @given(st.integers(0, 10**6), plans, st.floats(1, 4))
 def test_a_slower_network_is_never_better_and_ranks_have_no_order(seed, drawn, factor) -> None:
     work, plan = random_workload(seed, 4, 12), a_plan(drawn)
-    seconds = predict(work, plan, cluster())
-    assert predict(work, plan, cluster(seconds=0.1 * factor)) >= seconds - 1e-9
+    seconds = predict(work, plan, linear_profile())
+    assert predict(work, plan, linear_profile(seconds=0.1 * factor)) >= seconds - 1e-9
     names = ("data_wait", "forward", "backward", "ready", "optimizer", "other", "samples")
     turned = {name: getattr(work, name)[::-1] for name in names}
     fields = {"gradients": work.gradients, "buffers_bytes": work.buffers_bytes}
-    assert predict(Workload(**turned, **fields), plan, cluster()) == pytest.approx(seconds)
+    assert predict(Workload(**turned, **fields), plan, linear_profile()) == pytest.approx(seconds)
 
 
 def test_a_simulated_trace_reads_like_a_recorded_one() -> None:
     plan = Plan.of(Strategy.load({"gradients": {"split": "per_layer"}}), workload().gradients)
-    trace = simulate(workload(), plan, cluster(), 2)
+    trace = simulate(workload(), plan, linear_profile(), 2)
     assert trace.meta["predicted"] is True
     assert trace.meta["segments"] == [{"bytes": MB, "gradients": [f"{i}.weight"]} for i in range(6)]
     strategy = Strategy.load(trace.meta["strategy"])
@@ -252,7 +271,7 @@ def test_thousands_of_ranks_are_simulated_and_the_slowest_is_among_those_shown()
         np.argmax(work.optimizer + work.other + work.data_wait + work.forward + work.backward)
     )
     plan = Plan((*range(16, 161, 16), 161), transport="hierarchical")
-    trace = simulate(work, plan, clusters.cluster(512, 8))
+    trace = simulate(work, plan, ring_profile(512, 8))
     shown = {event.rank for event in trace.events}
     assert trace.meta["world_size"] == len(trace.meta["hosts"]) == 4096
     assert shown == set(trace.meta["ranks"])
@@ -263,16 +282,18 @@ def test_thousands_of_ranks_are_simulated_and_the_slowest_is_among_those_shown()
 
 def test_few_profiles_serve_any_number_of_ranks() -> None:
     work = workload(3, late=0.05)
-    one_host = [predict(work, Plan((6,)), cluster(ranks)) for ranks in (3, 6, 4096)]
+    one_host = [predict(work, Plan((6,)), linear_profile(ranks)) for ranks in (3, 6, 4096)]
     assert one_host == pytest.approx([one_host[0]] * 3)
 
 
 def test_a_plan_for_another_model_or_a_network_not_measured_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"last cut is \(5,\), but there are 6 gradients"):
-        predict(workload(), Plan((5,)), cluster())
+        predict(workload(), Plan((5,)), linear_profile())
     with pytest.raises(ClusterError, match=r"networks\.intra was not measured"):
         predict(
-            workload(), Plan((6,), transport="hierarchical"), cluster(hosts=2, ranks_per_host=2)
+            workload(),
+            Plan((6,), transport="hierarchical"),
+            linear_profile(hosts=2, ranks_per_host=2),
         )
     for wrong in ({"cuts": (3, 2)}, {"cuts": (0, 6)}, {"cuts": (6,), "accumulate": 0}):
         with pytest.raises(StrategyError, match="allowed"):

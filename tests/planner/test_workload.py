@@ -9,11 +9,12 @@ import pytest
 
 from slipstream.errors import ClusterError, TraceError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.exchange import Plan
+from slipstream.planner.comm_plan import Plan
 from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
 from slipstream.trace.event import Event, Trace
-from tests.planner.workloads import MB, cluster, random_workload, workload
+from tests.planner.networks import MB, linear_profile
+from tests.planner.workloads import random_workload, workload
 
 NAMES = ("data_wait", "forward", "backward", "ready", "optimizer", "other", "samples")
 THIRDS = Plan((2, 4, 6))
@@ -41,45 +42,40 @@ def moved(event, step, seconds):
 @pytest.mark.parametrize("slowdown", [0.0, 0.7])
 def test_what_was_simulated_is_read_back_without_its_contention(plan, slowdown) -> None:
     work = workload(late=0.05, buffers_bytes=4096)
-    where = cluster(compute_slowdown=slowdown, exchange_slowdown=0.4, latency=0.01)
-    found = Workload.from_trace(simulate(work, plan, where, 3), where)
-    assert found.gradients == work.gradients
-    assert found.buffers_bytes == 4096
+    network = linear_profile(compute_slowdown=slowdown, exchange_slowdown=0.4, latency=0.01)
+    read_back = Workload.from_trace(simulate(work, plan, network, 3), network)
+    assert read_back.gradients == work.gradients
+    assert read_back.buffers_bytes == 4096
     for name in NAMES:
-        np.testing.assert_allclose(getattr(found, name), getattr(work, name), atol=1e-9)
+        np.testing.assert_allclose(getattr(read_back, name), getattr(work, name), atol=1e-9)
 
 
 def test_another_contention_gives_another_workload() -> None:
-    work, where = workload(), cluster(compute_slowdown=1.0)
-    trace = simulate(work, THIRDS, where)
-    spent = Workload.from_trace(trace, cluster()).backward
+    work, network = workload(), linear_profile(compute_slowdown=1.0)
+    trace = simulate(work, THIRDS, network)
+    spent = Workload.from_trace(trace, linear_profile()).backward
     assert np.all(spent > work.backward + 0.1)
 
 
 def test_ready_times_are_interpolated_by_bytes_where_a_trace_does_not_tell() -> None:
     even = workload(late=0.1)  # every gradient has the same bytes and takes the same time
-    trace = edited(simulate(even, THIRDS, cluster()), without_ready_times)
-    np.testing.assert_allclose(Workload.from_trace(trace, cluster()).ready, even.ready, atol=1e-9)
-    early = workload(ready=np.tile([0.1, 0.12, 0.2, 0.22, 0.5, 0.6], (4, 1)))
-    trace = edited(simulate(early, THIRDS, cluster()), without_ready_times)
-    found = Workload.from_trace(trace, cluster()).ready[0]
-    np.testing.assert_allclose(found, [0.06, 0.12, 0.17, 0.22, 0.41, 0.6], atol=1e-6)
-
-
-def test_exchanges_after_backward_tell_nothing_of_ready_times() -> None:
+    trace = edited(simulate(even, THIRDS, linear_profile()), without_ready_times)
+    np.testing.assert_allclose(
+        Workload.from_trace(trace, linear_profile()).ready, even.ready, atol=1e-9
+    )
     sizes = (3 * MB, 1 * MB)
     work = workload(gradients=tuple(Gradient(f"{s}", "", s) for s in sizes), count=2)
-    trace = simulate(work, Plan((1, 2), overlap=False), cluster())
-    found = Workload.from_trace(edited(trace, without_ready_times), cluster()).ready[0]
-    np.testing.assert_allclose(found, [0.45, 0.6], atol=1e-6)
+    trace = simulate(work, Plan((1, 2), overlap=False), linear_profile())
+    read_back = Workload.from_trace(edited(trace, without_ready_times), linear_profile()).ready[0]
+    np.testing.assert_allclose(read_back, [0.45, 0.6], atol=1e-6)
 
 
 def test_one_process_has_no_exchanges_and_serves_a_cluster_of_any_size() -> None:
-    alone = simulate(workload(1), Plan((6,)), cluster(1), 2)
+    alone = simulate(workload(1), Plan((6,)), linear_profile(1), 2)
     del alone.meta["segments"]
-    found = Workload.from_trace(edited(alone, without_ready_times), cluster(4))
-    np.testing.assert_allclose(found.ready, workload(1).ready, atol=1e-9)
-    assert predict(found, Plan((6,)), cluster(4)) == pytest.approx(0.86 + 0.6)
+    read_back = Workload.from_trace(edited(alone, without_ready_times), linear_profile(4))
+    np.testing.assert_allclose(read_back.ready, workload(1).ready, atol=1e-9)
+    assert predict(read_back, Plan((6,)), linear_profile(4)) == pytest.approx(0.86 + 0.6)
 
 
 def test_a_gradient_that_never_came_is_sent_when_backward_is_over() -> None:
@@ -89,8 +85,10 @@ def test_a_gradient_that_never_came_is_sent_when_backward_is_over() -> None:
         offsets = event.args["gradients_ready"]
         return replace(event, args={"gradients_ready": [*offsets[:2], None, *offsets[3:]]})
 
-    found = Workload.from_trace(edited(simulate(workload(), THIRDS, cluster()), unused), cluster())
-    np.testing.assert_allclose(found.ready[:, 2], found.backward)
+    read_back = Workload.from_trace(
+        edited(simulate(workload(), THIRDS, linear_profile()), unused), linear_profile()
+    )
+    np.testing.assert_allclose(read_back.ready[:, 2], read_back.backward)
 
 
 def test_somebody_is_always_late_though_every_rank_is_in_time_on_most_days() -> None:
@@ -98,18 +96,18 @@ def test_somebody_is_always_late_though_every_rank_is_in_time_on_most_days() -> 
     for step in range(9):
         backward = np.where(np.arange(ranks) == step % ranks, 0.9, 0.6)
         work = workload(ranks, backward=backward, ready=backward[:, None] * np.arange(1, 7) / 6)
-        trace = simulate(work, Plan((6,)), cluster(ranks))
+        trace = simulate(work, Plan((6,)), linear_profile(ranks))
         events += [moved(event, step, 9.0 * step) for event in trace.events]
-    found = Workload.from_trace(Trace(tuple(events), trace.meta), cluster(ranks))
-    assert predict(found, Plan((6,)), cluster(ranks)) == pytest.approx(0.86 + 0.3 + 0.6)
-    assert sorted(found.backward) == pytest.approx([0.6, 0.6, 0.9])
+    read_back = Workload.from_trace(Trace(tuple(events), trace.meta), linear_profile(ranks))
+    assert predict(read_back, Plan((6,)), linear_profile(ranks)) == pytest.approx(0.86 + 0.3 + 0.6)
+    assert sorted(read_back.backward) == pytest.approx([0.6, 0.6, 0.9])
 
 
 def test_a_step_that_not_all_ranks_went_through_is_left_out() -> None:
-    trace = simulate(workload(), THIRDS, cluster(), 3)
+    trace = simulate(workload(), THIRDS, linear_profile(), 3)
     torn = edited(trace, lambda e: None if (e.rank, e.step) == (2, 1) else e)
-    found = Workload.from_trace(torn, cluster())
-    np.testing.assert_allclose(found.backward, workload().backward)
+    read_back = Workload.from_trace(torn, linear_profile())
+    np.testing.assert_allclose(read_back.backward, workload().backward)
 
 
 def shorter(event):
@@ -140,9 +138,9 @@ BAD = {
 
 @pytest.mark.parametrize(("change", "meta", "error", "text"), BAD.values(), ids=BAD)
 def test_bad_traces_are_refused_with_a_reason(change, meta, error, text) -> None:
-    trace = edited(simulate(workload(), THIRDS, cluster()), change)
+    trace = edited(simulate(workload(), THIRDS, linear_profile()), change)
     with pytest.raises(error, match=text):
-        Workload.from_trace(Trace(trace.events, trace.meta | meta), cluster())
+        Workload.from_trace(Trace(trace.events, trace.meta | meta), linear_profile())
 
 
 def test_profiles_repeat_for_other_numbers_of_ranks() -> None:

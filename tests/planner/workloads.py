@@ -1,4 +1,4 @@
-"""Workloads and clusters whose iterations are easily told, for tests of the simulator."""
+"""Workloads whose iterations are easily computed by hand, for tests of the simulator."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.cost import Curve, Network, NetworkProfile
 from slipstream.planner.workload import Workload
-
-MB = 2**20
+from tests.planner.networks import MB
 
 
 def workload(ranks: int = 4, count: int = 6, late: float = 0.0, **changes: Any) -> Workload:
@@ -32,33 +30,6 @@ def workload(ranks: int = 4, count: int = 6, late: float = 0.0, **changes: Any) 
         "samples": 8 * one,
     }
     return Workload(**values | changes)
-
-
-def cluster(
-    ranks: int = 4, seconds: float = 0.1, latency: float = 0.0, **changes: Any
-) -> NetworkProfile:
-    """An all-reduce takes ``latency``, and ``seconds`` for each MB; its halves half of that."""
-    curves = {
-        name: Curve.fit(
-            (size * MB, share * (latency + seconds * size)) for size in (1, 2, 4, 8, 16, 32)
-        )
-        for name, share in {"all_reduce": 1.0, "reduce_scatter": 0.5, "all_gather": 0.5}.items()
-    }
-    values: dict[str, Any] = {
-        "world_size": ranks,
-        "hosts": ranks,
-        "ranks_per_host": 1,
-        "networks": {"world": Network(kind="world", ranks=ranks, **curves)},
-        "compute_slowdown": 0.0,
-        "exchange_slowdown": 0.0,
-        "latency_slowdown": 0.0,
-        "queue_share": 0.0,
-        "queue_seconds": 0.0,
-        "backend": "gloo",
-        "date": "2026-11-21",
-        "versions": {},
-    }
-    return NetworkProfile(**values | changes)
 
 
 def random_workload(seed: int, ranks: int, count: int) -> Workload:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import slipstream
+from slipstream.calibration import collective_timer
 from slipstream.errors import TraceError
 from slipstream.strategy import ByIndex
 from slipstream.trace import read
@@ -125,6 +126,27 @@ def test_the_real_planner_answers_on_real_ranks(two: Ranks) -> None:
     assert state["split"] is not None
     assert "optimal " in report
     assert "predicted" in report or "optimum" in report
+
+
+def timed_collectives() -> set[str]:
+    """The collectives that are timed on the way to a split."""
+    timed, original = set(), collective_timer.COLLECTIVES
+
+    def named(name: str) -> Any:
+        def call(*arguments: Any) -> None:
+            timed.add(name)
+            original[name](*arguments)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collective_timer, "COLLECTIVES", {name: named(name) for name in original})
+        train(FIRST, OPTIMAL)
+    return timed
+
+
+def test_only_the_all_reduce_that_the_choice_reads_is_measured(two: Ranks) -> None:
+    assert two.run(timed_collectives, timeout=60) == [{"all_reduce"}] * 2
 
 
 def test_a_trace_that_explains_nothing_leaves_the_default(two: Ranks) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
-from slipstream.planner.plan import Prediction
+from slipstream.planner.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, chrome, read
 from slipstream.tuner import trials
@@ -60,9 +60,9 @@ class Script:
         return Measurement(outcome, self.spread, WALL, TRACE)
 
     def tune(self, predictions: dict[Strategy, float], budget: float = 1000.0) -> Tuned:
-        found = [predicted(strategy, seconds) for strategy, seconds in predictions.items()]
-        found.sort(key=lambda one: one.per_batch)
-        self.tuner = Tuner(self.run, lambda trace: found, BASE, budget, clock=lambda: self.clock)
+        ranked = [predicted(strategy, seconds) for strategy, seconds in predictions.items()]
+        ranked.sort(key=lambda one: one.per_batch)
+        self.tuner = Tuner(self.run, lambda trace: ranked, BASE, budget, clock=lambda: self.clock)
         return self.tuner.tune()
 
 
@@ -173,7 +173,7 @@ def test_a_noisy_baseline_is_not_chased() -> None:
 
 WRONG = {
     "a budget for one run": (1.0, 50, LaunchError, "the baseline run took 10.0 s.* --budget 94s"),
-    "a baseline that fails": ("fails", 500, LaunchError, "RuntimeError: boom; mend the script"),
+    "a baseline that fails": ("fails", 500, LaunchError, "RuntimeError: boom; fix the script"),
     "a baseline that hangs": (
         "hangs",
         500,
@@ -212,7 +212,7 @@ OUTCOMES = {
     "writes a trace and ends": None,
     "writes a trace in two parts": None,
     "fails": ("failed", "exit code 1: RuntimeError: boom"),
-    "is killed": ("failed", "killed by SIGKILL: it said nothing"),
+    "is killed": ("failed", "killed by SIGKILL: it wrote nothing"),
     "ends without a trace": ("no trace", "it ended without a trace"),
     "ends with half a trace": ("failed", "is not JSON"),
     "hangs": ("hanging", "no trace after 1 s: killed"),
@@ -274,10 +274,10 @@ def test_trials_number_their_folders_and_trace_the_strategy(tmp_path: Path) -> N
         seen.append((folder / "strategy.yaml").read_text())
         return ["false"]
 
-    own = Strategy.load({"gradients": {"overlap": False}, "trace": {"steps": 99}})
+    config = Strategy.load({"gradients": {"overlap": False}, "trace": {"steps": 99}})
     runs = Trials(command, tmp_path / "logs", steps=4, skip=1)
     for _ in range(2):
-        assert isinstance(runs.run(own, 5.0), Failure)
+        assert isinstance(runs.run(config, 5.0), Failure)
     strategies = [Strategy.from_yaml(text) for text in seen]
     assert [s.trace.steps for s in strategies] == [4, 4]
     assert [s.trace.skip for s in strategies] == [1, 1]

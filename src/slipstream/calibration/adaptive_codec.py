@@ -1,35 +1,38 @@
-"""``codec: adaptive`` in a session: which segments are worth coding on this network.
-
-Never codes anything, and never changes a segment: it says yes or no to each when they are laid out.
-"""
+"""``codec: adaptive``: decide which segments are worth coding on this network."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slipstream.calibration.calibrate import calibrate
+from slipstream.calibration.codec_cost import slowest_cost
+from slipstream.calibration.collective_timer import CollectiveTimer
 from slipstream.cluster.connect import Cluster
-from slipstream.planner.cost import CodecCost, Curve
+from slipstream.planner.cost import CodecCost
+from slipstream.planner.curve import Curve
 from slipstream.strategy import Adaptive, Half
+from slipstream.transport.consistency import broadcast_from_first, collective_errors
 
-CALIBRATION_SECONDS = 3.0
+CALIBRATION_SECONDS = 1.0
+"""For the all-reduces that are timed."""
 SIZES = (2**12, 2**16, 2**20, 2**23)
-"""Bytes of the exchanges that are measured."""
+"""Bytes of the all-reduces that are measured."""
 
 
 @dataclass(frozen=True)
 class CodecDecision:
-    """What coding a segment saves: more than 0 where it pays."""
+    """Decides by the seconds that coding a segment saves.
+
+    ``rounds`` is the number of exchanges, one after the other, of a coded segment.
+    """
 
     all_reduce: Curve
     cost: CodecCost
     rounds: int
-    """Exchanges, one behind the other, of a coded segment."""
 
     def saved(self, num_bytes: int) -> float:
-        """Seconds that coding a segment of so many bytes saves, of network and of computing.
+        """Seconds of network and compute that coding a segment of so many bytes saves.
 
-        Coded, each of its exchanges carries a part of what is sent and waits once.
+        Each exchange of a coded segment carries its share of what is sent and has its own latency.
         """
         wire = max(num_bytes * self.cost.ratio / self.rounds, 1.0)
         coded = self.rounds * self.all_reduce.seconds(wire)
@@ -37,19 +40,23 @@ class CodecDecision:
         return self.all_reduce.seconds(max(num_bytes, 1)) - coded - coding
 
     def pays(self, num_bytes: int) -> bool:
-        """Whether that is more than nothing."""
+        """Whether coding saves time."""
         return self.saved(num_bytes) > 0
 
 
 def measure(config: Adaptive, ranks: Cluster) -> CodecDecision:
-    """Measure network and codec on all ranks at once; every rank gets the same.
+    """Measure the all-reduce and the codec, which is all that the decision reads.
+
+    A collective: all ranks call this, and all get the decision of rank 0.
 
     Raises:
+        ClusterError: there is only one rank.
         ExchangeError: another rank is gone.
     """
-    measured = calibrate(
-        ranks, sizes=SIZES, seconds=CALIBRATION_SECONDS, rounds=3, codecs=[config.codec]
-    )
-    cost = measured.codecs[config.codec.kind]
-    rounds = 1 if isinstance(config.codec, Half) else 2
-    return CodecDecision(measured.network("world").all_reduce, cost, rounds)
+    timer = CollectiveTimer(ranks, SIZES, rounds=3)
+    with collective_errors("the measurement for codec: adaptive"):
+        all_reduce, _ = timer.curve("all_reduce", timer.world, CALIBRATION_SECONDS)
+        cost = slowest_cost(config.codec, timer.world, ranks.device)
+        rounds = 1 if isinstance(config.codec, Half) else 2
+        # Curves are fitted on each rank: a last bit of difference would code other segments.
+        return broadcast_from_first(CodecDecision(all_reduce, cost, rounds), timer.world)

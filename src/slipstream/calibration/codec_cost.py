@@ -1,6 +1,7 @@
-"""What a codec costs the thread that runs it: measured on this machine, without a network.
+"""Measure what a codec costs the thread that runs it, without a network.
 
-Never exchanges gradients: the requests of an exchange are counted and left undone.
+Nothing is exchanged: the bytes of a codec's requests are counted, and its receive buffers are taken
+as they are.
 """
 
 from __future__ import annotations
@@ -17,23 +18,24 @@ from slipstream.strategy import Half, PlainCodec
 from slipstream.transport.requests import AllGather, sent_bytes
 
 SIZES = (2**14, 2**21)
-"""Values of the two buckets that a line is drawn through."""
+"""Elements of the two buckets that determine the line."""
 ROUNDS = 3
 
 
 def codec_cost(codec: PlainCodec, ranks: int, device: torch.device) -> CodecCost:
-    """Seconds to encode and to decode, as a line over bytes; ratio of what is sent to dense.
+    """Seconds to encode and to decode, as a line over bytes, and the ratio of bytes sent to dense.
 
-    Both are what one rank of ``ranks`` does for one bucket of fp32 matrices; what comes from others
-    is taken to be zeros. Encoding ends with the last request of an exchange.
+    They are those of one rank of ``ranks`` for one bucket of an fp32 matrix; the payloads of the
+    others are zeros. Encoding ends with the last request of an exchange.
 
     Raises:
-        ValueError: one rank sends nothing.
+        ValueError: fewer than two ranks, which send nothing.
     """
     if ranks < 2:
-        raise ValueError("a codec's share of the bytes needs two ranks or more to be defined")
-    found = [_measured(codec, numel, ranks, device) for numel in SIZES]
-    (small, *_), (large, encode, decode, ratio) = found
+        raise ValueError(f"ranks is {ranks}: a codec's share of the bytes sent needs 2 or more")
+    (small, *_), (large, encode, decode, ratio) = (
+        _measured(codec, numel, ranks, device) for numel in SIZES
+    )
     per_byte = max(large - small, 0.0) / (4 * (SIZES[1] - SIZES[0]))
     startup = max(small - per_byte * 4 * SIZES[0], 0.0)
     share = encode / max(encode + decode, 1e-12)
@@ -44,26 +46,24 @@ def codec_cost(codec: PlainCodec, ranks: int, device: torch.device) -> CodecCost
 
 def slowest_cost(codec: PlainCodec, world: dist.ProcessGroup, device: torch.device) -> CodecCost:
     """The cost on the slowest rank, measured on all at once: ranks of one host share its cores."""
-    dist.barrier(world)
-    own = codec_cost(codec, dist.get_world_size(world), device)
-    names = list(CodecCost.model_fields)
-    values = torch.tensor([getattr(own, name) for name in names], dtype=torch.float64)
-    values = values.to(device)
+    dist.barrier(group=world)
+    cost = dict(codec_cost(codec, dist.get_world_size(world), device))
+    values = torch.tensor(list(cost.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX, group=world)
-    return CodecCost(**dict(zip(names, values.tolist(), strict=True)))
+    return CodecCost(**dict(zip(cost, values.tolist(), strict=True)))
 
 
 def _measured(
     codec: PlainCodec, numel: int, ranks: int, device: torch.device
 ) -> tuple[float, float, float, float]:
-    """Seconds in all, to encode and to decode, and the ratio, of one bucket."""
+    """Seconds in total, to encode and to decode a bucket; the ratio of bytes sent to dense."""
     side = int(numel**0.5)
     weight = torch.randn(side, side, device=device)
     if isinstance(codec, Half):
         return _measured_half(codec, weight)
     momenta = [Momentum(0.9)]
     compressor = make_compressor(codec, [weight], Ranks(0, ranks), momenta=momenta, num_flags=2)
-    later = 10**9  # behind every warm-up
+    later = 10**9  # a step after the warm-up of every codec
     dense = 2 * (ranks - 1) / ranks * weight.nbytes
     times, sent = [], 0.0
     for _ in range(ROUNDS + 1):
@@ -75,10 +75,10 @@ def _measured(
         for request in compressor.exchange(values, flags, later):
             sent += sent_bytes(request, ranks)
             if isinstance(request, AllGather):
-                request.receive.zero_()  # what is left undone must still be indices
-            _finish(device)
+                request.receive.zero_()  # random memory would be no valid indices
+            _synchronize(device)
             asked = perf_counter()
-        _finish(device)
+        _synchronize(device)
         end = perf_counter()
         compressor.commit()
         times.append((end - start, asked - start, end - asked))
@@ -87,18 +87,18 @@ def _measured(
 
 
 def _measured_half(codec: Half, weight: torch.Tensor) -> tuple[float, float, float, float]:
-    """The cast is part of filling the bucket: what counts is the way back."""
+    """Only the cast back to fp32: the cast to 16 bits is part of filling the bucket."""
     narrow = weight.to(torch.bfloat16 if codec.dtype == "bf16" else torch.float16)
     times = []
     for _ in range(ROUNDS + 1):
         start = perf_counter()
         weight.copy_(narrow)
-        _finish(weight.device)
+        _synchronize(weight.device)
         times.append(perf_counter() - start)
     seconds = median(times[1:])
     return seconds, 0.0, seconds, 0.5
 
 
-def _finish(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

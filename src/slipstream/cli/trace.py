@@ -118,4 +118,4 @@ def _cost(path: Path, trace: Trace) -> Callable[[float], float]:
     cluster.check_world(trace.meta.get("world_size", 1))
     for doubt in cluster.doubts:
         Console(stderr=True).print(Text(f"warning: {path}: {doubt}"), style="yellow")
-    return cluster.network("world").all_reduce.seconds
+    return cluster.groups("world").all_reduce.seconds

@@ -1,1 +1,1 @@
-"""Ask before running: what a strategy would cost here, and which one is worth a trial."""
+"""Predict what a strategy costs on this network, and rank the strategies worth a trial."""

@@ -1,18 +1,19 @@
-"""The strategies worth comparing for one workload on one cluster, and their names.
+"""The strategies worth comparing for one workload on one network, and short names for them.
 
-Never measures, and never says which is best: ``plan`` ranks them.
+``ranking`` says which of them is best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.gradients.layout import Gradient, plan_segments
+from slipstream.planner.comm_plan import Plan
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.exchange import Plan
+from slipstream.planner.fit import Array
 from slipstream.planner.simulate import predict
 from slipstream.planner.split import improve, optimal_cuts
 from slipstream.planner.workload import Workload
@@ -32,67 +33,87 @@ MEGABYTES = (1, 2, 4, 8, 16, 25, 32, 64)
 LAYERS = (5, 10, 50)
 ACCUMULATE = (2, 4)
 TOLERANCE = 0.002
+"""Predictions that differ by less are equal; no ready time is known any better."""
+
+
+def with_gradients(strategy: Strategy, **settings: Any) -> Strategy:
+    """The strategy with other settings under ``gradients``.
+
+    Example:
+        >>> with_gradients(Strategy(), accumulate=2).gradients.accumulate
+        2
+    """
+    gradients = strategy.gradients.model_copy(update=settings)
+    return strategy.model_copy(update={"gradients": gradients})
 
 
 def candidates(
     workload: Workload,
-    cluster: NetworkProfile,
+    network: NetworkProfile,
     exact_only: bool = True,
     base: Strategy = Strategy(),  # noqa: B008 - frozen
 ) -> list[Strategy]:
-    """``base`` first, then other ways to exchange the same gradients, no two of them alike.
+    """``base`` first, then other ways to exchange the same gradients, all of them different.
 
-    Fixed splits of all kinds, with and without overlap, and the split that is optimal for this
-    workload and cluster. Whatever ``base`` says of other things stays.
+    Fixed splits of all kinds with overlap, some without, and the split that is optimal for this
+    workload and network. Other settings of ``base`` stay.
 
     Args:
         workload: gradients, and when they are ready.
-        cluster: what an exchange costs.
-        exact_only: leave out what changes the mathematics of the training (a larger batch by
-            accumulation; codecs, of which the cluster's file knows the cost).
+        network: what an exchange costs.
+        exact_only: leave out what changes the mathematics of the training: larger batches by
+            accumulation, and the codecs whose cost the network profile holds.
         base: the strategy to start from.
     """
-    others = [_exchanging(base, split) for split in _fixed_splits()]
-    others += [_exchanging(base, split, overlap=False) for split in (Single(), ByBytes())]
+    others = [with_gradients(base, split=split, overlap=True) for split in _fixed_splits()]
+    others += [with_gradients(base, split=s, overlap=False) for s in (Single(), ByBytes())]
     fixed = _distinct([base, *others], workload.gradients)
-    best = _exchanging(base, optimal_split(workload, cluster, fixed))
-    found = [*fixed, best]
+    best = with_gradients(base, split=optimal_split(workload, network, fixed), overlap=True)
+    strategies = [*fixed, best]
     if not exact_only:
-        found += [_accumulating(s, times) for times in ACCUMULATE for s in (base, best)]
-        found += [_coded(base, kind) for kind in cluster.codecs]
-    return _distinct(found, workload.gradients)
+        strategies += [
+            with_gradients(one, accumulate=one.gradients.accumulate * times)
+            for times in ACCUMULATE
+            for one in (base, best)
+        ]
+        strategies += [with_gradients(base, codec=kind) for kind in network.codecs]
+    return _distinct(strategies, workload.gradients)
 
 
 def optimal_split(
-    workload: Workload, cluster: NetworkProfile, seeds: Sequence[Strategy]
+    workload: Workload, network: NetworkProfile, seeds: Sequence[Strategy]
 ) -> ByIndex:
     """The split with the smallest predicted iteration.
 
-    The dynamic program (``split``) solves the problem without contention, once for compute and
-    exchanges that nothing disturbs and once for both as slow as they make each other throughout.
-    The better of the two, or of ``seeds`` if one is better still, is improved on the simulator;
-    segments that gain nearly nothing are then joined again: no ready time is known as well as that.
+    The dynamic program (``split``) solves the problem without contention. It runs twice: with
+    compute and exchanges at full speed, and with both as slow as they make each other while they
+    overlap. The best of the two and of ``seeds`` is improved by local search on the simulator;
+    then segments that gain less than TOLERANCE are joined again.
+
+    Args:
+        workload: gradients, and when they are ready.
+        network: what an exchange costs.
+        seeds: strategies to start from; all but the split is taken from the first one.
     """
     gradients = workload.gradients
-    base = seeds[0]
 
     def seconds(cuts: Sequence[int]) -> float:
-        strategy = _exchanging(base, _by_index(cuts))
-        return predict(workload, Plan.of(strategy, gradients, cluster.codecs), cluster)
+        strategy = with_gradients(seeds[0], split=by_index(cuts), overlap=True)
+        return predict(workload, Plan.of(strategy, gradients, network.codecs), network)
 
     sizes = [g.num_bytes for g in gradients]
-    curve = cluster.network("world").all_reduce
+    curve = network.groups("world").all_reduce
 
-    def contended(num_bytes: NDArray[np.float64]) -> NDArray[np.float64]:
+    def contended(num_bytes: Array) -> Array:
         alone = curve.seconds_of(num_bytes)
         latency = np.minimum(alone, curve.latency)
-        bytes_alone = alone - latency
-        slowed = latency * cluster.latency_slowdown + bytes_alone * cluster.exchange_slowdown
+        transfer = alone - latency
+        slowed = latency * network.latency_slowdown + transfer * network.exchange_slowdown
         return np.asarray(alone + slowed)
 
     before = workload.data_wait + workload.forward
     ready = (before[:, None] + workload.ready).max(axis=0)  # an all-reduce waits for the last rank
-    slow_compute = 1.0 + cluster.compute_slowdown
+    slow_compute = 1.0 + network.compute_slowdown
     starts = [
         optimal_cuts(ready, sizes, curve.seconds_of, borders=workload.borders),
         optimal_cuts(ready * slow_compute, sizes, contended, borders=workload.borders),
@@ -101,7 +122,7 @@ def optimal_split(
         segments = plan_segments(gradients, seed.gradients.split)
         starts.append(tuple(segment.stop for segment in segments))
     start = min(starts, key=seconds)
-    return _by_index(_joined(improve(start, seconds), seconds))
+    return by_index(_joined(improve(start, seconds), seconds))
 
 
 def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
@@ -159,36 +180,16 @@ def _fixed_splits() -> list[Split]:
     return [*by_bytes, ByPercent(), *by_layers, PerLayer(), PerGradient(), Single()]
 
 
-def _exchanging(base: Strategy, split: Split, *, overlap: bool = True) -> Strategy:
-    """``base`` with another split."""
-    gradients = base.gradients.model_copy(update={"split": split, "overlap": overlap})
-    return base.model_copy(update={"gradients": gradients})
-
-
-def _accumulating(strategy: Strategy, times: int) -> Strategy:
-    """``strategy`` with ``times`` as many backward passes to an update."""
-    more = strategy.gradients.accumulate * times
-    gradients = strategy.gradients.model_copy(update={"accumulate": more})
-    return strategy.model_copy(update={"gradients": gradients})
-
-
-def _coded(strategy: Strategy, kind: str) -> Strategy:
-    """``strategy`` with a codec at its default settings."""
-    document = strategy.document()
-    document.setdefault("gradients", {})["codec"] = kind
-    return Strategy.load(document)
-
-
-def _by_index(cuts: Sequence[int]) -> ByIndex:
-    """Cuts are the index after the last gradient of a segment; a strategy names the last one."""
+def by_index(cuts: Sequence[int]) -> ByIndex:
+    """A cut is the index after the last gradient of a segment; a strategy names the last one."""
     return ByIndex(last=tuple(int(cut) - 1 for cut in cuts))
 
 
 def _distinct(strategies: Sequence[Strategy], gradients: Sequence[Gradient]) -> list[Strategy]:
-    """Without those that cut these gradients, and do all else, as an earlier one does."""
-    seen: dict[object, Strategy] = {}
+    """Without those that exchange these gradients exactly as an earlier one does."""
+    first: dict[object, Strategy] = {}
     for strategy in strategies:
         segments = plan_segments(gradients, strategy.gradients.split)
         rest = strategy.gradients.model_copy(update={"split": Single()})
-        seen.setdefault((segments, rest), strategy)
-    return list(seen.values())
+        first.setdefault((segments, rest), strategy)
+    return list(first.values())

@@ -1,6 +1,6 @@
-"""Seconds of one collective over its bytes: measured points, and lines fitted to them.
+"""Seconds of one collective as a function of its bytes: measured points and lines fitted to them.
 
-Never measures (``calibrate`` does) and never imports torch.
+The points come from ``calibration``; this module never measures and never imports torch.
 """
 
 from __future__ import annotations
@@ -12,42 +12,38 @@ from itertools import pairwise
 from typing import Annotated, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from slipstream.errors import ClusterError
 from slipstream.planner.fit import Array, segmented_fit
+from slipstream.strategy.setting import FrozenModel
+from slipstream.strategy.validate import shown
 
 Size = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
 
 SMALL = 64 * 1024
-"""Bytes up to which an exchange is small."""
+"""Bytes up to which an exchange counts as small: its time is mostly latency."""
 
 WORST_ERROR = 0.15
 """The relative error above which a fit is not trusted."""
 
 
-class Value(BaseModel):
-    """A frozen value that is checked when it is built; nothing is converted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class Piece(Value):
-    """From ``start_bytes`` on, an exchange takes ``startup + per_byte * bytes``."""
+class Piece(FrozenModel):
+    """From ``start_bytes`` on, an exchange takes ``startup + per_byte * bytes`` seconds."""
 
     start_bytes: int = Field(ge=0)
     startup: Seconds
     per_byte: Seconds
 
 
-class Curve(Value):
-    """Seconds of one collective over its bytes: those of the whole tensor on one rank.
+class Curve(FrozenModel):
+    """Seconds of one collective as a function of the bytes of the whole tensor.
 
-    The whole tensor is what an all-reduce sums, what a reduce-scatter takes and what an all-gather
-    gives. ``points`` are (bytes, seconds) as measured, ascending; ``pieces`` are lines fitted to
-    them (never falling, continuous); ``error_by_decade`` holds the largest relative error of the
-    lines in each decade of bytes. Make one with `fit`.
+    The whole tensor is the input of an all-reduce, the input of a reduce-scatter and the output of
+    an all-gather. ``points`` are the measured (bytes, seconds), ascending; ``pieces`` are lines
+    fitted to them (never falling, continuous); ``error_by_decade`` holds the largest relative error
+    of the fit in each decade of bytes. Build one with `fit`.
 
     Example:
         >>> curve = Curve.fit([(1000, 0.002), (2000, 0.003), (4000, 0.005)])
@@ -59,7 +55,7 @@ class Curve(Value):
     pieces: tuple[Piece, ...] = Field(min_length=1)
     error_by_decade: Mapping[str, Seconds]
     trusted: bool
-    """False where the fit is worse than 15 %: what lies beyond the points is then a guess."""
+    """False where the fit is off by more than 15 %: beyond the points it is then a guess."""
 
     @model_validator(mode="after")
     def _ascends(self) -> Self:
@@ -74,16 +70,16 @@ class Curve(Value):
 
     @classmethod
     def fit(cls, points: Iterable[tuple[int, float]]) -> Self:
-        """The curve through measured points: at least two sizes, each once, no time of 0.
+        """The curve through measured points: two sizes or more, each once, times above 0.
 
         Raises:
-            ClusterError: there are fewer.
+            ClusterError: there are fewer sizes, one appears twice, or a time is not above 0.
         """
         ordered = tuple(sorted(points))
         if len({m for m, _ in ordered}) < max(len(ordered), 2) or min(t for _, t in ordered) <= 0:
             raise ClusterError(
-                f"no curve fits the (bytes, seconds) {_shown(ordered)}: it takes two sizes or more,"
-                " each once, and times above 0; measure again"
+                f"no curve fits the (bytes, seconds) {shown(ordered)}: it takes two sizes or more, "
+                "each once, and times above 0; measure again"
             )
         sizes, times = np.array(ordered, dtype=float).T
         knots, startups, slopes = segmented_fit(sizes, times)
@@ -96,7 +92,7 @@ class Curve(Value):
                 pieces.append(Piece(start_bytes=start, **line))
         errors: dict[str, float] = {}
         for num_bytes, seconds in ordered:
-            error = abs(_on(pieces, num_bytes) / seconds - 1.0)
+            error = abs(_on_lines(pieces, num_bytes) / seconds - 1.0)
             decade = _decade(num_bytes)
             errors[decade] = max(errors.get(decade, 0.0), round(error, 4))
         return cls(
@@ -113,26 +109,30 @@ class Curve(Value):
 
     @property
     def worst_decade(self) -> str:
-        """Where that is."""
+        """The decade of bytes with the largest relative error."""
         return max(self.error_by_decade, key=lambda d: self.error_by_decade[d], default="")
 
     @cached_property
     def latency(self) -> float:
-        """Seconds that an exchange up to SMALL takes, by the lines, for more than its bytes."""
+        """Seconds that an exchange of up to SMALL bytes takes beyond ``per_byte * bytes``."""
         sizes = [m for m, _ in self.points if m <= SMALL] or [self.points[0][0]]
-        return max(max(_on(self.pieces, m) - self.per_byte * m, 0.0) for m in sizes)
+        return max(max(self.fitted(m) - self.per_byte * m, 0.0) for m in sizes)
 
     @property
     def per_byte(self) -> float:
-        """Seconds of a large exchange for each byte."""
+        """Seconds that a large exchange takes for each additional byte."""
         return self.pieces[-1].per_byte
 
     def seconds(self, num_bytes: float) -> float:
-        """Seconds for one size; as `seconds_of`."""
+        """Seconds for one size; see `seconds_of`."""
         return float(self.seconds_of(np.array(float(num_bytes))))
 
     def seconds_of(self, num_bytes: Array) -> Array:
-        """Seconds for each size: between measured points in log-log, beyond along the end lines."""
+        """Seconds for each size.
+
+        Between measured points the interpolation is linear in log-log; outside them it follows the
+        first and the last line.
+        """
         sizes, log_sizes, log_times = _logs(self.points)
         inside = np.clip(num_bytes, sizes[0], sizes[-1])
         times = np.exp(np.interp(np.log(inside), log_sizes, log_times))
@@ -141,25 +141,27 @@ class Curve(Value):
         return np.asarray(np.maximum(times + below + above, 0.0))
 
     def fitted(self, num_bytes: float) -> float:
-        """Seconds by the lines alone, which `seconds` follows only beyond the points."""
-        return _on(self.pieces, num_bytes)
+        """Seconds by the lines alone, which `seconds` uses only outside the points."""
+        return _on_lines(self.pieces, num_bytes)
 
     def scaled(self, latency: float, bandwidth: float) -> Self:
-        """The curve with its latency ``latency`` times, and all the rest ``bandwidth`` times.
+        """The curve with its latency multiplied by ``latency`` and the rest by ``bandwidth``.
 
         The latency is that of the smallest sizes.
         """
-        if not latency and not bandwidth:  # among one rank nothing moves
+        if not latency and not bandwidth:  # a group of one rank exchanges nothing
             points = tuple((num_bytes, 0.0) for num_bytes, _ in self.points)
-            still = (Piece(start_bytes=0, startup=0.0, per_byte=0.0),)
-            return type(self)(points=points, pieces=still, error_by_decade={}, trusted=True)
-        first = self.latency
+            free = (Piece(start_bytes=0, startup=0.0, per_byte=0.0),)
+            return type(self)(points=points, pieces=free, error_by_decade={}, trusted=True)
+        startup = self.latency
         fitted = self.fit(
-            (m, min(t, first) * latency + max(t - first, 0.0) * bandwidth) for m, t in self.points
+            (m, min(t, startup) * latency + max(t - startup, 0.0) * bandwidth)
+            for m, t in self.points
         )
         return fitted.model_copy(update={"trusted": self.trusted and fitted.trusted})
 
 
+# The simulator evaluates one curve thousands of times: its logarithms are computed once.
 @lru_cache(maxsize=1024)
 def _logs(points: tuple[tuple[int, float], ...]) -> tuple[Array, Array, Array]:
     """Sizes, and logarithms of sizes and of times."""
@@ -168,32 +170,27 @@ def _logs(points: tuple[tuple[int, float], ...]) -> tuple[Array, Array, Array]:
 
 
 def _meeting(pieces: Sequence[Piece], start: int, startup: float, per_byte: float) -> int:
-    """Where a line meets the last piece; near ``start``, but for what became of their numbers."""
+    """Where the rounded line meets the last piece; ``start`` where rounding moved that too far."""
     if not pieces or per_byte == pieces[-1].per_byte:
         return start
     meeting = round((pieces[-1].startup - startup) / (per_byte - pieces[-1].per_byte))
     return meeting if meeting > pieces[-1].start_bytes else start
 
 
-def _on(pieces: Sequence[Piece], num_bytes: float) -> float:
+def _on_lines(pieces: Sequence[Piece], num_bytes: float) -> float:
     piece = next(p for p in reversed(pieces) if p.start_bytes <= num_bytes)
     return piece.startup + piece.per_byte * num_bytes
 
 
 def _rounded(value: float) -> float:
-    """To six digits, for people who read the file; what rounding left of a zero is zero."""
+    """Six significant digits, so that the file is readable; rounding residue of a zero is zero."""
     return float(f"{value:.6g}") if value > 1e-15 else 0.0
 
 
 def _decade(num_bytes: float) -> str:
-    """``10 KB..100 KB`` of 20,000 bytes."""
+    """``10 KB..100 KB`` for 20,000 bytes."""
     power = math.floor(math.log10(num_bytes) + 1e-9)
     low, high = (
         f"{10 ** (p % 3)} {('B', 'KB', 'MB', 'GB', 'TB')[p // 3]}" for p in (power, power + 1)
     )
     return f"{low}..{high}"
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

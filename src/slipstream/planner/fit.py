@@ -1,7 +1,4 @@
-"""Lines through measured points: a continuous piecewise affine fit of seconds over bytes.
-
-Never decides whether a fit is good enough.
-"""
+"""Fit lines to measured points: continuous and piecewise affine, seconds over bytes."""
 
 from __future__ import annotations
 
@@ -14,17 +11,17 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 PENALTY = 0.01
-"""What another line must save, in squared relative error: three points that were 6 % off."""
+"""Squared relative error that another line must save: that of three points 6 % off."""
 
 LEAST_POINTS = 3
-"""Of a line; two have no error, whatever they say."""
+"""Points of a line; a line through two of them would have no error at all."""
 
 _SWEEPS = 100
-_AROUND = 4  # places: twice as many as sizes
+_AROUND = 4  # places on either side of a knot; there are twice as many places as sizes
 
 
 class Line(NamedTuple):
-    """``startup + slope * bytes``, of the points from ``first`` up to, not including, ``stop``."""
+    """``startup + slope * bytes`` for the points ``first <= i < stop``."""
 
     first: int
     stop: int
@@ -35,10 +32,10 @@ class Line(NamedTuple):
 def segmented_fit(sizes: Array, times: Array) -> tuple[Array, Array, Array]:
     """Knots, startups and slopes of the lines through ``times`` at ascending ``sizes``.
 
-    Minimises ``sum(((fit - times) / times)**2) + PENALTY * lines``: first with free lines by an
-    exact dynamic program over the places to cut, then, as many, with lines that meet, and the
-    knots moved to and fro. Times never fall with size, and times per byte never rise: startups and
-    slopes are not negative.
+    Minimises ``sum(((fit - times) / times)**2) + PENALTY * lines``: first with lines that need not
+    meet, by an exact dynamic program over the places to cut; then with as many lines that do meet,
+    by moving their knots. Fitted times never fall with size, and times per byte never rise:
+    startups and slopes are not negative.
 
     Example:
         >>> sizes = np.array([1.0, 2.0, 3.0, 10.0, 20.0, 30.0])
@@ -60,7 +57,7 @@ def segmented_fit(sizes: Array, times: Array) -> tuple[Array, Array, Array]:
 
 
 def _free_lines(sizes: Array, times: Array) -> list[Line]:
-    """The best division of the points, each line fitted to its own points alone."""
+    """The best division of the points into lines, each fitted to its own points alone."""
     count = len(sizes)
     least = min(LEAST_POINTS, count)
     one, x = 1.0 / times, sizes / times
@@ -78,15 +75,16 @@ def _free_lines(sizes: Array, times: Array) -> list[Line]:
 
 
 def _lines(sums: Array) -> tuple[Array, Array, Array]:
-    """Lines of least squared relative error from sums over their points, and these errors.
+    """Startups, slopes and errors of the lines of least squared relative error.
 
-    Where a startup or a slope would be negative, it is 0 and the line that of the other alone.
+    Computed from sums over their points. A startup or slope that would be negative is 0, and the
+    other one is fitted alone.
     """
     count, one, x, one_one, one_x, x_x = sums
     whole = one_one * x_x - one_x**2
-    whole = np.where(whole > 1e-12 * one_one * x_x, whole, np.inf)  # else of one size, nearly
+    whole = np.where(whole > 1e-12 * one_one * x_x, whole, np.inf)  # inf: nearly equal sizes
     startup, slope = (one * x_x - x * one_x) / whole, (x * one_one - one * one_x) / whole
-    level, steep = one**2 / one_one, x**2 / x_x  # what either alone explains
+    level, steep = one**2 / one_one, x**2 / x_x  # squares explained by either alone
     free = (startup > 0) & (slope > 0)
     flat = ~free & (level >= steep)
     startup = np.where(free, startup, np.where(flat, one / one_one, 0.0))
@@ -95,7 +93,7 @@ def _lines(sums: Array) -> tuple[Array, Array, Array]:
 
 
 def _moved(sizes: Array, times: Array, ends: Array) -> Array:
-    """The knots between ``ends``, each where the lines come nearest, of the places around it."""
+    """``ends`` with each inner knot moved to the place near it where the error is least."""
 
     def error(ends: Array) -> float:
         fitted = np.interp(sizes, ends, _joined(sizes, times, ends))
@@ -108,16 +106,17 @@ def _moved(sizes: Array, times: Array, ends: Array) -> Array:
         for place in places[max(at - _AROUND, 0) : at + _AROUND]:
             moved = ends.copy()
             moved[i] = place
-            held = np.histogram(sizes, moved)[0] if (np.diff(moved) > 0).all() else np.zeros(1)
-            if held.min() >= 2 and (off := error(moved)) < least:
-                ends, least = moved, off
+            counts = np.histogram(sizes, moved)[0] if (np.diff(moved) > 0).all() else np.zeros(1)
+            if counts.min() >= 2 and (candidate := error(moved)) < least:
+                ends, least = moved, candidate
     return ends
 
 
 def _joined(sizes: Array, times: Array, ends: Array) -> Array:
-    """Values at the ends of lines that meet there: a quadratic program, solved by its dual.
+    """Values at ``ends`` of the best lines that meet there: a quadratic program in dual form.
 
-    Hildreth's method: one multiplier at a time is set to what makes its constraint hold.
+    Hildreth's method sets one multiplier at a time to the value at which its constraint holds.
+    Constraints: the values ascend, and the values per byte descend.
     """
     scale = np.interp(ends, sizes, times)
     hats = np.stack([np.interp(sizes, ends, row) for row in np.eye(len(ends))], axis=1)
@@ -139,6 +138,6 @@ def _joined(sizes: Array, times: Array, ends: Array) -> Array:
         if np.abs(pressure - before).max() <= 1e-10:
             break
     values = np.maximum((free + inverse @ limits.T @ pressure) * scale, 0.0)
-    for i in range(1, len(values)):  # what rounding has left of the limits
+    for i in range(1, len(values)):  # rounding may violate the limits a little
         values[i] = np.clip(values[i], values[i - 1], values[i - 1] * ends[i] / ends[i - 1])
     return np.asarray(values)

@@ -1,85 +1,152 @@
-"""What an iteration would be like under a plan, on a cluster: its seconds, or a whole trace.
-
-Never measures anything and never chooses a plan.
+"""Predict an iteration under a plan on a network: its seconds, or the trace that it would leave.
 
 [Note: The model]
-- A segment is ready when the last of its gradients is; a rank hands its segments over in order.
-- An exchange moves once the last rank has handed it over, two at a time at most. First comes its
-  latency, then its bytes; where two of them ask for more than the network has, both are slower.
-- While one moves, compute goes at ``1 / (1 + compute_slowdown)`` of its speed; while ranks compute,
-  latency takes ``1 + latency_slowdown`` times as long and bytes ``1 + exchange_slowdown`` times,
-  less if only some of them do. Beside one whose bytes move, the latency of another is at least
-  ``queue_share`` of what that one takes, ``queue_seconds`` at most: its messages wait behind the
-  other's.
-- A rank updates its parameters when everything has landed.
+- A segment is ready when its last gradient is; a rank hands its segments over in order.
+- An exchange starts once the last rank has handed it over; at most two are in flight. Its latency
+  comes first, then its bytes; where two exchanges ask for more than the network has, both slow
+  down.
+- While an exchange is in flight, compute runs at ``1 / (1 + compute_slowdown)`` of its speed; while
+  ranks compute, latency takes ``1 + latency_slowdown`` and bytes ``1 + exchange_slowdown`` times as
+  long, less if only some ranks compute. While one exchange transfers its bytes, the latency of the
+  other is at least ``queue_share`` of that transfer and at most ``queue_seconds``: its messages
+  queue behind the other's.
+- A rank updates its parameters when all exchanges have ended.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from slipstream.planner.channel import Array, Clock
-from slipstream.planner.cost import CodecCost, NetworkProfile
-from slipstream.planner.emit import events
-from slipstream.planner.exchange import Plan
-from slipstream.planner.step import Step
+from slipstream.planner.comm_plan import CommTask, Plan
+from slipstream.planner.contended_network import IN_FLIGHT, Clock, Completion
+from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.fit import Array
+from slipstream.planner.iteration import IterationModel, SimulatedIteration
 from slipstream.planner.workload import Workload
-from slipstream.trace.event import Trace
-
-__all__ = ["CodecCost", "Plan", "predict", "simulate"]
+from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, ITERATION, OPTIMIZER, Event, Trace
 
 SHOWN_RANKS = 64
 """Ranks whose events a simulated trace holds at most."""
 
-
-def predict(workload: Workload, plan: Plan, cluster: NetworkProfile) -> float:
-    """Seconds of an iteration in the long run, on as many ranks as the cluster has.
-
-    Raises:
-        StrategyError: the plan is for another number of gradients.
-        ClusterError: the transport needs a network that was not measured.
-    """
-    return Step(workload, plan, cluster).settle()[1]
+DECODE = "decode"
+"""The span in which a rank turns what a codec sent back into gradients."""
 
 
-def simulate(workload: Workload, plan: Plan, cluster: NetworkProfile, steps: int = 1) -> Trace:
-    """The trace that a run would leave: of every rank, or of 64 of them if there are more.
-
-    ``meta`` says that it is predicted, of how many ranks (``world_size``), and whose events these
-    are (``ranks``). A reduce-scatter or all-gather of the ``sharded`` transport is a span
-    ``allreduceN`` whose argument ``collective`` says so; all-gathers count on from the segments.
+def predict(workload: Workload, plan: Plan, network: NetworkProfile) -> float:
+    """Seconds of an iteration in the long run, on as many ranks as the network has.
 
     Raises:
         StrategyError: the plan is for another number of gradients.
         ClusterError: the transport needs a network that was not measured.
     """
-    step, clock = Step(workload, plan, cluster), Clock()
-    (start, _), every = step.settle(), []
+    return IterationModel(workload, plan, network).settle()[1]
+
+
+def simulate(workload: Workload, plan: Plan, network: NetworkProfile, steps: int = 1) -> Trace:
+    """The trace that a run would leave, of all ranks or, of more than 64, of 64.
+
+    ``meta`` says that it is predicted, of how many ranks (``world_size``), and whose events it
+    holds (``ranks``). A reduce-scatter or all-gather of the ``sharded`` transport is a span
+    ``allreduceN`` whose argument ``collective`` names it; all-gathers are numbered after the
+    segments.
+
+    Raises:
+        StrategyError: the plan is for another number of gradients.
+        ClusterError: the transport needs a network that was not measured.
+    """
+    model, clock = IterationModel(workload, plan, network), Clock()
+    start, _ = model.settle()
+    iterations: list[SimulatedIteration] = []
     for _ in range(steps):
-        every.append(step.run(start, clock))
-        start = every[-1].end
-    ranks = _shown(every[0].passes[-1].ends)
-    found = [
-        event
-        for number, moments in enumerate(every)
-        for event in events(step, moments, clock, number, ranks)
+        iterations.append(model.run(start, clock))
+        start = iterations[-1].end
+    ranks = _shown_ranks(iterations[0].passes[-1].ends)
+    events = [
+        Event(name, rank, step, begin, end, args)
+        for step, iteration in enumerate(iterations)
+        for rank in ranks
+        for name, begin, end, args in _spans(model, iteration, clock, rank)
     ]
-    found.sort(key=lambda event: (event.start, -event.end, event.rank))
-    return Trace(tuple(found), _meta(step.workload, plan, cluster, ranks))
+    events.sort(key=lambda event: (event.start, -event.end, event.rank))
+    return Trace(tuple(events), _meta(model.workload, plan, network, ranks))
 
 
-def _shown(ends: Array) -> list[int]:
+def _shown_ranks(ends: Array) -> list[int]:
     """All ranks, or the first ones and the one that is last to end its backward."""
     if len(ends) <= SHOWN_RANKS:
         return list(range(len(ends)))
     return sorted({*range(SHOWN_RANKS - 1), max(int(ends.argmax()), SHOWN_RANKS - 1)})
 
 
+_Span = tuple[str, float, float, dict[str, Any]]
+
+
+def _spans(
+    model: IterationModel, iteration: SimulatedIteration, clock: Clock, rank: int
+) -> Iterator[_Span]:
+    """Name, start, end and arguments of each span, as the recorder would have written them."""
+
+    def time(work: Array) -> float:
+        return float(clock.times_of(work[rank]))
+
+    samples = float(model.workload.samples[rank]) * model.plan.accumulate
+    args: dict[str, Any] = {"samples": _whole(samples)} if samples else {}
+    yield ITERATION, time(iteration.start), time(iteration.end), args
+    for index, one in enumerate(iteration.passes):
+        if model.workload.data_wait[rank] > 0:
+            yield DATA_WAIT, time(one.waits), time(one.forward), {}
+        yield FORWARD, time(one.forward), time(one.backward), {}
+        begins, args = time(one.backward), {}
+        if index == len(iteration.passes) - 1:
+            ready = clock.times_of(iteration.ready[rank]) - begins
+            args = {"gradients_ready": ready.tolist()}
+        yield BACKWARD, begins, time(one.ends), args
+    starts = [time(iteration.start)] * len(model.gather_tasks)
+    yield from _exchange_spans(model.gather_tasks, iteration.gathers, starts, "all_gather")
+    handed_over = clock.times_of(iteration.handed_over[rank]).tolist()
+    collective = "reduce_scatter" if model.plan.transport == "sharded" else ""
+    yield from _exchange_spans(model.tasks, iteration.exchanges, handed_over, collective)
+    for column, seconds in enumerate(model.decode_seconds):
+        ends = iteration.decoded[rank, column]
+        yield DECODE, float(clock.times_of(ends - seconds)), float(clock.times_of(ends)), {}
+    yield OPTIMIZER, time(iteration.update), time(iteration.end), {}
+
+
+def _exchange_spans(
+    tasks: Sequence[CommTask],
+    completions: Sequence[Completion],
+    handed_over: Sequence[float],
+    collective: str,
+) -> Iterator[_Span]:
+    """A span begins when its rank has handed the task over and fewer than two are in flight."""
+    free_from = [0.0] * IN_FLIGHT
+    for task, completion, ready in zip(tasks, completions, handed_over, strict=True):
+        slot = free_from.index(min(free_from))
+        start = min(max(ready, free_from[slot]), completion.start)
+        free_from[slot] = completion.end
+        args: dict[str, Any] = {"bytes": task.num_bytes}
+        if task.segment is not None:
+            args |= {
+                "segment": task.segment,
+                "gradients": task.gradients,
+                "collectives": task.collectives,
+                "ready": ready,
+            }
+            if collective:
+                args["collective"] = collective
+        yield task.name, start, completion.end, args
+
+
+def _whole(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
 def _meta(
-    workload: Workload, plan: Plan, cluster: NetworkProfile, ranks: list[int]
+    workload: Workload, plan: Plan, network: NetworkProfile, ranks: list[int]
 ) -> dict[str, Any]:
     count = workload.num_ranks
-    hosts = list(workload.hosts) or [f"host{r // cluster.ranks_per_host}" for r in range(count)]
+    hosts = list(workload.hosts) or [f"host{r // network.ranks_per_host}" for r in range(count)]
     segments, start = [], 0
     for stop in plan.cuts:
         part = workload.gradients[start:stop]

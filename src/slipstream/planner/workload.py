@@ -1,23 +1,23 @@
-"""What one iteration asks for, read from a trace and freed of the strategy under which it ran.
+"""What one iteration computes and exchanges, read from a trace and freed of its strategy.
 
-Never predicts anything: compute times, ready times and bytes in, nothing of exchanges out.
+A workload holds compute times, ready times and bytes, and nothing about exchanges.
 
 [Note: Contention]
-While an exchange moves, compute goes at ``1 / (1 + kappa)`` of its speed. So there are two clocks:
-seconds, and *work*, the seconds that compute would have taken alone. Work passes at the same rate
-on all ranks, since all take part in an exchange. A workload is in work; the simulator goes back.
+While an exchange is in flight, compute runs at ``1 / (1 + compute_slowdown)`` of its speed. So
+there are two clocks: seconds, and *work*, the seconds that compute would have taken without
+exchanges. Work advances at the same rate on all ranks, since all take part in an exchange. A
+workload is in work; the simulator turns it into seconds again.
 
 [Note: Typical ranks]
 Which rank is late changes from iteration to iteration, and exchanges wait for the last one. The
-median of each rank alone would forget that somebody is always late. So the ready times of each
-gradient are sorted over ranks in each iteration, the median over iterations is taken of the
-earliest, the second ... the last, and these go to the ranks in the order in which they end
+median of each rank alone would lose that some rank is always late. So the ready times of each
+gradient are sorted over ranks in each iteration; the median over iterations is taken of the
+earliest, the second ... the last; and these go to the ranks in the order in which they end
 backward. Predictions need no more: an exchange waits for the last rank, whichever it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,19 +26,21 @@ import numpy as np
 from slipstream.errors import TraceError
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.measured import Array, complete_steps, measure
+from slipstream.planner.fit import Array
+from slipstream.planner.traced_step import Step, complete_steps, measure
 from slipstream.trace.event import BUFFERS, Trace
-from slipstream.trace.timeline import Iteration
+
+_MEDIANS = ("data_wait", "forward", "optimizer", "other", "samples")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
     """One iteration without accumulation: seconds of work by rank, bytes by gradient.
 
-    ``other`` (what the script does besides), ``data_wait``, ``forward``, ``backward`` and
-    ``optimizer`` have a number a rank; ``ready`` has a row a rank and a column a gradient, in ready
+    ``data_wait``, ``forward``, ``backward``, ``optimizer`` and ``other`` (what the script does
+    besides) have an entry a rank; ``ready`` has a row a rank and a column a gradient, in ready
     order, counted from the start of backward. ``samples`` are those of one batch of each rank, 0
-    where that is not known. ``hosts`` and ``model`` are what the trace calls them.
+    where unknown. ``hosts`` and ``model`` are the names in the trace.
     """
 
     gradients: tuple[Gradient, ...]
@@ -55,13 +57,8 @@ class Workload:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that the numbers are of."""
+        """Ranks that the arrays describe."""
         return len(self.forward)
-
-    @property
-    def num_bytes(self) -> Array:
-        """Bytes of each gradient, in ready order."""
-        return np.array([gradient.num_bytes for gradient in self.gradients], dtype=np.float64)
 
     @property
     def borders(self) -> tuple[int, ...]:
@@ -87,28 +84,27 @@ class Workload:
         return replace(self, **profiles, hosts=hosts)
 
     @classmethod
-    def from_trace(cls, trace: Trace, cluster: NetworkProfile) -> Workload:
-        """What is typical of the iterations of a trace, with ``cluster``'s contention taken out.
+    def from_trace(cls, trace: Trace, network: NetworkProfile) -> Workload:
+        """What is typical of the iterations of a trace, with the network's contention taken out.
 
-        Where a trace does not tell when gradients were ready (one process, or an older version of
-        slipstream), that is interpolated by bytes between the moments that it tells.
+        Where a trace has no ready times of gradients (one process), they are interpolated by bytes.
 
         Raises:
             TraceError: the trace does not list the model's gradients, no step is complete on all
                 ranks, or ranks disagree about what they exchanged.
-            ClusterError: the trace has another number of ranks than the cluster.
+            ClusterError: the trace has another number of ranks than the network.
         """
         if (world_size := int(trace.meta.get("world_size", 1))) > 1:
-            cluster.check_world(world_size)
+            network.check_world(world_size)
         gradients = gradients_of(trace)
-        segments = [len(segment["gradients"]) for segment in trace.meta.get("segments") or ()]
         steps = complete_steps(trace)
-        found = [measure(step, gradients, segments, cluster.compute_slowdown) for step in steps]
-        every = {name: np.array([one[name] for one in found]) for name in found[0]}
-        typical = {name: np.median(every[name], axis=0) for name in _PROFILE}
-        passes = np.median(every["passes"], axis=0)
-        synced = np.median(every["start"] - typical["optimizer"], axis=1)
-        since = _typical_ranks(every["marks"] - synced[:, None, None])
+        measured = [measure(step, gradients, network.compute_slowdown) for step in steps]
+        stacked = {name: np.array([one[name] for one in measured]) for name in measured[0]}
+        typical = {name: np.median(stacked[name], axis=0) for name in _MEDIANS}
+        passes = np.median(stacked["passes"], axis=0)
+        # Ranks begin an iteration by their own optimizer later than the last exchange ended.
+        exchanges_ended = np.median(stacked["start"] - typical["optimizer"], axis=1)
+        since = _typical_ranks(stacked["marks"] - exchanges_ended[:, None, None])
         spent = since[:, -1] - typical["optimizer"] - typical["other"]
         before = typical["data_wait"] + typical["forward"]
         backward = np.maximum(spent / passes - before, 0.0)
@@ -125,9 +121,6 @@ class Workload:
         )
 
 
-_PROFILE = ("data_wait", "forward", "optimizer", "other", "samples")
-
-
 def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
     """The gradients that a trace lists, in ready order.
 
@@ -138,7 +131,7 @@ def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
     if not listed:
         raise TraceError(
             "the trace does not list the model's gradients (meta.gradients), so nothing can be "
-            "planned from it; it comes from an older slipstream: record it again"
+            "planned from it; record it again with this version of slipstream"
         )
     try:
         return tuple(Gradient(g["name"], g["layer"], int(g["bytes"]), g["dtype"]) for g in listed)
@@ -156,6 +149,6 @@ def _typical_ranks(times: Array) -> Array:
     return np.asarray(in_order[np.argsort(np.argsort(ends, kind="stable"))])
 
 
-def _buffers_bytes(step: Sequence[Iteration]) -> int:
+def _buffers_bytes(step: Step) -> int:
     sizes = [event.args.get("bytes", 0) for event in step[0].exchanges if event.name == BUFFERS]
     return int(sum(sizes))

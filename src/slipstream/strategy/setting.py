@@ -27,21 +27,20 @@ def _publish(schema: dict[str, Any], model: type[BaseModel]) -> None:
         schema["required"] = ["kind", *schema.get("required", [])]
 
 
-class Setting(BaseModel):
-    """A frozen value with named settings: equal by value, hashable, checked when it is built.
+class FrozenModel(BaseModel):
+    """A frozen value that is checked when it is built.
 
     Values are not converted (``"yes"`` is no boolean, ``True`` no number), except an integer to a
-    float and a list to a tuple. All problems raise one StrategyError.
+    float and a list to a tuple. NaN and infinity are refused.
     """
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        json_schema_extra=_publish,
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Setting(FrozenModel):
+    """A frozen group of settings, equal by value and hashable; all problems raise one StrategyError."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra=_publish)
 
     def __init__(self, /, **settings: Any) -> None:
         try:

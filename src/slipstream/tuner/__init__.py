@@ -1,0 +1,1 @@
+"""Find the fastest strategy of a training by measuring it: in trials, or while it runs."""

@@ -1,11 +1,12 @@
-"""``split: optimal`` in a session: trace the default split, solve, take turns, keep the fastest.
+"""``split: optimal``: find the split while the training runs.
 
-Never measures an iteration itself (the recording does) and never computes a split (the planner).
+The default split is traced for a window of iterations; the network is measured and the optimal
+split computed; then the default, the computed split and two larger ones take turns, and the one
+measured fastest stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -15,51 +16,51 @@ from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import SlipstreamError
 from slipstream.gradients.engine import Engine
-from slipstream.planner.candidates import optimal_split
+from slipstream.planner.candidates import optimal_split, with_gradients
+from slipstream.planner.comm_plan import CURVES, Plan
+from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.exchange import Plan
-from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
 from slipstream.strategy import ByBytes, PlainCodec, Row, Split, Strategy
 from slipstream.trace.event import Trace
-from slipstream.transport.consistency import collective_errors
+from slipstream.transport.consistency import broadcast_from_first, collective_errors
 from slipstream.tuner.trials import iterations
 
-CALIBRATION_SECONDS = 4.0
+CALIBRATION_SECONDS = 4 / 3
+"""For the exchanges that are timed: flat all-reduces are one curve."""
 SETTLING = 2
 """Iterations after a change of the split that are not measured: new buckets, cold connections."""
 
-
 TURNS = 2
-"""Windows of each split, by turns: what drifts while they run is no split's."""
+"""Windows of each split, in turn, so that a drift of the machine affects all splits alike."""
 
 LARGER = (ByBytes(megabytes=16), ByBytes(megabytes=25))
-"""Measured beside the computed split: the cost of one more segment is what is known least."""
+"""Measured besides the computed split: the cost of one more segment is the least certain part."""
 
 MOST_WINDOWS = TURNS * (2 + len(LARGER))
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What rank 0 has found: the splits to measure, the default first, or the one to keep."""
+class _Decision:
+    """What rank 0 decided: the splits to measure, the default first, or the one to keep."""
 
     splits: tuple[Split, ...]
     outcome: str
 
 
 class OnlineSplit:
-    """Windows of iterations, by turns under the default split, the computed one and some larger.
+    """Runs windows of iterations under several splits in turn and keeps the fastest.
 
     Args:
         engine: installs the splits.
-        ranks: whose network is measured after the first window.
+        ranks: the ranks whose network is measured after the first window.
         control: a group of CPU tensors.
-        strategy: what the user asked for, with ``split: optimal``.
-        steps: iterations a window.
+        strategy: the user's, with ``split: optimal``.
+        steps: iterations in a window.
 
     Attributes:
-        outcome: what has come of it so far, in a sentence.
-        settled: whether the split stays as it is from now on.
+        outcome: the result so far, as a sentence.
+        settled: whether the split no longer changes.
     """
 
     def __init__(
@@ -71,8 +72,7 @@ class OnlineSplit:
         steps: int,
     ) -> None:
         self._engine, self._ranks, self._control, self.steps = engine, ranks, control, steps
-        gradients = strategy.gradients.model_copy(update={"split": ByBytes()})
-        self._base = strategy.model_copy(update={"gradients": gradients})
+        self._base = with_gradients(strategy, split=ByBytes())
         self._splits: tuple[Split, ...] = ()
         self._seconds: list[list[float]] = []  # of each split, on rank 0
         self._windows = 0
@@ -80,9 +80,12 @@ class OnlineSplit:
         self.settled = False
 
     def proceed(self, trace: Trace | None) -> bool:
-        """Act on a window that was traced (rank 0 holds it); whether another one is needed.
+        """Act on a traced window; returns whether another one is needed.
 
-        A collective; it falls between two updates, so no exchange is under way.
+        A collective, called between two updates, while no exchange is in flight.
+
+        Args:
+            trace: of the window, on rank 0; None on the others.
 
         Raises:
             ExchangeError: another rank is gone.
@@ -102,10 +105,10 @@ class OnlineSplit:
             return not self.settled
 
     def settle(self, split: Split, outcome: str) -> None:
-        """No more changes: ``split`` was chosen before."""
+        """Stay with ``split``: it was chosen now, or before a checkpoint."""
         self.outcome, self.settled = outcome, True
         if self._engine.order is not None:
-            self._engine.install(self._engine.order, split)
+            self._install(split)
 
     @property
     def chosen(self) -> Split | None:
@@ -116,70 +119,67 @@ class OnlineSplit:
         """What has come of the search so far."""
         return [Row("optimal", self.outcome, "split computed and measured")]
 
-    def _propose(self, trace: Trace | None) -> None:
-        """Measure the network; rank 0 solves, and all ranks know what is to be measured."""
-        codec = self._base.gradients.codec
-        measured = calibrate(
-            self._ranks,
-            sizes=SIZES[::2],
-            seconds=CALIBRATION_SECONDS,
-            rounds=3,
-            codecs=[codec] if isinstance(codec, PlainCodec) else [],
-        )
-        found = self._agreed(None if trace is None else self._solve(trace, measured))
-        self._splits, self.outcome = found.splits, found.outcome
-        self._seconds = [[] for _ in self._splits]
-
     def _install(self, split: Split) -> None:
         assert self._engine.order is not None
         self._engine.install(self._engine.order, split)
 
-    def _solve(self, trace: Trace, measured: NetworkProfile) -> _Found:
-        """On rank 0, whose trace holds all ranks."""
+    def _propose(self, trace: Trace | None) -> None:
+        """Measure the network; rank 0 computes the splits to measure and sends them to all."""
+        gradients = self._base.gradients
+        network = calibrate(
+            self._ranks,
+            sizes=SIZES[::2],
+            seconds=CALIBRATION_SECONDS,
+            rounds=3,
+            curves=CURVES[gradients.transport.kind],
+            codecs=[gradients.codec] if isinstance(gradients.codec, PlainCodec) else [],
+        )
+        self._receive(None if trace is None else self._solve(trace, network))
+        self._seconds = [[] for _ in self._splits]
+
+    def _receive(self, decision: _Decision | None) -> None:
+        """Take over what rank 0 decided."""
+        agreed = broadcast_from_first(decision, self._control)
+        assert agreed is not None
+        self._splits, self.outcome = agreed.splits, agreed.outcome
+
+    def _solve(self, trace: Trace, network: NetworkProfile) -> _Decision:
+        """The splits to measure; only rank 0 has the trace of all ranks."""
         default = self._engine.split
         try:
-            workload, cluster = prepare(trace, measured)
-            best = optimal_split(workload, cluster, [self._base])
-            chosen = self._base.gradients.model_copy(update={"split": best})
-            config = self._base.model_copy(update={"gradients": chosen})
-            seconds = predict(
-                workload, Plan.of(config, self._engine.gradients, cluster.codecs), cluster
+            workload, network = prepare(trace, network)
+            best = optimal_split(workload, network, [self._base])
+            plan = Plan.of(
+                with_gradients(self._base, split=best), self._engine.gradients, network.codecs
             )
-        except SlipstreamError as error:  # training goes on as it is
-            return _Found((default,), f"the default split stays: {error}")
-        splits = self._distinct([default, best, *LARGER])
+            seconds = predict(workload, plan, network)
+        except SlipstreamError as error:  # the training goes on with the default
+            return _Decision((default,), f"the default split stays: {error}")
+        distinct: dict[tuple[int, ...], Split] = {}
+        for split in (default, best, *LARGER):
+            distinct.setdefault(self._engine.split_points(split), split)
+        splits = tuple(distinct.values())
         if len(splits) == 1:
-            return _Found(splits, "the default split is the optimum")
-        return _Found(splits, f"computed: {len(best.last)} segments, predicted {seconds:.4f} s")
+            return _Decision(splits, "the default split is the optimum")
+        return _Decision(splits, f"computed: {len(best.last)} segments, predicted {seconds:.4f} s")
 
     def _keep_the_fastest(self) -> None:
-        """Rank 0 compares what was measured; all ranks do as it says."""
-        found = None
+        """Rank 0 compares what was measured; all ranks install its choice."""
+        decision = None
         if self._seconds[0]:
             medians = [median(seconds) for seconds in self._seconds]
-            fastest = medians.index(min(medians))  # of equal ones the default
-            by_split = zip(self._splits, medians, strict=True)
-            measured = ", ".join(f"{len(self._cuts(s))}: {t:.4f} s" for s, t in by_split)
-            verdict = f"{len(self._cuts(self._splits[fastest]))} kept"
-            outcome = f"{self.outcome}; measured in turn, by segments: {measured}; {verdict}"
-            found = _Found((self._splits[fastest],), outcome)
-        agreed = self._agreed(found)
-        self.settle(agreed.splits[0], agreed.outcome)
+            fastest = self._splits[medians.index(min(medians))]  # of equal ones the default
+            measured = ", ".join(
+                f"{self._num_segments(split)}: {seconds:.4f} s"
+                for split, seconds in zip(self._splits, medians, strict=True)
+            )
+            outcome = (
+                f"{self.outcome}; measured in turn, by segments: {measured}; "
+                f"{self._num_segments(fastest)} kept"
+            )
+            decision = _Decision((fastest,), outcome)
+        self._receive(decision)
+        self.settle(self._splits[0], self.outcome)
 
-    def _distinct(self, splits: Sequence[Split]) -> tuple[Split, ...]:
-        """Without those that cut the gradients as an earlier one does."""
-        found: dict[tuple[int, ...], Split] = {}
-        for split in splits:
-            found.setdefault(self._cuts(split), split)
-        return tuple(found.values())
-
-    def _cuts(self, split: Split) -> tuple[int, ...]:
-        """Behind the last gradient of each segment."""
-        return self._engine.split_points(split)
-
-    def _agreed(self, found: _Found | None) -> _Found:
-        """What rank 0 found."""
-        box: list[_Found | None] = [found]
-        dist.broadcast_object_list(box, group=self._control, group_src=0)
-        assert box[0] is not None
-        return box[0]
+    def _num_segments(self, split: Split) -> int:
+        return len(self._engine.split_points(split))

@@ -1,7 +1,4 @@
-"""What ratios in pairs prove: two strategies run in alternation, the time of one over the other's.
-
-Never runs anything: numbers in, a decision out.
-"""
+"""What paired ratios prove: two strategies run in alternation, the time of one over the other's."""
 
 from __future__ import annotations
 
@@ -13,31 +10,26 @@ LEAST_PAIRS, MOST_PAIRS = 3, 9
 
 
 def is_faster(ratios: Sequence[float]) -> bool:
-    """Whether the ratios prove, beyond the noise, that the first of each pair is the faster one.
+    """Whether the ratios prove, beyond the noise, that the first of each pair is faster.
+
+    The whole 95 % confidence interval of their median must lie below 1; of fewer than six ratios,
+    which have no such interval, all must.
 
     Example:
         >>> is_faster([0.9, 0.8, 0.9]), is_faster([0.9, 0.8, 1.1]), is_faster([0.9])
         (True, False, False)
     """
-    return len(ratios) >= LEAST_PAIRS and highest_median(ratios) < 1
-
-
-def highest_median(values: Sequence[float]) -> float:
-    """Upper end of the 95 % confidence interval of the median; of fewer than six, the maximum.
-
-    Example:
-        >>> highest_median([1, 2, 3]), highest_median(range(1, 10))
-        (3, 8)
-    """
-    interval = median_interval(values)
-    return max(values) if interval is None else interval[1]
+    if len(ratios) < LEAST_PAIRS:
+        return False
+    interval = median_interval(ratios)
+    return (max(ratios) if interval is None else interval[1]) < 1
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     """The 95 % confidence interval of the median, whatever the distribution; None if too few.
 
-    Of n values the number below the median is binomial (n, 1/2): the interval leaves out as many
-    at each end as has a chance of at most 2.5 % there.
+    Of n values the number below the median is binomial (n, 1/2): the interval leaves out so many
+    values at each end that the chance of missing the median there is at most 2.5 %.
 
     Example:
         >>> median_interval(range(1, 11)), median_interval(range(5))
@@ -59,7 +51,7 @@ def is_clear(ratios: Sequence[float]) -> bool:
 
 
 def in_words(ratios: Sequence[float]) -> str:
-    """How many pairs, their range and their median.
+    """The number of pairs, their range and their median.
 
     Example:
         >>> in_words([0.9, 0.8, 1.1])

@@ -1,8 +1,4 @@
-"""Runs a training script for a few iterations under a strategy, then ends it with all it started.
-
-Never decides what to run and never compares: a command goes in, a measurement or a failure comes
-out.
-"""
+"""Run a training script for a few iterations under a strategy, then end all its processes."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ from slipstream.trace.timeline import timeline
 GRACE_SECONDS = 5.0
 POLL_SECONDS = 0.05
 MARK = "SLIPSTREAM_TRIAL"
-"""Variable of every process of a trial, by which those that outlive their parents are found."""
+"""Environment variable of every process of a trial; finds those that outlive their parents."""
 
 TRACE, OUTPUT, STRATEGY = "trace.json", "output.log", "strategy.yaml"
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
@@ -37,9 +33,9 @@ _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
 class Measurement:
     """What one short run measured, in seconds.
 
-    ``seconds`` is the median over iterations of the mean over ranks; ``spread`` half the distance
-    between its quartiles; ``wall`` the whole run, from the start of its processes to the end of the
-    last.
+    ``seconds`` is the median over iterations of the mean over ranks; ``spread`` is half the
+    distance between its quartiles; ``wall`` is the whole run, from the start of the first process
+    to the end of the last.
     """
 
     seconds: float
@@ -50,7 +46,7 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A run without a measurement: it failed, it hung, or it ended well without a trace."""
+    """A run without a measurement: it failed, it hung, or it succeeded without a trace."""
 
     status: Literal["failed", "hanging", "no trace"]
     reason: str
@@ -58,14 +54,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Trials:
-    """Starts trials one after the other, each in a folder of its own below ``folder``.
+    """Runs trials one after the other, each in a folder of its own below ``folder``.
 
     Args:
         command: from a trial's folder to the command that runs the script under the strategy file
-            ``strategy.yaml`` there.
-        folder: gets ``01``, ``02`` ..., each with strategy, trace and what the script wrote.
+            ``strategy.yaml`` in that folder.
+        folder: gets ``01``, ``02`` ..., each with the strategy, the trace and the script's output.
         steps: iterations that are measured.
-        skip: iterations before them, left out as warm-up.
+        skip: warm-up iterations before them.
     """
 
     command: Callable[[Path], Sequence[str]]
@@ -85,9 +81,9 @@ class Trials:
 
 
 def measure(command: Sequence[str], folder: Path, limit: float) -> Measurement | Failure:
-    """Run ``command`` until it has written ``trace.json`` in ``folder``, but no longer than limit.
+    """Run ``command`` until it has written ``trace.json`` in ``folder``, at most ``limit`` seconds.
 
-    The command goes on training after that, so it is ended.
+    The command would go on training after that, so it is ended.
     """
     start = time.monotonic()
     with started(command, folder) as process:
@@ -101,10 +97,10 @@ def measure(command: Sequence[str], folder: Path, limit: float) -> Measurement |
 
 @contextmanager
 def started(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Inside, ``command`` runs; what it writes goes to ``output.log`` in ``folder``.
+    """Run ``command`` during the context; its output goes to ``output.log`` in ``folder``.
 
-    At the end it is asked to end (SIGTERM), then forced, and so is every process that it has
-    started, in whatever sessions.
+    At the end it gets SIGTERM, then SIGKILL, as do all processes that it has started, in whatever
+    process group or session.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / OUTPUT).open("wb") as output:
@@ -126,15 +122,15 @@ def last_words(folder: Path) -> str:
     """The last line of a command's output that names an error, else its last line; and the file."""
     text = (folder / OUTPUT).read_text(errors="replace")
     lines = [stripped for line in text.splitlines() if (stripped := line.strip(" \u2502"))]
-    errors = [found[0] for line in lines if (found := _ERROR.match(line))]
-    return (errors or lines or ["it said nothing"])[-1] + _where(folder)
+    errors = [match[0] for line in lines if (match := _ERROR.match(line))]
+    return (errors or lines or ["it wrote nothing"])[-1] + _where(folder)
 
 
 def iterations(trace: Trace) -> list[float]:
-    """Seconds of each iteration, the mean over ranks, in order.
+    """Seconds of each iteration in order, the mean over ranks.
 
-    On each rank an iteration begins where the last one ended, so means add up to the time that all
-    took; the slowest rank's seconds would count the jitter of its start twice.
+    On each rank an iteration begins where the last one ended, so the means add up to the time of
+    all; the seconds of the slowest rank would count the jitter of its start twice.
 
     Example:
         >>> from slipstream.trace import Event
@@ -149,6 +145,7 @@ def iterations(trace: Trace) -> list[float]:
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """End the command, its process group, and its processes in other sessions, in this order."""
     if process.poll() is None:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -157,8 +154,9 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + GRACE_SECONDS
-    while (left := _started_by(folder)) and time.monotonic() < deadline:
-        for pid in left:
+    # Again and again: a process may start another one while it is being killed.
+    while (pids := _started_by(folder)) and time.monotonic() < deadline:
+        for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_SECONDS / 5)
@@ -170,7 +168,7 @@ def _wait_for_trace(
     """The trace as soon as its file is complete, or why there is none."""
     path, began = folder / TRACE, time.monotonic()
     while True:
-        code = process.poll()  # before the look at the file: what a run wrote last counts
+        code = process.poll()  # before the file is read: it may be written just before the end
         if path.exists():
             try:
                 return chrome.read(path)
@@ -192,16 +190,16 @@ def _where(folder: Path) -> str:
 
 
 def _cause(code: int) -> str:
-    """How a process ended, by the code that ``subprocess`` gives it."""
+    """How a process ended, by its ``subprocess`` return code."""
     return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def _started_by(folder: Path) -> list[int]:
-    """The processes of a trial, in whatever session; none where there is no ``/proc``."""
+    """The processes of a trial, in any session; none where there is no ``/proc``."""
     mark = f"{MARK}={folder}\0".encode()
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # of another user, or gone
+        with suppress(OSError):  # another user's, or already gone
             if mark in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids

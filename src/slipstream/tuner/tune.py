@@ -1,16 +1,17 @@
-"""Finds the strategy under which a training script is fastest, by few measurements of the script.
+"""Find the strategy under which a training script is fastest, with few runs of the script.
 
-Never starts a process and never writes a file: how to run and how to predict come in as functions,
-and every run is told to ``notify`` as soon as it is over.
+How to run and how to predict come in as functions; this module starts no process and writes no
+file.
 
 [Note: How it decides]
-1. One traced run of the baseline. Every candidate is predicted from that trace.
-2. Candidates are measured, best prediction first, while one may still win: even MODEL_ERROR faster
-   than predicted it must beat the best measurement by more than the noise. At most a quarter of
-   them is measured, and time for step 3 is kept back.
-3. The fastest is compared with the baseline in alternation. It is chosen only if the median of the
-   ratios in pairs is below 1 with a confidence of 95 % (of fewer than six pairs: if it was faster
-   in every one). Else the baseline stays, so that tuning never ends with something slower.
+1. The baseline runs once and is traced. Every candidate is predicted from that trace.
+2. Candidates are measured, best prediction first, while the next one may still win: if it were
+   MODEL_ERROR faster than predicted, it would beat the best measurement by more than the noise. At
+   most a quarter of them is measured, and time for step 3 is kept back.
+3. The fastest candidate and the baseline run in alternation. The candidate is chosen only if the
+   median of the paired ratios is below 1 with a confidence of 95 % (with fewer than six pairs: if
+   it was faster in every pair). Else the baseline stays, so tuning never ends with something
+   slower.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from statistics import median
 
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
-from slipstream.planner.plan import Prediction
+from slipstream.planner.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
@@ -34,9 +35,9 @@ MODEL_ERROR = 0.05
 LEAST_NOISE = 0.005
 LEAST_MEASURED = 3
 HANG_FACTOR = 3.0
-PATIENCE = 60.0  # seconds that the first run gets at least, if the budget holds them
-RUNS = 1 + 2 * LEAST_PAIRS  # a candidate, and its comparison with the baseline
-RESERVE = 1.2  # runs of the comparison may take a little longer than the first one did
+PATIENCE = 60.0  # seconds that the first run gets at least, if the budget allows
+RUNS = 1 + 2 * LEAST_PAIRS  # the least: one candidate, and its comparison with the baseline
+RESERVE = 1.2  # later runs may take a little longer than the first one
 
 Run = Callable[[Strategy, float], Measurement | Failure]
 Predict = Callable[[Trace], Sequence[Prediction]]
@@ -44,7 +45,7 @@ Predict = Callable[[Trace], Sequence[Prediction]]
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The strategy to use, and the proof: ``ratios`` are its time over the baseline's, in pairs."""
+    """The strategy to use and the proof: ``ratios`` are its time over the baseline's, by pair."""
 
     strategy: Strategy
     improved: bool
@@ -59,13 +60,12 @@ class Tuner:
 
     Args:
         run: measures the script under a strategy, within a number of seconds.
-        predict: from the baseline's trace to predictions, the most promising first, that of the
-            baseline among them.
-        base: the strategy to start from, and to stay with unless another is faster.
+        predict: from the baseline's trace to predictions, fastest first, the baseline's among them.
+        base: the strategy to start from, and to keep unless another is faster.
         budget: seconds for everything.
-        notify: gets the log after every run.
-        doing: gets what is being done now, in words.
-        clock: seconds; another than ``time.monotonic`` serves tests.
+        notify: called with all trials after each new one.
+        doing: called with what happens next, in words.
+        clock: seconds; tests give a clock of their own.
     """
 
     run: Run
@@ -77,7 +77,7 @@ class Tuner:
     clock: Callable[[], float] = time.monotonic
     _log: TrialLog = field(init=False)
     _deadline: float = field(default=0.0, init=False)
-    _wall: float = field(default=0.0, init=False)  # seconds of the longest run
+    _longest: float = field(default=0.0, init=False)  # seconds of the longest run so far
 
     def tune(self) -> Tuned:
         """Find the fastest strategy within the budget.
@@ -92,52 +92,53 @@ class Tuner:
         self._check_budget()
         self.doing("predicting")
         predictions = self.predict(first.trace)
-        self._check_budget()  # predicting may have meant to measure the network
-        own = next(p for p in predictions if p.strategy == self.base)
-        self._log.add(self.base, own, first, "the baseline")
-        others = [p for p in predictions if p is not own]
-        measured = self._measure_promising(others, first, first.seconds / own.seconds)
+        self._check_budget()  # again: predicting may measure the network
+        baseline = next(p for p in predictions if p.strategy == self.base)
+        self._log.add(self.base, baseline, first, "the baseline")
+        others = [p for p in predictions if p is not baseline]
+        measured = self._measure_promising(others, first, first.seconds / baseline.seconds)
         return self._choose(measured, first)
 
     def _baseline(self) -> Measurement:
-        """The first run; on it everything else is founded, so whatever is wrong with it is said."""
+        """The first run. Everything else depends on it, so a failure ends the tuning."""
         self.doing("the baseline")
-        room = self._left() / (1 + RUNS * RESERVE)  # a run that takes longer is one too long
+        room = self._left() / (1 + RUNS * RESERVE)  # if it takes longer, nothing fits behind it
         first = self.run(self.base, min(self._left(), max(room, PATIENCE)))
         if isinstance(first, Failure):
             raise _baseline_error(first, self.budget, room)
-        self._wall = first.wall
+        self._longest = first.wall
         return first
 
     def _run(self, strategy: Strategy, keep: float = 0.0) -> Measurement | Failure:
-        """One run; ``keep`` seconds of the budget are for what follows it.
+        """One run, which must leave ``keep`` seconds of the budget.
 
-        It hangs if it takes several times as long as the longest one that did not.
+        A run counts as hanging if it takes HANG_FACTOR times as long as the longest one so far.
         """
         batches = max(strategy.gradients.accumulate / self.base.gradients.accumulate, 1.0)
-        outcome = self.run(strategy, min(self._left() - keep, HANG_FACTOR * batches * self._wall))
+        limit = HANG_FACTOR * batches * self._longest
+        outcome = self.run(strategy, min(self._left() - keep, limit))
         if isinstance(outcome, Measurement):
-            self._wall = max(self._wall, outcome.wall)
+            self._longest = max(self._longest, outcome.wall)
         return outcome
 
     def _check_budget(self) -> None:
-        """It must hold a candidate and its comparison with the baseline."""
-        needed = RUNS * self._wall * RESERVE
+        """Check that a candidate and its comparison with the baseline still fit the budget."""
+        needed = RUNS * self._longest * RESERVE
         if needed > self._left():
             whole = ceil(self.budget - self._left() + needed)
             raise LaunchError(
                 f"the budget of {self.budget:.0f} s is too small for one trial: the baseline run "
-                f"took {self._wall:.1f} s, and a candidate and its comparison with the baseline "
+                f"took {self._longest:.1f} s, and a candidate and its comparison with the baseline "
                 f"take {RUNS} more; give --budget {whole}s or more"
             )
 
     def _measure_promising(
         self, predictions: Sequence[Prediction], first: Measurement, scale: float
     ) -> list[tuple[float, Prediction]]:
-        """Measure the most promising; returns those that ran, fastest first.
+        """Measure the most promising; returns the seconds of those that ran, fastest first.
 
-        ``scale`` is what the baseline took over what it was predicted to take: all others are
-        expected to be off by as much.
+        ``scale`` is the baseline's measured over its predicted time: predictions of the others are
+        expected to be off by the same factor.
         """
         noise = max(LEAST_NOISE, first.spread / first.seconds / sqrt(len(_steps(first))))
         most = max(LEAST_MEASURED, ceil(len(predictions) / 4))
@@ -155,15 +156,14 @@ class Tuner:
             outcome = self._run(prediction.strategy, keep=self._comparison())
             gain = 1 - expected / first.seconds
             reason = f"predicted {_change(gain)}, {prediction.exactness}"
-            self._log.add(prediction.strategy, prediction, outcome, reason)
-            if isinstance(outcome, Measurement):
-                seconds = self._log.seconds(prediction.strategy, outcome)
+            seconds = self._log.add(prediction.strategy, prediction, outcome, reason)
+            if seconds is not None:
                 best = min(best, seconds)
                 measured.append((seconds, prediction))
-        return sorted(measured, key=lambda found: found[0])
+        return sorted(measured, key=lambda pair: pair[0])
 
     def _reason_to_stop(self, expected: float, best: float, noise: float, enough: bool) -> str:
-        """Why neither this candidate nor those after it are measured; empty: go on."""
+        """Why this candidate and those after it are not measured; empty: measure it."""
         if expected * (1 - MODEL_ERROR) > best * (1 - noise):
             return (
                 f"even {MODEL_ERROR:.0%} faster than predicted it would not beat the best so far "
@@ -171,17 +171,17 @@ class Tuner:
             )
         if enough:
             return "enough others were predicted faster"
-        if self._left() < self._wall * RESERVE + self._comparison():
+        if self._left() < self._longest * RESERVE + self._comparison():
             return "the rest of the budget is for the comparison with the baseline"
         return ""
 
     def _choose(self, measured: Sequence[tuple[float, Prediction]], first: Measurement) -> Tuned:
-        """The fastest that proves itself against the baseline, or the baseline."""
+        """The fastest that is proved faster than the baseline, or the baseline."""
         for seconds, prediction in measured:
             if seconds >= first.seconds:
                 break
             ratios = self._compare(prediction)
-            if ratios is None:  # it failed now: the next one
+            if ratios is None:  # it ran before but failed now: try the next one
                 continue
             name, text = label(prediction.strategy), in_words(ratios)
             if len(ratios) < LEAST_PAIRS:
@@ -198,24 +198,29 @@ class Tuner:
         )
 
     def _compare(self, prediction: Prediction) -> tuple[float, ...] | None:
-        """The candidate's time over the baseline's, run in alternation; None: the candidate failed.
+        """The candidate's time over the baseline's, in alternation; None: the candidate failed.
 
-        It ends early once even the worst pair shows half the gain of the median.
+        Ends early once more pairs would not change the decision, or the budget ends.
         """
         ratios: list[float] = []
         for pair in range(MOST_PAIRS):
-            if self._left() < 2 * self._wall or is_clear(ratios):
+            if self._left() < 2 * self._longest or is_clear(ratios):
                 break
             seconds: dict[bool, float] = {}
-            for ours in (False, True) if pair % 2 == 0 else (True, False):
-                strategy = prediction.strategy if ours else self.base
-                self.doing(f"pair {pair + 1}: {label(strategy) if ours else 'the baseline'}")
-                outcome = self._run(strategy)
-                reason = f"pair {pair + 1} of {label(prediction.strategy)} and the baseline"
-                self._log.add(strategy, prediction if ours else None, outcome, reason)
-                if isinstance(outcome, Measurement):
-                    seconds[ours] = self._log.seconds(strategy, outcome)
-                elif ours:
+            name = label(prediction.strategy)
+            # Which one runs first alternates, so that a drift of the machine favours neither.
+            for is_candidate in (False, True) if pair % 2 == 0 else (True, False):
+                strategy = prediction.strategy if is_candidate else self.base
+                self.doing(f"pair {pair + 1}: {name if is_candidate else 'the baseline'}")
+                measured = self._log.add(
+                    strategy,
+                    prediction if is_candidate else None,
+                    self._run(strategy),
+                    f"pair {pair + 1} of {name} and the baseline",
+                )
+                if measured is not None:
+                    seconds[is_candidate] = measured
+                elif is_candidate:
                     return None
             if len(seconds) == 2:
                 ratios.append(seconds[True] / seconds[False])
@@ -232,11 +237,11 @@ class Tuner:
 
     def _comparison(self) -> float:
         """Seconds that the comparison with the baseline may take."""
-        return 2 * LEAST_PAIRS * self._wall * RESERVE
+        return 2 * LEAST_PAIRS * self._longest * RESERVE
 
 
 def _baseline_error(failure: Failure, budget: float, room: float) -> LaunchError | TraceError:
-    """What is wrong with a script of which not even the first run worked."""
+    """The error of a script whose first run failed."""
     steps = (
         "the script must call slipstream.accelerate() without a strategy of its own (the tuner "
         "gives one in SLIPSTREAM_STRATEGY), and session.step() more than three times"
@@ -249,7 +254,7 @@ def _baseline_error(failure: Failure, budget: float, room: float) -> LaunchError
             f"room for runs of {room:.0f} s. Either give more (--budget), or the script never "
             f"steps: {steps}"
         )
-    return LaunchError(f"the baseline run failed, {failure.reason}; mend the script first")
+    return LaunchError(f"the baseline run failed, {failure.reason}; fix the script first")
 
 
 def _steps(measurement: Measurement) -> set[int]:

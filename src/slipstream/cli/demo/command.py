@@ -134,7 +134,7 @@ def _show(console: Console, folder: Path) -> None:
     console.rule("1  where an iteration of slipstream's default goes", align="left")
     console.print(summary(trace))
     console.rule("2  diagnosis", align="left")
-    network = NetworkProfile.load(folder / "cluster.yaml").network("world")
+    network = NetworkProfile.load(folder / "cluster.yaml").groups("world")
     console.print(drawn(advise(trace, network.all_reduce.seconds)))
     console.rule(
         "3  the plan, computed from this trace and this network, and applied", align="left"

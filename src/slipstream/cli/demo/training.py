@@ -35,9 +35,9 @@ from slipstream.cli.demo.command import Job
 from slipstream.cli.demo.report import ALONE, DDP, SLIPSTREAM, Measured, Planned
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.candidates import optimal_split
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.exchange import Plan
-from slipstream.planner.plan import prepare
 from slipstream.planner.simulate import predict
 from slipstream.session.accelerate import accelerate
 from slipstream.session.session import Session

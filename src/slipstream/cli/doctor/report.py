@@ -10,8 +10,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.planner.cost import Collective, Curve, Network, NetworkProfile
-from slipstream.planner.curve import WORST_ERROR
+from slipstream.planner.cost import Collective, Network, NetworkProfile
+from slipstream.planner.curve import WORST_ERROR, Curve
 
 FEW = 9
 """Points of which all are shown; the file has the others, too."""
@@ -67,7 +67,7 @@ def _codecs_table(cluster: NetworkProfile) -> Table:
     )
     for heading in ("codec", "sent MB", "encode ms", "decode ms", "all-reduces save ms"):
         drawn.add_column(heading, justify="left" if heading == "codec" else "right")
-    curve = cluster.network("world").all_reduce
+    curve = cluster.groups("world").all_reduce
     for kind, cost in cluster.codecs.items():
         encode, decode = (cost.startup + rate * CODED for rate in (cost.encode, cost.decode))
         saved = curve.seconds(CODED) - curve.seconds(max(CODED * cost.ratio, 1.0))

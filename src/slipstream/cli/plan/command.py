@@ -20,13 +20,13 @@ from slipstream.cli.plan.memory import plan_memory
 from slipstream.cli.plan.tables import curve, ranking, ranks
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.candidates import candidates, label
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.exchange import Plan
-from slipstream.planner.plan import (
+from slipstream.planner.ranking import (
     RATES,
     Point,
     Prediction,
-    prepare,
     rank,
     traced_strategy,
     what_if,

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from slipstream.planner.candidates import TOLERANCE, label
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.plan import Point, Prediction
+from slipstream.planner.ranking import Point, Prediction
 from slipstream.strategy import Strategy
 from slipstream.testbed import format_rate
 

@@ -31,8 +31,9 @@ from slipstream.cluster.environment import Environment
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, TestbedError
 from slipstream.planner.candidates import candidates
+from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.plan import Prediction, prepare, rank
+from slipstream.planner.ranking import Prediction, rank
 from slipstream.strategy import ByBytes, Optimal, Strategy
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace

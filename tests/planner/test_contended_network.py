@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
-from slipstream.planner.channel import Clock, Job, run
-from slipstream.planner.exchange import Phase
-
-
-@dataclass(frozen=True)
-class Contention:
-    compute_slowdown: float = 0.0
-    exchange_slowdown: float = 0.0
-    latency_slowdown: float = 0.0
-    queue_share: float = 0.0
-    queue_seconds: float = 0.0
+from slipstream.planner.comm_plan import Phase
+from slipstream.planner.contended_network import Clock, Job, run
+from tests.planner.networks import contention
 
 
 def latency(seconds: float) -> Phase:
@@ -51,28 +41,28 @@ SHARING = {
 @pytest.mark.parametrize(("phases", "ends"), SHARING.values(), ids=SHARING)
 def test_exchanges_share_the_network_as_far_as_they_fill_it(phases, ends) -> None:
     jobs = [Job(0.0, tuple(one)) for one in phases]
-    landings = run(jobs, Clock(), lambda landed: [0.0], Contention())
-    assert [landing.end for landing in landings] == pytest.approx(ends)
+    completions = run(jobs, Clock(), lambda completed: [0.0], contention())
+    assert [one.end for one in completions] == pytest.approx(ends)
 
 
 # A latency of 1 s and a transfer of 1 s, beside computing that takes so many seconds alone.
 BESIDE = {
-    "nothing computes": (0.0, Contention(9.0, 9.0, 9.0), 2.0),
-    "latency slowed": (100.0, Contention(0.0, 0.0, 4.0), 6.0),
-    "bytes slowed": (100.0, Contention(0.0, 0.5, 0.0), 2.5),
-    "both": (100.0, Contention(0.0, 0.5, 4.0), 6.5),
-    "computing ends under the latency": (2.0, Contention(0.0, 0.0, 3.0), 3.5),
-    "computing is slowed, too": (1.0, Contention(1.0, 0.0, 3.0), 3.5),
+    "nothing computes": (0.0, contention(9.0, 9.0, 9.0), 2.0),
+    "latency slowed": (100.0, contention(0.0, 0.0, 4.0), 6.0),
+    "bytes slowed": (100.0, contention(0.0, 0.5, 0.0), 2.5),
+    "both": (100.0, contention(0.0, 0.5, 4.0), 6.5),
+    "computing ends under the latency": (2.0, contention(0.0, 0.0, 3.0), 3.5),
+    "computing is slowed, too": (1.0, contention(1.0, 0.0, 3.0), 3.5),
 }
 
 
-@pytest.mark.parametrize(("computing", "contention", "end"), BESIDE.values(), ids=BESIDE)
+@pytest.mark.parametrize(("computing", "slowdowns", "end"), BESIDE.values(), ids=BESIDE)
 def test_computing_slows_latency_and_bytes_each_by_its_own_factor(
-    computing, contention, end
+    computing, slowdowns, end
 ) -> None:
     job = Job(0.0, (latency(1.0), transfer(1.0)))
-    (landing,) = run([job], Clock(), lambda landed: [computing], contention)
-    assert landing.end == pytest.approx(end)
+    (completion,) = run([job], Clock(), lambda completed: [computing], slowdowns)
+    assert completion.end == pytest.approx(end)
 
 
 # Share, most seconds, and when a latency of 0.1 s ends beside a transfer of 1 s.
@@ -88,14 +78,14 @@ QUEUES = {
 @pytest.mark.parametrize(("share", "most", "end"), QUEUES.values(), ids=QUEUES)
 def test_latency_waits_behind_what_another_exchange_sends(share, most, end) -> None:
     jobs = [Job(0.0, (transfer(1.0),)), Job(0.0, (latency(0.1),))]
-    contention = Contention(queue_share=share, queue_seconds=most)
-    large, small = run(jobs, Clock(), lambda landed: [0.0], contention)
+    queue = contention(queue_share=share, queue_seconds=most)
+    large, small = run(jobs, Clock(), lambda completed: [0.0], queue)
     assert small.end == pytest.approx(end)
     assert large.end == pytest.approx(1.0)
 
 
 def test_nothing_waits_behind_a_transfer_that_is_over() -> None:
-    jobs = [Job(0.0, (transfer(0.4),)), Job(0.0, (latency(0.1),))]
-    contention = Contention(queue_share=2.0, queue_seconds=9.0)  # half of it when that is over
-    _, small = run(jobs, Clock(), lambda landed: [0.0], contention)
+    jobs = [Job(0.0, (transfer(0.4),)), Job(0.2, (latency(0.1),))]
+    queue = contention(queue_share=1.0, queue_seconds=9.0)  # half of it when the transfer is over
+    _, small = run(jobs, Clock(), lambda completed: [0.0], queue)
     assert small.end == pytest.approx(0.4 + 0.05)

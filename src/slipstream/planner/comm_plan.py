@@ -1,6 +1,6 @@
-"""What is exchanged and how: a plan, and the stages through which each of its exchanges goes.
+"""What one iteration exchanges and how: a plan, and the communication tasks that follow from it.
 
-Never knows when anything happens (``simulate`` does), and never chooses a plan.
+When each task runs is the simulator's business (``iteration``); which plan is best, ``ranking``'s.
 """
 
 from __future__ import annotations
@@ -12,27 +12,40 @@ from typing import Any, Literal
 
 from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.cost import CodecCost, Curve, NetworkProfile
+from slipstream.planner.cost import CodecCost, Curves, NetworkProfile
+from slipstream.planner.curve import Curve
 from slipstream.planner.workload import Workload, gradients_of
 from slipstream.strategy import Strategy
 from slipstream.trace.event import BUFFERS, Trace, allreduce
 
 TransportKind = Literal["flat", "hierarchical", "sharded"]
 
+CURVES: Mapping[TransportKind, Curves] = {
+    "flat": {"world": ("all_reduce",)},
+    "hierarchical": {
+        "world": ("all_reduce",),
+        "intra": ("reduce_scatter", "all_gather"),
+        "inter": ("all_reduce",),
+    },
+    "sharded": {"world": ("all_reduce", "reduce_scatter", "all_gather")},
+}
+"""The curves that a prediction reads, by transport; buffers take an all-reduce of the world."""
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one iteration computes and exchanges; what a strategy means for the simulator.
+    """How one iteration computes and exchanges: what a strategy means for the simulator.
 
     Attributes:
         cuts: the index after the last gradient of each segment, in ready order.
         overlap: exchange while backward still runs.
-        transport: ``flat``: all-reduces. ``hierarchical``: inside each host reduce-scatter, between
-            hosts all-reduce of the shards, inside all-gather. ``sharded``: reduce-scatter during
-            backward, each rank updates its shard, all-gather of parameters under the next forward.
-        codec: what makes gradients smaller on the wire.
+        transport: ``flat``: all-reduces. ``hierarchical``: reduce-scatter inside each host,
+            all-reduce of the shards between hosts, all-gather inside. ``sharded``: reduce-scatter
+            during backward, each rank updates its shard, all-gather of the parameters during the
+            next forward.
+        codec: what the codec costs and how much it leaves; None: gradients are sent as they are.
         accumulate: backward passes of one update.
-        recompute_share: share of forward that backward does again.
+        recompute_share: share of forward that backward computes again.
     """
 
     cuts: tuple[int, ...]
@@ -61,15 +74,15 @@ class Plan:
         gradients: Sequence[Gradient],
         codecs: Mapping[str, CodecCost] | None = None,
     ) -> Plan:
-        """What a strategy means for these gradients.
+        """The plan of a strategy for these gradients.
 
         Args:
-            strategy: of which the gradients' part counts.
+            strategy: only its settings under ``gradients`` count.
             gradients: in ready order.
-            codecs: what each kind of codec costs, where that was measured.
+            codecs: the measured cost of each kind of codec.
 
         Raises:
-            StrategyError: its split does not fit them, or its codec was not measured.
+            StrategyError: its split does not fit the gradients, or its codec was not measured.
 
         Example:
             >>> Plan.of(Strategy(), [Gradient("weight", "", 4096)]).cuts
@@ -77,19 +90,17 @@ class Plan:
         """
         config, cost = strategy.gradients, None
         if config.codec is not None:
-            cost = _cost(config.codec.kind, codecs or {})
-            sent = [round(g.num_bytes * cost.ratio) for g in gradients]
-            pairs = zip(gradients, sent, strict=True)
-            gradients = [replace(g, num_bytes=num_bytes) for g, num_bytes in pairs]
+            cost = _codec_cost(config.codec.kind, codecs or {})
+            gradients = [replace(g, num_bytes=round(g.num_bytes * cost.ratio)) for g in gradients]
         cuts = tuple(segment.stop for segment in plan_segments(gradients, config.split))
         return cls(cuts, config.overlap, config.transport.kind, cost, config.accumulate)
 
     @classmethod
     def of_trace(cls, trace: Trace, codecs: Mapping[str, CodecCost] | None = None) -> Plan:
-        """The plan that a trace was recorded under, its segments as they were.
+        """The plan that a trace was recorded under, with the segments that it shows.
 
         Raises:
-            StrategyError: gradients were coded, and what that costs was not measured.
+            StrategyError: gradients were coded by a codec that was not measured.
         """
         config: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
         codec = config.get("codec")
@@ -97,12 +108,12 @@ class Plan:
             cuts_of(trace),
             config.get("overlap", True),
             (config.get("transport") or {}).get("kind", "flat"),
-            None if codec is None else _cost(codec["kind"], codecs or {}),
+            None if codec is None else _codec_cost(codec["kind"], codecs or {}),
             config.get("accumulate", 1),
         )
 
     def document(self) -> dict[str, Any]:
-        """The settings of the strategy that means this plan, as plain JSON values."""
+        """The strategy settings of this plan, as plain JSON values."""
         return {
             "gradients": {
                 "split": {"kind": "by_index", "last": [cut - 1 for cut in self.cuts]},
@@ -122,10 +133,10 @@ def cuts_of(trace: Trace) -> tuple[int, ...]:
     return tuple(cuts) or (len(gradients_of(trace)),)
 
 
-def _cost(kind: str, codecs: Mapping[str, CodecCost]) -> CodecCost:
+def _codec_cost(kind: str, codecs: Mapping[str, CodecCost]) -> CodecCost:
     if kind not in codecs:
         raise StrategyError(
-            f"gradients.codec {kind}: what it costs was not measured; known: "
+            f"gradients.codec {kind}: its cost was not measured; measured: "
             f"{', '.join(codecs) or 'none'}; slipstream doctor network measures the codecs that "
             "code all gradients alike, at their default settings"
         )
@@ -136,7 +147,7 @@ def _cost(kind: str, codecs: Mapping[str, CodecCost]) -> CodecCost:
 class Phase:
     """Part of an exchange: its seconds alone, and the share of a network that it fills meanwhile.
 
-    Exchanges slow one another only where together they would fill more than all of the network:
+    Exchanges slow each other down only where together they would fill more than the whole network:
     a small one waits for processes to wake up rather than for bytes. ``network`` None: latency.
     """
 
@@ -147,7 +158,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class CommTask:
-    """What one exchange carries: the name of its span, its segment (None: buffers), its phases."""
+    """One exchange: the name of its span, its segment (None: buffers), sizes and phases."""
 
     name: str
     segment: int | None
@@ -157,42 +168,41 @@ class CommTask:
     phases: tuple[Phase, ...]
 
 
-def parcels(workload: Workload, plan: Plan, cluster: NetworkProfile) -> list[CommTask]:
-    """What is exchanged from the start of backward on, in order: buffers, then the segments.
+def comm_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[CommTask]:
+    """The exchanges from the start of backward on, in order: buffers, then the segments.
 
-    A broadcast of buffers is taken to cost what an all-reduce of them costs. Each dtype of a
-    segment is an exchange, and so is each sparse gradient, whose size is not known: it is taken to
-    cost what the smallest exchange does.
+    A broadcast of buffers is assumed to cost as much as an all-reduce. Each dtype of a segment is
+    an exchange of its own, and so is each sparse gradient: its size is unknown, and it is assumed
+    to cost as much as the smallest exchange.
     """
-    if cluster.world_size == 1:
+    if network.world_size == 1:
         return []
-    world = cluster.network("world")
-    found = []
-    if workload.buffers_bytes:
-        size = workload.buffers_bytes
-        found.append(CommTask(BUFFERS, None, size, 0, 1, _phases("world", world.all_reduce, size)))
+    tasks = []
+    if size := workload.buffers_bytes:
+        phases = _phases("world", network.groups("world").all_reduce, size)
+        tasks.append(CommTask(BUFFERS, None, size, 0, 1, phases))
     for number, (start, stop) in enumerate(pairwise((0, *plan.cuts))):
         buckets = _buckets(workload.gradients[start:stop])
         for size in buckets:
             sent = size * (plan.codec.ratio if plan.codec else 1.0)
-            phases = _way(plan.transport, cluster, sent)
-            found.append(
+            phases = _gradient_phases(plan.transport, network, sent)
+            tasks.append(
                 CommTask(allreduce(number + 1), number, size, stop - start, len(buckets), phases)
             )
-    return found
+    return tasks
 
 
-def gathers(workload: Workload, plan: Plan, cluster: NetworkProfile) -> list[CommTask]:
-    """The all-gathers of parameters under the next forward, which uses the last segment first."""
-    if cluster.world_size == 1 or plan.transport != "sharded":
+def gather_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[CommTask]:
+    """The all-gathers of parameters during the next forward, which uses the last segment first."""
+    if network.world_size == 1 or plan.transport != "sharded":
         return []
-    curve, found = cluster.network("world").all_gather, []
+    curve, tasks = network.groups("world").curve("all_gather"), []
     for number, (start, stop) in reversed([*enumerate(pairwise((0, *plan.cuts)))]):
         size = sum(gradient.num_bytes for gradient in workload.gradients[start:stop])
         phases = _phases("world", curve, size)
         name = allreduce(2 * len(plan.cuts) - number)
-        found.append(CommTask(name, number, size, stop - start, 1, phases))
-    return found
+        tasks.append(CommTask(name, number, size, stop - start, 1, phases))
+    return tasks
 
 
 def _buckets(gradients: Sequence[Gradient]) -> list[int]:
@@ -204,18 +214,19 @@ def _buckets(gradients: Sequence[Gradient]) -> list[int]:
     return [*dense.values(), *(0 for gradient in gradients if not gradient.num_bytes)]
 
 
-def _way(transport: TransportKind, cluster: NetworkProfile, size: float) -> tuple[Phase, ...]:
-    """The phases of one exchange of gradients."""
-    world = cluster.network("world")
+def _gradient_phases(
+    transport: TransportKind, network: NetworkProfile, size: float
+) -> tuple[Phase, ...]:
+    world = network.groups("world")
     if transport == "sharded":
-        return _phases("world", world.reduce_scatter, size)
-    if transport == "flat" or cluster.hosts == 1 or cluster.ranks_per_host == 1:
+        return _phases("world", world.curve("reduce_scatter"), size)
+    if transport == "flat" or network.hosts == 1 or network.ranks_per_host == 1:
         return _phases("world", world.all_reduce, size)
-    intra, inter = cluster.network("intra"), cluster.network("inter")
+    intra, inter = network.groups("intra"), network.groups("inter")
     return (
-        *_phases("intra", intra.reduce_scatter, size),
+        *_phases("intra", intra.curve("reduce_scatter"), size),
         *_phases("inter", inter.all_reduce, size / intra.ranks),
-        *_phases("intra", intra.all_gather, size),
+        *_phases("intra", intra.curve("all_gather"), size),
     )
 
 

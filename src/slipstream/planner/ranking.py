@@ -1,7 +1,4 @@
-"""What each strategy would bring, on the cluster that was measured or on one that was not.
-
-Never measures: a trace and a cluster go in, predictions come out.
-"""
+"""Predict and rank strategies, on the measured network or on one of another size or speed."""
 
 from __future__ import annotations
 
@@ -11,13 +8,12 @@ from dataclasses import dataclass
 from statistics import harmonic_mean
 
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.candidates import TOLERANCE
+from slipstream.planner.candidates import TOLERANCE, by_index, with_gradients
+from slipstream.planner.comm_plan import Plan, cuts_of
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.exchange import Plan, cuts_of
-from slipstream.planner.replay import calibrated
 from slipstream.planner.simulate import predict
 from slipstream.planner.workload import Workload
-from slipstream.strategy import ByIndex, Optimal, Strategy
+from slipstream.strategy import Optimal, Strategy
 from slipstream.strategy import Trace as TraceSettings
 from slipstream.trace import Trace
 
@@ -27,12 +23,12 @@ RATES = (100e6, 300e6, 1e9, 3e9, 10e9, 25e9, 40e9, 100e9)
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator says of one strategy.
+    """What the simulator predicts for one strategy.
 
-    ``seconds`` is one iteration, which is one update. ``efficiency`` is the speed of all ranks over
-    the sum of the speeds that they would have alone, without any exchange. ``memory_bytes`` is what
-    gradients and their flags of use take on a rank. ``samples_per_second`` is 0 where the trace
-    does not tell how many samples there were.
+    ``seconds`` is one iteration, which is one update. ``efficiency`` is the speed of all ranks
+    divided by the sum of the speeds that they would have without any exchange. ``memory_bytes`` is
+    the memory of gradients and their used flags on a rank. ``samples_per_second`` is 0 where the
+    trace does not record the number of samples.
     """
 
     strategy: Strategy
@@ -45,15 +41,15 @@ class Prediction:
 
     @property
     def per_batch(self) -> float:
-        """Seconds for one batch of each rank: strategies that accumulate compare by this."""
+        """Seconds for one batch of each rank; comparable between numbers of accumulated batches."""
         return self.seconds / self.strategy.gradients.accumulate
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A prediction for another cluster: so many nodes and ranks, links of so many bits a second.
+    """A prediction for a number of nodes and ranks, with links of ``rate`` bits/s.
 
-    ``rate`` None is that of the cluster that was measured.
+    ``rate`` None: that of the measured network.
     """
 
     nodes: int
@@ -65,77 +61,59 @@ class Point:
 def traced_strategy(trace: Trace) -> Strategy:
     """The strategy that a trace was recorded under, without its trace settings.
 
-    A split that was found while the training ran is the one that the trace shows; on one process it
-    shows a single segment.
+    ``split: optimal`` is replaced by the split that the trace shows (one segment on one process).
 
     Raises:
         StrategyError: it has settings that this version does not know.
     """
     strategy = Strategy.load(trace.meta.get("strategy") or {})
-    gradients = strategy.gradients
-    if isinstance(gradients.split, Optimal):
-        split = ByIndex(last=tuple(cut - 1 for cut in cuts_of(trace)))
-        gradients = gradients.model_copy(update={"split": split})
-    return strategy.model_copy(update={"gradients": gradients, "trace": TraceSettings()})
-
-
-def prepare(trace: Trace, cluster: NetworkProfile) -> tuple[Workload, NetworkProfile]:
-    """What the trace asks for, and the cluster with the contention that explains the trace.
-
-    The trace of a single process tells nothing of exchanges: every rank is taken to be like it.
-
-    Raises:
-        ClusterError: the cluster was measured on another number of ranks.
-        TraceError: the trace lacks what a prediction needs.
-    """
-    workload = Workload.from_trace(trace, cluster)
-    if workload.num_ranks == 1:
-        return workload.for_ranks(cluster.world_size), cluster
-    return workload, calibrated(workload, trace, cluster)
+    if isinstance(strategy.gradients.split, Optimal):
+        strategy = with_gradients(strategy, split=by_index(cuts_of(trace)))
+    return strategy.model_copy(update={"trace": TraceSettings()})
 
 
 def rank(
     strategies: Iterable[Strategy],
     workload: Workload,
-    cluster: NetworkProfile,
+    network: NetworkProfile,
     base: Strategy = Strategy(),  # noqa: B008 - frozen
 ) -> list[Prediction]:
-    """Predictions of all strategies, the fastest first; ``base`` is what exactness refers to.
+    """Predictions of all strategies, the fastest first.
 
-    Of those that differ by less than TOLERANCE, counted from the fastest, the one with the fewest
-    segments comes first.
+    Among strategies that differ by less than TOLERANCE, counted from the fastest, the one with the
+    fewest segments comes first. ``base`` is what ``exactness`` compares batches with.
     """
-    found = [_prediction(strategy, workload, cluster, base) for strategy in strategies]
-    fastest = min((one.per_batch for one in found), default=0.0)
+    predictions = [_prediction(strategy, workload, network, base) for strategy in strategies]
+    fastest = min((one.per_batch for one in predictions), default=0.0)
 
     def order(one: Prediction) -> tuple[int, int, float]:
         return int((one.per_batch / fastest - 1) / TOLERANCE), one.segments, one.per_batch
 
-    return sorted(found, key=order)
+    return sorted(predictions, key=order)
 
 
 def what_if(
     strategy: Strategy,
     workload: Workload,
-    cluster: NetworkProfile,
+    network: NetworkProfile,
     *,
     nodes: Sequence[int] = NODES,
     ranks_per_node: int = 1,
     rates: Sequence[float | None] = (None,),
 ) -> list[Point]:
-    """One strategy on other clusters: every number of nodes at every rate."""
+    """One strategy on other networks: every number of nodes at every rate."""
     points = []
     for count in nodes:
         ranks = count * ranks_per_node
         larger = workload.for_ranks(ranks)
         for rate in rates:
-            other = cluster.scaled(count, ranks_per_node, rate)
+            other = network.scaled(count, ranks_per_node, rate)
             points.append(Point(count, ranks, rate, _prediction(strategy, larger, other, strategy)))
     return points
 
 
 def exactness(strategy: Strategy, base: Strategy) -> str:
-    """How a strategy's gradients differ from the plain mean, and its batch from that of ``base``.
+    """How exact a strategy's gradients are, and how its batch differs from that of ``base``.
 
     Example:
         >>> exactness(Strategy.load({"gradients": {"accumulate": 4}}), Strategy())
@@ -146,9 +124,9 @@ def exactness(strategy: Strategy, base: Strategy) -> str:
 
 
 def _prediction(
-    strategy: Strategy, workload: Workload, cluster: NetworkProfile, base: Strategy
+    strategy: Strategy, workload: Workload, network: NetworkProfile, base: Strategy
 ) -> Prediction:
-    seconds = predict(workload, Plan.of(strategy, workload.gradients, cluster.codecs), cluster)
+    seconds = predict(workload, Plan.of(strategy, workload.gradients, network.codecs), network)
     accumulate = strategy.gradients.accumulate
     batch = workload.data_wait + workload.forward + workload.backward
     alone = accumulate * batch + workload.optimizer + workload.other
@@ -164,6 +142,6 @@ def _prediction(
 
 
 def _memory(gradient: Gradient) -> int:
-    """Bytes of a gradient and of the flag beside it, which is an element of the same dtype."""
+    """Bytes of a gradient and of its used flag, which is one element of the same dtype."""
     bits = re.search(r"\d+", gradient.dtype)
     return gradient.num_bytes + (int(bits[0]) // 8 if bits and gradient.num_bytes else 0)

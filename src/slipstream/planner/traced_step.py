@@ -1,7 +1,6 @@
-"""The numbers of one traced step: work by rank, and when each gradient was there.
+"""The numbers of one traced step: work by rank, and when each gradient was ready.
 
-Never says what is typical of many steps (``workload`` does); the note on contention there explains
-what work is.
+``workload`` makes typical values of many steps from them; its note on contention explains work.
 """
 
 from __future__ import annotations
@@ -11,20 +10,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from slipstream.analysis.breakdown import breakdown
 from slipstream.errors import TraceError
 from slipstream.gradients.layout import Gradient
+from slipstream.planner.fit import Array
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, Trace
 from slipstream.trace.intervals import Intervals, union
 from slipstream.trace.timeline import Iteration, timeline
 
-Array = NDArray[np.float64]
+Step = Sequence[Iteration]
+"""The iterations of all ranks in one step, by rank."""
 
 
 def complete_steps(trace: Trace) -> list[list[Iteration]]:
-    """The iterations of each step that every rank of the trace went through, by rank.
+    """The steps that every rank of the trace went through, each with a backward pass.
 
     Raises:
         TraceError: there is none, or ranks exchanged different things in one step.
@@ -38,7 +38,7 @@ def complete_steps(trace: Trace) -> list[list[Iteration]]:
     if not steps:
         raise TraceError(
             "the trace has no step with a backward pass on every rank, so nothing can be planned "
-            "from it; let trace.steps in the strategy name steps that the training reaches"
+            "from it; set trace.steps in the strategy to steps that the training reaches"
         )
     for step in steps:
         names = {tuple(event.name for event in one.exchanges) for one in step}
@@ -51,20 +51,21 @@ def complete_steps(trace: Trace) -> list[list[Iteration]]:
     return steps
 
 
-def moving(step: Sequence[Iteration]) -> list[tuple[float, float]]:
-    """Start and end of each exchange of a step: it moves once the last rank has handed it over."""
+def in_flight(step: Step) -> list[tuple[float, float]]:
+    """Start and end of each exchange of a step; it starts when the last rank has handed it over."""
     by_exchange = zip(*(one.exchanges for one in step), strict=True)
     return [(max(e.start for e in same), max(e.end for e in same)) for same in by_exchange]
 
 
-def measure(
-    step: Sequence[Iteration],
-    gradients: Sequence[Gradient],
-    segments: Sequence[int],
-    slowdown: float,
-) -> dict[str, Array]:
-    """Work of one step by rank; ``marks``: when each gradient was there and backward ended."""
-    work = _Work(union(moving(step)), slowdown)
+def measure(step: Step, gradients: Sequence[Gradient], slowdown: float) -> dict[str, Array]:
+    """Work of one step by rank; ``marks``: when each gradient was ready and backward ended.
+
+    Args:
+        step: all ranks.
+        gradients: in ready order.
+        slowdown: compute takes ``1 + slowdown`` times as long while an exchange is in flight.
+    """
+    work = _Work(union(in_flight(step)), slowdown)
     rows: dict[str, list[Any]] = defaultdict(list)
     for one in step:
         backwards = [event for event in one.events if event.name == BACKWARD]
@@ -76,60 +77,44 @@ def measure(
         rows["samples"].append(one.samples / passes)
         rows["passes"].append(passes)
         rows["start"].append(work.at(one.start))
-        offsets = _ready_offsets(last, one, gradients, segments)
+        offsets = _ready_offsets(last, one, gradients)
         rows["marks"].append(work.at(last.start + np.append(offsets, last.duration)))
     return {name: np.array(values, dtype=np.float64) for name, values in rows.items()}
 
 
 class _Work:
-    """The clock of compute: it goes at ``1 / (1 + slowdown)`` while an exchange moves."""
+    """The clock of compute: it runs at ``1 / (1 + slowdown)`` while an exchange is in flight."""
 
-    def __init__(self, moving: Intervals, slowdown: float) -> None:
-        self._edges = np.array([edge for interval in moving for edge in interval] or [0.0])
+    def __init__(self, exchanging: Intervals, slowdown: float) -> None:
+        self._edges = np.array([edge for interval in exchanging for edge in interval] or [0.0])
         lengths = np.diff(self._edges, prepend=self._edges[0])
-        lengths[::2] = 0.0  # up to a start: the time between exchanges
+        lengths[::2] = 0.0  # the even ones lie between exchanges
         self._covered = np.cumsum(lengths)
         self._lost = slowdown / (1.0 + slowdown)
 
     def at(self, time: float | Array) -> Any:
-        """Work at a time."""
+        """The work at a time."""
         return time - self._lost * np.interp(time, self._edges, self._covered)
 
     def spent(self, iteration: Iteration, name: str) -> float:
-        """Work in the spans of one name."""
+        """The work in the spans of one name."""
         spans = [event for event in iteration.events if event.name == name]
         return float(sum(self.at(span.end) - self.at(span.start) for span in spans))
 
 
-def _ready_offsets(
-    backward: Event, iteration: Iteration, gradients: Sequence[Gradient], segments: Sequence[int]
-) -> Array:
-    """Seconds from the start of backward until each gradient was there; its end if never."""
-    known = backward.args.get("gradients_ready")
-    if known is None:
-        return _interpolated(backward, iteration, gradients, segments)
-    if len(known) != len(gradients):
+def _ready_offsets(backward: Event, iteration: Iteration, gradients: Sequence[Gradient]) -> Array:
+    """Seconds from the start of backward until each gradient was ready; its end for unused ones.
+
+    Ranks without exchanges record no ready times: there they are interpolated by bytes.
+    """
+    recorded = backward.args.get("gradients_ready")
+    if recorded is None:
+        done = np.cumsum([gradient.num_bytes + 1.0 for gradient in gradients])  # sparse ones have 0
+        return np.asarray(backward.duration * done / done[-1])
+    if len(recorded) != len(gradients):
         raise TraceError(
-            f"rank {iteration.rank}, step {iteration.step}: {len(known)} ready times, but "
+            f"rank {iteration.rank}, step {iteration.step}: {len(recorded)} ready times, but "
             f"{len(gradients)} gradients; the file is damaged or put together from different "
             "runs: record it again"
         )
-    return np.array([backward.duration if at is None else at for at in known], dtype=np.float64)
-
-
-def _interpolated(
-    backward: Event, iteration: Iteration, gradients: Sequence[Gradient], segments: Sequence[int]
-) -> Array:
-    """Ready times by bytes between the start of backward, full segments, and its end."""
-    done = np.cumsum([gradient.num_bytes + 1.0 for gradient in gradients])  # no bytes: by index
-    share, at = [0.0], [0.0]
-    full = {event.args["segment"]: event for event in iteration.exchanges if "ready" in event.args}
-    for number, stop in enumerate(np.cumsum(segments, dtype=np.intp)):
-        ready = full[number].args["ready"] - backward.start if number in full else np.inf
-        if ready < backward.duration:  # else sent after backward, which says nothing
-            share.append(float(done[stop - 1]))
-            at.append(max(at[-1], ready))
-    if share[-1] < done[-1]:
-        share.append(float(done[-1]))
-        at.append(backward.duration)
-    return np.asarray(np.interp(done, share, at))
+    return np.array([backward.duration if at is None else at for at in recorded], dtype=np.float64)

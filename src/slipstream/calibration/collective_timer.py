@@ -1,0 +1,172 @@
+"""Time collectives on all ranks at once: seconds over bytes, within a budget of time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.cluster.connect import Cluster
+from slipstream.errors import ClusterError
+from slipstream.planner.cost import Collective
+from slipstream.planner.curve import Curve
+
+# torch below 2.13 knows these two by their older names only.
+_NEW = hasattr(dist, "reduce_scatter_single")
+_reduce_scatter = dist.reduce_scatter_single if _NEW else dist.reduce_scatter_tensor
+_all_gather = dist.all_gather_single if _NEW else dist.all_gather_into_tensor
+
+Start = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
+"""Start a collective on (whole tensor, part of a rank, group)."""
+
+COLLECTIVES: Mapping[Collective, Start] = {
+    "all_reduce": lambda whole, _, group: dist.all_reduce(whole, group=group),
+    "reduce_scatter": lambda whole, part, group: _reduce_scatter(part, whole, group=group),
+    "all_gather": lambda whole, part, group: _all_gather(whole, part, group=group),
+}
+
+ELEMENT = 4
+"""Bytes of the elements that are exchanged: float32."""
+WARM_UP = 5
+"""Exchanges before the first that counts."""
+BLOCK = 0.01
+"""Seconds that are timed at once, if one exchange takes less ..."""
+MOST_AT_ONCE = 64
+"""... but no more exchanges than this."""
+ENOUGH = 0.25
+"""Seconds of measurement after which a size needs no more rounds."""
+SHORT = 0.1
+"""Seconds of an exchange up to which its first run is left out: warming up would distort it."""
+LONG = 1.0
+"""Seconds of an exchange that is measured only once."""
+
+
+@dataclass
+class Timing:
+    """The measurement of one size: seconds of the first exchange, and of those in each block."""
+
+    call: Callable[[], object]
+    elements: int
+    first: float
+    blocks: list[float] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.elements * ELEMENT
+
+    @property
+    def repeat(self) -> int:
+        """Exchanges that are timed at once."""
+        return min(max(round(BLOCK / self.first), 1), MOST_AT_ONCE)
+
+    @property
+    def wanted(self) -> int:
+        """Blocks that are worth their time."""
+        return 0 if self.first > LONG else max(round(ENOUGH / self.first / self.repeat), 2)
+
+    @property
+    def seconds(self) -> float:
+        """The median over blocks; long exchanges count their first run, too."""
+        first = [self.first] if self.first > SHORT or not self.blocks else []
+        return median(self.blocks + first)
+
+
+class CollectiveTimer:
+    """Times collectives of several sizes. All ranks make the same calls.
+
+    What is measured next depends only on times that all ranks have agreed on (the maximum over
+    ranks), so ranks never issue different collectives.
+
+    Args:
+        ranks: 2 or more, as `connect` gives them.
+        sizes: bytes, rounded up to whole elements on every rank.
+        rounds: the most times that a size is measured.
+
+    Raises:
+        ClusterError: fewer than two ranks or two sizes.
+    """
+
+    def __init__(self, ranks: Cluster, sizes: Sequence[int], rounds: int) -> None:
+        if ranks.world is None or ranks.world_size < 2:
+            raise ClusterError(
+                f"{ranks.world_size} rank has no network to measure; start 2 or more, e.g. "
+                "slipstream doctor network --ranks 2"
+            )
+        if len(set(sizes)) < 2 or min(sizes) < 1:
+            raise ClusterError(
+                f"sizes {list(sizes)}: must be two or more different numbers of bytes"
+            )
+        self.world, self._device = ranks.world, ranks.device
+        self._sizes, self._rounds = sorted(set(sizes)), rounds
+        elements = self._sizes[-1] // ELEMENT + ranks.world_size
+        # Written once: the first touch of a page of memory takes longer than later ones.
+        self._whole = torch.empty(elements, device=ranks.device).zero_()
+        self._part = torch.empty(elements // 2 + 1, device=ranks.device).zero_()
+
+    def curve(
+        self,
+        name: Collective,
+        group: dist.ProcessGroup,
+        seconds: float,
+        progress: Callable[[float], None] = lambda share: None,
+    ) -> tuple[Curve, float]:
+        """The curve of one collective, and the seconds that are left.
+
+        First each size once, up to the first for which the time does not suffice; then all sizes in
+        rounds, so that a disturbance of the machine affects them alike.
+
+        Args:
+            name: the collective.
+            group: this rank's group; all groups of its kind exchange at the same time.
+            seconds: about the longest that this may take.
+            progress: called with the share of ``seconds`` that is used.
+        """
+        timings: list[Timing] = []
+        left = seconds
+        for count in sorted({-(-size // ELEMENT // group.size()) for size in self._sizes}):
+            elements = count * group.size()
+            call = partial(COLLECTIVES[name], self._whole[:elements], self._part[:count], group)
+            if len(timings) >= 2 and timings[-1].first * elements / timings[-1].elements > left:
+                break
+            if not timings:
+                self._timed(call, WARM_UP)
+            (first,) = self._slowest([self._timed(call, 1)])
+            if first < BLOCK:
+                first = min(first, *self._slowest([self._timed(call, 1) for _ in range(3)]))
+            timings.append(Timing(call, elements, first))
+            left -= first
+            progress(min(1 - left / seconds, 1.0))
+        for index in range(self._rounds):
+            todo = [timing for timing in timings if index < timing.wanted]
+            while todo and sum(timing.first * timing.repeat for timing in todo) > left:
+                todo.pop()
+            blocks = self._slowest([self._timed(timing.call, timing.repeat) for timing in todo])
+            for timing, block in zip(todo, blocks, strict=True):
+                timing.blocks.append(block)
+                left -= block * timing.repeat
+            progress(min(1 - left / seconds, 1.0))
+        points = [(timing.num_bytes, round(timing.seconds, 9)) for timing in timings]
+        return Curve.fit(points), left
+
+    def _timed(self, call: Callable[[], object], repeat: int) -> float:
+        """Seconds of one of ``repeat`` calls in a row, behind a barrier."""
+        self._slowest([0.0])
+        start = perf_counter()
+        for _ in range(repeat):
+            call()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return (perf_counter() - start) / repeat
+
+    def _slowest(self, seconds: Sequence[float]) -> list[float]:
+        """The maximum over ranks of each value."""
+        times = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.world)
+        return [float(t) for t in times.tolist()]

@@ -1,0 +1,158 @@
+"""Simulate exchanges that share a network: in order, two at a time, each slowing the others down.
+
+It knows phases of exchanges and when ranks compute, not what is exchanged or computed.
+
+[Note: Two clocks]
+``time`` is seconds; ``work`` is the seconds that compute would have taken without exchanges. While
+an exchange is in flight, work advances ``1 + compute_slowdown`` times slower, on all ranks alike.
+What ranks do is therefore planned in work, and only the handful of starts and ends of exchanges
+connect the two clocks: a step of thousands of ranks costs hardly more than one of four.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+import numpy as np
+
+from slipstream.planner.comm_plan import Phase
+from slipstream.planner.cost import Contention
+from slipstream.planner.fit import Array
+
+IN_FLIGHT = 2
+"""Exchanges of a rank in flight at a time: gloo has two threads."""
+
+_INSTANT = 1e-10  # moments less than a nanosecond apart are one
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An exchange: the work at which the last rank has handed it over, and its phases."""
+
+    ready: float
+    phases: tuple[Phase, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """When an exchange started and ended, in time, and the work at its end."""
+
+    start: float
+    end: float
+    work: float
+
+
+IdleFrom = Callable[[Sequence[Completion | None]], Sequence[float]]
+"""From the exchanges completed so far (None: not yet) to the work at which each rank has nothing
+left to compute, ascending."""
+
+
+class Clock:
+    """Time as a function of work: piecewise linear, at the full rate after the last piece."""
+
+    def __init__(self) -> None:
+        self.time = self.work = 0.0
+        self._times, self._works = [0.0], [0.0]
+        self._line: tuple[Array, Array] | None = None  # as arrays, until the clock advances
+
+    def advance(self, seconds: float, rate: float) -> None:
+        """Let seconds pass while work advances at ``rate``."""
+        self.time += seconds
+        self.work += seconds * rate
+        self._times.append(self.time)
+        self._works.append(self.work)
+        self._line = None
+
+    def times_of(self, work: Array) -> Array:
+        """The times at which so much work was done."""
+        if self._line is None:
+            self._line = np.array(self._works), np.array(self._times)
+        times = np.interp(work, *self._line)
+        return np.asarray(times + np.maximum(work - self.work, 0.0) + np.minimum(work, 0.0))
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """An exchange in flight: the phases to come, and the seconds left of the present one."""
+
+    number: int
+    start: float
+    phases: list[Phase]
+    seconds_left: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.seconds_left = self.phases[0].seconds
+
+    def stretch(
+        self, others: Sequence[_InFlight], contention: Contention, computing: float
+    ) -> float:
+        """How many times as long the present phase takes as alone.
+
+        Args:
+            others: all exchanges in flight, this one among them.
+            contention: how much computing and exchanging slow each other down.
+            computing: the share of ranks that compute.
+        """
+        phase, phases = self.phases[0], [other.phases[0] for other in others]
+        if phase.network is not None:
+            demand = sum(p.demand for p in phases if p.network == phase.network)
+            shared = max(demand / max(phase.demand, 1.0), 1.0)
+            return shared * (1.0 + contention.exchange_slowdown * computing)
+        transfers = (p.seconds for p in phases if p.network is not None)
+        longest = max(transfers, default=0.0)
+        queued = min(contention.queue_share * longest, contention.queue_seconds)
+        slowed = 1.0 + contention.latency_slowdown * computing
+        return max(queued / max(phase.seconds, 1e-30), slowed)
+
+    def next_phase(self) -> bool:
+        """Begin the next phase; False if that was the last one."""
+        del self.phases[0]
+        self.seconds_left = self.phases[0].seconds if self.phases else 0.0
+        return bool(self.phases)
+
+
+def run(
+    jobs: Sequence[Job], clock: Clock, idle_from: IdleFrom, contention: Contention
+) -> list[Completion]:
+    """Run the jobs in order, and advance the clock to the end of the last one.
+
+    From event to event: between two of them no exchange begins, changes its phase or ends, and no
+    rank stops computing, so all rates are constant.
+
+    Args:
+        jobs: by ascending ``ready``.
+        clock: stands at the end of the previous jobs.
+        idle_from: tells when ranks stop computing.
+        contention: how much computing and exchanging slow each other down.
+    """
+    completions: list[Completion | None] = [None] * len(jobs)
+    flying: list[_InFlight] = []
+    idle, next_job = idle_from(completions), 0
+    while flying or next_job < len(jobs):
+        may_start = next_job < len(jobs) and len(flying) < IN_FLIGHT
+        if may_start and jobs[next_job].ready <= clock.work + _INSTANT:
+            flying.append(_InFlight(next_job, clock.time, list(jobs[next_job].phases)))
+            next_job += 1
+            continue
+        rate = 1.0 / (1.0 + contention.compute_slowdown) if flying else 1.0
+        num_idle = bisect_right(idle, clock.work + _INSTANT)
+        computing = 1.0 - num_idle / len(idle)
+        stretches = [one.stretch(flying, contention, computing) for one in flying]
+        seconds = (jobs[next_job].ready - clock.work) / rate if may_start else inf
+        if flying and num_idle < len(idle):
+            seconds = min(seconds, (idle[num_idle] - clock.work) / rate)
+        for one, stretch in zip(flying, stretches, strict=True):
+            seconds = min(seconds, one.seconds_left * stretch)
+        clock.advance(seconds, rate)
+        for one, stretch in zip(flying, stretches, strict=True):
+            one.seconds_left -= seconds / stretch
+        ended = [one for one in flying if one.seconds_left <= _INSTANT and not one.next_phase()]
+        for one in ended:
+            flying.remove(one)
+            completions[one.number] = Completion(one.start, clock.time, clock.work)
+        if ended:
+            idle = idle_from(completions)
+    return [completion for completion in completions if completion is not None]

@@ -1,0 +1,112 @@
+"""Read a trace for planning: its workload, and the network with the contention that explains it.
+
+What was measured of exchanges alone stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from math import log
+from statistics import fmean, median
+
+import numpy as np
+
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.contended_network import Clock
+from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.iteration import IterationModel
+from slipstream.planner.traced_step import complete_steps, in_flight
+from slipstream.planner.workload import Workload
+from slipstream.trace.event import Trace
+
+TRUST = 0.03
+"""How much better a replay must be before measured contention is given up for it: a change that
+makes things take ``x`` times as long must save ``(TRUST * log(x))**2`` of squared error. A trace
+may say little about a number, and would otherwise explain by it whatever the model lacks."""
+
+GRIDS = {
+    "exchange_slowdown": np.linspace(0.0, 3.0, 13),
+    "latency_slowdown": np.linspace(0.0, 12.0, 13),
+}
+"""The numbers that are fitted, and the values that are tried first."""
+
+_SWEEPS = 10
+
+
+def prepare(trace: Trace, network: NetworkProfile) -> tuple[Workload, NetworkProfile]:
+    """The workload of a trace, and the network with the contention that explains the trace.
+
+    The trace of a single process has no exchanges: every rank is assumed to be like it.
+
+    Raises:
+        ClusterError: the network was measured on another number of ranks.
+        TraceError: the trace lacks what a prediction needs.
+    """
+    workload = Workload.from_trace(trace, network)
+    if workload.num_ranks == 1:
+        return workload.for_ranks(network.world_size), network
+    return workload, fit_contention(workload, trace, network)
+
+
+def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) -> NetworkProfile:
+    """The network whose exchanges are slowed down by compute as much as in a trace.
+
+    ``compute_slowdown`` is not fitted: the workload was made by assuming it.
+
+    Args:
+        workload: that of the trace on this network.
+        trace: a measured one; its own plan is replayed.
+        network: where the fit starts.
+    """
+    plan = Plan.of_trace(trace, network.codecs)
+    seconds, ends = _observed(trace)
+    measured = {name: float(getattr(network, name)) for name in GRIDS}
+
+    def cost(values: Mapping[str, float]) -> float:
+        change = sum(log((1 + value) / (1 + measured[name])) ** 2 for name, value in values.items())
+        tried = network.model_copy(update=dict(values))
+        return _replay_error(workload, plan, tried, seconds, ends) + TRUST**2 * change
+
+    best, least = measured, cost(measured)
+    for sweep in range(_SWEEPS):  # one number after the other, on ever finer grids around the best
+        for name, grid in GRIDS.items():
+            near = grid if sweep == 0 else best[name] + (grid - grid.mean()) / 2**sweep
+            for value in np.unique(np.maximum(near, 0.0)).round(4).tolist():
+                tried = best | {name: value}
+                if (error := cost(tried)) < least - 1e-12:
+                    best, least = tried, error
+    return network.model_copy(update=best)
+
+
+def _replay_error(
+    workload: Workload,
+    plan: Plan,
+    network: NetworkProfile,
+    seconds: float,
+    ends: Mapping[str, float],
+) -> float:
+    """Mean squared difference between a replay and the observed trace, in iterations."""
+    model = IterationModel(workload, plan, network)
+    start, replayed = model.settle()
+    exchanges = model.run(start, Clock()).exchanges
+    replayed_ends = {task.name: one.end for task, one in zip(model.tasks, exchanges, strict=True)}
+    common = replayed_ends.keys() & ends.keys()
+    squares = [(replayed_ends[name] - ends[name]) ** 2 for name in common]
+    return ((replayed - seconds) ** 2 + (fmean(squares) if squares else 0.0)) / seconds**2
+
+
+def _observed(trace: Trace) -> tuple[float, dict[str, float]]:
+    """Seconds of an iteration, and when each exchange ended in it: medians over the steps.
+
+    The seconds are the mean over ranks: those of the slowest rank would also count the delay after
+    which it began the iteration.
+    """
+    seconds, ends = [], defaultdict(list)
+    for step in complete_steps(trace):
+        begin = min(one.start for one in step)
+        seconds.append(fmean(one.duration for one in step))
+        names = [event.name for event in step[0].exchanges]
+        for name, (_, end) in dict(zip(names, in_flight(step), strict=True)).items():
+            ends[name].append(end - begin)
+    return median(seconds), {name: median(times) for name, times in ends.items()}

@@ -1,0 +1,222 @@
+"""One simulated iteration on all ranks at once: what each computes, and what it waits for.
+
+Moments are *work* (see the note in ``contended_network``) in arrays with an entry a rank; only the
+completions of exchanges also know time.
+
+[Note: Where an iteration begins]
+Exchanges end on all ranks at once, and each rank then updates its parameters. In the long run a
+rank therefore begins an iteration by its own ``optimizer`` seconds later than the last exchange
+ended, and an iteration takes as long as it is to the next such end. ``settle`` finds that start, so
+that the first simulated iteration is as good as the hundredth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from slipstream.errors import StrategyError
+from slipstream.planner.comm_plan import Plan, comm_tasks, gather_tasks
+from slipstream.planner.contended_network import Clock, Completion, Job, run
+from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.fit import Array
+from slipstream.planner.workload import Workload
+
+_SETTLING = 4
+_SAME = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One batch: when a rank waits for it, begins forward, begins backward, and ends backward."""
+
+    waits: Array
+    forward: Array
+    backward: Array
+    ends: Array
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedIteration:
+    """The moments of one iteration.
+
+    ``ready`` has a column a gradient; ``handed_over`` one a task: when the rank gave it to the
+    network; ``decoded`` one a task that a codec made smaller. ``exchanges`` are the completions of
+    the tasks, ``gathers`` those of the all-gathers of parameters.
+    """
+
+    start: Array
+    passes: tuple[Pass, ...]
+    ready: Array
+    handed_over: Array
+    exchanges: tuple[Completion, ...]
+    decoded: Array
+    update: Array
+    end: Array
+    gathers: tuple[Completion, ...]
+
+
+class IterationModel:
+    """What all iterations of a workload under a plan have in common; `run` simulates one.
+
+    Raises:
+        StrategyError: the plan is for another number of gradients.
+        ClusterError: the transport needs a network that was not measured.
+    """
+
+    def __init__(self, workload: Workload, plan: Plan, network: NetworkProfile) -> None:
+        if plan.cuts[-1:] != (len(workload.gradients),):
+            raise StrategyError(
+                f"the plan's last cut is {plan.cuts[-1:]}, but there are {len(workload.gradients)} "
+                "gradients; the last cut must be their number"
+            )
+        self.workload = work = workload.for_ranks(network.world_size)
+        self.plan, self._network = plan, network
+        self.tasks = comm_tasks(work, plan, network)
+        self.gather_tasks = gather_tasks(work, plan, network)
+        self.optimizer = work.optimizer
+        if plan.transport == "sharded":
+            self.optimizer = work.optimizer / work.num_ranks
+        self._backward = work.backward + plan.recompute_share * work.forward
+        stretch = self._backward / np.maximum(work.backward, 1e-30)
+        self._ready = work.ready * stretch[:, None]
+        starts = [0, *plan.cuts[:-1]]
+        latest = np.maximum.reduceat(self._ready, starts, axis=1)
+        # Segments are handed over in order: none before the one ahead of it.
+        self._segments_ready = np.maximum.accumulate(latest, axis=1)
+        self._encode, self.decode_seconds = self._codec_seconds()
+
+    def settle(self) -> tuple[Array, float]:
+        """When ranks begin an iteration in the long run, and the seconds that it takes.
+
+        The first guess is right unless a rank is not ready when the last exchange has ended.
+        """
+        start = self.optimizer - self.optimizer.min()
+        for _ in range(_SETTLING):
+            clock = Clock()
+            end = clock.times_of(self.run(start, clock).end)
+            seconds = end - start
+            if np.ptp(seconds) <= _SAME:
+                break
+            start = end - end.min()
+        return start, float(seconds.max())
+
+    def run(self, start: Array, clock: Clock) -> SimulatedIteration:
+        """Simulate one iteration; the clock advances to its last completion.
+
+        Args:
+            start: the work at which each rank begins.
+            clock: stands at the last completion of the iteration before.
+        """
+        work, at = self.workload, start + self.workload.other
+        passes: list[Pass] = []
+        gathers: tuple[Completion, ...] = ()
+        for number in range(self.plan.accumulate):
+            loaded = at + work.data_wait
+            forward_ends = loaded + work.forward
+            if number == 0 and self.gather_tasks:
+                updated = float(start.max())
+                gathers, forward_ends = self._forward_under_gathers(loaded, updated, clock)
+            ends = forward_ends + self._backward
+            passes.append(Pass(at, loaded, forward_ends, ends))
+            at = ends
+        ready, handed_over, busy = self._hand_over(passes[-1])
+        if self.plan.overlap:
+            passes[-1] = replace(passes[-1], ends=busy)
+        exchanges = self._exchange(handed_over, busy, clock)
+        done = np.maximum(busy, max((one.work for one in exchanges), default=-np.inf))
+        decoded = self._decoded(busy, exchanges)
+        if decoded.size:
+            done = np.maximum(done, decoded[:, -1])
+        return SimulatedIteration(
+            start=start,
+            passes=tuple(passes),
+            ready=ready,
+            handed_over=handed_over,
+            exchanges=exchanges,
+            decoded=decoded,
+            update=done,
+            end=done + self.optimizer,
+            gathers=gathers,
+        )
+
+    def _codec_seconds(self) -> tuple[Array, Array]:
+        """Seconds to encode each task (0 for buffers), and to decode each one but buffers."""
+        codec = self.plan.codec
+        if codec is None:
+            return np.zeros(len(self.tasks)), np.zeros(0)
+        sizes = np.array([t.num_bytes for t in self.tasks if t.segment is not None], dtype=float)
+        encode = codec.startup + codec.encode * sizes
+        buffers = np.zeros(len(self.tasks) - len(sizes))  # they come first
+        return np.concatenate([buffers, encode]), codec.startup + codec.decode * sizes
+
+    def _hand_over(self, last: Pass) -> tuple[Array, Array, Array]:
+        """When gradients are ready, tasks handed over, and the computing thread has nothing to do.
+
+        Encoding is work of the thread that computes, so it delays everything after it.
+        """
+        begins, ends = last.backward[:, None], last.ends[:, None]
+        segments = np.array([-1 if t.segment is None else t.segment for t in self.tasks])
+        encoded = np.cumsum(self._encode)
+        if not len(segments):
+            return begins + self._ready, np.zeros((len(begins), 0)), last.ends
+        when = np.where(segments < 0, begins, begins + self._segments_ready[:, segments])
+        if not self.plan.overlap:
+            handed_over = np.where(segments < 0, begins, ends) + encoded
+            return begins + self._ready, handed_over, np.maximum(last.ends, handed_over[:, -1])
+        gradients = np.arange(self._ready.shape[1])
+        segment_of = np.searchsorted(np.array(self.plan.cuts), gradients, side="right")
+        first_task = np.searchsorted(segments, segment_of)  # of each gradient's segment
+        delay = np.concatenate([[0.0], encoded])[first_task]
+        return begins + self._ready + delay, when + encoded, last.ends + encoded[-1]
+
+    def _exchange(self, handed_over: Array, busy: Array, clock: Clock) -> tuple[Completion, ...]:
+        """Run the tasks; each starts when the last rank has handed it over."""
+        latest = handed_over.max(axis=0)
+        jobs = [Job(float(at), task.phases) for at, task in zip(latest, self.tasks, strict=True)]
+        idle = np.sort(busy).tolist()
+        return tuple(run(jobs, clock, lambda completions: idle, self._network))
+
+    def _decoded(self, busy: Array, exchanges: Sequence[Completion]) -> Array:
+        """When each task is decoded: in order, after backward and after its exchange."""
+        columns, at = [], busy
+        coded = exchanges[len(exchanges) - len(self.decode_seconds) :]  # all but buffers
+        for one, seconds in zip(coded, self.decode_seconds, strict=True):
+            at = np.maximum(at, one.work) + seconds
+            columns.append(at)
+        return np.stack(columns, axis=1) if columns else np.zeros((len(busy), 0))
+
+    def _forward_under_gathers(
+        self, loaded: Array, available: float, clock: Clock
+    ) -> tuple[tuple[Completion, ...], Array]:
+        """Completions of all-gathers, and the end of a forward that waits for each of them in turn.
+
+        A segment's layers are assumed to take the same share of forward as of backward.
+        """
+        gaps = np.diff(self._segments_ready, axis=1, prepend=0.0)[:, ::-1] + 1e-12
+        shares = self.workload.forward[:, None] * gaps / gaps.sum(axis=1, keepdims=True)
+        jobs = [Job(available, task.phases) for task in self.gather_tasks]
+        idle_from = partial(_idle_from, loaded, shares)
+        completions = run(jobs, clock, idle_from, self._network)
+        return tuple(completions), _forward_ends(loaded, shares, completions)
+
+
+def _forward_ends(loaded: Array, shares: Array, completions: Sequence[Completion | None]) -> Array:
+    """How far forward comes: it stops at the first segment that was not gathered."""
+    at, latest = loaded, -np.inf
+    for completion, share in zip(completions, shares.T, strict=True):
+        if completion is None:
+            break
+        latest = max(latest, completion.work)
+        at = np.maximum(at, latest) + share
+    return at
+
+
+def _idle_from(
+    loaded: Array, shares: Array, completions: Sequence[Completion | None]
+) -> Sequence[float]:
+    idle: list[float] = np.sort(_forward_ends(loaded, shares, completions)).tolist()
+    return idle

@@ -1,0 +1,192 @@
+"""Candidates and their ranking, on workloads and clusters made by hand."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from slipstream.errors import ClusterError
+from slipstream.gradients.layout import Gradient, plan_segments
+from slipstream.planner.candidates import candidates, label, optimal_split
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.contention_fit import prepare
+from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.ranking import rank, traced_strategy, what_if
+from slipstream.planner.simulate import simulate
+from slipstream.planner.workload import Workload
+from slipstream.strategy import ByIndex, Strategy
+from slipstream.trace import Trace
+from tests.planner.networks import MB, ethernet_profile
+
+SIZES = (2 * MB, 40 * MB, 4096, 9 * MB, 4096, 9 * MB, 4096, 2 * MB, 1 * MB, 4096, 64 * 1024)
+
+
+def workload(ranks: int = 4, sizes: tuple[int, ...] = SIZES, late: float = 0.0) -> Workload:
+    """Backward takes 0.5 s, a gradient an equal share; rank r starts ``r * late`` later."""
+    one = np.ones(ranks)
+    shares = np.linspace(0.5 / len(sizes), 0.5, len(sizes))
+    return Workload(
+        gradients=tuple(
+            Gradient(f"{i // 2}.{'wb'[i % 2]}", str(i // 2), size) for i, size in enumerate(sizes)
+        ),
+        data_wait=0.01 * one,
+        forward=0.2 * one + late * np.arange(ranks),
+        backward=0.5 * one,
+        ready=np.tile(shares, (ranks, 1)),
+        optimizer=0.05 * one,
+        other=0.01 * one,
+        samples=8 * one,
+    )
+
+
+_random = random.Random(1)
+UNEVEN = (
+    workload(sizes=tuple(int(10 ** _random.uniform(3, 7.6)) for _ in range(30))),
+    ethernet_profile(gigabits=2, latency=0.06),
+)
+SITUATIONS = {
+    "uneven gradients, slow starts": UNEVEN,
+    "four ranks": (workload(), ethernet_profile()),
+    "contention": (workload(late=0.02), ethernet_profile(slowdown=0.5)),
+    "a fast network": (workload(), ethernet_profile(gigabits=100)),
+    "a slow network": (workload(), ethernet_profile(gigabits=0.1)),
+    "one gradient": (workload(sizes=(MB,)), ethernet_profile()),
+    "two ranks, tiny gradients": (workload(2, (8, 8, 8)), ethernet_profile(2)),
+}
+
+
+@pytest.mark.parametrize(("work", "network"), SITUATIONS.values(), ids=SITUATIONS)
+def test_candidates_start_with_the_base_and_are_all_different(work, network) -> None:
+    base = Strategy.load({"gradients": {"split": "per_layer"}, "trace": {"steps": 7}})
+    strategies = candidates(work, network, base=base)
+    assert strategies[0] == base
+    assert {strategy.trace.steps for strategy in strategies} == {7}
+    assert {strategy.gradients.accumulate for strategy in strategies} == {1}
+    does = {
+        (plan_segments(work.gradients, s.gradients.split), s.gradients.overlap) for s in strategies
+    }
+    assert len(does) == len(strategies)
+    if len(work.gradients) == 1:
+        assert [s.gradients.overlap for s in strategies] == [True, False]
+    else:
+        kinds = {strategy.gradients.split.kind for strategy in strategies}
+        assert kinds >= {"per_layer", "per_gradient", "single"}
+
+
+@pytest.mark.parametrize(("work", "network"), SITUATIONS.values(), ids=SITUATIONS)
+def test_the_optimal_split_is_as_fast_as_any_fixed_one_with_fewer_segments(work, network) -> None:
+    predictions = rank(candidates(work, network), work, network)
+    best = min(predictions, key=lambda one: one.seconds)
+    [computed] = rank(
+        [Strategy.load({"gradients": {"split": optimal(work, network)}})], work, network
+    )
+    assert computed.seconds <= best.seconds * 1.002
+    no_worse = [one for one in predictions if one.seconds <= computed.seconds]
+    assert all(one.segments >= computed.segments for one in no_worse)
+
+
+def optimal(work: Workload, network: NetworkProfile) -> dict[str, object]:
+    return optimal_split(work, network, candidates(work, network)).document()
+
+
+def test_the_optimal_split_is_faster_where_exchanges_start_slowly() -> None:
+    work, network = UNEVEN
+    best, second = rank(candidates(work, network), work, network)[:2]
+    assert isinstance(best.strategy.gradients.split, ByIndex)
+    assert best.seconds < 0.99 * second.seconds
+    assert best.strategy == Strategy.from_yaml(best.strategy.to_yaml())
+
+
+def test_what_changes_the_batch_is_only_among_them_if_asked_for() -> None:
+    work, network = SITUATIONS["a slow network"]
+    base = Strategy.load({"gradients": {"accumulate": 2}})
+    predictions = rank(candidates(work, network, exact_only=False, base=base), work, network, base)
+    told = {(one.strategy.gradients.accumulate, one.exactness) for one in predictions}
+    assert told == {(2, "reordered"), (4, "reordered, batch x2"), (8, "reordered, batch x4")}
+    assert predictions[0].strategy.gradients.accumulate == 8  # least exchange a batch
+    for faster, slower in pairwise(predictions):
+        assert faster.per_batch <= slower.per_batch * 1.002
+
+
+def test_a_prediction_says_what_it_takes_and_gives() -> None:
+    work, network = SITUATIONS["four ranks"]
+    [one] = rank([Strategy.load("sequential")], work, network)
+    exchange = network.groups("world").all_reduce.seconds(sum(SIZES))
+    assert one.seconds == pytest.approx(0.77 + exchange, rel=0.02)
+    assert one.samples_per_second == pytest.approx(32 / one.seconds)
+    assert one.efficiency == pytest.approx(0.77 / one.seconds)
+    assert one.memory_bytes == sum(SIZES) + 4 * len(SIZES)
+    assert (one.segments, one.exactness) == (1, "reordered")
+
+
+def test_accumulation_is_compute_several_times_and_one_exchange() -> None:
+    work, network = SITUATIONS["four ranks"]
+    once, twice = (
+        rank([Strategy.load({"gradients": {"accumulate": n, "overlap": False}})], work, network)[0]
+        for n in (1, 2)
+    )
+    assert twice.seconds - once.seconds == pytest.approx(0.71)
+    assert twice.efficiency == pytest.approx(1.48 / twice.seconds)
+    assert twice.samples_per_second == pytest.approx(64 / twice.seconds)
+
+
+def test_more_nodes_cost_and_more_bandwidth_pays() -> None:
+    work, network = SITUATIONS["four ranks"]
+    by_nodes = what_if(Strategy(), work, network, nodes=(1, 2, 8, 64, 512))
+    assert [point.ranks for point in by_nodes] == [1, 2, 8, 64, 512]
+    efficiency = [point.prediction.efficiency for point in by_nodes]
+    assert efficiency[0] == pytest.approx(1)
+    assert all(fewer >= more for fewer, more in pairwise(efficiency))
+    rates = (1e8, 1e9, 1e10, 1e11)
+    by_rate = what_if(Strategy(), work, network, nodes=(4,), rates=rates)
+    assert [point.rate for point in by_rate] == list(rates)
+    speed = [point.prediction.samples_per_second for point in by_rate]
+    assert all(slower < faster for slower, faster in pairwise(speed))
+    assert speed[1] == pytest.approx(
+        rank([Strategy()], work, network)[0].samples_per_second, rel=0.05
+    )
+
+
+def test_a_trace_is_planned_from_as_it_was_recorded() -> None:
+    work, network = SITUATIONS["contention"]
+    strategy = Strategy.load({"gradients": {"split": "per_layer"}, "trace": {"steps": 3}})
+    trace = simulate(work, Plan.of(strategy, work.gradients), network, steps=3)
+    trace = Trace(trace.events, trace.meta | {"strategy": strategy.document(full=True)})
+    assert traced_strategy(trace) == Strategy.load({"gradients": {"split": "per_layer"}})
+    read_back, fitted = prepare(trace, network)
+    [replayed] = rank([strategy], read_back, fitted)
+    [asked] = rank([strategy], work, network)
+    assert replayed.seconds == pytest.approx(asked.seconds, rel=0.02)
+    assert replayed.samples_per_second == pytest.approx(asked.samples_per_second, rel=0.02)
+    with pytest.raises(ClusterError, match="8 ranks"):
+        prepare(trace, ethernet_profile(8))
+
+
+def test_a_split_that_was_found_in_the_run_is_the_one_that_its_trace_shows() -> None:
+    work, network = SITUATIONS["four ranks"]
+    trace = simulate(work, Plan((3, 7, len(SIZES))), network)
+    meta = trace.meta | {"strategy": {"gradients": {"split": "optimal", "overlap": False}}}
+    strategy = traced_strategy(Trace(trace.events, meta))
+    assert strategy.gradients.split == ByIndex(last=(2, 6, len(SIZES) - 1))
+    assert not strategy.gradients.overlap
+
+
+def test_the_trace_of_one_process_is_planned_for_all_ranks_of_the_cluster() -> None:
+    alone = workload(1)
+    trace = simulate(
+        alone, Plan.of(Strategy(), alone.gradients), ethernet_profile(4).scaled(1, 1, None)
+    )
+    work, network = prepare(trace, ethernet_profile(4))
+    assert work.num_ranks == network.world_size == 4
+    [one] = rank([Strategy.load("sequential")], work, network)
+    exchange = network.groups("world").all_reduce.seconds(sum(SIZES))
+    assert one.seconds == pytest.approx(0.77 + exchange, rel=0.05)
+
+
+def test_labels_tell_strategies_apart() -> None:
+    work, network = SITUATIONS["four ranks"]
+    strategies = candidates(work, network, exact_only=False)
+    assert len({label(strategy) for strategy in strategies}) == len(strategies)
