@@ -93,8 +93,8 @@ def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[st
 def _check_wrappable(path: str, module: nn.Module, setting: str) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise StrategyError(
-            f"{setting}: {path} is a ScriptModule, whose forward cannot be wrapped; build the model "
-            "without torch.jit.script"
+            f"{setting}: {path} is a ScriptModule, whose forward cannot be wrapped; build the "
+            "model without torch.jit.script"
         )
     if type(module).forward is nn.Module.forward:
         raise StrategyError(

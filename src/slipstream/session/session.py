@@ -451,9 +451,9 @@ class Session(Generic[M, O]):
         )
         rows = self._precision.rows(self.skipped) + rows
         if self._offloader is not None:
-            rows.insert(0, self._offloader.row)
+            rows[:0] = self._offloader.report_rows()
         if self._recomputed is not None:
-            rows.insert(0, self._recomputed.row)
+            rows[:0] = self._recomputed.report_rows()
         if self._shared is not None:
             rows.insert(0, self._shared.row)
         return plain_text(overview(self.strategy, rows))
