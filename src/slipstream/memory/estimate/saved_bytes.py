@@ -180,14 +180,7 @@ class _Counter:
     def saved(self) -> SavedStorages:
         """What was counted."""
         return SavedStorages(
-            dict(enumerate(self._sizes)),
-            {path: frozenset(numbers) for path, numbers in self._blocks.items()},
-            {path: frozenset(numbers) for path, numbers in self._inputs.items()},
-            {
-                path: {operation: frozenset(numbers) for operation, numbers in results.items()}
-                for path, results in self._results.items()
-            },
-            frozenset(self._elsewhere),
+            self._sizes, self._blocks, self._inputs, self._results, self._elsewhere
         )
 
     def _numbers_in(self, value: Any) -> set[int]:

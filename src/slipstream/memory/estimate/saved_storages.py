@@ -6,6 +6,7 @@ Pure: storages are numbers here, not tensors.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from slipstream.errors import StrategyError
@@ -19,18 +20,18 @@ class SavedStorages:
     """The storages that a forward saves for backward, as numbers.
 
     Attributes:
-        sizes: bytes of each storage.
+        sizes: bytes of each storage, by its number.
         blocks: by path of a block, what it saves.
         inputs: by path of a block, the storages of its input tensors.
         results: by path of a block, the storages of results that ``keep`` can name.
         elsewhere: what is saved outside of blocks.
     """
 
-    sizes: Mapping[int, int]
-    blocks: Mapping[str, frozenset[int]]
-    inputs: Mapping[str, frozenset[int]]
-    results: Mapping[str, Mapping[Operation, frozenset[int]]]
-    elsewhere: frozenset[int]
+    sizes: Sequence[int]
+    blocks: Mapping[str, AbstractSet[int]]
+    inputs: Mapping[str, AbstractSet[int]]
+    results: Mapping[str, Mapping[Operation, AbstractSet[int]]]
+    elsewhere: AbstractSet[int]
 
     def num_bytes(self, path: str | None) -> int:
         """Bytes that a block saves; None: that are saved outside of blocks."""
@@ -39,7 +40,8 @@ class SavedStorages:
     @property
     def largest(self) -> int:
         """Bytes of the largest saved storage."""
-        return max((self.sizes[s] for s in self.elsewhere.union(*self.blocks.values())), default=0)
+        saved = set(self.elsewhere).union(*self.blocks.values())
+        return max((self.sizes[storage] for storage in saved), default=0)
 
     def peak(
         self,
@@ -70,15 +72,15 @@ class SavedStorages:
         order = {path: number for number, path in enumerate(self.blocks)}
         parts = [*regions, *([path] for path in self.blocks if path not in in_region)]
         parts.sort(key=lambda part: order[part[0]])
-        kept, results = list[frozenset[int]](), list[frozenset[int]]()
+        kept, results = list[AbstractSet[int]](), list[AbstractSet[int]]()
         for part in parts:
             recomputed = part[0] in in_region
             kept.append(self.inputs[part[0]] if recomputed else self.blocks[part[0]])
-            results.append(self._results(part, keep) if recomputed else frozenset())
+            results.append(self._results(part, keep) if recomputed else set())
         peak = self._bytes_of(self.elsewhere)
         for number, part in enumerate(parts):
             first = 0 if offload is None else _first_resident(number, len(parts), offload)
-            resident = self.elsewhere.union(
+            resident = set(self.elsewhere).union(
                 *(self.blocks[path] for path in part),
                 *kept[first : number + 1],
                 *results[: number + 1],
@@ -89,11 +91,10 @@ class SavedStorages:
     def _bytes_of(self, storages: Iterable[int]) -> int:
         return sum(self.sizes[storage] for storage in storages)
 
-    def _results(self, paths: Iterable[str], keep: Sequence[Operation]) -> frozenset[int]:
+    def _results(self, paths: Iterable[str], keep: Sequence[Operation]) -> AbstractSet[int]:
         """Results of the operations in ``keep`` in these blocks."""
-        none: frozenset[int] = frozenset()
-        return none.union(
-            *(self.results[path].get(operation, none) for path in paths for operation in keep)
+        return set[int]().union(
+            *(self.results[path].get(operation, ()) for path in paths for operation in keep)
         )
 
 
