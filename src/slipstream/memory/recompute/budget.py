@@ -172,8 +172,7 @@ def cheapest(
 
 def _uniform_plans(count: int, borders: Collection[int]) -> Iterator[Parts]:
     """Regions of equal length, with the last blocks kept."""
-    for kept in range(count):
-        end = count - kept
+    for end in range(count, 0, -1):
         for length in range(1, min(end, 2 * isqrt(count)) + 1):
             yield (*segments(end, length, borders), *range(end, count))
 
@@ -214,8 +213,8 @@ class _ChainCosts:
         options = [(self.costs[first].saved + self.least_bytes(first + 1, last), first)]
         for end in self.region_ends(first, last):
             after = self.costs[end - 1].output + self.least_bytes(end, last)
-            ahead, again = self.outputs(first, end), self.least_bytes(first, end - 1)
-            options.append((max(ahead, after, again), end))
+            inner = self.least_bytes(first, end - 1)
+            options.append((max(self.outputs(first, end), inner, after), end))
         return min(options)
 
     def least_plan(self, first: int, last: int) -> Parts:

@@ -67,9 +67,9 @@ def _count_bytes(module: nn.Module, forward: Forward, call: Call) -> tuple[int, 
     """Bytes of the output, and of all that a forward keeps for backward, output included."""
     with SubstituteBuffers(buffers_of(module.modules()), module.modules()):
         call = _detached_copy(call)
+        ignored = storages_of((*call.tensors, *module.parameters(), *module.buffers()))
         output, saved = saved_storages(lambda: forward(*call.args, **call.kwargs))
         returned = storages_of(tensors(output))
-        ignored = storages_of((*call.tensors, *module.parameters(), *module.buffers()))
         kept = (saved | returned).items()
         return sum(returned.values()), sum(size for address, size in kept if address not in ignored)
 
@@ -78,8 +78,7 @@ def _time_run(
     module: nn.Module, forward: Forward, call: Call, device: torch.device
 ) -> tuple[float, float]:
     """Seconds of a forward and of its backward."""
-    # These hooks hide those around the measurement, such as those of offload, which would take
-    # part in it.
+    # These hooks hide outer ones, such as those of offload, whose copies must not be measured.
     keep_saved = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
     with SubstituteBuffers(buffers_of(module.modules()), module.modules()), keep_saved:
         call = _detached_copy(call)
