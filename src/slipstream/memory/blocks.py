@@ -115,14 +115,9 @@ def _outermost_blocks(
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """Members of a container, with repetitions; empty for any other module."""
-    match module:
-        case nn.ModuleDict():
-            return list(module.values())
-        case nn.ModuleList() | nn.Sequential():
-            return list(module)
-        case _:
-            return []
+    """Members of a container, with repetitions (unlike ``children()``); of other modules none."""
+    containers = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+    return [*module._modules.values()] if isinstance(module, containers) else []
 
 
 def _can_be_block(module: nn.Module) -> bool:

@@ -156,10 +156,11 @@ def test_a_full_disk_is_an_error_at_once(tmp_path, monkeypatch):
     store.close()
 
 
-@pytest.mark.parametrize("name", ["budget_bytes", "a share"])
-def test_a_budget_is_kept_and_named_in_errors(tmp_path, name):
-    store = DiskStore(tmp_path, 2**20, **({"budget_name": name} if name == "a share" else {}))
-    with pytest.raises(OffloadError, match=rf"0\.06 GiB would be needed, {name} is 0\.00 GiB"):
+def test_a_budget_is_kept_and_named_in_errors(tmp_path):
+    store = DiskStore(tmp_path, 2**20)
+    with pytest.raises(
+        OffloadError, match=r"0\.06 GiB would be needed, but the budget .* 0\.00 GiB"
+    ):
         store.put(some(), "x")
     store.close()
 

@@ -103,7 +103,7 @@ def _counted(
     finally:
         for override in reversed(overrides):
             override.remove()
-    return counter.saved()
+    return counter.saved
 
 
 def _check_plain(model: nn.Module) -> None:
@@ -133,30 +133,29 @@ class _Counter:
     Args:
         state: parameters and buffers, which do not count.
         device: type of the model's device.
+
+    Attributes:
+        saved: what was counted so far.
     """
 
     def __init__(self, state: Iterable[torch.Tensor], device: str) -> None:
         self._device = device
         self._state = WeakSet(tensor.untyped_storage() for tensor in state)
         self._numbers: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
-        self._sizes: list[int] = []
-        self._blocks: dict[str, set[int]] = {}
-        self._inputs: dict[str, set[int]] = {}
-        self._results: dict[str, dict[Operation, set[int]]] = {}
-        self._elsewhere: set[int] = set()
-        self._current = self._elsewhere  # where `pack` adds to
+        self.saved = SavedStorages()
+        self._current = self.saved.elsewhere  # where `pack` adds to
 
     def block_forward(
         self, path: str, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """The forward of a block, which notes its inputs, results and saved tensors."""
-        self._inputs.setdefault(path, set()).update(self._numbers_in((args, kwargs)))
-        results = self._results.setdefault(path, {})
+        self.saved.inputs.setdefault(path, set()).update(self._numbers_in((args, kwargs)))
+        results = self.saved.results.setdefault(path, {})
 
         def see(operation: Operation, result: Any) -> None:
             results.setdefault(operation, set()).update(self._numbers_in(result))
 
-        outer, self._current = self._current, self._blocks.setdefault(path, set())
+        outer, self._current = self._current, self.saved.blocks.setdefault(path, set())
         try:
             with selective.watch_operations(see):
                 return forward(*args, **kwargs)
@@ -177,12 +176,6 @@ class _Counter:
         if (number := self._number(tensor)) is not None:
             self._current.add(number)
 
-    def saved(self) -> SavedStorages:
-        """What was counted."""
-        return SavedStorages(
-            self._sizes, self._blocks, self._inputs, self._results, self._elsewhere
-        )
-
     def _numbers_in(self, value: Any) -> set[int]:
         """Numbers of the storages of all tensors in a nested value."""
         numbers = map(self._number, tensors(value))
@@ -196,8 +189,8 @@ class _Counter:
         if storage in self._state:
             return None
         if storage not in self._numbers:
-            self._numbers[storage] = len(self._sizes)
-            self._sizes.append(storage.nbytes())
+            self._numbers[storage] = len(self.saved.sizes)
+            self.saved.sizes.append(storage.nbytes())
         return self._numbers[storage]
 
 

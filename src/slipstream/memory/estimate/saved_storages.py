@@ -5,9 +5,8 @@ Pure: storages are numbers here, not tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from slipstream.errors import StrategyError
 from slipstream.strategy import Offload
@@ -27,11 +26,11 @@ class SavedStorages:
         elsewhere: what is saved outside of blocks.
     """
 
-    sizes: Sequence[int]
-    blocks: Mapping[str, AbstractSet[int]]
-    inputs: Mapping[str, AbstractSet[int]]
-    results: Mapping[str, Mapping[Operation, AbstractSet[int]]]
-    elsewhere: AbstractSet[int]
+    sizes: list[int] = field(default_factory=list)
+    blocks: dict[str, set[int]] = field(default_factory=dict)
+    inputs: dict[str, set[int]] = field(default_factory=dict)
+    results: dict[str, dict[Operation, set[int]]] = field(default_factory=dict)
+    elsewhere: set[int] = field(default_factory=set)
 
     def num_bytes(self, path: str | None) -> int:
         """Bytes that a block saves; None: that are saved outside of blocks."""
@@ -40,7 +39,7 @@ class SavedStorages:
     @property
     def largest(self) -> int:
         """Bytes of the largest saved storage."""
-        saved = set(self.elsewhere).union(*self.blocks.values())
+        saved = self.elsewhere.union(*self.blocks.values())
         return max((self.sizes[storage] for storage in saved), default=0)
 
     def peak(
@@ -72,7 +71,7 @@ class SavedStorages:
         order = {path: number for number, path in enumerate(self.blocks)}
         parts = [*regions, *([path] for path in self.blocks if path not in in_region)]
         parts.sort(key=lambda part: order[part[0]])
-        kept, results = list[AbstractSet[int]](), list[AbstractSet[int]]()
+        kept, results = list[set[int]](), list[set[int]]()
         for part in parts:
             recomputed = part[0] in in_region
             kept.append(self.inputs[part[0]] if recomputed else self.blocks[part[0]])
@@ -80,7 +79,7 @@ class SavedStorages:
         peak = self._bytes_of(self.elsewhere)
         for number, part in enumerate(parts):
             first = 0 if offload is None else _first_resident(number, len(parts), offload)
-            resident = set(self.elsewhere).union(
+            resident = self.elsewhere.union(
                 *(self.blocks[path] for path in part),
                 *kept[first : number + 1],
                 *results[: number + 1],
@@ -91,7 +90,7 @@ class SavedStorages:
     def _bytes_of(self, storages: Iterable[int]) -> int:
         return sum(self.sizes[storage] for storage in storages)
 
-    def _results(self, paths: Iterable[str], keep: Sequence[Operation]) -> AbstractSet[int]:
+    def _results(self, paths: Iterable[str], keep: Sequence[Operation]) -> set[int]:
         """Results of the operations in ``keep`` in these blocks."""
         return set[int]().union(
             *(self.results[path].get(operation, ()) for path in paths for operation in keep)

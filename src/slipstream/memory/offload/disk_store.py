@@ -49,7 +49,6 @@ class DiskStore:
         folder: of the file; None: the system's folder for temporary files.
         budget_bytes: limit of the file's size; None: the size of the disk.
         rank: of this process, for error messages.
-        budget_name: what ``budget_bytes`` is, for error messages.
 
     Raises:
         OffloadError: no file can be created in the folder; later: the disk is full or fails. Names
@@ -69,8 +68,6 @@ class DiskStore:
         folder: str | Path | None = None,
         budget_bytes: int | None = None,
         rank: int = 0,
-        *,
-        budget_name: str = "budget_bytes",
     ) -> None:
         self._folder = Path(tempfile.gettempdir() if folder is None else folder)
         self._rank = rank
@@ -83,7 +80,7 @@ class DiskStore:
                 f"{error.strerror}; name another folder: {{to: disk, folder: ...}}"
             ) from error
         self._slab_starts: list[int] = []  # positions in the file
-        self._slots = Slots(self._add_slab, SLAB_BYTES, budget_bytes, budget_name)
+        self._slots = Slots(self._add_slab, SLAB_BYTES, budget_bytes)
         self._dropped: deque[_Ticket] = deque()
         # Work that is queued holds the store; an executor ends its thread when it is collected.
         self._writer = ThreadPoolExecutor(1, "slipstream-offload-write")

@@ -52,25 +52,17 @@ class HostStore:
         device: the GPU.
         budget_bytes: limit of the host memory.
         rank: of this process, for error messages.
-        budget_name: what ``budget_bytes`` is, for error messages.
 
     Raises:
         OffloadError: the budget or host memory is exhausted; names the rank and the block whose
             activation it was.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        budget_bytes: int,
-        rank: int = 0,
-        *,
-        budget_name: str = "budget_bytes",
-    ) -> None:
+    def __init__(self, device: torch.device, budget_bytes: int, rank: int = 0) -> None:
         self._device, self._rank = device, rank
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._slabs: list[torch.Tensor] = []
-        self._slots = Slots(self._add_slab, 2**28, budget_bytes, budget_name)
+        self._slots = Slots(self._add_slab, 2**28, budget_bytes)
         self._dropped: deque[_Ticket] = deque()
         # Events before and after each wait of the compute stream, not yet added to the traffic.
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []

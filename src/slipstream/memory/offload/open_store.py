@@ -36,7 +36,6 @@ def open_store(
             f"{local_ranks} ranks of this host, of which {RESERVE:.0%} stays free; each rank needs "
             f"at least {MIN_BYTES / 2**30:.2f} GiB; free some space, or offload to another place"
         )
-    budget_name = "this rank's share of the free space"
     if config.to == "host":
-        return HostStore(device, budget, rank, budget_name=budget_name)
-    return DiskStore(config.folder, budget, rank, budget_name=budget_name)
+        return HostStore(device, budget, rank)
+    return DiskStore(config.folder, budget, rank)

@@ -32,7 +32,6 @@ class Slots:
         slab_bytes: size of a slab, unless one slot needs more; a power of two, to which torch
             rounds pinned memory up anyway.
         budget_bytes: limit of all slabs; None: none.
-        budget_name: what ``budget_bytes`` is, for error messages.
 
     Raises:
         MemoryError: from `take`: the budget is exhausted.
@@ -53,10 +52,9 @@ class Slots:
         add_slab: Callable[[int], None],
         slab_bytes: int,
         budget_bytes: int | None = None,
-        budget_name: str = "budget_bytes",
     ) -> None:
         self._add_slab, self._slab_bytes = add_slab, slab_bytes
-        self._budget, self._budget_name = budget_bytes, budget_name
+        self._budget = budget_bytes
         self._slabs: list[int] = []  # sizes
         self._used: list[int] = []  # bytes of each slab that slots cover, free ones included
         self._free: list[Slot] = []  # sorted, the smallest first
@@ -97,8 +95,8 @@ class Slots:
             needed = self.reserved_bytes + slab_bytes
             if self._budget is not None and needed > self._budget:
                 raise MemoryError(
-                    f"{needed / 2**30:.2f} GiB would be needed, {self._budget_name} is "
-                    f"{self._budget / 2**30:.2f} GiB"
+                    f"{needed / 2**30:.2f} GiB would be needed, but the budget (a rank's share of "
+                    f"the free space) is {self._budget / 2**30:.2f} GiB"
                 )
             self._add_slab(slab_bytes)
             self._slabs.append(slab_bytes)
