@@ -40,7 +40,7 @@ from transformers import (
 from slipstream.memory import recompute
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.recompute.budget import peak_bytes, segments
-from slipstream.memory.recompute.measure import Saved
+from slipstream.memory.recompute.measure import saved_storages, storages_of
 from slipstream.strategy import Memory
 
 Batch = dict[str, torch.Tensor]
@@ -95,10 +95,17 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
 
 def kept_bytes(model: nn.Module, batch: Batch) -> int:
     """What a forward keeps for backward, without parameters."""
-    with Saved([*model.parameters(), *model.buffers(), *batch.values()]) as saved:
-        loss = model(**batch).loss
-    found = saved.num_bytes
-    del loss
+    return saved_bytes(model, batch, [*model.buffers(), *batch.values()])
+
+
+def saved_bytes(
+    module: nn.Module, inputs: Mapping[str, torch.Tensor], ignored: list[torch.Tensor]
+) -> int:
+    """Bytes that a forward of a module saves, without its parameters and what is ignored."""
+    output, storages = saved_storages(lambda: module(**inputs))
+    own = storages_of([*module.parameters(), *ignored])
+    found = sum(size for address, size in storages.items() if address not in own)
+    del output  # the graph, which kept the addresses unique
     return found
 
 
@@ -128,10 +135,7 @@ def batches() -> dict[str, Any]:
     every = kept_bytes(model, one)
     block = model.bert.encoder.layer[0]
     hidden = torch.randn(1, 512, 1024, requires_grad=True)
-    with Saved([*block.parameters(), hidden]) as saved:
-        output = block(hidden)
-    one_block = saved.num_bytes
-    del output
+    one_block = saved_bytes(block, {"hidden_states": hidden}, [hidden])
     recomputed = recompute(model, config_of({"every": 1}))
     kept = kept_bytes(model, one)
     recomputed.close()

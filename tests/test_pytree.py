@@ -64,8 +64,8 @@ def test_containers_stay_what_they_are_and_are_copied() -> None:
     assert found[4].logits is found[4]["logits"] is found[4][0]
 
 
-def test_what_has_no_tensor_to_change_stays_the_same_object() -> None:
-    """A dataclass in which a model notes something is still the caller's."""
+def test_containers_without_a_changed_tensor_stay_the_same_object() -> None:
+    """A model may write into a dataclass that its caller reads."""
     kept = [Batch(torch.ones(1)), Batch, Layer(torch.ones(1)), Frozen(Batch(torch.ones(1)))]
     found = mapped(kept, lambda x: x)
     assert all(a is b for a, b in zip(kept, found, strict=True))

@@ -1,6 +1,7 @@
-"""Tensors in tuples, lists, mappings and dataclasses, as models take and return them.
+"""Apply functions to the tensors in nested tuples, lists, mappings and dataclasses.
 
-Never changes what it gets: containers are copied.
+Inputs are never modified: containers are copied. ``torch.utils._pytree`` is private and knows
+neither plain dataclasses nor ``UserDict``.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ def mapped(
     value: Any,
     change: Callable[[Any], Any],
     kind: type = torch.Tensor,
-    known: dict[int, Any] | None = None,
+    copies: dict[int, Any] | None = None,
 ) -> Any:
-    """``value`` with ``change`` applied to each ``kind`` in its tuples, lists, mappings and
-    dataclasses; tuples and dataclasses in which nothing changes stay the same objects.
+    """Return ``value`` with ``change`` applied to each ``kind`` in it.
 
-    What refers to one container twice, or to itself, does so in the copy (``known``: the copies of
-    containers by their id, so far).
+    Descends into tuples, lists, mappings and dataclasses and copies them; a tuple or dataclass in
+    which nothing changes is returned as it is. Containers that are referenced twice, or that
+    contain themselves, have the same structure in the copy.
+
+    Args:
+        value: any object.
+        change: called with each instance of ``kind``.
+        kind: the class to look for.
+        copies: copies made so far by the id of their original; for the recursion.
 
     Example:
         >>> mapped({"a": (torch.ones(2), 3)}, lambda x: tuple(x.shape))
@@ -32,26 +39,27 @@ def mapped(
     """
     if isinstance(value, kind):
         return change(value)
-    known = {} if known is None else known
-    if id(value) in known:
-        return known[id(value)]
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)]
 
     def each(item: Any) -> Any:
-        return mapped(item, change, kind, known)
+        return mapped(item, change, kind, copies)
 
+    # Copies of mutable containers are registered before the descent, which may meet them again.
     if isinstance(value, dict | UserDict):
-        known[id(value)] = found = copy.copy(value)
+        copies[id(value)] = mapping = copy.copy(value)
         for key, item in value.items():
-            found[key] = each(item)
+            mapping[key] = each(item)
     elif isinstance(value, list):
-        known[id(value)] = other = copy.copy(value)
-        other[:] = map(each, value)
+        copies[id(value)] = items = copy.copy(value)  # keeps attributes of subclasses
+        items[:] = map(each, value)
     elif isinstance(value, tuple):
-        known[id(value)] = _mapped_tuple(value, each)
+        copies[id(value)] = _mapped_tuple(value, each)
     elif is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
-        known[id(value)] = copy.copy(value)
-        known[id(value)] = _mapped_fields(value, known[id(value)], each)
-    return known.get(id(value), value)
+        copies[id(value)] = copy.copy(value)
+        copies[id(value)] = _mapped_fields(value, copies[id(value)], each)
+    return copies.get(id(value), value)
 
 
 def _mapped_tuple(value: tuple[Any, ...], each: Callable[[Any], Any]) -> tuple[Any, ...]:
@@ -61,24 +69,24 @@ def _mapped_tuple(value: tuple[Any, ...], each: Callable[[Any], Any]) -> tuple[A
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def _mapped_fields(value: Any, found: Any, each: Callable[[Any], Any]) -> Any:
-    """A dataclass, also a frozen one and with fields that it sets itself; in its copy ``found``."""
+def _mapped_fields(value: Any, clone: Any, each: Callable[[Any], Any]) -> Any:
+    """Fill ``clone``, a copy of the dataclass ``value``; return ``value`` if no field changes."""
     before = {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
     after = {name: each(item) for name, item in before.items()}
     if all(after[name] is item for name, item in before.items()):
         return value
     for name, item in after.items():
-        object.__setattr__(found, name, item)
-    return found
+        object.__setattr__(clone, name, item)  # the dataclass may be frozen
+    return clone
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in tuples, lists, mappings and dataclasses, in order."""
-    found: list[torch.Tensor] = []
+    """List the tensors in nested tuples, lists, mappings and dataclasses, in order."""
+    seen: list[torch.Tensor] = []
 
     def see(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
-        return tensor  # for containers that look at what they get
+        seen.append(tensor)
+        return tensor  # containers such as PackedSequence inspect what they are built from
 
     mapped(value, see)
-    return found
+    return seen

@@ -1,4 +1,4 @@
-"""Pinned memory and side streams: nothing is overwritten before it is read, whatever is slow."""
+"""Pinned memory and side streams: no memory is overwritten before it is read, whatever is slow."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream.memory import offload
 from slipstream.memory.offload.host_store import HostStore
-from slipstream.memory.offload.offload import offload
 from slipstream.strategy import Offload
 from tests.memory.models import MODELS
 
@@ -24,7 +24,7 @@ def cuda() -> torch.device:
 
 
 class Delayed(HostStore):
-    """Stands still before it copies in one direction."""
+    """Delays the copies of one direction, or the computation."""
 
     def __init__(self, slow: str) -> None:
         super().__init__(cuda(), budget_bytes=2**33)
@@ -53,7 +53,7 @@ def filled(value: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("slow", SLOW)
-def test_memory_of_what_left_is_not_overwritten_too_early(slow):
+def test_memory_of_offloaded_tensors_is_not_overwritten_too_early(slow):
     store = Delayed(slow)
     tickets = []
     for value in range(8):
@@ -70,7 +70,7 @@ def test_memory_of_what_left_is_not_overwritten_too_early(slow):
 
 
 @pytest.mark.parametrize("slow", SLOW)
-def test_memory_that_is_filled_is_not_still_in_use(slow):
+def test_memory_that_a_fetch_fills_is_not_still_in_use(slow):
     store = Delayed(slow)
     ticket = store.put(filled(1), "x")
     store.settle(ticket)
@@ -87,7 +87,7 @@ def test_memory_that_is_filled_is_not_still_in_use(slow):
 
 
 @pytest.mark.parametrize("slow", SLOW)
-def test_what_was_fetched_and_dropped_unread_harms_nobody(slow):
+def test_fetched_and_dropped_unread(slow):
     store = Delayed(slow)
     for _ in range(4):
         ticket = store.put(filled(1), "x")
@@ -103,7 +103,7 @@ def test_what_was_fetched_and_dropped_unread_harms_nobody(slow):
     store.close()
 
 
-def test_the_computation_does_not_wait_on_the_host():
+def test_the_host_does_not_wait():
     store = Delayed("out")
     store.drop(store.put(filled(0), "x"))  # to pin memory takes long
     torch.cuda.synchronize()
@@ -146,7 +146,7 @@ def test_pinned_memory_is_reused():
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.filterwarnings("ignore")  # of what torch cannot make deterministic
 @pytest.mark.parametrize("name", ["bert", "gpt2", "swin"])  # max-pooling adds in any order
-def test_bitwise_equal_to_the_plain_run(name, slow):
+def test_training_is_bitwise_the_same(name, slow):
     def trained(config: Offload | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = MODELS[name].build().cuda().train()

@@ -142,6 +142,16 @@ class Collected(Blocks):
         return F.cross_entropy(self.head(torch.stack(states).sum(0)), y)
 
 
+class Twice(Blocks):
+    """Calls every block twice."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in (*self.blocks, *self.blocks):
+            x = block(x, scale=self.scale)
+        return F.cross_entropy(self.head(x), y)
+
+
 class Attention(nn.Module):
     """Fused attention without dropout, and a dropout behind it."""
 
@@ -191,3 +201,12 @@ MODELS = {
     "collected": Case(Collected, rows, "blocks.*", 4),
     "attentive": Case(Attentive, rows, "blocks.*", 4),
 }
+
+REAL = ("bert", "gpt2", "resnet", "swin")
+"""Those of transformers."""
+
+
+def built(name: str) -> nn.Module:
+    """A model in training mode, the same each time."""
+    torch.manual_seed(0)
+    return MODELS[name].build().train()

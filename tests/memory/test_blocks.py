@@ -1,4 +1,4 @@
-"""Repeated blocks are found wherever models put them, and patterns name what they say."""
+"""Repeated blocks are found wherever models put them, and patterns match paths."""
 
 from __future__ import annotations
 
@@ -167,12 +167,12 @@ def test_nothing_repeats(build: Callable[[], nn.Module]) -> None:
         recompute(model, Every())
 
 
-def test_blocks_that_stand_in_two_lists_are_computed_again_once_a_call() -> None:
+def test_a_block_in_two_lists_is_recomputed_once_a_call() -> None:
     grads: list[Any] = []
-    for wish in (None, Every()):
+    for config in (None, Every()):
         torch.manual_seed(0)
         model = Shared()
-        recomputed = recompute(model, wish) if wish is not None else None
+        recomputed = recompute(model, config) if config is not None else None
         calls = forwards(model.encoder[0].linear)
         model(torch.ones(3, 2)).sum().backward()
         grads.append([p.grad for p in model.parameters()])
@@ -203,27 +203,32 @@ def test_patterns(patterns: list[str], found: list[str]) -> None:
     assert matching(NAMED, patterns, "here") == found
 
 
-def test_any_path_names_a_module_that_stands_in_several_places() -> None:
+def test_any_of_its_paths_names_a_module() -> None:
     for patterns in (["decoder.*"], ["*coder.*"], ["decoder.0", "encoder.0", "decoder.1"]):
         assert matching(Shared(), patterns, "here") == ["encoder.0", "encoder.1"]
-    with pytest.raises(StrategyError, match=r"encoder\.0\.linear \(of .* is inside of encoder\.0"):
+    with pytest.raises(
+        StrategyError, match=r"encoder\.0\.linear \(matched by .* is inside of encoder\.0"
+    ):
         matching(Shared(), ["encoder.0", "decoder.0.linear"], "here")
 
 
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        (["block.*"], "here: no module matches 'block.*'; near it: blocks"),
-        (["heads"], "here: no module matches 'heads'; near it: head"),
-        (["Blocks.one"], "here: no module matches 'Blocks.one'; near it: blocks.one"),
-        (["head", "zzz"], "here: no module matches 'zzz'; near it: embed, blocks, blocks.one"),
+        (["block.*"], "here: no module matches 'block.*'; nearest: blocks"),
+        (["heads"], "here: no module matches 'heads'; nearest: head"),
+        (["Blocks.one"], "here: no module matches 'Blocks.one'; nearest: blocks.one"),
+        (["head", "zzz"], "here: no module matches 'zzz'; nearest: embed, blocks, blocks.one"),
         ([""], "here: no module matches ''"),
-        (["blocks"], "here: blocks is a ModuleDict, which is never called; name the modules"),
+        (["blocks"], "here: blocks is a ModuleDict, which is never called; name its members"),
         (["*"], "here: blocks is a ModuleDict"),
-        (["blocks.*", "*.0"], "here: blocks.other.0 (of '*.0') is inside of blocks.other (of "),
+        (
+            ["blocks.*", "*.0"],
+            "here: blocks.other.0 (matched by '*.0') is inside of blocks.other (matched by ",
+        ),
     ],
 )
-def test_what_patterns_do_not_name(patterns: list[str], said: str) -> None:
+def test_invalid_patterns_are_refused(patterns: list[str], said: str) -> None:
     with pytest.raises(StrategyError) as told:
         matching(NAMED, patterns, "here")
     assert str(told.value).startswith(said)

@@ -1,4 +1,4 @@
-"""Recomputation under ``accelerate()``: on one and on several ranks, with layers split and cut."""
+"""Recomputation under ``accelerate()``: on one rank and two, with tensor and pipeline parallel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.composed import composed
 from tests.harness.ranks import Ranks
 from tests.memory.models import MODELS, Blocks, forwards, rows
 
-module = import_module("slipstream.memory.recompute.recompute")
+module = import_module("slipstream.memory.recompute.region_planner")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def check_same(name: str, strategy: dict[str, Any], recompute: dict[str, Any]) -
     plain, _ = trained(name, strategy)
     found, report = trained(name, strategy | {"memory": {"recompute": recompute}})
     assert [key for key in plain if not torch.equal(found[key], plain[key])] == []
-    assert "computed again" in report
+    assert "modules recomputed" in report
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet", "swin"])
@@ -68,7 +68,7 @@ def test_bitwise_as_without_on_two_ranks(two: Ranks, name: str, recompute: Any) 
 
 @pytest.mark.parametrize("recompute", [{"every": 1}, {"every": 2}, {"budget": 0.5}], ids=str)
 @pytest.mark.parametrize("sequence", [False, True])
-def test_bitwise_as_without_where_layers_are_split(
+def test_bitwise_as_without_with_tensor_parallel(
     two: Ranks, recompute: Any, sequence: bool
 ) -> None:
     tensor = {"ranks": 2, "sequence": sequence}
@@ -107,15 +107,15 @@ def in_stages(schedule: str) -> int:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_bitwise_as_without_where_the_chain_is_cut(two: Ranks, schedule: str) -> None:
+def test_bitwise_as_without_with_pipeline_parallel(two: Ranks, schedule: str) -> None:
     # a block of one of the ranks at least: each of 6 micro-batches runs once more
     assert 6 in two.run(in_stages, schedule)
 
 
-def measured_otherwise(*args: Any) -> Cost:
+def measured_differently(*args: Any) -> Cost:
     """On rank 0 the first blocks are slow, on others the last."""
-    measured_otherwise.count += 1  # type: ignore[attr-defined]
-    place = measured_otherwise.count  # type: ignore[attr-defined]
+    measured_differently.count += 1  # type: ignore[attr-defined]
+    place = measured_differently.count  # type: ignore[attr-defined]
     found = measure(*args)
     speed = place if dist.get_rank() else 10 - place
     return Cost(float(speed), 1.0, found.output, found.saved)
@@ -127,10 +127,10 @@ def agreed() -> tuple[Any, Any]:
 
     plans = []
     for shared in (False, True):
-        measured_otherwise.count = 0  # type: ignore[attr-defined]
+        measured_differently.count = 0  # type: ignore[attr-defined]
         torch.manual_seed(0)
         model = Blocks().train()
-        with patch.object(module, "measure", measured_otherwise):
+        with patch.object(module, "measure", measured_differently):
             if not shared:
                 alone = recompute(model, Budget(budget=0.6))
                 model(**rows(0)).backward()
@@ -147,25 +147,25 @@ def agreed() -> tuple[Any, Any]:
     return plans[0], plans[1]
 
 
-def test_ranks_follow_the_plan_of_the_first(two: Ranks) -> None:
+def test_all_ranks_use_the_plan_of_the_first(two: Ranks) -> None:
     (alone, shared), (other_alone, other_shared) = two.run(agreed)
     assert alone != other_alone
     assert shared == other_shared == alone
 
 
-def too_little() -> None:
+def too_low_a_budget() -> None:
     trained("gpt2", {"memory": {"recompute": {"budget_bytes": 1000}}})
 
 
-def test_too_low_a_budget_is_refused_on_all_ranks_alike(two: Ranks) -> None:
-    said = {str(error) for error in two.fail(too_little).values()}
+def test_too_low_a_budget_is_refused_alike_on_all_ranks(two: Ranks) -> None:
+    said = {str(error) for error in two.fail(too_low_a_budget).values()}
     assert len(said) == 1
     assert "memory.recompute.budget_bytes: a budget of 1000 bytes" in said.pop()
 
 
 WRONG = {
-    "nothing matches": ({"memory": {"recompute": {"checkpoints": ["layer.*"]}}}, "near it:"),
-    "a region over a cut": (
+    "nothing matches": ({"memory": {"recompute": {"checkpoints": ["layer.*"]}}}, "nearest:"),
+    "a region across pipeline stages": (
         {
             "parallel": {"pipeline": {"ranks": 2, "cut": ["transformer.h.2"]}},
             "memory": {"recompute": {"budget": 0.5}},
@@ -180,14 +180,14 @@ def refused(strategy: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("strategy", "words"), WRONG.values(), ids=WRONG)
-def test_what_does_not_fit_is_refused_before_training(
+def test_invalid_strategies_are_refused_before_training(
     two: Ranks, strategy: Any, words: str
 ) -> None:
     for error in two.fail(refused, strategy).values():
         assert words in str(error)
 
 
-def test_one_process_needs_nobody_to_agree() -> None:
+def test_a_single_process() -> None:
     check_same("bert", {}, {"budget": 0.5})
     with pytest.raises(StrategyError, match=r"no module matches 'bert\.layer'"):
         trained("bert", {"memory": {"recompute": {"checkpoints": ["bert.layer"]}}})

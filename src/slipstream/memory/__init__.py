@@ -1,5 +1,8 @@
-"""Less memory for activations: computed again in backward instead of kept, or away until then; and
-what training takes before it runs. Exactness: bitwise.
+"""Reduce the memory of activations, and estimate what training needs. Exactness: bitwise.
+
+Three independent techniques: `recompute` runs blocks again in backward instead of keeping their
+activations, `offload` moves activations to the host or a disk until backward, `estimate` and
+`max_batch` predict memory before training.
 """
 
 from slipstream.memory.estimate.estimate import Estimate, estimate, optimizer_bytes

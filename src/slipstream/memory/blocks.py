@@ -1,6 +1,6 @@
-"""The repeated blocks of a model, and the modules that patterns name.
+"""Find the repeated blocks of a model, and the modules that path patterns name.
 
-Never runs the model: this is read off its modules, in the order in which they are registered.
+Reads the registered modules; never runs the model.
 """
 
 from __future__ import annotations
@@ -21,111 +21,117 @@ _Shape = tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...]], ...]]
 def blocks_of(model: nn.Module) -> list[str]:
     """Paths of the repeated blocks: the layers of a transformer, the residual blocks of a ResNet.
 
-    A block is a child of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` whose class occurs
-    there twice with parameters of the same shapes, here or elsewhere in the model; only the
-    outermost count. One that stands in several places has the first of its paths.
+    A block is a member of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` whose class occurs at
+    least twice with parameters of the same shapes in one such container of the model. Only
+    outermost blocks count. A block that is registered in several places has its first path.
 
     Example:
         >>> layers = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)]
         >>> blocks_of(nn.Sequential(nn.Linear(4, 8), nn.ModuleList(layers)))
         ['1.0', '1.1', '1.2']
     """
-    classes: set[type[nn.Module]] = set()
+    repeated: set[type[nn.Module]] = set()
     for module in model.modules():
-        shapes = Counter(_shape(member) for member in _members(module) if _may_repeat(member))
-        classes.update(kind for (kind, _), count in shapes.items() if count > 1)
-    found: dict[nn.Module, str] = {}
-    for path, block in _found(model, "", classes):
-        found.setdefault(block, path)
-    return list(found.values())
+        shapes = Counter(_shape(member) for member in _members(module) if _can_be_block(member))
+        repeated.update(kind for (kind, _), count in shapes.items() if count > 1)
+    paths: dict[nn.Module, str] = {}
+    for path, block in _outermost_blocks(model, "", repeated):
+        paths.setdefault(block, path)
+    return list(paths.values())
 
 
 def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[str]:
-    """Paths of the modules that ``patterns`` name, in the order of ``model.named_modules()``.
+    """Paths of the modules that ``patterns`` match, in the order of ``model.named_modules()``.
 
-    ``*`` and ``?`` stand for anything; of modules inside one another that one pattern names the
-    outermost counts. One that stands in several places may be named by any of its paths.
+    Patterns are those of ``fnmatch`` (``*``, ``?``, ``[...]``). If one pattern matches a module and
+    its submodules, only the outermost counts. A module that is registered in several places may be
+    named by any of its paths.
 
     Args:
-        model: not named itself by any pattern.
-        patterns: of paths.
-        setting: where they were written, for messages.
+        model: its root is not matched by any pattern.
+        patterns: of module paths.
+        setting: where the patterns were written, for error messages.
 
     Raises:
-        StrategyError: a pattern that no module matches (names the nearest), one that names a list
-            that is never called or a ScriptModule, or modules inside one another.
+        StrategyError: a pattern matches nothing (the message names the nearest paths), matches a
+            container that is never called or a ScriptModule, or two patterns match a module and
+            one of its submodules.
 
     Example:
         >>> matching(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), ["?"], "here")
         ['0', '1']
     """
-    paths = {path: module for path, module in model.named_modules() if path}
-    first = {module: path for path, module in paths.items()}
-    every = model.named_modules(remove_duplicate=False)
-    places = {place: first[module] for place, module in every if module in first}
-    found: dict[str, str] = {}
+    modules = {path: module for path, module in model.named_modules() if path}
+    first_path = {module: path for path, module in modules.items()}
+    canonical = {
+        path: first_path[module]
+        for path, module in model.named_modules(remove_duplicate=False)
+        if module in first_path
+    }
+    pattern_of: dict[str, str] = {}
     for pattern in patterns:
-        named = _outermost([path for place, path in places.items() if fnmatchcase(place, pattern)])
-        if not named:
-            near = get_close_matches(pattern.replace("*", ""), places, 3, cutoff=0.3)
+        matches = _outermost([c for path, c in canonical.items() if fnmatchcase(path, pattern)])
+        if not matches:
+            near = get_close_matches(pattern.replace("*", ""), canonical, 3, cutoff=0.3)
             raise StrategyError(
                 f"{setting}: no module matches {pattern!r}; "
-                f"near it: {', '.join(near or list(paths)[:3])}"
+                f"nearest: {', '.join(near or list(modules)[:3])}"
             )
-        for path in named:
-            if isinstance(paths[path], torch.jit.ScriptModule):
+        for path in matches:
+            _check_wrappable(path, modules[path], setting)
+            pattern_of.setdefault(path, pattern)
+    for path, pattern in pattern_of.items():
+        for parent in _parents(path):
+            if parent in pattern_of:
                 raise StrategyError(
-                    f"{setting}: {path} is a ScriptModule, around whose forward nothing can be "
-                    "put; build the model without torch.jit.script"
+                    f"{setting}: {path} (matched by {pattern!r}) is inside of {parent} (matched by "
+                    f"{pattern_of[parent]!r}); name only one of the two"
                 )
-            if type(paths[path]).forward is nn.Module.forward:
-                raise StrategyError(
-                    f"{setting}: {path} is a {type(paths[path]).__name__}, which is never called; "
-                    f"name the modules in it: {path}.*"
-                )
-            found.setdefault(path, pattern)
-    for path, pattern in found.items():
-        for outer in _around(path):
-            if outer in found:
-                raise StrategyError(
-                    f"{setting}: {path} (of {pattern!r}) is inside of {outer} (of "
-                    f"{found[outer]!r}); name one of the two"
-                )
-    return [path for path in paths if path in found]
+    return [path for path in modules if path in pattern_of]
 
 
-def _found(
-    module: nn.Module, path: str, classes: set[type[nn.Module]]
+def _check_wrappable(path: str, module: nn.Module, setting: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise StrategyError(
+            f"{setting}: {path} is a ScriptModule, whose forward cannot be wrapped; build the "
+            "model without torch.jit.script"
+        )
+    if type(module).forward is nn.Module.forward:
+        raise StrategyError(
+            f"{setting}: {path} is a {type(module).__name__}, which is never called; name its "
+            f"members instead: {path}.*"
+        )
+
+
+def _outermost_blocks(
+    module: nn.Module, path: str, repeated: set[type[nn.Module]]
 ) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        inner = f"{path}.{name}".removeprefix(".")
-        if _members(module) and type(child) in classes and _may_repeat(child):
-            yield inner, child
+        child_path = f"{path}.{name}".removeprefix(".")
+        if _members(module) and type(child) in repeated and _can_be_block(child):
+            yield child_path, child
         else:
-            yield from _found(child, inner, classes)
+            yield from _outermost_blocks(child, child_path, repeated)
 
 
 def _members(module: nn.Module) -> list[nn.Module]:
-    """Of a list of modules, each as often as it stands there; of anything else none."""
-    match module:
-        case nn.ModuleDict():
-            return list(module.values())
-        case nn.ModuleList() | nn.Sequential():
-            return list(module)
-        case _:
-            return []
+    """Members of a container, with repetitions (unlike ``children()``); of other modules none."""
+    containers = (nn.ModuleDict, nn.ModuleList, nn.Sequential)
+    return [*module._modules.values()] if isinstance(module, containers) else []
 
 
-def _may_repeat(module: nn.Module) -> bool:
-    """Whether it is more than one layer: torch's own layers without children are not; and no
-    ScriptModule, around whose forward nothing can be put.
+def _can_be_block(module: nn.Module) -> bool:
+    """Whether a module has parameters, is called, and is more than a single layer of torch.
+
+    ScriptModules are excluded: their forward cannot be wrapped.
     """
     if isinstance(module, torch.jit.ScriptModule):
         return False
-    own = type(module).__module__.startswith("torch.nn.")
-    called = type(module).forward is not nn.Module.forward
-    trained = next(module.parameters(), None) is not None
-    return called and trained and (not own or next(module.children(), None) is not None)
+    is_torch_layer = type(module).__module__.startswith("torch.nn.")
+    is_called = type(module).forward is not nn.Module.forward
+    has_parameters = next(module.parameters(), None) is not None
+    has_children = next(module.children(), None) is not None
+    return is_called and has_parameters and (has_children or not is_torch_layer)
 
 
 def _shape(module: nn.Module) -> _Shape:
@@ -134,10 +140,15 @@ def _shape(module: nn.Module) -> _Shape:
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     known = set(paths)
-    return [path for path in paths if not known.intersection(_around(path))]
+    return [path for path in paths if not known.intersection(_parents(path))]
 
 
-def _around(path: str) -> list[str]:
-    """The paths of the modules that a module is inside of, but for the model."""
+def _parents(path: str) -> list[str]:
+    """Paths of the modules that contain the module at ``path``, without the root.
+
+    Example:
+        >>> _parents("encoder.layer.0")
+        ['encoder', 'encoder.layer']
+    """
     parts = path.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts))]

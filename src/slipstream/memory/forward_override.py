@@ -1,6 +1,6 @@
-"""Another forward in the place of a module's own: what surrounds a module from outside of it.
+"""Replace the ``forward`` of one module by a wrapper around it.
 
-Names, hooks and ``state_dict()`` of the model stay, and no class is touched.
+The names, hooks and ``state_dict()`` of the model do not change, and no class is patched.
 """
 
 from __future__ import annotations
@@ -16,54 +16,54 @@ Forward = Callable[..., Any]
 
 
 class ForwardOverride:
-    """Stands in ``module.forward`` and calls ``around(forward, *args, **kwargs)`` with the forward
-    that stood there before.
+    """Sets ``module.forward`` to a call of ``wrapper(forward, *args, **kwargs)``, where ``forward``
+    is the forward it replaces.
 
-    A copy of the module (``copy.deepcopy``, ``pickle``) is a plain one: it calls its own forward.
-    Several may be put around one module; they come off in reverse order.
+    Overrides stack on one module and come off in reverse order. A copy of the module
+    (``copy.deepcopy``, ``pickle``) has no override: it calls its own forward.
 
     Example:
         >>> import copy
         >>> layer = nn.Identity()
-        >>> twice = ForwardOverride(layer, lambda forward, x: 2 * forward(x))
+        >>> doubled = ForwardOverride(layer, lambda forward, x: 2 * forward(x))
         >>> layer(3), copy.deepcopy(layer)(3)
         (6, 3)
-        >>> twice.remove()
+        >>> doubled.remove()
         >>> layer(3)
         3
     """
 
-    def __init__(self, module: nn.Module, around: Callable[..., Any]) -> None:
-        self._module, self._around = module, around
+    def __init__(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
+        self._module, self._wrapper = module, wrapper
         self.forward: Forward = module.forward
         self.__wrapped__ = self.forward  # for inspect.signature
-        self._had_own = "forward" in vars(module)
-        self._there = True
+        self._was_instance_attribute = "forward" in vars(module)
+        self._installed = True
         module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._around(self.forward, *args, **kwargs)
+        return self._wrapper(self.forward, *args, **kwargs)
 
     def remove(self) -> None:
-        """Put back the forward that stood there before; twice is once.
+        """Restore the forward that was replaced; idempotent.
 
         Raises:
-            UsageError: another one was put around this one, and is still there.
+            UsageError: a later override of the same module is still installed.
         """
-        if not self._there:
+        if not self._installed:
             return
         if vars(self._module).get("forward") is not self:
             raise UsageError(
-                f"the forward of {type(self._module).__name__} was replaced once more since; take "
-                "that off first"
+                f"the forward of {type(self._module).__name__} was overridden again later; remove "
+                "the later override first"
             )
-        self._there = False
-        if self._had_own:
+        self._installed = False
+        if self._was_instance_attribute:
             self._module.forward = self.forward
         else:
             del self._module.forward
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The module is copied before its attributes: this finds the copy's own forward, of its
-        # class, as nothing stands in the copy yet.
+        # A copy of a module is made before its attributes are copied. When this override is copied
+        # the module's copy has no "forward" of its own yet, so getattr finds that of its class.
         return getattr, (self._module, "forward")

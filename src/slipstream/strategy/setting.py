@@ -38,7 +38,7 @@ class FrozenModel(BaseModel):
 
 
 class Setting(FrozenModel):
-    """A frozen group of settings, equal by value and hashable; all problems raise one StrategyError."""
+    """A frozen group of settings, equal by value; all problems raise one StrategyError."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra=_publish)
 

@@ -1,4 +1,4 @@
-"""What is estimated is what is measured: bytes saved by real forwards, states after an update."""
+"""Estimates equal measurements: bytes saved by real forwards, states after an update."""
 
 from __future__ import annotations
 
@@ -9,23 +9,14 @@ import torch
 from torch import nn
 
 from slipstream.errors import ModelError, StrategyError, UsageError
-from slipstream.memory.estimate.estimate import estimate, optimizer_bytes
-from slipstream.memory.estimate.max_batch import max_batch
+from slipstream.memory import estimate, max_batch, offload, optimizer_bytes, recompute
 from slipstream.memory.estimate.saved_bytes import saved_by, saved_on_meta
-from slipstream.memory.offload.offload import offload
-from slipstream.memory.recompute.recompute import recompute
 from slipstream.optim import Lamb, Lars
 from slipstream.precision.autocast import autocast
 from slipstream.precision.half_weights import half_weights
 from slipstream.strategy import Every, Offload
-from tests.memory.models import MODELS
-
-REAL = ("bert", "gpt2", "resnet", "swin")
-
-
-def built(name):
-    torch.manual_seed(0)
-    return MODELS[name].build().train()
+from tests.memory.kept import kept_bytes
+from tests.memory.models import MODELS, REAL, built
 
 
 def inputs(name, batch):
@@ -49,7 +40,7 @@ def really_saved(model, given):
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_saved_bytes_are_those_of_a_real_forward(name):
+def test_saved_bytes_equal_those_of_a_real_forward(name):
     model = built(name)
     found = estimate(model, lambda n: inputs(name, n))
     for batch in (2, 3, 7):
@@ -60,7 +51,7 @@ def test_saved_bytes_are_those_of_a_real_forward(name):
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", REAL)
-def test_what_is_kept_with_recomputation_is_that_of_a_real_forward(name, every):
+def test_what_is_kept_with_recomputation_equals_a_real_forward(name, every):
     model, given = built(name), inputs(name, 3)
     saved = saved_by(model, given)
     recomputed = recompute(model, Every(every=every))
@@ -68,11 +59,11 @@ def test_what_is_kept_with_recomputation_is_that_of_a_real_forward(name, every):
     measured = really_saved(model, given)
     recomputed.close()
     assert max(map(len, recomputed.regions)) == every
-    assert saved.num_bytes(saved.kept(recomputed.regions)) == measured < saved.total
+    assert kept_bytes(saved, recomputed.regions) == measured < saved.peak()
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_shapes_tell_the_same(name):
+def test_counts_on_the_meta_device_are_the_same(name):
     model, given = built(name), inputs(name, 2)
     if name == "bert":  # looks into the mask, if there is one
         model.config._attn_implementation = "eager"
@@ -84,9 +75,9 @@ def test_shapes_tell_the_same(name):
     assert torch.equal(torch.get_rng_state(), random)
     assert not any(p.is_meta for p in model.parameters())
     measured = saved_by(model, given)
-    assert found.total == measured.total
+    assert found.peak() == measured.peak()
     for path in measured.blocks:
-        assert found.num_bytes(found.of(path)) == measured.num_bytes(measured.of(path))
+        assert found.num_bytes(path) == measured.num_bytes(path)
 
 
 def measured(optimizer, model):
@@ -100,7 +91,7 @@ def measured(optimizer, model):
 
 
 @pytest.mark.parametrize("technique", ["autocast", "half_weights"])
-def test_in_the_precision_that_is_installed(technique):
+def test_installed_precision_counts(technique):
     model = built("bert")
     optimizer = torch.optim.AdamW(model.parameters())
     half = half_weights(model, optimizer) if technique == "half_weights" else autocast(model)
@@ -116,7 +107,7 @@ def test_in_the_precision_that_is_installed(technique):
     half.close()
 
 
-def test_nothing_that_is_counted_is_held():
+def test_counting_keeps_nothing_alive():
     class Watched(nn.Module):
         def forward(self, x):
             hidden = x.exp()  # saved
@@ -126,12 +117,14 @@ def test_nothing_that_is_counted_is_held():
 
     made, alive = [], []
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Watched()) for _ in range(4)))
-    assert saved_by(model, {"input": torch.ones(2, 8)}).total >= 4 * 2 * 8 * 4
+    assert saved_by(model, {"input": torch.ones(2, 8)}).peak() >= 4 * 2 * 8 * 4
     assert alive == [0, 0, 0, 0]
 
 
-def test_what_depends_on_values_is_no_matter_of_shapes():
-    with pytest.raises(ModelError, match="forward of Looks saves cannot be told from shapes"):
+def test_a_forward_that_reads_values_cannot_run_on_the_meta_device():
+    with pytest.raises(
+        ModelError, match="forward of Looks saves cannot be counted on the meta device"
+    ):
         saved_on_meta(Looks(), {"x": torch.ones(2)}, blocks=[])
 
 
@@ -155,7 +148,7 @@ X = 4 * 32  # bytes of a tensor
 
 
 @pytest.mark.parametrize(
-    ("regions", "wish", "tensors"),
+    ("regions", "config", "tensors"),
     [
         ([], None, 2 * 6),
         ([[str(i)] for i in range(6)], None, 6 + 1),
@@ -167,27 +160,27 @@ X = 4 * 32  # bytes of a tensor
         ([[str(i)] for i in range(6)], Offload(to="disk", keep_last=1, prefetch=2), 3 + 1),
     ],
 )
-def test_the_peak_in_backward(regions, wish, tensors):
+def test_the_peak_in_backward(regions, config, tensors):
     model = nn.Sequential(*(Cube() for _ in range(6)))
     given = {"input": torch.ones(32, requires_grad=True)}
     saved = saved_by(model, given, [str(i) for i in range(6)])
-    assert saved.peak(regions, wish) == tensors * X
+    assert saved.peak(regions, config) == tensors * X
 
 
 @pytest.mark.parametrize(
-    ("wish", "tensors"),
+    ("config", "tensors"),
     [
         (None, 6 + 6 + 1),  # inputs, products and what the last block saves besides
         (Offload(to="disk", keep_last=1, prefetch=1), 2 + 6 + 1),  # products do not leave
     ],
 )
-def test_the_peak_where_products_are_kept(wish, tensors):
+def test_the_peak_with_kept_products(config, tensors):
     blocks = [nn.Sequential(nn.Linear(32, 32, bias=False), nn.Tanh()) for _ in range(6)]
     saved = saved_by(nn.Sequential(*blocks), {"input": torch.ones(1, 32)})
     regions = [[path] for path in saved.blocks]
-    assert saved.peak(regions, wish, ["matmul"]) == tensors * X
-    assert saved.peak(regions, wish, ["convolution"]) == saved.peak(regions, wish)
-    assert saved.peak((), wish, ["matmul"]) == saved.peak((), wish)
+    assert saved.peak(regions, config, ["matmul"]) == tensors * X
+    assert saved.peak(regions, config, ["convolution"]) == saved.peak(regions, config)
+    assert saved.peak((), config, ["matmul"]) == saved.peak((), config)
 
 
 SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
@@ -218,20 +211,20 @@ def test_optimizer_bytes_are_those_after_an_update(make):
     assert expected == sum(value.nbytes for value in state if isinstance(value, torch.Tensor))
 
 
-def test_an_optimizer_that_needs_more_than_gradients():
-    with pytest.raises(ModelError, match="state of LBFGS cannot be told from shapes"):
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    with pytest.raises(ModelError, match="state of LBFGS cannot be computed on the meta device"):
         optimizer_bytes(torch.optim.LBFGS([nn.Parameter(torch.ones(2))]))
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_the_largest_batch_that_was_estimated_is_the_one_that_is_found(name):
+def test_the_estimated_largest_batch_is_found_by_trying(name):
     model = built(name)
     optimizer = torch.optim.AdamW(model.parameters())
     found = estimate(model, lambda n: inputs(name, n), optimizer)
     regions = [[path] for path in found.blocks]
-    wish = Offload(to="disk")
+    config = Offload(to="disk")
     batches = []
-    for choice in ({}, {"regions": regions}, {"regions": regions, "wish": wish}):
+    for choice in ({}, {"regions": regions}, {"regions": regions, "offload": config}):
         memory = found.total().at(6)
         batches.append(found.max_batch(memory, **choice))
         measured = max_batch(
@@ -249,7 +242,7 @@ INSTALLED = [
 
 
 @pytest.mark.parametrize("install", INSTALLED)
-def test_what_is_installed_hides_what_is_saved(install):
+def test_counting_is_refused_while_a_technique_is_installed(install):
     model = built("bert")
     count = {
         "estimate": lambda: estimate(model, lambda n: inputs("bert", n)),
@@ -268,7 +261,7 @@ def test_what_is_installed_hides_what_is_saved(install):
     assert count["estimate"]().activations() == everything
 
 
-def test_regions_of_what_was_closed():
+def test_regions_can_be_read_after_close():
     model = built("bert")
     recomputed = recompute(model, Every(every=2))
     model(**inputs("bert", 2))  # settles the regions
@@ -280,16 +273,18 @@ def test_regions_of_what_was_closed():
         for regions in ((), recomputed.regions)
     ]
     assert batches[0] < 4 <= batches[1] <= 6
-    with pytest.raises(StrategyError, match=r"layer\.9' is no block .* did you mean 'bert"):
+    with pytest.raises(
+        StrategyError, match=r"layer\.9' is not one of the counted blocks.* did you mean 'bert"
+    ):
         found.max_batch(memory, [["bert.encoder.layer.9"]])
 
 
-def test_a_batch_that_no_memory_depends_on():
+def test_memory_that_does_not_depend_on_the_batch():
     found = estimate(nn.Linear(2, 2), lambda _: {"input": torch.ones(2, 2)})
     with pytest.raises(ModelError, match="three samples saves no more than one of two"):
         found.max_batch(2**20)
 
 
 def test_a_cpu_needs_a_limit():
-    with pytest.raises(UsageError, match="give memory_bytes"):
+    with pytest.raises(UsageError, match="pass memory_bytes"):
         max_batch(nn.Linear(2, 2), lambda n: {"input": torch.ones(n, 2)})

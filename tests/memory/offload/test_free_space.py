@@ -1,4 +1,4 @@
-"""What is free: of the host, of a cgroup that allows less, of a disk."""
+"""Free space of the host, of a cgroup that allows less, of a disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def host(tmp_path, cgroup="", files=()):
     return free_host_bytes(proc, tmp_path / "sys")
 
 
-def test_the_host_is_all_there_is(tmp_path):
+def test_a_host_without_cgroups(tmp_path):
     assert host(tmp_path) == 8 * GIB
 
 
@@ -43,7 +43,7 @@ def test_a_cgroup_of_version_1(tmp_path):
     assert host(tmp_path, lines, files) == 2 * GIB
 
 
-def test_a_share_leaves_something_to_others():
+def test_a_share_leaves_a_reserve():
     assert share(100, local_ranks=3) == 30
 
 

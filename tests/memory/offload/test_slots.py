@@ -1,4 +1,4 @@
-"""Places never overlap, whatever is taken and given back; and few slabs do."""
+"""Slots never overlap, whatever is taken and given back, and few slabs suffice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLAB = 2**16
 @given(
     st.lists(st.tuples(st.integers(1, 3 * SLAB), st.booleans(), st.integers(0, 99)), max_size=60)
 )
-def test_taken_places_do_not_overlap(steps):
+def test_taken_slots_do_not_overlap(steps):
     slabs, taken = [], []
     slots = Slots(slabs.append, SLAB)
     for num_bytes, give_back, which in steps:
@@ -44,7 +44,7 @@ def test_a_slab_that_is_refused_takes_nothing():
             assert slots.reserved_bytes == 0
 
 
-def test_changing_sizes_do_not_grow_it_for_ever():
+def test_changing_sizes_need_no_more_slabs():
     slabs = []
     slots = Slots(slabs.append, SLAB)
     for length in range(100, 5000, 7):

@@ -1,9 +1,10 @@
-"""The programme finds the best plan that there is, and what it says of a plan is so."""
+"""The dynamic program finds the best plan there is, and predicts its costs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
+from math import isqrt
 
 import pytest
 from hypothesis import given, settings
@@ -15,12 +16,20 @@ from slipstream.memory.recompute.budget import (
     Parts,
     Region,
     cheapest,
-    least_bytes,
     peak_bytes,
     seconds,
     segments,
-    square_root,
 )
+
+
+def least_bytes(costs: list[Cost], borders: Collection[int] = ()) -> int:
+    """The least budget that the error of one below it names."""
+    if not any(cost.saved for cost in costs):
+        return 0
+    with pytest.raises(StrategyError) as caught:
+        cheapest(costs, -1, borders)
+    return int(str(caught.value).split("at least ")[1].split()[0])
+
 
 costs_of_a_block = st.builds(
     Cost,
@@ -103,7 +112,8 @@ many = st.lists(
 def test_rounded_plans_fit_and_are_no_slower_than_uniform_ones(
     costs: list[Cost], length: int, borders: set[int]
 ) -> None:
-    for plan in (segments(len(costs), length, borders), square_root(len(costs), borders)):
+    for every in (length, max(1, isqrt(len(costs)))):
+        plan = segments(len(costs), every, borders)
         limit = peak_bytes(plan, costs)
         found = cheapest(costs, limit, borders)
         assert peak_bytes(found, costs) <= limit
@@ -118,11 +128,11 @@ def test_the_least_budget_is_enough_however_it_is_rounded() -> None:
         cheapest(costs, least - 1)
 
 
-def test_deep_nests_where_memory_is_scarce() -> None:
+def test_regions_nest_deeply_if_memory_is_scarce() -> None:
     costs = [Cost(1.0, 2.0, output=10, saved=100)] * 12
     plan = cheapest(costs, least_bytes(costs))
-    again = seconds(plan, costs) - seconds(tuple(range(12)), costs)
-    assert again > 12  # some run more than twice
+    extra = seconds(plan, costs) - seconds(tuple(range(12)), costs)
+    assert extra > 12  # some run more than twice
     assert peak_bytes(plan, costs) < peak_bytes(segments(12, 1), costs)
 
 

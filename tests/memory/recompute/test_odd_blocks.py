@@ -1,4 +1,4 @@
-"""Blocks that a repetition could easily get wrong come out the same, or are refused."""
+"""Blocks that recomputation could easily get wrong are bitwise the same, or refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import UsageError
 from slipstream.memory import recompute
-from slipstream.memory.recompute.rng_state import SameDraws, state
+from slipstream.memory.recompute.rng_state import RngReplay, get_rng_state
 from slipstream.pytree import tensors
 from slipstream.strategy import Budget, Every, Recompute
 
-WISHES = {
+CONFIGS = {
     "every": Every(),
     "two": Every(every=2),
     "most": Budget(budget=0.8),
@@ -27,7 +27,7 @@ WISHES = {
 
 
 class Odd(nn.Module):
-    """A residual block; subclasses say what is odd."""
+    """A residual block; subclasses add one oddity each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,13 +184,13 @@ class Trees(Odd):
 
 
 class Draws(Odd):
-    """Python and numpy draw."""
+    """Draws from Python and numpy."""
 
     def odd(self, y: Tensor) -> Tensor:
         return y * random.random() * np.random.standard_normal()
 
 
-class Within(Odd):
+class Nested(Odd):
     """Tensors come in a mapping of lists, and one weight is shared by all blocks."""
 
     @staticmethod
@@ -228,7 +228,7 @@ class InPlace(Odd):
         return super().forward(x.relu_())
 
 
-class InPlaceWithin(Odd):
+class InPlaceNested(Odd):
     """The same, in a list."""
 
     def forward(self, x: Any) -> Any:
@@ -266,45 +266,45 @@ def trained(
     return seen | {"next": torch.tensor([random.random(), np.random.rand()])}
 
 
-@pytest.mark.parametrize("config", WISHES)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(
     "block",
     [
         *(ZeroMean, Later, Assigned, Codebook, Shared, Overlapping, Made, Sparse),
-        *(Draws, Within, Fills, Packed, Same, Trees),
+        *(Draws, Nested, Fills, Packed, Same, Trees),
     ],
 )
 def test_bitwise_as_without(block: type[Odd], config: str) -> None:
-    plain, found = trained(block, None), trained(block, WISHES[config])
+    plain, found = trained(block, None), trained(block, CONFIGS[config])
     assert found.keys() == plain.keys()
     assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
 
 
-@pytest.mark.parametrize("config", WISHES)
-@pytest.mark.parametrize(("block", "first"), [(InPlace, 0), (InPlaceWithin, 1)])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize(("block", "first"), [(InPlace, 0), (InPlaceNested, 1)])
 def test_blocks_that_change_their_input_are_named(
     block: type[Odd], first: int, config: str
 ) -> None:
-    words = rf"^{first} changes what it is called with in place, .* copy \(x = x\.clone\(\)"
+    words = rf"^{first} changes its input in place, .* copy \(x = x\.clone\(\)"
     with pytest.raises(UsageError, match=words):
-        trained(block, WISHES[config])
+        trained(block, CONFIGS[config])
 
 
 class Iterates(Odd):
-    """Gets what can be gone through once."""
+    """Gets and returns an iterator."""
 
     def forward(self, x: Any) -> Any:
         return iter([super().forward(x if isinstance(x, Tensor) else next(x))])
 
 
-@pytest.mark.parametrize("config", WISHES)
-def test_what_comes_to_its_end_is_refused(config: str) -> None:
-    with pytest.raises(UsageError, match=r"1 is called with a list_iterator, .* give it a list"):
-        trained(Iterates, WISHES[config])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_iterators_are_refused(config: str) -> None:
+    with pytest.raises(UsageError, match=r"1 is called with a list_iterator, .* pass a list"):
+        trained(Iterates, CONFIGS[config])
 
 
 class Checkpointed(nn.Sequential):
-    """Computes every other block again itself."""
+    """Checkpoints every other block itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         for number, block in enumerate(self):
@@ -312,17 +312,17 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-@pytest.mark.parametrize("config", WISHES)
-def test_checkpoints_of_the_model_itself_may_stand_beside(config: str) -> None:
-    plain, found = trained(Odd, None), trained(Odd, WISHES[config], Checkpointed)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_checkpoints_in_the_model_itself_are_supported(config: str) -> None:
+    plain, found = trained(Odd, None), trained(Odd, CONFIGS[config], Checkpointed)
     assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
 
 
-def test_generators_are_left_alone_where_the_first_run_drew_nothing() -> None:
-    draws = SameDraws()
-    with draws.first():
+def test_generators_are_left_alone_if_the_first_run_drew_nothing() -> None:
+    replay = RngReplay()
+    with replay.record():
         pass
-    before = state()
-    with draws:
+    before = get_rng_state()
+    with replay:
         random.random()
-    assert state() != before
+    assert get_rng_state() != before

@@ -1,4 +1,4 @@
-"""What selective recomputation keeps: the results that were asked for, once, and nothing after."""
+"""Selective recomputation keeps the results in ``keep`` once, and nothing after backward."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from slipstream.memory.estimate.saved_bytes import saved_by
 from slipstream.pytree import tensors
 from slipstream.strategy import Every
 from slipstream.strategy.memory import Operation
+from tests.memory.kept import kept_bytes
 from tests.memory.models import MODELS, Attention, Attentive, Case, rows
 
 RESULTS: dict[Operation, set[str]] = {
@@ -109,15 +110,13 @@ def of_blocks(made: Counter[Made], keep: Sequence[Operation]) -> Counter[Made]:
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    """What a forward makes where nothing is computed again, by name of the model."""
+    """What a forward makes without recomputation, by name of the model."""
     return cache(lambda name: counted(CASES[name], None)[0])
 
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_inputs_and_the_results_that_were_asked_for_are_kept_once(
-    plain: Any, name: str, every: int
-) -> None:
+def test_inputs_and_the_kept_results_are_saved_once(plain: Any, name: str, every: int) -> None:
     _, least, blocks = counted(CASES[name], Every(every=every))
     inside = [num_bytes for where, _, num_bytes in least.elements() if where == "inside"]
     assert sorted(inside) == sorted(buffer.nbytes for buffer in blocks.buffers())  # copies
@@ -133,16 +132,16 @@ def test_the_estimate_counts_them(plain: Any, name: str) -> None:
     model = CASES[name].build().train()
     saved = saved_by(model, CASES[name].batch(1))
     regions = [[path] for path in saved.blocks]
-    without = saved.num_bytes(saved.kept(regions))
+    without = kept_bytes(saved, regions)
     for keep in KEEPS:
         results = of_blocks(plain(name), keep).elements()
-        found = saved.num_bytes(saved.kept(regions, keep)) - without
+        found = kept_bytes(saved, regions, keep) - without
         assert found == sum(num_bytes for _, _, num_bytes in results), keep
 
 
-def test_the_overview_says_what_is_kept() -> None:
+def test_the_report_says_what_is_kept() -> None:
     value = recompute(Attentive(), Every(keep=("matmul", "attention"))).report_rows()[0].value
-    assert value == "4 modules computed again but for matmul, attention in 4 regions, 0 kept"
+    assert value == "4 modules recomputed (results of matmul, attention kept) in 4 regions, 0 kept"
 
 
 class InPlace(Attention):
@@ -152,7 +151,7 @@ class InPlace(Attention):
         return x + self.out(self.into(x).relu_()[:, :6])
 
 
-def test_what_torch_refuses_is_said_in_these_words() -> None:
+def test_errors_of_torch_say_what_to_do() -> None:
     model = nn.Sequential(InPlace(6), InPlace(6))
     recompute(model, Every(keep=("matmul",)))
     with pytest.raises(UsageError, match=r"recompute keep: .* changed in place .*inplace=True"):
@@ -161,7 +160,7 @@ def test_what_torch_refuses_is_said_in_these_words() -> None:
     recompute(model, Every(keep=("attention",)))
     loss = model(**rows(0))
     loss.backward(retain_graph=True)
-    with pytest.raises(UsageError, match=r"recompute keep: .* goes backward once"):
+    with pytest.raises(UsageError, match=r"recompute keep: .* supports one backward"):
         loss.backward()
 
 

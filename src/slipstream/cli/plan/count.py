@@ -215,11 +215,11 @@ def document(found: Estimate, memory_bytes: int) -> dict[str, Any]:
     ways: dict[str, dict[str, Any]] = {"keep all": {}}
     if len(found.blocks) > 1:
         ways |= {
-            "offload": {"wish": Offload()},
+            "offload": {"offload": Offload()},
             "recompute every block but products": {"regions": singles, "keep": products},
             "recompute every block": {"regions": singles},
             **_best_every(found),
-            "recompute every block + offload": {"regions": singles, "wish": Offload()},
+            "recompute every block + offload": {"regions": singles, "offload": Offload()},
         }
     return {
         "memory": memory_bytes,

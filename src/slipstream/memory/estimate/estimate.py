@@ -1,7 +1,7 @@
-"""What training takes before it runs: parameters, gradients, optimizer and activations, in bytes.
+"""Estimate what training takes, before it runs: parameters, gradients, optimizer, activations.
 
-Never trains: a forward of two samples and one of three tell the rest; one sample alone may take
-less than its share, as tensors with an axis of length one need no copies.
+Activations follow from a forward of two samples and one of three. (One sample may take less than
+its share: tensors with an axis of length one need no copies.)
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import torch
 from torch import nn
 
 from slipstream.errors import ModelError
-from slipstream.memory.estimate.peak import Saved
 from slipstream.memory.estimate.saved_bytes import Inputs, saved_by, saved_on_meta
+from slipstream.memory.estimate.saved_storages import SavedStorages
 from slipstream.strategy import Offload
 from slipstream.strategy.memory import Operation
 
 Regions = Sequence[Sequence[str]]
+"""Paths of the blocks of each region that is recomputed."""
 
 
 class Affine(NamedTuple):
-    """Bytes that grow with the batch: ``fixed + each * batch``."""
+    """Bytes as a function of the batch: ``fixed + each * batch``."""
 
     fixed: int
     each: int
@@ -35,21 +36,21 @@ class Affine(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a rank takes in training.
+    """What one rank needs for training.
 
     Attributes:
-        parameters: bytes, with buffers, and with fp32 masters where there are any.
-        gradients: bytes of those of trainable parameters.
-        optimizer: bytes of its state.
+        parameters: bytes of parameters and buffers, and of fp32 masters if there are any.
+        gradients: bytes of the gradients of trainable parameters.
+        optimizer: bytes of the optimizer's state.
         two: what a forward of two samples saves.
-        three: what one of three samples saves.
+        three: what a forward of three samples saves.
     """
 
     parameters: int
     gradients: int
     optimizer: int
-    two: Saved
-    three: Saved
+    two: SavedStorages
+    three: SavedStorages
 
     @property
     def state(self) -> int:
@@ -58,59 +59,61 @@ class Estimate:
 
     @property
     def blocks(self) -> list[str]:
-        """Paths of the repeated blocks."""
+        """Paths of the blocks."""
         return list(self.two.blocks)
 
     def of_block(self, path: str | None) -> Affine:
-        """What a block saves; None: what is saved outside of blocks."""
-        return _affine(*(s.num_bytes(s.of(path)) for s in (self.two, self.three)))
+        """Bytes that a block saves; None: that are saved outside of blocks."""
+        return _affine(self.two.num_bytes(path), self.three.num_bytes(path))
 
     def activations(
         self,
         regions: Regions = (),
-        config: Offload | None = None,
+        offload: Offload | None = None,
         keep: Sequence[Operation] = (),
     ) -> Affine:
-        """The most saved bytes at a time where ``regions`` of blocks are computed again but for the
-        results of ``keep``, and what is kept leaves as ``config`` says. Exact as `Saved.peak` is,
-        and as long as it grows by the same for each sample.
+        """Peak bytes of saved tensors with recomputed ``regions``, `Offload` and ``keep``; see
+        `SavedStorages.peak`. Exact if each sample adds the same.
         """
-        return _affine(*(saved.peak(regions, config, keep) for saved in (self.two, self.three)))
+        two, three = (saved.peak(regions, offload, keep) for saved in (self.two, self.three))
+        return _affine(two, three)
 
     @property
     def passing(self) -> Affine:
-        """What backward needs besides: a gradient as large as the largest tensor saved. A rule of
-        thumb, rather too much: most gradients come when part of what is saved has gone.
+        """Bytes that backward needs besides: one gradient as large as the largest saved tensor.
+
+        A rule of thumb, rather too high: most gradients are computed after some of what was saved
+        has been freed.
         """
         return _affine(self.two.largest, self.three.largest)
 
     def total(
         self,
         regions: Regions = (),
-        config: Offload | None = None,
+        offload: Offload | None = None,
         keep: Sequence[Operation] = (),
     ) -> Affine:
-        """All of it. Left out are buffers of libraries and what the allocator loses."""
-        saved, passing = self.activations(regions, config, keep), self.passing
+        """All bytes, without buffers of libraries and what the allocator wastes."""
+        saved, passing = self.activations(regions, offload, keep), self.passing
         return Affine(self.state + saved.fixed + passing.fixed, saved.each + passing.each)
 
     def max_batch(
         self,
         memory_bytes: int,
         regions: Regions = (),
-        config: Offload | None = None,
+        offload: Offload | None = None,
         keep: Sequence[Operation] = (),
     ) -> int:
-        """The largest batch that fits; 0: none does.
+        """The largest batch that fits into ``memory_bytes``; 0: none does.
 
         Raises:
             ModelError: three samples save no more than two.
         """
-        total = self.total(regions, config, keep)
+        total = self.total(regions, offload, keep)
         if total.each <= 0:
             raise ModelError(
-                "a forward of three samples saves no more than one of two, so that any batch would "
-                "fit; the inputs must be of as many samples as are asked for, and something trained"
+                "a forward of three samples saves no more than one of two, so any batch would fit; "
+                "inputs_of(n) must return n samples, and the model must have trainable parameters"
             )
         return max((memory_bytes - total.fixed) // total.each, 0)
 
@@ -122,21 +125,22 @@ def estimate(
     *,
     blocks: Sequence[str] | None = None,
 ) -> Estimate:
-    """Estimate what training ``model`` takes, from shapes where they tell, else from two forwards.
+    """Estimate what training ``model`` takes: on the meta device if possible, else from two real
+    forwards.
 
-    In the precision that is installed: `half_weights` is told from shapes, masters included;
-    `autocast` from forwards on the model's own device, as it chooses by device what it casts.
+    Installed precision counts: `half_weights` on the meta device, masters included; `autocast` from
+    real forwards, as it chooses what to cast by device.
 
     Args:
         model: in training mode.
-        inputs_of: arguments by name, for so many samples.
-        optimizer: None: without.
-        blocks: paths; None: those that repeat.
+        inputs_of: returns the model's keyword arguments for so many samples.
+        optimizer: None: none.
+        blocks: paths; None: the repeated blocks.
 
     Raises:
         ModelError: the optimizer cannot be estimated.
         UsageError: recomputation or offload is installed, which hides what is saved; call this
-            before, and ask `Estimate.max_batch` for them.
+            before, and describe them to `Estimate.max_batch`.
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
@@ -145,7 +149,7 @@ def estimate(
         (1728, Affine(fixed=0, each=128), Affine(fixed=0, each=128))
     """
 
-    def saved(batch: int) -> Saved:
+    def saved(batch: int) -> SavedStorages:
         try:
             return saved_on_meta(model, inputs_of(batch), blocks)
         except ModelError:
@@ -157,32 +161,32 @@ def estimate(
 def state_bytes(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[int, int, int]:
-    """Bytes of the parameters (with buffers and masters), of their gradients, and of the state of
-    ``optimizer``: exact.
+    """Bytes of parameters (with buffers and masters), of gradients, and of the state of
+    ``optimizer``. Exact.
 
-    A parameter whose gradients are wider than itself (``grad_dtype``) has a master as wide.
+    A parameter whose gradient has another dtype (``grad_dtype``) has a master of that dtype.
 
     Example:
         >>> state_bytes(nn.Linear(9, 10))
         (400, 400, 0)
     """
-    held = [*model.parameters(), *model.buffers()]
-    wide = {p: p.numel() * _update_dtype(p).itemsize for p in model.parameters()}
+    parameters = list(model.parameters())
+    update_bytes = {p: p.numel() * _update_dtype(p).itemsize for p in parameters}
+    masters = sum(update_bytes[p] for p in parameters if _update_dtype(p) != p.dtype)
     return (
-        sum(tensor.nbytes for tensor in held)
-        + sum(num_bytes for p, num_bytes in wide.items() if _update_dtype(p) != p.dtype),
-        sum(num_bytes for p, num_bytes in wide.items() if p.requires_grad),
+        sum(tensor.nbytes for tensor in (*parameters, *model.buffers())) + masters,
+        sum(update_bytes[p] for p in parameters if p.requires_grad),
         optimizer_bytes(optimizer) if optimizer is not None else 0,
     )
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that the state of ``optimizer`` takes after its first update: exact, without memory.
+    """Bytes of the state of ``optimizer`` after its first update. Exact; allocates nothing.
 
-    A twin of it makes an update of shapes, on the meta device.
+    A new optimizer of the same type makes one update on the meta device.
 
     Raises:
-        ModelError: that cannot be done with this optimizer.
+        ModelError: the optimizer cannot work on the meta device.
 
     Example:
         >>> parameter = nn.Parameter(torch.ones(1000))
@@ -191,33 +195,34 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     """
     groups = []
     for group in optimizer.param_groups:
-        shapes = [
-            torch.empty_like(p, device="meta", dtype=_update_dtype(p)).requires_grad_()
-            for p in group["params"]
-        ]
-        for shape, parameter in zip(shapes, group["params"], strict=True):
-            shape.grad = torch.empty_like(shape) if parameter.requires_grad else None
+        on_meta = []
+        for parameter in group["params"]:
+            dtype = _update_dtype(parameter)
+            twin = torch.empty_like(parameter, device="meta", dtype=dtype).requires_grad_()
+            twin.grad = torch.empty_like(twin) if parameter.requires_grad else None
+            on_meta.append(twin)
+        # The plain implementation, as the others accept only certain devices.
         plain: dict[str, Any] = {
             name: False for name in ("fused", "foreach", "capturable") if name in group
         }
-        groups.append({**group, **plain, "params": shapes})
+        groups.append({**group, **plain, "params": on_meta})
     try:
-        twin = type(optimizer)(groups, lr=groups[0]["lr"])  # type: ignore[call-arg]
-        twin.step()
+        meta_optimizer = type(optimizer)(groups, lr=groups[0]["lr"])  # type: ignore[call-arg]
+        meta_optimizer.step()
     except (NotImplementedError, RuntimeError, TypeError) as error:
         raise ModelError(
-            f"the state of {type(optimizer).__name__} cannot be told from shapes: {error}; make "
-            "one update, and add up what optimizer.state holds"
+            f"the state of {type(optimizer).__name__} cannot be computed on the meta device: "
+            f"{error}; make one update, and add up the bytes of optimizer.state"
         ) from error
-    kept = [value for state in twin.state.values() for value in state.values()]
-    return sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
+    values = [value for state in meta_optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
 def _update_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """In which an optimizer works on a parameter: that of its gradients."""
+    """The dtype in which an optimizer updates a parameter: that of its gradient."""
     return parameter.grad_dtype or parameter.dtype
 
 
 def _affine(two: int, three: int) -> Affine:
-    """The line through the bytes of two samples and of three."""
+    """The line through the bytes of two and of three samples."""
     return Affine(3 * two - 2 * three, three - two)

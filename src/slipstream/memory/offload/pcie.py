@@ -1,6 +1,6 @@
-"""Which GPUs share a PCIe link: what one copies to the host, the others must wait for.
+"""Find the GPUs that share a PCIe link, and so the bandwidth of copies to the host.
 
-Never asks a driver: reads what the kernel shows of its devices.
+Reads sysfs; asks no driver.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-_GPUS = ("0x0300", "0x0302")
-"""PCI classes: VGA and 3D controllers."""
+_GPU_CLASSES = ("0x0300", "0x0302")
+"""PCI classes of VGA and 3D controllers."""
 
 
-def beside(device: torch.device) -> tuple[str, ...]:
-    """Addresses of the GPUs that share the link of a CUDA device; none for another device.
+def gpus_sharing_link(device: torch.device) -> tuple[str, ...]:
+    """PCI addresses of the other GPUs on the link of a CUDA device; empty for other devices.
 
     Example:
-        >>> beside(torch.device("cpu"))
+        >>> gpus_sharing_link(torch.device("cpu"))
         ()
     """
     address = address_of(device) if device.type == "cuda" else None
@@ -26,35 +26,36 @@ def beside(device: torch.device) -> tuple[str, ...]:
 
 
 def address_of(device: torch.device) -> str | None:
-    """PCI address of a CUDA device, e.g. ``0000:3d:00.0``; None where torch does not tell."""
-    found: Any = torch.cuda.get_device_properties(device)
+    """PCI address of a CUDA device, e.g. ``0000:3d:00.0``; None before torch 2.8."""
+    properties: Any = torch.cuda.get_device_properties(device)
     try:
-        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
-    except AttributeError:  # before torch 2.8
+        domain, bus = properties.pci_domain_id, properties.pci_bus_id
+        return f"{domain:04x}:{bus:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
         return None
 
 
 def neighbours(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> tuple[str, ...]:
-    """Addresses of the other GPUs of this maker below the same root port, e.g. on one switch.
+    """PCI addresses of the other GPUs of the same vendor below the same root port.
 
     Example:
         >>> neighbours("no such device")
         ()
     """
-    link, maker = _link(devices / address), _read(devices / address / "vendor")
+    link, vendor = _root_port(devices / address), _read(devices / address / "vendor")
     return tuple(
         sorted(
             other.name
             for other in (devices.iterdir() if link else ())
             if other.name != address
-            and _read(other / "class").startswith(_GPUS)
-            and (_read(other / "vendor"), _link(other)) == (maker, link)
+            and _read(other / "class").startswith(_GPU_CLASSES)
+            and (_read(other / "vendor"), _root_port(other)) == (vendor, link)
         )
     )
 
 
-def _link(device: Path) -> str:
-    """The root port above a device; without one, the device itself."""
+def _root_port(device: Path) -> str:
+    """The root port above a device; the device itself if it hangs directly below the bridge."""
     parts = device.resolve().parts
     roots = (i for i, part in enumerate(parts) if part.startswith("pci") and ":" in part)
     return parts[first + 1] if (first := next(roots, 0)) else ""

@@ -1,7 +1,4 @@
-"""What a place for tensors that are not needed for a while must be able to do.
-
-Never decides what goes there, nor when it comes back: the offloader does.
-"""
+"""The interface of stores: where tensors are kept that are not needed for a while."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import torch
 
 @dataclass(slots=True)
 class Traffic:
-    """What has moved so far, and for how long the training waited for it."""
+    """Bytes copied so far, and how long training waited for copies."""
 
     bytes_out: int = 0
     bytes_back: int = 0
@@ -21,36 +18,36 @@ class Traffic:
 
 
 class Store(Protocol):
-    """Takes the bytes of tensors away and brings them back: the same bits.
+    """Keeps the bytes of tensors and brings the same bits back.
 
-    ``put`` begins to copy ``raw`` (bytes, one axis) out, ``settle`` makes its memory free to be
-    used by what follows, ``fetch`` begins to bring a copy back, ``take`` hands it over. A ticket
-    can be taken several times, each time it is fetched anew. ``drop`` forgets a ticket; it may be
-    called in any state, by any thread, at any time, also by the garbage collector.
+    The life of a ticket: ``put`` starts the copy out, ``settle`` makes the memory of the source
+    reusable, ``fetch`` starts the copy back, ``take`` returns the bytes, ``drop`` forgets the
+    ticket. A ticket can be taken several times; each time it is fetched anew.
     """
 
     @property
     def traffic(self) -> Traffic:
-        """What has moved so far."""
+        """Bytes copied so far, and seconds waited."""
 
     def put(self, raw: torch.Tensor, what: str) -> Any:
-        """Begin to copy out; ``what`` it is, for errors. Returns a ticket."""
+        """Start to copy ``raw`` (bytes, one axis) out; return a ticket. ``what`` is for errors."""
 
     def settle(self, ticket: Any) -> None:
         """From here on the memory of what was put may be overwritten."""
 
     def fetch(self, ticket: Any) -> None:
-        """Begin to bring it back, if it is away."""
+        """Start to copy the bytes back, unless they are in memory or on their way."""
 
     def take(self, ticket: Any) -> torch.Tensor:
-        """The bytes, to be read by the caller's stream."""
+        """The bytes, readable by the caller's stream."""
 
     def drop(self, ticket: Any) -> None:
-        """It is needed no more."""
+        """Forget the ticket, in any state; any thread may call this, at any time, even the garbage
+        collector in the middle of another method of the store."""
 
     @property
     def reserved_bytes(self) -> int:
-        """What the store takes up, of host memory or disk."""
+        """Host memory or disk space that the store occupies."""
 
     def close(self) -> None:
-        """Give everything back; no ticket may be used any more."""
+        """Free everything; no ticket may be used any more."""

@@ -1,86 +1,82 @@
-"""How a model hands on what one block returns to the next; observed in one forward.
+"""Record in one forward how a model passes the output of each block to the next.
 
-A block is *linked* to the one before it if each of its arguments is either what that one returned
-(the very object) or what that one was given. Glue between them, such as a projection, breaks the
-link, and so do random numbers that are drawn there.
+A block is *linked* to the block before it if each of its arguments is either a tensor that the
+block before it returned (the same object, unchanged) or equals the argument that block was given.
+Code between two blocks that computes something, such as a projection, or that draws random numbers
+breaks the link.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from slipstream.memory.recompute import rng_state
+from slipstream.memory.recompute.rng_state import get_rng_state
 from slipstream.pytree import mapped, tensors
 
-_PLAIN = (bool, int, float, str, torch.dtype, torch.device)
+_COMPARED_BY_VALUE = (bool, int, float, str, torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of a module: positional ones first, then by name.
+    """The arguments of one call of a module."""
 
-    Attributes:
-        values: all of them.
-        names: of the last of them.
-    """
-
-    values: tuple[Any, ...]
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """The call with these arguments."""
-        return cls((*args, *kwargs.values()), tuple(kwargs))
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
     @property
-    def args(self) -> tuple[Any, ...]:
-        """The positional ones."""
-        return self.values[: len(self.values) - len(self.names)]
-
-    @property
-    def kwargs(self) -> dict[str, Any]:
-        """Those by name."""
-        first = len(self.values) - len(self.names)
-        return dict(zip(self.names, self.values[first:], strict=True))
+    def values(self) -> tuple[Any, ...]:
+        """All arguments, positional ones first."""
+        return (*self.args, *self.kwargs.values())
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those among the values, and in their tuples, lists and mappings."""
-        return tensors(self.values)
+        """All tensors in the arguments, nested ones included."""
+        return tensors((self.args, self.kwargs))
 
-    def of_tensors(self, found: Iterable[torch.Tensor]) -> Call:
-        """The same call of other tensors, in copies of what these are in."""
-        each = iter(found)
-        return Call(mapped(self.values, lambda _: next(each)), self.names)
+    def has_form_of(self, other: Call) -> bool:
+        """Whether both have as many positional arguments, and the same keywords in order."""
+        return len(self.args) == len(other.args) and [*self.kwargs] == [*other.kwargs]
+
+    def with_values(self, values: Sequence[Any]) -> Call:
+        """A call of the same form with these arguments."""
+        count = len(self.args)
+        return Call(tuple(values[:count]), dict(zip(self.kwargs, values[count:], strict=True)))
+
+    def with_tensors(self, replacements: Iterable[torch.Tensor]) -> Call:
+        """The same call with its tensors replaced, in the order of `tensors`."""
+        each = iter(replacements)
+        return Call(*mapped((self.args, self.kwargs), lambda _: next(each)))
 
 
 @dataclass(frozen=True)
 class Link:
-    """Which arguments of a block are among the tensors that the one before it returned: their
-    numbers by place.
+    """Which arguments of a block are outputs of the block before it.
+
+    Attributes:
+        outputs: for the position of each such argument, the number of the tensor in the output.
     """
 
     outputs: Mapping[int, int]
 
-    def call(self, before: Call, output: Any) -> Call:
-        """The call of the block, from that of the one before it and what that returned."""
-        found = tensors(output)
-        values = list(before.values)
-        for place, number in self.outputs.items():
-            values[place] = found[number]
-        return Call(tuple(values), before.names)
+    def next_call(self, call: Call, output: Any) -> Call:
+        """The call of the block, from the call of the block before it and its output."""
+        returned = tensors(output)
+        values = list(call.values)
+        for position, number in self.outputs.items():
+            values[position] = returned[number]
+        return call.with_values(values)
 
 
-class Observer:
-    """Sees the calls of blocks, one after another.
+class DataflowRecorder:
+    """Records the calls of blocks, one after another.
 
     Attributes:
-        order: names of the blocks, as they were called; only the first call of each counts.
-        links: by the name of a block, to the one called right before it.
+        order: names of the blocks in the order in which they are called.
+        links: by the name of a block, its link to the block called right before it.
     """
 
     def __init__(self) -> None:
@@ -89,58 +85,53 @@ class Observer:
         self._last: tuple[Call, Any, list[int], tuple[Any, ...]] | None = None
 
     def before(self, name: str, call: Call) -> None:
-        """``name`` is about to run."""
+        """Block ``name`` is about to run."""
         self.order.append(name)
         link = self._link(call)
         if link is not None:
             self.links[name] = link
 
     def after(self, call: Call, output: Any) -> None:
-        """It has run."""
-        self._last = (call, output, versions(tensors(output)), _random_state())
-
-    def forget(self) -> None:
-        """The pass is over: let its tensors go."""
-        self._last = None
+        """The block has returned."""
+        self._last = (call, output, versions(tensors(output)), _all_rng_states())
 
     def _link(self, call: Call) -> Link | None:
-        """What links a call to the one before it."""
+        """The link from the last call to this one; None if there is none."""
         if self._last is None:
             return None
-        before, output, unchanged, state = self._last
-        same_form = call.names == before.names and len(call.values) == len(before.values)
-        if not same_form or state != _random_state():
+        last, output, output_versions, rng_states = self._last
+        if not call.has_form_of(last) or rng_states != _all_rng_states():
             return None
-        found = tensors(output)
+        returned = tensors(output)
         outputs = {}
-        for place, (value, given) in enumerate(zip(call.values, before.values, strict=True)):
-            numbers = [i for i, o in enumerate(found) if o is value]
-            if numbers and value._version == unchanged[numbers[0]]:
-                outputs[place] = numbers[0]
-            elif numbers or not same(value, given):
+        for position, (value, last_value) in enumerate(zip(call.values, last.values, strict=True)):
+            numbers = [i for i, tensor in enumerate(returned) if tensor is value]
+            if numbers and value._version == output_versions[numbers[0]]:
+                outputs[position] = numbers[0]
+            elif numbers or not is_same(value, last_value):
                 return None
         return Link(outputs) if outputs else None
 
 
-def versions(found: Iterable[torch.Tensor]) -> list[int]:
-    """How often tensors were changed in place."""
-    return [tensor._version for tensor in found]
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Version counters of tensors, which operations in place increase."""
+    return [tensor._version for tensor in tensors]
 
 
-def same(value: Any, other: Any) -> bool:
-    """Whether two arguments are one object, or equal values."""
+def is_same(value: Any, other: Any) -> bool:
+    """Whether two arguments are one object, or equal plain values."""
     if value is other:
         return True
     if type(value) is not type(other):
         return False
     if isinstance(value, tuple | list):
-        return len(value) == len(other) and all(map(same, value, other))
-    return isinstance(value, _PLAIN) and value == other
+        return len(value) == len(other) and all(map(is_same, value, other))
+    return isinstance(value, _COMPARED_BY_VALUE) and value == other
 
 
-def _random_state() -> tuple[Any, ...]:
-    """Of all generators that a forward may draw from."""
+def _all_rng_states() -> tuple[Any, ...]:
+    """States of all generators that a forward may draw from."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
-    return rng_state.state(), *(state.numpy().tobytes() for state in states)
+    return get_rng_state(), *(state.numpy().tobytes() for state in states)

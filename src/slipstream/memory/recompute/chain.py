@@ -1,11 +1,12 @@
-"""Blocks of a model that are computed again in backward, one by one or several in one region.
+"""Recompute blocks of a model in backward, one by one or several in one region.
 
 [Note: Running ahead]
-The model's own code calls one block after another, but a region of several is one checkpoint. It is
-made when the model calls the first of them, and runs ahead through the others, whose arguments
-follow from the links between them (see ``links``). When the model calls these with exactly what
-they were given, they return what is there already; with anything else there is an error. What they
-return are outputs of the region, so that a model may use them all.
+The model's own code calls one block after another, but a region of several blocks is one
+checkpoint. The checkpoint runs when the model calls the first block of the region, and runs ahead
+through the others: their arguments follow from the links between blocks (see ``block_dataflow``).
+When the model then calls these blocks with exactly those arguments, they return the outputs that
+exist already; with any other arguments they raise an error. All outputs are outputs of the
+checkpoint, so the model may use each of them.
 """
 
 from __future__ import annotations
@@ -20,168 +21,167 @@ from torch import nn
 
 from slipstream.errors import UsageError
 from slipstream.memory.forward_override import Forward, ForwardOverride
-from slipstream.memory.recompute.block_dataflow import Call, Link, same, versions
+from slipstream.memory.recompute.block_dataflow import Call, Link, is_same, versions
 from slipstream.memory.recompute.budget import Parts, Region
 from slipstream.memory.recompute.layout import Layout
 from slipstream.pytree import tensors
 from slipstream.strategy.memory import Operation
 
 
-class Watch(Protocol):
-    """Sees each call of a block for as long as blocks are computed again one by one."""
+class CallObserver(Protocol):
+    """Is told of each call of a block, as long as every block is a region of its own."""
 
-    def begins(self, name: str, forward: Forward, call: Call) -> None:
-        """A block is about to run; may install a plan."""
+    def before_call(self, name: str, forward: Forward, call: Call) -> None:
+        """A block is about to run; the observer may install a layout."""
 
-    def ends(self, call: Call, output: Any) -> None:
-        """It has run."""
+    def after_call(self, call: Call, output: Any) -> None:
+        """The block has returned."""
 
 
 class Chain:
-    """Takes the place of the forward of blocks; without gradients they run as ever.
+    """Overrides the forward of blocks; without gradients they run as before.
 
     Args:
-        blocks: by name; each is a region of its own until `install`.
-        keep: operations whose results are kept inside regions.
+        blocks: modules by name; each is a region of its own until `install`.
+        keep: operations whose results are kept inside of regions.
 
     Attributes:
         blocks: as given.
-        layout: what is kept, and the regions, from the next forward of the model on.
-        watch: sees calls, while there is one.
+        layout: the layout of the next forward of the model.
+        observer: is told of calls; None: nobody.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], keep: Sequence[Operation] = ()) -> None:
         self.blocks, self._keep = blocks, keep
-        self.watch: Watch | None = None
-        self._ahead: dict[str, _Ahead] = {}
-        self._replaced = {
+        self.observer: CallObserver | None = None
+        self._pending: dict[str, _PendingOutput] = {}
+        self._overrides = {
             name: ForwardOverride(module, partial(self._call, name))
             for name, module in blocks.items()
         }
         self._forwards = {
-            name: partial(_on_unchanged, name, replaced.forward)
-            for name, replaced in self._replaced.items()
+            name: partial(_forward_on_unchanged_inputs, name, override.forward)
+            for name, override in self._overrides.items()
         }
         self.install((), (), {})
         self.begin()
 
     def install(self, order: Sequence[str], parts: Parts, links: Mapping[str, Link]) -> None:
-        """From the next `begin` on blocks run in these regions, and those not in ``order`` one by
-        one.
+        """Use these regions from the next `begin` on; blocks not in ``order`` are regions of one.
 
         Raises:
-            UsageError: a region over blocks that are not linked.
+            UsageError: a region contains a block that is not linked to the one before it.
         """
-        every = dict.fromkeys([*order, *self.blocks])
-        alone = tuple(Region((number,)) for number in range(len(order), len(every)))
+        all_names = dict.fromkeys([*order, *self.blocks])
+        single = tuple(Region((number,)) for number in range(len(order), len(all_names)))
         self.layout = Layout(
-            tuple(every), (*parts, *alone), links, self.blocks, self._forwards, self._keep
+            tuple(all_names), (*parts, *single), links, self.blocks, self._forwards, self._keep
         )
 
     def begin(self) -> None:
-        """A forward of the model begins; what one that ended early has left is let go.
+        """A forward of the model begins: use the installed layout, drop unclaimed outputs.
 
-        Until then blocks keep to the layout of the last one: a checkpoint that the model puts
-        around them itself calls them in backward once more.
+        The layout does not change in between: a checkpoint in the model's own code calls blocks
+        once more in backward, which must run as they did in forward.
         """
-        self._running = self.layout
-        self._ahead.clear()
+        self._active_layout = self.layout
+        self._pending.clear()
 
     def close(self) -> None:
-        """Every block has its own forward again."""
-        self._ahead.clear()
-        for replaced in reversed(self._replaced.values()):
-            replaced.remove()
+        """Restore the forward of every block."""
+        self._pending.clear()
+        for override in reversed(self._overrides.values()):
+            override.remove()
 
     def _call(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """In the place of a block's forward."""
+        """The forward of block ``name``."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        call = Call.of(args, kwargs)
+        call = Call(args, kwargs)
         _check_repeatable(name, call)
-        if self.watch is not None:
-            self.watch.begins(name, self._forwards[name], call)
-        ahead = self._ahead.pop(name, None)
-        if ahead is not None:
-            return ahead.output_for(call)
-        layout = self._running
+        if self.observer is not None:
+            self.observer.before_call(name, self._forwards[name], call)
+        pending = self._pending.pop(name, None)
+        if pending is not None:
+            return pending.output_for(call)
+        layout = self._active_layout
         if name in layout.first_of:
             raise UsageError(
-                f"{name} was called without {layout.first_of[name]} before it, unlike in the "
-                "first forward, but both are computed again together; a model whose blocks are not "
-                "always called in turn needs memory.recompute: {every: 1}"
+                f"{name} was called without {layout.first_of[name]} before it, unlike in the first "
+                "forward, but both are in one region; a model that does not always call its blocks "
+                "in the same order needs memory.recompute: {every: 1}"
             )
         if name not in layout.regions:
             return forward(*args, **kwargs)
         region = layout.regions[name]
         (_, output), *others = layout.run(region, call)
-        for later, (one, result) in zip(layout.names(region)[1:], others, strict=True):
-            self._ahead[later] = _Ahead(later, name, one, versions(one.tensors), result)
-        if self.watch is not None:
-            self.watch.ends(call, output)
+        for other, (its_call, its_output) in zip(layout.names(region)[1:], others, strict=True):
+            self._pending[other] = _PendingOutput(
+                other, name, its_call, versions(its_call.tensors), its_output
+            )
+        if self.observer is not None:
+            self.observer.after_call(call, output)
         return output
 
 
 @dataclass(frozen=True, slots=True)
-class _Ahead:
-    """What a block has returned before the model has called it."""
+class _PendingOutput:
+    """The output of a block that ran before the model called it; see [Note: Running ahead]."""
 
     name: str
-    first: str
+    first: str  # block of the region
     call: Call
-    versions: list[int]
+    versions: list[int]  # of the call's tensors
     output: Any
 
     def output_for(self, call: Call) -> Any:
-        """The output, for this call.
+        """The output, if the model's call is the one for which it was computed.
 
         Raises:
-            UsageError: it is not the call for which it was computed.
+            UsageError: it is another call.
         """
-        same_form = call.names == self.call.names and len(call.values) == len(self.call.values)
         if (
-            not same_form
-            or not all(map(same, call.values, self.call.values))
+            not call.has_form_of(self.call)
+            or not all(map(is_same, call.values, self.call.values))
             or versions(call.tensors) != self.versions
         ):
             raise UsageError(
                 f"{self.name} was not called with what the block before it returned, unlike in the "
-                f"first forward, but is computed again together with {self.first}; a model that "
-                "changes what it does between blocks needs memory.recompute: {every: 1}"
+                f"first forward, but is in one region with {self.first}; a model that changes what "
+                "it does between blocks needs memory.recompute: {every: 1}"
             )
         return self.output
 
 
-def _on_unchanged(name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-    """What a block returns, which finds its inputs as they are when it is computed again.
+def _forward_on_unchanged_inputs(name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Run a block and check that recomputation will find its inputs unchanged.
 
     Raises:
-        UsageError: it has changed one of them.
+        UsageError: the block changed one of its inputs in place.
     """
-    given = tensors((args, kwargs))
-    before = versions(given)
+    inputs = tensors((args, kwargs))
+    before = versions(inputs)
     output = forward(*args, **kwargs)
-    if versions(given) != before:
+    if versions(inputs) != before:
         raise UsageError(
-            f"{name} changes what it is called with in place, so that it cannot be computed again "
-            "from that; let it change a copy (x = x.clone(), or inplace=False), or leave it out: "
+            f"{name} changes its input in place, so it cannot be recomputed from that input; let "
+            "it change a copy (x = x.clone(), or inplace=False), or exclude it: "
             "memory.recompute: {checkpoints: [path, ...]}"
         )
     return output
 
 
 def _check_repeatable(name: str, call: Call) -> None:
-    """Refuse a cache of keys and values, to which each run of a block would append, and what can be
-    gone through once only."""
+    """Refuse arguments that the first run uses up or extends: iterators, and key-value caches."""
     for value in call.values:
         if hasattr(value, "__next__"):
             raise UsageError(
-                f"{name} is called with a {type(value).__name__}, which has come to its end when "
-                "the block is computed again; give it a list"
+                f"{name} is called with a {type(value).__name__}, which is exhausted when the "
+                "block is recomputed; pass a list"
             )
         if hasattr(value, "get_seq_length"):
             raise UsageError(
-                f"{name} is called with a {type(value).__name__}, to which it would append keys "
-                "and values twice when it is computed again; train without it: "
+                f"{name} is called with a {type(value).__name__}, to which recomputation would "
+                "append keys and values a second time; train without a cache: "
                 "model.config.use_cache = False"
             )

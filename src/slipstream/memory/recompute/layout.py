@@ -1,6 +1,6 @@
-"""Which blocks of a chain are computed again together, and how they run, the first time and again.
+"""Which blocks form which region, and how a region runs, the first time and in recomputation.
 
-Never changes: a graph is run again by the layout with which it was made.
+A layout is immutable: a graph is recomputed by the layout with which its forward ran.
 """
 
 from __future__ import annotations
@@ -20,31 +20,30 @@ from slipstream.memory.forward_override import Forward
 from slipstream.memory.recompute import selective
 from slipstream.memory.recompute.block_dataflow import Call, Link
 from slipstream.memory.recompute.budget import Parts, Region
-from slipstream.memory.recompute.buffers import UpdatedOnce
-from slipstream.memory.recompute.rng_state import SameDraws
+from slipstream.memory.recompute.buffers import BufferReplay
+from slipstream.memory.recompute.rng_state import RngReplay
 from slipstream.strategy.memory import Operation
 
-_NOTHING = torch.empty(0)
-"""In the place of a tensor, in the form of a call."""
+_PLACEHOLDER = torch.empty(0)
 
 
 class Layout:
-    """Blocks in order, and regions of them.
+    """Blocks in order, and the regions among them.
 
     Args:
-        order: names of the blocks, to which the numbers in ``parts`` refer.
-        parts: which are kept, and which belong to which region.
-        links: what each block gets from the one before it.
-        modules: by name of the block.
-        forwards: their own, by name.
-        keep: operations whose results are kept inside regions.
+        order: names of the blocks; the numbers in ``parts`` are positions in it.
+        parts: the blocks that are kept, and the regions.
+        links: by name of a block, its link to the block before it.
+        modules: the blocks by name.
+        forwards: the blocks' own forwards by name.
+        keep: operations whose results are kept inside of regions.
 
     Attributes:
         regions: by the name of their first block.
-        first_of: the first block of the region that another block belongs to, by its name.
+        first_of: for each other block of a region, the name of the region's first block.
 
     Raises:
-        UsageError: a region over blocks that are not linked.
+        UsageError: a region contains a block that is not linked to the one before it.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Layout:
         self._modules, self._forwards, self._keep = modules, forwards, keep
         self.regions: dict[str, Region] = {}
         self.first_of: dict[str, str] = {}
-        self._once: dict[Region, UpdatedOnce] = {}
+        self._buffer_replays: dict[Region, BufferReplay] = {}
         for region in parts:
             if isinstance(region, Region):
                 first, *others = self.names(region)
@@ -68,75 +67,88 @@ class Layout:
                 self.first_of |= dict.fromkeys(others, first)
         for name in self.first_of.keys() - links.keys():
             raise UsageError(
-                f"{name} is to be computed again together with the block before it, but is not "
-                "called with what that returns on this rank, unlike on the first; use "
+                f"{name} shares a region with the block before it, but on this rank, unlike on the "
+                "first, it is not called with what that block returns; use "
                 "memory.recompute: {every: 1}"
             )
 
     def names(self, region: Region) -> tuple[str, ...]:
-        """Of the blocks of a region."""
+        """Names of the blocks of a region."""
         return tuple(self.order[number] for number in region.blocks)
 
     def run(self, region: Region, call: Call) -> list[tuple[Call, Any]]:
-        """The calls of the blocks of a region and what they return, of which only the arguments of
-        the first are kept for backward.
+        """Run a region, keeping only the arguments of its first block for backward.
+
+        Returns:
+            The call of each block of the region, and its output.
         """
         outputs = self._checkpoint(region, call)
-        made = list[tuple[Call, Any]]()
+        calls = list[tuple[Call, Any]]()
         for name, output in zip(self.names(region), outputs, strict=True):
-            if made:
-                call = self._links[name].call(*made[-1])
-            made.append((call, output))
-        return made
+            if calls:
+                call = self._links[name].next_call(*calls[-1])
+            calls.append((call, output))
+        return calls
 
     def _checkpoint(self, region: Region, call: Call) -> list[Any]:
-        first, form = [call], call.of_tensors(repeat(_NOTHING))
+        """Outputs of the blocks of a region, run under ``torch.utils.checkpoint``.
+
+        checkpoint() takes tensors as separate arguments, so that hooks on saved tensors (offload)
+        see them. A tensor that is passed twice is passed to it once, and is one object again in
+        recomputation.
+        """
         given = call.tensors
-        distinct = {id(tensor): tensor for tensor in given}  # one given twice stays one
+        distinct = {id(tensor): tensor for tensor in given}
         numbers = [[*distinct].index(id(tensor)) for tensor in given]
+        # The first run uses the caller's own call. It is popped, and the form that remains holds
+        # placeholders, because this closure lives until backward and must not keep the tensors.
+        first_run, form = [call], call.with_tensors(repeat(_PLACEHOLDER))
 
-        def run(*kept: torch.Tensor) -> list[Any]:
-            if first:
-                return self._run(region, first.pop())
-            return self._run(region, form.of_tensors(kept[number] for number in numbers))
+        def run(*saved: torch.Tensor) -> list[Any]:
+            if first_run:
+                return self._run(region, first_run.pop())
+            return self._run(region, form.with_tensors(saved[number] for number in numbers))
 
-        contexts = partial(self._contexts, region)
         outputs: list[Any] = checkpoint(
-            run, *distinct.values(), use_reentrant=False, context_fn=contexts
+            run,
+            *distinct.values(),
+            use_reentrant=False,
+            context_fn=partial(self._contexts, region),
         )
         return outputs
 
     def _run(self, region: Region, call: Call) -> list[Any]:
-        """What the blocks and the inner regions of a region return."""
+        """Outputs of all blocks of a region; inner regions are checkpoints again."""
         outputs, last = list[Any](), region.blocks[-1]
         for part in region.parts:
             if isinstance(part, Region):
-                first, got = part.blocks[0], self._checkpoint(part, call)
+                first, part_outputs = part.blocks[0], self._checkpoint(part, call)
             else:
                 forward = self._forwards[self.order[part]]
-                first, got = part, [forward(*call.args, **call.kwargs)]
-            for number, output in enumerate(got, first):
+                first, part_outputs = part, [forward(*call.args, **call.kwargs)]
+            for number, output in enumerate(part_outputs, first):
                 outputs.append(output)
                 if number < last:
-                    call = self._links[self.order[number + 1]].call(call, output)
+                    call = self._links[self.order[number + 1]].next_call(call, output)
         return outputs
 
     def _contexts(
         self, region: Region
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Of the first run of a region, and of its repetitions."""
-        if region not in self._once:
-            self._once[region] = UpdatedOnce([self._modules[name] for name in self.names(region)])
-        draws = SameDraws()
-        contexts = [self._once[region].contexts(), (draws.first(), draws)]
+        """Contexts of the first run of a region, and of its recomputation."""
+        if region not in self._buffer_replays:  # one a region: it remembers unchanged masks
+            modules = [self._modules[name] for name in self.names(region)]
+            self._buffer_replays[region] = BufferReplay(modules)
+        rng = RngReplay()
+        contexts = [self._buffer_replays[region].contexts(), (rng.record(), rng)]
         if self._keep:
             contexts.append(selective.contexts(self._keep))
-        first, again = zip(*contexts, strict=True)
-        return _All(*first), _All(*again)
+        first, recomputation = zip(*contexts, strict=True)
+        return _Combined(*first), _Combined(*recomputation)
 
 
-class _All:
-    """Several contexts as one that may be entered several times."""
+class _Combined:
+    """Several contexts as one, which may be entered several times (``retain_graph``)."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts, self._stack = contexts, ExitStack()

@@ -1,124 +1,105 @@
-"""What a block takes: seconds and bytes, measured on the arguments that it is called with."""
+"""Measure what a block costs on the arguments it is called with: seconds and bytes."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from statistics import median
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.memory.forward_override import Forward
 from slipstream.memory.recompute.block_dataflow import Call
 from slipstream.memory.recompute.budget import Cost
-from slipstream.memory.recompute.buffers import StandIns, buffers_of
-from slipstream.memory.recompute.rng_state import SameDraws
+from slipstream.memory.recompute.buffers import SubstituteBuffers, buffers_of
+from slipstream.memory.recompute.rng_state import RngReplay
 from slipstream.pytree import tensors
+
+T = TypeVar("T")
 
 RUNS = 3
 
 
-class Saved:
-    """Counts what is saved for backward, every storage once; a context.
+def saved_storages(run: Callable[[], T]) -> tuple[T, dict[int, int]]:
+    """Return what ``run`` returns, and the storages that autograd saved in it for backward.
 
-    Args:
-        aside: tensors that do not count, such as parameters.
+    Storages are bytes by address; addresses are unique as long as the returned graph exists.
 
     Example:
         >>> x = torch.ones(4, requires_grad=True)
-        >>> with Saved([x]) as saved:
-        ...     y = (2 * x).exp().sum()
-        >>> saved.num_bytes  # of the exponential, which its own backward needs
-        16
+        >>> y, storages = saved_storages(lambda: (x + x).exp().sum())
+        >>> list(storages.values())  # of the exponential, which its own backward needs
+        [16]
     """
+    storages: dict[int, int] = {}
 
-    def __init__(self, aside: Iterable[torch.Tensor] = ()) -> None:
-        self._aside = {_storage(tensor) for tensor in dense(aside)}
-        self._sizes: dict[int, int] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the storages, as long as the graph is there."""
-        return sum(self._sizes.values())
-
-    def count(self, tensor: torch.Tensor) -> None:
-        """One more that is kept; sparse ones do not count."""
-        for one in dense([tensor]):
-            if (place := _storage(one)) not in self._aside:
-                self._sizes[place] = one.untyped_storage().nbytes()
-
-    def leave_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These do not count after all."""
-        for tensor in dense(tensors):
-            self._sizes.pop(_storage(tensor), None)
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.count(tensor)
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storages.update(storages_of([tensor]))
         return tensor
 
-    def __enter__(self) -> Saved:
-        self._hooks.__enter__()
-        return self
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        return run(), storages
 
-    def __exit__(self, *raised: Any) -> None:
-        self._hooks.__exit__(*raised)
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of the storages of dense tensors, by address."""
+    storages = (t.untyped_storage() for t in tensors if t.layout is torch.strided)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
-    """What ``module`` takes in this call: bytes, and medians of a few forwards and backwards.
+    """Run forward and backward of ``module`` on copies of ``call`` a few times; take medians.
 
-    Gradients, buffers and random states stay as they are.
+    Bytes are counted in a run before. Gradients, buffers and random states do not change.
     """
     device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
-    buffers = buffers_of(module.modules())
-    forwards, backwards = [], []
-    kept = torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), SameDraws():
-        with StandIns(buffers, module.modules()):  # the warm-up counts
-            own = _apart(call)
-            with Saved((*own.tensors, *module.parameters(), *module.buffers())) as saved:
-                outputs = tensors(forward(*own.args, **own.kwargs))
-            sizes = {_storage(t): t.untyped_storage().nbytes() for t in dense(outputs)}
-            for output in outputs:
-                saved.count(output)
-        del outputs
-        for _ in range(RUNS):
-            with (
-                StandIns(buffers, module.modules()),
-                kept,
-            ):  # whatever becomes of saved tensors around this
-                own = _apart(call)
-                wanted = [t for t in (*own.tensors, *module.parameters()) if t.requires_grad]
-                start = _now(device)
-                outputs = tensors(forward(*own.args, **own.kwargs))
-                middle = _now(device)
-                ends = [output for output in outputs if output.requires_grad]
-                if ends and wanted:
-                    ones = [torch.ones_like(output) for output in ends]
-                    torch.autograd.grad(ends, wanted, ones, allow_unused=True)
-                forwards.append(middle - start)
-                backwards.append(_now(device) - middle)
-    return Cost(median(forwards), median(backwards), sum(sizes.values()), saved.num_bytes)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), RngReplay():
+        output_bytes, saved_bytes = _count_bytes(module, forward, call)
+        runs = [_time_run(module, forward, call, device) for _ in range(RUNS)]
+    forwards, backwards = zip(*runs, strict=True)
+    return Cost(median(forwards), median(backwards), output_bytes, saved_bytes)
 
 
-def _apart(call: Call) -> Call:
-    """The call of copies of its tensors, apart from what led to these; no leaves, which may not be
-    changed in place.
+def _count_bytes(module: nn.Module, forward: Forward, call: Call) -> tuple[int, int]:
+    """Bytes of the output, and of all that a forward keeps for backward, output included."""
+    with SubstituteBuffers(buffers_of(module.modules()), module.modules()):
+        call = _detached_copy(call)
+        ignored = storages_of((*call.tensors, *module.parameters(), *module.buffers()))
+        output, saved = saved_storages(lambda: forward(*call.args, **call.kwargs))
+        returned = storages_of(tensors(output))
+        kept = (saved | returned).items()
+        return sum(returned.values()), sum(size for address, size in kept if address not in ignored)
+
+
+def _time_run(
+    module: nn.Module, forward: Forward, call: Call, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a forward and of its backward."""
+    # These hooks hide outer ones, such as those of offload, whose copies must not be measured.
+    keep_saved = saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor)
+    with SubstituteBuffers(buffers_of(module.modules()), module.modules()), keep_saved:
+        call = _detached_copy(call)
+        inputs = [t for t in (*call.tensors, *module.parameters()) if t.requires_grad]
+        start = _now(device)
+        outputs = tensors(forward(*call.args, **call.kwargs))
+        middle = _now(device)
+        ends = [output for output in outputs if output.requires_grad]
+        if ends and inputs:
+            ones = [torch.ones_like(output) for output in ends]
+            torch.autograd.grad(ends, inputs, ones, allow_unused=True)
+        return middle - start, _now(device) - middle
+
+
+def _detached_copy(call: Call) -> Call:
+    """The call on copies of its tensors, cut off from the graph that led to these.
+
+    The copies are no leaves, as autograd refuses changes of leaves in place.
     """
     copies = {id(t): t.detach().requires_grad_(t.requires_grad).clone() for t in call.tensors}
-    return call.of_tensors(copies[id(tensor)] for tensor in call.tensors)
-
-
-def dense(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Those whose values lie in one storage."""
-    return (tensor for tensor in tensors if tensor.layout is torch.strided)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return call.with_tensors(copies[id(tensor)] for tensor in call.tensors)
 
 
 def _now(device: torch.device) -> float:

@@ -1,5 +1,6 @@
-"""Random numbers that Python and numpy draw come out the same when a region runs again; those of
-torch are the affair of ``torch.utils.checkpoint``.
+"""Replay the random numbers of Python and numpy when a region runs again.
+
+Those of torch are replayed by ``torch.utils.checkpoint``.
 """
 
 from __future__ import annotations
@@ -12,54 +13,58 @@ from typing import Any
 
 import numpy as np
 
-State = tuple[tuple[Any, ...], bytes]
+RngState = tuple[tuple[Any, ...], bytes]
 
 
-def state() -> State:
-    """Of the global generators of Python and numpy; equal as long as nothing is drawn."""
+def get_rng_state() -> RngState:
+    """State of the global generators of Python and numpy; equal until a number is drawn.
+
+    The state of numpy is pickled because it contains an array, which does not compare to a bool.
+    """
     return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
 
 
-class SameDraws:
-    """A context, to be entered any number of times, in which the generators continue from where
-    they were when it was made; afterwards they are as before.
+def set_rng_state(state: RngState) -> None:
+    """Restore what `get_rng_state` returned."""
+    random.setstate(state[0])
+    np.random.set_state(pickle.loads(state[1]))
 
-    Where the first run draws nothing, which is usual, the others leave the generators alone.
-    Generators of one's own (``random.Random``, ``numpy.random.default_rng()``) are not seen.
-    Exactness: bitwise.
+
+class RngReplay:
+    """A context in which the generators restart from their state at construction.
+
+    It may be entered any number of times; on exit the generators continue from where they were
+    before. If the run under `record` drew no numbers (the usual case), later entries leave the
+    generators alone. Generator objects (``random.Random``, ``numpy.random.default_rng()``) are not
+    replayed. Exactness: bitwise.
 
     Example:
-        >>> draws = SameDraws()
-        >>> with draws.first():
+        >>> replay = RngReplay()
+        >>> with replay.record():
         ...     x = random.random()
         >>> y = random.random()
-        >>> with draws:
+        >>> with replay:
         ...     x == random.random()
         True
     """
 
     def __init__(self) -> None:
-        self._start: State | None = state()
-        self._now: State | None = None
+        self._start: RngState | None = get_rng_state()
+        self._outside: RngState | None = None
 
     @contextmanager
-    def first(self) -> Iterator[None]:
-        """Around the first run; sees whether it draws."""
+    def record(self) -> Iterator[None]:
+        """Wrap the first run; notices whether it draws."""
         yield
-        if state() == self._start:
+        if get_rng_state() == self._start:
             self._start = None
 
     def __enter__(self) -> None:
         if self._start is not None:
-            self._now = state()
-            _set(self._start)
+            self._outside = get_rng_state()
+            set_rng_state(self._start)
 
     def __exit__(self, *_: object) -> None:
-        if self._now is not None:
-            _set(self._now)
-            self._now = None
-
-
-def _set(to: State) -> None:
-    random.setstate(to[0])
-    np.random.set_state(pickle.loads(to[1]))
+        if self._outside is not None:
+            set_rng_state(self._outside)
+            self._outside = None

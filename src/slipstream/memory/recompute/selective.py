@@ -1,6 +1,6 @@
-"""Operations whose results are kept inside a region that is computed again.
+"""Keep the results of chosen operations inside of regions that are recomputed.
 
-Never keeps anything itself: torch's selective checkpoint does.
+Built on torch's selective activation checkpointing, which stores the results.
 """
 
 from __future__ import annotations
@@ -29,35 +29,35 @@ _OPERATIONS: dict[Any, Operation] = {
     _aten.convolution.default: "convolution",
 }
 
-_DROPOUT_OF = {
+_DROPOUT_ARGUMENT = {
     _aten._scaled_dot_product_flash_attention.default: 3,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
     _aten._scaled_dot_product_efficient_attention.default: 5,
     _aten._scaled_dot_product_cudnn_attention.default: 5,
 }
-"""Fused attention, and which of its arguments is the rate of its dropout."""
+"""Fused attention, and the position of its argument ``dropout_p``."""
 
 _ADVICE = {
-    "has been mutated": "a result that is kept was changed in place behind the operation, as "
-    "nn.ReLU(inplace=True) does; let it make a new tensor, or leave that operation out of keep",
-    "backward an extra time": "a graph whose results are kept goes backward once; leave keep out, "
-    "or make the loss again",
+    "has been mutated": "a kept result was changed in place after the operation, as "
+    "nn.ReLU(inplace=True) does; use the out-of-place form, or remove that operation from keep",
+    "backward an extra time": "a graph with kept results supports one backward; remove keep, or "
+    "compute the loss again",
 }
-"""What to do about torch's errors, by words in them."""
+"""The fix for errors of torch, by words in their message."""
 
 
 def contexts(
     keep: Sequence[Operation],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Contexts of the first run of a region and of its repetition, in which the results of ``keep``
-    are not computed again; see ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+    """Contexts of the first run of a region and of its recomputation, which reuses the results of
+    the operations in ``keep``; see ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
 
-    Fused attention that drops values is computed again all the same: left out, it would not draw
-    its random numbers, and what comes after it would draw others than the first time.
+    Fused attention with dropout is recomputed all the same: if it were skipped, its random numbers
+    would not be drawn, and later operations would draw different ones than in the first run.
 
     Raises:
-        UsageError: in the repetition: a result that is kept was changed in place, or is asked for
-            a second time.
+        UsageError: in recomputation: a kept result was changed in place, or the graph goes through
+            backward a second time.
     """
 
     def policy(
@@ -67,16 +67,16 @@ def contexts(
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    first, again = create_selective_checkpoint_contexts(policy)
-    return first, _Explained(again)
+    first, recomputation = create_selective_checkpoint_contexts(policy)
+    return first, _WithAdvice(recomputation)
 
 
-def watched(see: Callable[[Operation, Any], None]) -> AbstractContextManager[Any]:
-    """A context that shows ``see`` the results of all operations that could be kept; keeps none.
+def watch_operations(see: Callable[[Operation, Any], None]) -> AbstractContextManager[Any]:
+    """A context that calls ``see`` with the result of each operation that `contexts` could keep.
 
     Example:
         >>> seen = []
-        >>> with watched(lambda operation, result: seen.append(operation)):
+        >>> with watch_operations(lambda operation, result: seen.append(operation)):
         ...     y = (torch.eye(2) @ torch.eye(2)).exp()
         >>> seen
         ['matmul']
@@ -95,16 +95,16 @@ def watched(see: Callable[[Operation, Any], None]) -> AbstractContextManager[Any
 
 
 def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation | None:
-    """What it is called in a strategy; None: what cannot be kept."""
-    place = _DROPOUT_OF.get(function)
-    if place is None:
+    """The name of an operation in a strategy; None if it cannot be kept."""
+    position = _DROPOUT_ARGUMENT.get(function)
+    if position is None:
         return _OPERATIONS.get(function)
-    dropout = kwargs.get("dropout_p", args[place] if len(args) > place else 0.0)
+    dropout = kwargs.get("dropout_p", args[position] if len(args) > position else 0.0)
     return None if dropout else "attention"
 
 
-class _Explained:
-    """A context whose errors say what to do; it may be entered several times."""
+class _WithAdvice:
+    """Wraps a context so that torch's errors say what to do; reusable, as the context is."""
 
     def __init__(self, context: AbstractContextManager[Any]) -> None:
         self._context = context

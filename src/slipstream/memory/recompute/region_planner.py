@@ -1,0 +1,151 @@
+"""Choose regions at the end of the first forward, from how its blocks were called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.errors import StrategyError, UsageError
+from slipstream.memory.forward_override import Forward
+from slipstream.memory.recompute.block_dataflow import Call, DataflowRecorder
+from slipstream.memory.recompute.budget import (
+    Cost,
+    Parts,
+    cheapest,
+    peak_bytes,
+    seconds,
+    segments,
+)
+from slipstream.memory.recompute.chain import Chain
+from slipstream.memory.recompute.measure import measure
+from slipstream.strategy.memory import Budget, BudgetBytes, Every
+
+Decision = tuple[Sequence[str], Parts] | StrategyError
+"""The names of the blocks in order and their plan, or why there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the blocks of a model take in an iteration, as measured and planned (see ``budget``).
+
+    Attributes:
+        num_bytes: peak of their activations.
+        plain_bytes: the same without recomputation.
+        seconds: of their forward and backward.
+        plain_seconds: the same without recomputation.
+        costs: measured costs of each block.
+    """
+
+    num_bytes: int
+    plain_bytes: int
+    seconds: float
+    plain_seconds: float
+    costs: tuple[Cost, ...]
+
+
+class RegionPlanner:
+    """Observes the blocks of a chain in the first forward, then installs regions on it.
+
+    Attributes:
+        prediction: of the chosen plan, for a budget after the first forward.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        config: Every | Budget | BudgetBytes,
+        agree: Callable[[Decision], Decision],
+    ) -> None:
+        self._chain, self._config, self._agree = chain, config, agree
+        self._in_forward = False  # of the model, as opposed to calls of blocks from elsewhere
+        self.prediction: Prediction | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._recorder = DataflowRecorder()
+        self._costs: list[Cost] = []
+
+    def close(self) -> None:
+        """Let go of the process group that ``agree`` holds."""
+        self._agree = lambda decision: decision
+
+    def begin_forward(self) -> None:
+        """A forward of the model begins; forget one that did not reach its end."""
+        self._reset()
+        self._in_forward = True
+
+    def before_call(self, name: str, forward: Forward, call: Call) -> None:
+        """A block is about to run: record its arguments, and measure it for a budget.
+
+        A second call of a block means that it is used twice, or that a part of the model is called
+        without the model (as a pipeline stage is), so that no end of the first forward is seen:
+        regions are chosen now.
+
+        Raises:
+            UsageError: the block is used twice in one forward, so a budget cannot be met.
+        """
+        if name in self._recorder.order:
+            if self._in_forward and not isinstance(self._config, Every):
+                raise UsageError(
+                    f"memory.recompute {self._config.kind}: {name} is called twice in one forward, "
+                    "but a budget is divided among blocks that are called once; use "
+                    "memory.recompute: {every: 1}"
+                )
+            self.decide()
+            self._chain.begin()
+            return
+        self._recorder.before(name, call)
+        if not isinstance(self._config, Every):
+            self._costs.append(measure(self._chain.blocks[name], forward, call))
+
+    def after_call(self, call: Call, output: Any) -> None:
+        """A block has returned."""
+        self._recorder.after(call, output)
+
+    def decide(self) -> None:
+        """Install the regions that this rank, or the rank that ``agree`` follows, has chosen.
+
+        Raises:
+            StrategyError: the budget is too low.
+        """
+        self._in_forward = False
+        if not self._recorder.order:
+            return  # a forward without gradients
+        try:
+            own: Decision = (tuple(self._recorder.order), self._plan())
+        except StrategyError as error:
+            own = error
+        decision = self._agree(own)
+        if isinstance(decision, StrategyError):
+            self._reset()
+            raise decision
+        order, parts = decision
+        same_order = list(order) == self._recorder.order
+        self._chain.observer = None
+        self._chain.install(order, parts, self._recorder.links if same_order else {})
+        if self._costs:
+            plain = tuple(range(len(self._costs)))
+            self.prediction = Prediction(
+                peak_bytes(parts, self._costs),
+                peak_bytes(plain, self._costs),
+                seconds(parts, self._costs),
+                seconds(plain, self._costs),
+                tuple(self._costs),
+            )
+        self._reset()  # lets go of tensors of the last block
+
+    def _plan(self) -> Parts:
+        order, links = self._recorder.order, self._recorder.links
+        borders = {number for number, name in enumerate(order) if name not in links}
+        match self._config:
+            case Every():
+                return segments(len(order), self._config.every, borders)
+            case Budget():
+                limit = int(self._config.budget * sum(cost.saved for cost in self._costs))
+            case BudgetBytes():
+                limit = self._config.budget_bytes
+        try:
+            return cheapest(self._costs, limit, borders)
+        except StrategyError as error:
+            raise StrategyError(f"memory.recompute.{self._config.kind}: {error}") from None
