@@ -487,12 +487,12 @@ MISTAKES: dict[str, tuple[list[Callable[[], Any]], str]] = {
     ),
     "no tensor": (
         [lambda: comm.all_reduce_sum(x23)] * 2 + [lambda: comm.all_reduce_sum("x")],
-        "rank 2 calls all_reduce_sum .* no tensor that can travel|all_reduce_sum of str",
+        "rank 2 calls all_reduce_sum .* no supported tensor|all_reduce_sum of str",
     ),
-    "no tensor at the root": ([lambda: comm.broadcast(None)] * 3, "rank 0, the root, brings no"),
+    "no tensor at the root": ([lambda: comm.broadcast(None)] * 3, "rank 0, the root, passes no"),
     "not divisible": (
         [lambda: comm.reduce_scatter_sum(x4)] * 3,
-        r"4 along axis 0 cannot be cut into 3 equal pieces; allowed: a multiple of 3, or sizes",
+        r"4 along axis 0 cannot be split into 3 equal pieces; allowed: a multiple of 3, or sizes",
     ),
     "sizes": (
         [lambda: comm.scatter(x4, sizes=[1, 1, 1])] * 3,

@@ -195,7 +195,7 @@ def gradients_of(name: str, schedule: str, parts: int, stages: int) -> dict[str,
         pipeline.forward_backward(case.loss, *case.batch(step), scale=scale)
     found = {name: p.grad for name, p in model.named_parameters()}
     memory = {name: p.untyped_storage().nbytes() for name, p in model.named_parameters()}
-    shared = [ranks for _, ranks in pipeline.stage_parameters.shared]
+    shared = [ranks for _, ranks in pipeline.stage_parameters.replicated]
     pipeline.close()
     return {"gradients": found, "memory": memory, "shared": shared}
 

@@ -57,7 +57,12 @@ class Weird(nn.Module):
     ("settings", "call", "error", "message"),
     [
         ({"cut": ["7"]}, {}, ModelError, r"cut at '7', but Sequential has no module .* allowed"),
-        ({"cut": ["1", "2"]}, {}, StrategyError, "2 cuts make 3 stages, on 2 ranks; allowed: 1 cu"),
+        (
+            {"cut": ["1", "2"]},
+            {},
+            StrategyError,
+            "cut at 2 modules makes 3 stages, on 2 ranks; allowed: 1 mo",
+        ),
         ({"cut": ["1", "2", "3"]}, {}, StrategyError, "1f1b runs one stage a rank, not 2"),
         ({"schedule": "zb"}, {}, StrategyError, "schedule 'zb'; allowed: gpipe, 1f1b, interl"),
         ({"micro_batches": 1}, {}, StrategyError, "1 micro-batches on 2 stages; .* 2 or more"),
@@ -135,4 +140,4 @@ def test_an_error_in_a_stage_holds_up_nobody(two, schedule, where) -> None:
     assert (
         str(errors[0]) == "rank 0: stage 0 in the forward of micro-batch 0: ValueError: too large"
     )
-    assert "rank 1, which runs stages [1], cannot go on" in str(errors[1])
+    assert "rank 1, which runs stages [1], cannot continue" in str(errors[1])

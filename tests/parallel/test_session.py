@@ -472,7 +472,7 @@ def evaluates_and_resumes(parallel: dict[str, Any]) -> None:
         logits = session.evaluate(task.batch(9)[0])
         assert not logits.requires_grad
         if "pipeline" in parallel:
-            with pytest.raises(UsageError, match="cut into stages; allowed: forward_backward"):
+            with pytest.raises(UsageError, match="split into stages; allowed: forward_backward"):
                 session.model(x)
         runs.append((float(loss), logits))
         session.close()
@@ -496,7 +496,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such module": ({"parallel": {"pipeline": {"ranks": 2, "cut": ["inner.h"]}}}, "inner.h"),
     "cuts": (
         {"parallel": {"pipeline": {"ranks": 4, "cut": ["inner.transformer.h.1"]}}},
-        "1 cuts make 2 stages, on 4 ranks",
+        "cut at 1 modules makes 2 stages, on 4 ranks",
     ),
     "sequence": (
         {
@@ -557,7 +557,7 @@ def different_batches_of_stages() -> None:
     config = {"parallel": shared("gpt2", tensor=False, schedule="1f1b")}
     with slipstream.accelerate(model, sgd(model), strategy=config) as session:
         x, y = task.batch(dist.get_rank())
-        with pytest.raises(MismatchError, match="ranks 0 and 1 share one model, but got different"):
+        with pytest.raises(MismatchError, match="ranks 0 and 1 train one model, but got different"):
             session.forward_backward(task.loss, (x,), target=y)
 
 
@@ -566,7 +566,7 @@ def different_batches() -> None:
     model = CASES["gpt2"].build()
     with slipstream.accelerate(model, sgd(model), strategy=TENSOR) as session:
         loss = session.model(*CASES["gpt2"].batch(dist.get_rank()))
-        with pytest.raises(MismatchError, match="ranks 0 and 1 share the layers"):
+        with pytest.raises(MismatchError, match="ranks 0 and 1 train the layers"):
             session.backward(loss)
 
 

@@ -374,7 +374,7 @@ def clipped() -> None:
     for name, parameter in model.named_parameters():
         wanted = named[name].grad
         if name in split.shards:
-            wanted = split.shards[name].cut(wanted, dist.get_rank())
+            wanted = split.shards[name].piece(wanted, dist.get_rank())
         torch.testing.assert_close(parameter.grad, wanted, rtol=1e-5, atol=1e-9)
 
 
@@ -533,7 +533,7 @@ def vocabulary_never_whole() -> None:
     torch.testing.assert_close(loss, wanted)
     loss.backward()
     wanted.backward()
-    own = split.shards["embed.weight"].cut(whole.embed.weight.grad, group.rank)
+    own = split.shards["embed.weight"].piece(whole.embed.weight.grad, group.rank)
     torch.testing.assert_close(model.embed.weight.grad, own)
     for odd in (-1, 13):
         with pytest.raises(IndexError):
@@ -630,7 +630,7 @@ MISTAKES: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "tied, cut in two ways": (
         Words(),
         {"embed": "vocabulary", "head": "row"},
-        "cuts embed.weight along axis 0 into [7, 6] and head.weight along axis 1 into [3, 3]",
+        "splits embed.weight along axis 0 into [7, 6] and head.weight along axis 1 into [3, 3]",
     ),
 }
 

@@ -22,7 +22,7 @@ from slipstream.gradients.segments import parameters_of
 from slipstream.memory.recompute.recompute import check_recompute
 from slipstream.optim.layerwise import Layerwise
 from slipstream.parallel.pipeline.schedules import check_schedule
-from slipstream.parallel.pipeline.split_points import Cuts, cut_model
+from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.parallel.tensor.assign import assign
 from slipstream.parallel.tensor.plans import plan_of
 from slipstream.precision.model_precision import check_precision, has_bf16
@@ -138,7 +138,7 @@ def _check_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
     if tensor is not None:
         assignments = assign(model, plan_of(tensor, model), tensor.ranks)
     if pipeline is not None:
-        stages = cut_model(model, pipeline.cut).stages
+        stages = SplitPoints.of(model, pipeline.cut).num_stages
         check_schedule(pipeline.schedule, stages, pipeline.ranks, pipeline.micro_batches)
         parts = [a for a in assignments if getattr(a.style, "sequence", False)]
         parts += [a for a in assignments if isinstance(a.style, Sequence | Switch)]
@@ -148,7 +148,7 @@ def _check_parallel(model: nn.Module, optimizer: torch.optim.Optimizer, strategy
                 "stage does not know how long the whole is that an earlier one has split; allowed: "
                 "one of the two"
             )
-        _check_stages(model, cut_model(model, pipeline.cut), pipeline.ranks)
+        _check_stages(model, SplitPoints.of(model, pipeline.cut), pipeline.ranks)
         if isinstance(strategy.gradients.split, ByIndex):
             raise StrategyError(
                 "parallel.pipeline with gradients.split by_index: each stage has gradients of its "
@@ -192,9 +192,9 @@ def _check_memory(model: nn.Module, strategy: Strategy) -> None:
         )
 
 
-def _check_stages(model: nn.Module, cuts: Cuts, ranks: int) -> None:
+def _check_stages(model: nn.Module, split_points: SplitPoints, ranks: int) -> None:
     """Refuse a pipeline in which a rank would have nothing to train."""
-    holders = cuts.holders(model)
+    holders = split_points.tensor_stages(model)
     trained = [holders[name] for name, p in model.named_parameters() if p.requires_grad]
     for rank in range(ranks):
         if not any(stage % ranks == rank for stages in trained for stage in stages):

@@ -186,7 +186,9 @@ def _start_alike(given: _Given, shared: ModelParallel | None) -> list[dist.Proce
     groups = [group for group in made if group is not None]
     if groups:
         model = given.model
-        held = shared.held if shared is not None else [*model.parameters(), *model.buffers()]
+        held = (
+            shared.local_tensors if shared is not None else [*model.parameters(), *model.buffers()]
+        )
         broadcast.broadcast(held, groups[0])
     return groups
 
@@ -218,10 +220,10 @@ def _trainables(
     given: _Given, shared: ModelParallel | None, precision: ModelPrecision
 ) -> list[NamedParameter]:
     """The parameters whose gradients this rank exchanges, as wide as these travel."""
-    shares = shared.shares if shared is not None else None
+    shares = shared.largest_shapes if shared is not None else None
     found = parameters_of(given.model, trainable=True, shares=shares)
     if shared is not None:
-        found = [t for t in found if shared.holds(t.name)]
+        found = [t for t in found if shared.is_local(t.name)]
     return as_wide_as_gradients(found) if precision.exchanges_wide else found
 
 
@@ -285,7 +287,7 @@ def _recording(given: _Given, online_split: OnlineSplit | None) -> Recording | N
     if given.recorder is None:
         return None
     dims, config, device = given.dims, given.strategy.trace, given.cluster.device
-    share = dims.mesh.share
+    share = dims.mesh.model_parallel
     recording = Recording(
         given.recorder, given.model, config, device, dims.control, online_split, share
     )

@@ -243,7 +243,7 @@ class Session(Generic[M, O]):
         self._window.check_scale(loss_scale)
         if not self._compared:
             assert self._dims is not None
-            self._dims.must_share((args, kwargs, target))
+            self._dims.check_same_batch((args, kwargs, target))
             self._compared = True
         if self._recording is not None:
             self._recording.forward_begins(args, kwargs or {})
@@ -455,7 +455,7 @@ class Session(Generic[M, O]):
         if self._recomputed is not None:
             rows.insert(0, self._recomputed.row)
         if self._shared is not None:
-            rows.insert(0, self._shared.row)
+            rows[:0] = self._shared.report_rows()
         return plain_text(overview(self.strategy, rows))
 
     def close(self) -> None:
@@ -492,7 +492,7 @@ class Session(Generic[M, O]):
         """Ranks that share layers must have the same batches: compare their first losses."""
         if self._shared is not None and not self._compared:
             assert self._dims is not None
-            self._dims.must_be_equal(loss)
+            self._dims.check_same_loss(loss)
             self._compared = True
 
     def _gradients(self) -> list[torch.Tensor]:

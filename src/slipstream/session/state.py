@@ -76,7 +76,7 @@ class Saving:
             MismatchError: ranks load different states.
         """
         mesh = self._dims.mesh
-        ranks = mesh.data * mesh.share if self._shared is not None else None
+        ranks = mesh.data * mesh.model_parallel if self._shared is not None else None
         every = [name for name, p in self._model.named_parameters() if p.requires_grad]
         error = checkpoint.refusal(state, every, ranks)
         if self._control is not None:
