@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,18 +31,6 @@ FOUR = [
     ("positions", "zero_bubble", 4, 4),
     ("resnet", "interleaved_1f1b", 4, 8),
 ]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, timeout=60.0) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4, timeout=100.0) as ranks:
-        yield ranks
 
 
 def one_process(name: str, parts: int) -> tuple[list[torch.Tensor], dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,14 +19,7 @@ from slipstream.errors import (
     UsageError,
 )
 from slipstream.parallel import Pipeline
-from tests.harness.ranks import PerRank, Ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, timeout=60.0) as ranks:
-        yield ranks
-
+from tests.harness.ranks import PerRank
 
 # Errors.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,15 +19,7 @@ from slipstream.parallel import Pipeline, ideal_bubble, measured_bubble
 from slipstream.trace import chrome
 from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT
 from slipstream.trace.recorder import Recorder
-from tests.harness.ranks import Ranks
 from tests.parallel.staged import CASES, SAMPLES, make
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, timeout=60.0) as ranks:
-        yield ranks
-
 
 # What travels, what computes.
 
