@@ -2,9 +2,9 @@
 
     python benchmarks/bubbles.py --json benchmarks/results/bubbles.json
 
-GPT-2 is split where `balance` says, on two ranks of one thread over loopback. Micro-batches have the
-same size in all rows, so more of them make a larger batch. The formulas assume stages of equal time
-and sends that take no time. One process runs the same micro-batches for comparison.
+GPT-2 is split where `balance` says, on two ranks of one thread over loopback. Micro-batches have
+the same size in all rows, so more of them make a larger batch. The formulas assume stages of equal
+time and sends that take no time. One process runs the same micro-batches for comparison.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Four variants run in turn on two ranks over loopback: the bare calls that move the same data; these
 in a minimal hand-written torch.autograd.Function; the operator in a group without ``check``, which
-must meet the limit; and the operator with ``check``. A turn is several calls in a row: a single call
-between two barriers finds its code in memory, not in the caches, which takes ten times as long.
+must meet the limit; and the operator with ``check``. A turn is several calls in a row: a single
+call between two barriers finds its code in memory, not in the caches, and takes ten times as long.
 
 The overhead of Python is also measured alone: in one process, with collectives that return at once.
 There the forward pass is compared with the bare call, and both passes, which are two operators and

@@ -3,8 +3,8 @@
     python benchmarks/torch_operators.py --markdown docs/operators.md
 
 Every operator of slipstream.comm runs on three ranks, in the world, in a subgroup and in a permuted
-one; result, gradient and second gradient are compared with plain math on what all ranks hold. A case
-in which a rank raises, dies or hangs is an error.
+one; result, gradient and second gradient are compared with plain math on what all ranks hold. A
+case in which a rank raises, dies or hangs is an error.
 """
 
 from __future__ import annotations
