@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
-from slipstream.parallel.pipeline.micro_batches import micro_batches
+from slipstream.parallel.pipeline.micro_batches import MicroBatch, micro_batches
 from slipstream.parallel.pipeline.placeholders import (
     has_nan,
     overridden_calls,
@@ -26,7 +26,7 @@ from tests.parallel.staged import CASES, Case
 
 def run_in_turn(model: nn.Module, cut: list[str], *args: Any, **kwargs: Any) -> Any:
     """All stages, one after the other, on one process."""
-    batch = micro_batches(args, kwargs, None, 1)[0]
+    batch = MicroBatch(args, kwargs, None)
     stages = Stages(model, SplitPoints.of(model, cut))
     return sequential_forward(stages, batch, None, None, torch.device("cpu"))
 
@@ -37,13 +37,12 @@ def whole(case: Case, count: int) -> tuple[nn.Module, Any, Any]:
     model = case.build()
     args, kwargs, _ = case.batch(0)
     stages = Stages(model, SplitPoints.of(model, case.cuts[count]))
-    found = sequential_forward(
-        stages, micro_batches(args, kwargs, None, 1)[0], None, None, torch.device("cpu")
-    )
+    batch = MicroBatch(args, kwargs, None)
+    outputs = sequential_forward(stages, batch, None, None, torch.device("cpu"))
     hidden: Any = None
     for stage in range(count):
-        hidden = stages.run(stage, hidden, args, kwargs, found.returned)
-    return model, found.result, hidden
+        hidden = stages.run(stage, hidden, batch, outputs.returned)
+    return model, outputs.result, hidden
 
 
 @pytest.mark.parametrize(
@@ -69,11 +68,12 @@ def test_only_the_layers_of_a_stage_compute() -> None:
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: calls.update([name]))
     args, kwargs, _ = case.batch(0)
+    batch = MicroBatch(args, kwargs, None)
     stages = Stages(model, SplitPoints.of(model, case.cuts[4]))
-    hidden, returned = stages.run_recorded(0, None, args, kwargs, {})
+    hidden, returned = stages.run_recorded(0, None, batch, {})
     assert {name.partition(".")[0] for name in calls} == {"conv1", "bn1", "relu", "layer1"}
     calls.clear()
-    hidden = stages.run(1, hidden, args, kwargs, returned)
+    hidden = stages.run(1, hidden, batch, returned)
     assert {name.partition(".")[0] for name in calls} == {
         "layer1",
         "layer2",
@@ -250,11 +250,11 @@ def test_another_path_than_the_watched_one() -> None:
 
     model = Parts(way)
     stages = Stages(model, SplitPoints.of(model, ["second"]))
-    x = torch.ones(2, 3)
-    hidden, returned = stages.run_recorded(0, None, (x,), {}, {})
+    batch = MicroBatch((torch.ones(2, 3),), {}, None)
+    hidden, returned = stages.run_recorded(0, None, batch, {})
     again[0] = True
     with pytest.raises(ModelError, match="call 2 of 'first', which was called 1 times"):
-        stages.run(1, hidden, (x,), {}, returned)
+        stages.run(1, hidden, batch, returned)
 
 
 # The parts.

@@ -29,7 +29,6 @@ import torch.distributed as dist
 from slipstream.comm.collectives import AllReduceMinMax, Collective, Receive, Send
 from slipstream.comm.graphs import Graph, current
 from slipstream.comm.wire import transfer_in_group
-from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import collective_errors, lost
 
 P = ParamSpec("P")
@@ -90,10 +89,14 @@ def apply_collective(
     if token is None and (x is None or not x.requires_grad):
         anchor = torch.empty(0, requires_grad=True)
     unchecked = not collective.group.check and token is None and collective.output is not None
-    if unchecked and (x is None or x.requires_grad):  # without an input, the anchor stands for it
-        return _apply_unchecked(name, collective, anchor if x is None else x)
     call = _Call(name, collective)
+    y: MaybeTensor
     try:
+        if unchecked and (x is None or x.requires_grad):
+            # The collective of a rank without an input ignores the anchor that stands in for it.
+            source = anchor if x is None else x
+            y = _UncheckedOperator.apply(source, call)  # type: ignore[no-untyped-call]
+            return y
         new_token, y = _Operator.apply(anchor, x, call)  # type: ignore[no-untyped-call]
     except RuntimeError:
         if call.started:
@@ -102,20 +105,6 @@ def apply_collective(
     if collective.group.size > 1 and (collective.group.check or y is None):
         graph = current()
         call.pending = weakref.ref(graph), graph.add(new_token)
-    result: MaybeTensor = y
-    return result
-
-
-def _apply_unchecked(name: str, collective: Collective, x: MaybeTensor) -> torch.Tensor:
-    """Without ``check`` an operator has no token, since each rank must use its result."""
-    call = _Call(name, collective)
-    y: torch.Tensor
-    try:
-        y = _UncheckedOperator.apply(x, call)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        if call.started:
-            raise
-        _, y = _FuncOperator.apply(None, x, call)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -124,19 +113,13 @@ def _run(name: str, collective: Collective, x: MaybeTensor) -> MaybeTensor:
     try:
         if recorder is None or not recorder.active or getattr(collective, "is_local", False):
             return collective(x)
-        return _run_recorded(recorder, name, collective, x)
+        tensor = collective.output if x is None else x
+        assert tensor is not None
+        start = recorder.stamp(tensor.device)
+        y = collective(x)
+        end = recorder.stamp(tensor.device)
     except RuntimeError as error:
         raise lost(error, name, "in", collective.group) from error
-
-
-def _run_recorded(
-    recorder: Recorder, name: str, collective: Collective, x: MaybeTensor
-) -> MaybeTensor:
-    tensor = collective.output if x is None else x
-    assert tensor is not None
-    start = recorder.stamp(tensor.device)
-    y = collective(x)
-    end = recorder.stamp(tensor.device)
     num_bytes = max(0 if t is None else t.nbytes for t in (x, y))
     recorder.add(name, start, end, bytes=num_bytes, ranks=collective.group.size)
     return y
@@ -195,7 +178,7 @@ class _Operator(torch.autograd.Function):
 
 
 class _UncheckedOperator(torch.autograd.Function):
-    """As `_Operator`, from this rank's tensor to its result alone."""
+    """As `_Operator` without a token, for groups without ``check``: each rank uses its result."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: _Call) -> torch.Tensor:

@@ -7,7 +7,7 @@ here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from slipstream import comm
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import MismatchError, StrategyError
+from slipstream.pytree import tensors
 from slipstream.strategy import Parallel
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import collective_errors
@@ -105,21 +106,17 @@ def mesh_of(parallel: Parallel, world_size: int) -> Mesh:
 
 
 def checksum(batch: object) -> int:
-    """A checksum of the tensors in nested tuples, lists and mappings.
+    """A checksum of the tensors in nested tuples, lists, mappings and dataclasses.
 
     Example:
         >>> checksum((torch.ones(2), {"x": [torch.zeros(1)]})) == checksum((torch.ones(2),))
         False
     """
-    match batch:
-        case torch.Tensor():
-            values = batch.detach().cpu().contiguous().reshape(-1)
-            return crc32(values.view(torch.uint8).numpy().tobytes(), batch.dim())
-        case Mapping():
-            return checksum([*batch.values()])
-        case tuple() | list():
-            return crc32(repr([checksum(part) for part in batch]).encode())
-    return 0
+    value = 0
+    for tensor in tensors(batch):
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        value = crc32(flat.view(torch.uint8).numpy().tobytes(), value + tensor.dim())
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ def micro_batches(
             batch.
 
     Example:
+        >>> import torch
         >>> parts = micro_batches((torch.arange(4),), {"flag": True}, None, 2)
         >>> [part.args for part in parts]
         [(tensor([0, 1]),), (tensor([2, 3]),)]

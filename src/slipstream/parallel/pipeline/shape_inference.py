@@ -77,9 +77,7 @@ def sequential_forward(
             owner, payload, cause = stage % size, b"", None
             if owner == rank:
                 try:
-                    result, returned = stages.run_recorded(
-                        stage, hidden, batch.args, batch.kwargs, outputs.returned
-                    )
+                    result, returned = stages.run_recorded(stage, hidden, batch, outputs.returned)
                     if stage == last and loss_fn is not None:
                         result = _checked_loss(loss_fn(result, batch.target))
                     requires_grad = isinstance(result, torch.Tensor) and result.requires_grad

@@ -87,9 +87,7 @@ class StageModule(nn.Module):
             if received.requires_grad:
                 received.register_hook(torch.Tensor.contiguous)
         try:
-            output = self._stages.run(
-                self.stage, received, inputs.args, inputs.kwargs, batch.returned
-            )
+            output = self._stages.run(self.stage, received, inputs, batch.returned)
             if self.stage < self.num_stages - 1:
                 hidden: torch.Tensor = output
                 # torch detaches in place what it has sent, which a view does not allow.

@@ -18,6 +18,7 @@ from torch import nn
 
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
+from slipstream.parallel.pipeline.micro_batches import MicroBatch
 from slipstream.parallel.pipeline.placeholders import (
     CallOverride,
     has_nan,
@@ -69,11 +70,12 @@ class Stages:
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
-        >>> stages, x = Stages(model, SplitPoints.of(model, ["1"])), torch.ones(4, 2)
-        >>> hidden, returned = stages.run_recorded(0, None, (x,), {}, {})
+        >>> stages = Stages(model, SplitPoints.of(model, ["1"]))
+        >>> batch = MicroBatch((torch.ones(4, 2),), {}, None)
+        >>> hidden, returned = stages.run_recorded(0, None, batch, {})
         >>> hidden.shape
         torch.Size([4, 3])
-        >>> torch.equal(stages.run(1, hidden, (x,), {}, returned), model(x))
+        >>> torch.equal(stages.run(1, hidden, batch, returned), model(*batch.args))
         True
     """
 
@@ -89,8 +91,7 @@ class Stages:
         self,
         stage: int,
         received: torch.Tensor | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        batch: MicroBatch,
         returned: Mapping[str, list[Any]],
     ) -> Any:
         """Run the forward of one stage.
@@ -98,8 +99,7 @@ class Stages:
         Args:
             stage: its number, from 0.
             received: what the stage before returned; None for the first.
-            args: of the whole model, the same on every stage.
-            kwargs: as ``args``.
+            batch: inputs of the whole model, the same on every stage.
             returned: what `run_recorded` recorded on the stages before, for inputs of these shapes.
 
         Returns:
@@ -108,14 +108,13 @@ class Stages:
         Raises:
             ModelError: the model called its modules differently than when it was recorded.
         """
-        return self._forward(_Run(stage, received, stage == 0), args, kwargs, returned)
+        return self._forward(_Run(stage, received, stage == 0), batch, returned)
 
     def run_recorded(
         self,
         stage: int,
         received: torch.Tensor | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        batch: MicroBatch,
         returned: Mapping[str, list[Any]],
     ) -> tuple[Any, Returned]:
         """As `run`; also returns what modules that end in this stage returned, for later stages.
@@ -126,7 +125,7 @@ class Stages:
                 because it uses a value from before its split point.
         """
         run = _Run(stage, received, stage == 0, recorded={})
-        result = self._forward(run, args, kwargs, returned)
+        result = self._forward(run, batch, returned)
         if stage > 0 and has_nan(result) and not has_nan(received):
             raise ModelError(
                 f"NaN comes out of stage {stage}, since a value (or a parameter) from before "
@@ -136,18 +135,12 @@ class Stages:
         assert run.recorded is not None
         return result, run.recorded
 
-    def _forward(
-        self,
-        run: _Run,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        returned: Mapping[str, list[Any]],
-    ) -> Any:
+    def _forward(self, run: _Run, batch: MicroBatch, returned: Mapping[str, list[Any]]) -> Any:
         paths = self.split_points.paths
         self.running = True
         try:
             with overridden_calls(self.model, self._overrides(run, returned)):
-                result = self.model(*args, **kwargs)
+                result = self.model(*batch.args, **batch.kwargs)
         except _StageEnd as end:
             return end.hidden
         except RuntimeError as error:

@@ -17,8 +17,8 @@ ranks' losses; here all ranks hold one and the same loss.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -31,92 +31,61 @@ from slipstream.parallel.tensor.shard import even_sizes
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
+class _LocalMap:
+    """A linear map that sends nothing, or its adjoint, which is a collective.
+
+    Attributes:
+        is_local: which of the two this is; local maps get no span in a trace.
+    """
+
+    group: Group
+    input: TensorSpec
+    output: TensorSpec
+    local: Callable[[torch.Tensor], torch.Tensor]
+    collective: Collective
+    is_local: bool = True
+
+    @property
+    def adjoint(self) -> _LocalMap:
+        swapped = (self.output, self.input, self.local, self.collective, not self.is_local)
+        return _LocalMap(self.group, *swapped)
+
+    def __call__(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        assert x is not None
+        return self.local(x) if self.is_local else self.collective(x)
+
+
+def _copy(group: Group, spec: TensorSpec) -> _LocalMap:
     """The identity; adjoint: the sum over ranks."""
-
-    is_local: ClassVar[bool] = True  # nothing is sent, so no span is recorded
-    group: Group
-    output: TensorSpec
-
-    @property
-    def adjoint(self) -> _Reduce:
-        return _Reduce(self.group, self.output)
-
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
-        assert x is not None
-        return x.view_as(x)
+    return _LocalMap(group, spec, spec, lambda x: x.view_as(x), AllReduce(group, spec))
 
 
-@dataclass(frozen=True, slots=True)
-class _Reduce:
-    """The sum over ranks; adjoint: the identity."""
-
-    group: Group
-    output: TensorSpec
-
-    @property
-    def adjoint(self) -> _Copy:
-        return _Copy(self.group, self.output)
-
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
-        return AllReduce(self.group, self.output)(x)
-
-
-@dataclass(frozen=True, slots=True)
-class _TakePiece:
+def _take_piece(group: Group, whole: TensorSpec, axis: int, sizes: tuple[int, ...]) -> _LocalMap:
     """This rank's piece of a whole tensor; adjoint: the pieces gathered."""
-
-    is_local: ClassVar[bool] = True
-    group: Group
-    whole: TensorSpec
-    axis: int
-    sizes: tuple[int, ...]
-
-    @property
-    def output(self) -> TensorSpec:
-        return self.whole.resized(self.sizes[self.group.rank], self.axis)
-
-    @property
-    def adjoint(self) -> _GatherPieces:
-        return _GatherPieces(self.group, self.whole, self.axis, self.sizes)
-
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
-        assert x is not None
-        start = sum(self.sizes[: self.group.rank])
-        return x.narrow(self.axis, start, self.sizes[self.group.rank]).contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class _GatherPieces:
-    """The pieces gathered on every rank; adjoint: this rank's piece."""
-
-    group: Group
-    output: TensorSpec
-    axis: int
-    sizes: tuple[int, ...]
-
-    @property
-    def adjoint(self) -> _TakePiece:
-        return _TakePiece(self.group, self.output, self.axis, self.sizes)
-
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
-        return AllGather(self.group, self.output, self.axis, self.sizes)(x)
+    start, size = sum(sizes[: group.rank]), sizes[group.rank]
+    return _LocalMap(
+        group,
+        whole,
+        whole.resized(size, axis),
+        lambda x: x.narrow(axis, start, size).contiguous(),
+        AllGather(group, whole, axis, sizes),
+    )
 
 
 def copy_to_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Pass a whole ``x`` to layers that each compute with a part of it or of their weights."""
-    return _apply("copy_to_region", _Copy(group, TensorSpec.of(x)), x)
+    return _apply("copy_to_region", _copy(group, TensorSpec.of(x)), x)
 
 
 def reduce_from_region(x: torch.Tensor, group: Group) -> torch.Tensor:
     """Sum the ranks' partial ``x``. Exactness: reordered."""
-    return _apply("reduce_from_region", _Reduce(group, TensorSpec.of(x)), x)
+    return _apply("reduce_from_region", _copy(group, TensorSpec.of(x)).adjoint, x)
 
 
 def scatter_to_region(x: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
     """Take this rank's piece of a whole ``x``; pieces differ by at most one."""
     sizes = even_sizes(x.shape[axis], group.size)
-    return _apply("scatter_to_region", _TakePiece(group, TensorSpec.of(x), axis, sizes), x)
+    return _apply("scatter_to_region", _take_piece(group, TensorSpec.of(x), axis, sizes), x)
 
 
 def gather_from_region(
@@ -124,7 +93,7 @@ def gather_from_region(
 ) -> torch.Tensor:
     """Make the whole tensor from pieces of ``sizes``."""
     whole = TensorSpec.of(x).resized(sum(sizes), axis)
-    return _apply("gather_from_region", _GatherPieces(group, whole, axis, sizes), x)
+    return _apply("gather_from_region", _take_piece(group, whole, axis, sizes).adjoint, x)
 
 
 def gather_to_region(
