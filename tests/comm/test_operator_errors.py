@@ -135,8 +135,8 @@ def one_sided_backward() -> str:
 
 @pytest.mark.parametrize("what", LATE)
 def test_a_rank_that_does_not_come_is_named(three: Ranks, what) -> None:
-    (said, *_) = three.run(late, what)
-    assert what in said
+    (message, *_) = three.run(late, what)
+    assert what in message
 
 
 def test_backward_on_one_side_ends_with_advice(three: Ranks) -> None:
@@ -145,5 +145,5 @@ def test_backward_on_one_side_ends_with_advice(three: Ranks) -> None:
     assert "comm.backward()" in text
 
 
-def test_who_is_outside_and_what_is_no_group(three: Ranks) -> None:
+def test_ranks_outside_a_group_and_invalid_groups_are_refused(three: Ranks) -> None:
     three.run(outside)

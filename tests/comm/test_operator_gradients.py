@@ -95,8 +95,8 @@ def asymmetric(name: str, axes: tuple[int, ...]) -> None:
     ys = REFERENCES[name](leaves, *(*axes, 0, 0)[:2])
     losses = [v for r, y in enumerate(ys) if (v := loss_of(y, r)) is not None and v.requires_grad]
     x = xs[rank].clone().requires_grad_(rank == 1)
-    own = loss_of(getattr(comm, name)(x, None, *axes), rank)
-    comm.backward(own if own is not None and own.requires_grad else None)
+    local = loss_of(getattr(comm, name)(x, None, *axes), rank)
+    comm.backward(local if local is not None and local.requires_grad else None)
     if rank == 1 and losses:
         (first,) = torch.autograd.grad(torch.stack(losses).sum(), [leaves[1]])
         close(x.grad, first, torch.float64)
@@ -140,7 +140,7 @@ def test_a_receiver_learns_shape_and_dtype(three: Ranks) -> None:
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_a_rank_that_uses_nothing_holds_nobody_up(three: Ranks, name) -> None:
+def test_a_rank_that_ignores_its_result_blocks_nobody(three: Ranks, name) -> None:
     three.run(unused, name, AXES[name][-1])
 
 
@@ -165,7 +165,7 @@ def numeric(name: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
 
     x = xs[rank].clone().requires_grad_()
     comm.backward(loss_of(getattr(comm, name)(x, None, *axes), rank))
-    found = torch.zeros(shape, dtype=torch.float64) if x.grad is None else x.grad
+    actual = torch.zeros(shape, dtype=torch.float64) if x.grad is None else x.grad
     for owner, index in product(range(SIZE), range(math.prod(shape))):
         sides = []
         for sign in (1, -1):
@@ -173,11 +173,11 @@ def numeric(name: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> None:
             if owner == rank:
                 moved.view(-1)[index] += sign * step
             loss = loss_of(getattr(comm, name)(moved, None, *axes), rank)
-            own = torch.zeros((), dtype=torch.float64) if loss is None else loss
-            sides.append(float(comm.all_reduce_sum(own)))
+            local = torch.zeros((), dtype=torch.float64) if loss is None else loss
+            sides.append(float(comm.all_reduce_sum(local)))
         if owner == rank:
             slope = (sides[0] - sides[1]) / (2 * step)
-            assert math.isclose(float(found.view(-1)[index]), slope, rel_tol=1e-5, abs_tol=1e-6)
+            assert math.isclose(float(actual.view(-1)[index]), slope, rel_tol=1e-5, abs_tol=1e-6)
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -195,12 +195,12 @@ def adjoint(name: str, axes: tuple[int, ...]) -> None:
     x = torch.rand(SHAPE, dtype=torch.float64, generator=seeded(rank)).requires_grad_()
     out = getattr(comm, name)(x, None, *axes)
     sides = torch.zeros(2, dtype=torch.float64)
-    own = None
+    local = None
     if out is not None:
         y = torch.rand(out.shape, dtype=torch.float64, generator=seeded(10 + rank))
-        own = (out * y).sum()
-        sides[0] = own.detach()
-    comm.backward(own)
+        local = (out * y).sum()
+        sides[0] = local.detach()
+    comm.backward(local)
     if x.grad is not None:
         sides[1] = (x.detach() * x.grad).sum()
     left, right = comm.all_reduce_sum(sides).tolist()

@@ -53,8 +53,8 @@ def compare(
     for dtype, shape, axes in cases:
         xs = inputs(group.size, shape, torch.float64, seed)
         ys, firsts, seconds = expected(name, xs, axes)
-        odd = xs[group.rank].to(dtype).transpose(0, -1).contiguous().transpose(0, -1)
-        y, first, second = measured(name, group, odd, axes)
+        strided = xs[group.rank].to(dtype).transpose(0, -1).contiguous().transpose(0, -1)
+        y, first, second = measured(name, group, strided, axes)
         close(y, ys[group.rank], dtype)
         close(first, firsts[group.rank], dtype)
         close(second, seconds[group.rank], dtype)
@@ -188,11 +188,11 @@ def test_scalars(three: Ranks) -> None:
 
 
 @pytest.mark.parametrize("dtype", OTHERS, ids=str)
-def test_what_is_not_differentiated_moves_too(three: Ranks, dtype) -> None:
+def test_other_dtypes(three: Ranks, dtype) -> None:
     three.run(other_dtypes, dtype)
 
 
-def test_views_that_are_to_be_negated(three: Ranks) -> None:
+def test_views_with_a_pending_negation(three: Ranks) -> None:
     three.run(negative_views)
 
 

@@ -51,8 +51,8 @@ def next_word(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 def words(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     seed = torch.Generator().manual_seed(step)
-    found = torch.randint(WORDS, (4, LENGTH), generator=seed)
-    return found, found
+    ids = torch.randint(WORDS, (4, LENGTH), generator=seed)
+    return ids, ids
 
 
 TASKS = {

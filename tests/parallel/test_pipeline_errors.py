@@ -76,13 +76,13 @@ class Weird(nn.Module):
     ],
 )
 def test_mistakes_are_errors_on_every_rank(two, settings, call, error, message) -> None:
-    for rank, found in two.fail(refused, settings, call).items():
-        if isinstance(found, MismatchError):  # the others name the rank that has the error
+    for rank, actual in two.fail(refused, settings, call).items():
+        if isinstance(actual, MismatchError):  # the others name the rank that has the error
             assert rank
-            assert "cannot go on" in str(found)
+            assert "cannot go on" in str(actual)
             continue
         with pytest.raises(error, match=message):
-            raise found
+            raise actual
 
 
 def settings_differ(cut: list[str]) -> None:
@@ -126,7 +126,7 @@ def fails_later(schedule: str, where: int) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "where"), [("1f1b", 0), ("zero_bubble", 0), ("gpipe", 0)])
-def test_an_error_in_a_stage_holds_up_nobody(two, schedule, where) -> None:
+def test_an_error_in_a_stage_blocks_no_rank(two, schedule, where) -> None:
     errors = two.fail(fails_later, schedule, where, timeout=30.0)
     assert all(isinstance(error, ExchangeError) for error in errors.values())
     assert (

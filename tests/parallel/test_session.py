@@ -86,9 +86,9 @@ def trains_alike(name: str, parallel: dict[str, Any], gradients: dict[str, Any])
             pairs = zip(
                 *(t.chunk(parts) for t in task.batch(replicas * number + replica)), strict=True
             )
-            found = [task.loss(whole(x), y) for x, y in pairs]
-            torch.stack(found).mean().div(replicas).backward()
-            losses.append(float(torch.stack(found).mean()))
+            mean = torch.stack([task.loss(whole(x), y) for x, y in pairs]).mean()
+            mean.div(replicas).backward()
+            losses.append(float(mean))
         norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
         first.step()
         first.zero_grad()
@@ -164,9 +164,9 @@ def stages_with(gradients: dict[str, Any], trace: dict[str, Any]) -> None:
         with pytest.raises(UsageError, match=r"call session\.forward_backward"):
             session.backward(loss.requires_grad_())
         # parameters of other stages are NaN placeholders
-        own = {n: p.detach() for n, p in model.named_parameters() if not p.isnan().any()}
+        local = {n: p.detach() for n, p in model.named_parameters() if not p.isnan().any()}
         gathered: list[Any] = [None] * 8
-        dist.all_gather_object(gathered, (losses, own))
+        dist.all_gather_object(gathered, (losses, local))
     assert losses[-1] < losses[0]
     assert all(other[0] == losses for other in gathered)
     for rank in range(4):
@@ -203,7 +203,7 @@ def alone_on_the_data_axis() -> None:
         assert "tensor" in session.report()
 
 
-def test_all_ranks_may_share_one_model(four: Ranks) -> None:
+def test_all_ranks_may_train_one_model(four: Ranks) -> None:
     four.run(alone_on_the_data_axis)
 
 

@@ -64,17 +64,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def refused(config: dict[str, Any], said: str) -> None:
+def refused(config: dict[str, Any], message: str) -> None:
     model = CASES["gpt2"].build()
     shapes = [p.shape for p in model.parameters()]
-    with pytest.raises((StrategyError, ModelError), match=re.escape(said)):
+    with pytest.raises((StrategyError, ModelError), match=re.escape(message)):
         slipstream.accelerate(model, sgd(model), strategy=config)
     assert shapes == [p.shape for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("config", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_go_together_is_refused_with_the_reason(four, config, said) -> None:
-    four.run(refused, config, said)
+@pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_go_together_is_refused_with_the_reason(four, config, message) -> None:
+    four.run(refused, config, message)
 
 
 def lamb_is_refused() -> None:
@@ -120,6 +120,6 @@ def different_batches() -> None:
             session.backward(loss)
 
 
-def test_ranks_that_share_a_model_must_train_on_the_same_batches(four: Ranks) -> None:
+def test_ranks_of_one_model_must_train_on_the_same_batches(four: Ranks) -> None:
     four.run(different_batches)
     four.run(different_batches_of_stages)

@@ -16,7 +16,7 @@ from tests.parallel.models import CASES
 from tests.parallel.session_tasks import TENSOR, sgd, strategy
 
 
-def exchanges_shares_only() -> None:
+def exchanges_shards_only() -> None:
     model = CASES["gpt2"].build()
     with slipstream.accelerate(model, sgd(model), strategy=TENSOR) as session:
         for number in range(3):
@@ -24,13 +24,13 @@ def exchanges_shares_only() -> None:
             with collectives() as log:
                 session.backward(loss)
             session.step()
-        own = sum(p.numel() for p in model.parameters()) * 4
-        assert sum(s.num_bytes for s in session.segments) == own
-        assert sum(c.num_bytes for c in log if c.kind == "all_reduce") < 2 * own
+        local = sum(p.numel() for p in model.parameters()) * 4
+        assert sum(s.num_bytes for s in session.segments) == local
+        assert sum(c.num_bytes for c in log if c.kind == "all_reduce") < 2 * local
 
 
-def test_a_rank_exchanges_the_gradients_of_its_share(four: Ranks) -> None:
-    four.run(exchanges_shares_only)
+def test_a_rank_exchanges_the_gradients_of_its_shards(four: Ranks) -> None:
+    four.run(exchanges_shards_only)
 
 
 def codecs_resume(codec: dict[str, Any]) -> None:
@@ -45,15 +45,15 @@ def codecs_resume(codec: dict[str, Any]) -> None:
         losses = []
         for number in range(6):
             if interrupted and number == 3:
-                kept, full = session.state_dict(), session.full_state_dict()
+                saved, full = session.state_dict(), session.full_state_dict()
                 session.close()
                 model = CASES["gpt2"].build()
                 optimizer = sgd(model)
                 session = slipstream.accelerate(model, optimizer, strategy=config)
                 session.load_full_state_dict(full)
-                session.load_state_dict(kept)
+                session.load_state_dict(saved)
                 with pytest.raises(UsageError, match="is of 3 ranks, this run has 4"):
-                    session.load_state_dict({**kept, "codecs": kept["codecs"][:3]})
+                    session.load_state_dict({**saved, "codecs": saved["codecs"][:3]})
             loss = session.model(*CASES["gpt2"].batch(2 * number + session.data_rank))
             session.backward(loss)
             session.step()
@@ -64,7 +64,7 @@ def codecs_resume(codec: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["onebit", "powersgd"])
-def test_codecs_keep_what_is_of_their_share(four: Ranks, kind: str) -> None:
+def test_codec_state_resumes_with_its_shards(four: Ranks, kind: str) -> None:
     four.run(codecs_resume, {"kind": kind, "start_step": 0})
 
 
@@ -133,5 +133,5 @@ def overflows_together(codec: dict[str, Any] | None) -> None:
 
 
 @pytest.mark.parametrize("codec", [None, {"kind": "int8"}, {"kind": "onebit", "start_step": 0}])
-def test_an_overflow_in_one_share_skips_the_update_of_all(four: Ranks, codec) -> None:
+def test_an_overflow_in_one_shard_skips_the_update_of_all(four: Ranks, codec) -> None:
     four.run(overflows_together, codec)

@@ -241,7 +241,7 @@ def test_a_nan_that_is_the_model_s_own_is_no_leak() -> None:
     assert has_nan(run_in_turn(model, ["1"], torch.full((1, 2), float("nan"))).result)
 
 
-def test_another_path_than_the_watched_one() -> None:
+def test_another_path_than_the_recorded_one() -> None:
     again = [False]
 
     def way(m: Parts, x: Tensor) -> Tensor:

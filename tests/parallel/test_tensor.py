@@ -86,7 +86,7 @@ class Heads(nn.Module):
         return self.out(self.query(x) * self.key(x))
 
 
-def columns_share_their_input() -> None:
+def columns_of_one_input() -> None:
     model = Heads()
     plan = places({"query": "column", "key": "column", "out": "row"})
     split_layers(model, world(), plan)
@@ -99,8 +99,8 @@ def columns_share_their_input() -> None:
     assert [c.kind for c in log] == ["all_reduce"] * 2
 
 
-def test_columns_of_one_input_add_up_its_gradient_once(two: Ranks) -> None:
-    two.run(columns_share_their_input)
+def test_columns_of_one_input_sum_its_gradient_once(two: Ranks) -> None:
+    two.run(columns_of_one_input)
 
 
 def sequence_moves_no_more() -> None:
@@ -169,7 +169,7 @@ def masks() -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_dropout_is_common_where_tensors_are_whole_and_a_ranks_own_where_they_are_split(
+def test_dropout_is_common_for_whole_tensors_and_per_rank_for_split_ones(
     two,
 ) -> None:
     two.run(masks)
@@ -185,10 +185,10 @@ def recomputed() -> None:
     model = nn.Sequential(block)
     split_layers(model, world(), places({"0.up": "column", "0.down": "row"}))
     results = []
-    for kept in (True, False):
+    for saved in (True, False):
         torch.manual_seed(1)
         x = torch.ones(4, 8, requires_grad=True)
-        y = run(x) if kept else torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+        y = run(x) if saved else torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
         y.square().sum().backward()
         results.append((y, x.grad))
     for a, b in zip(*results, strict=True):

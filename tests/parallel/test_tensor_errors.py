@@ -105,11 +105,11 @@ MISTAKES: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("model", "styles", "said"), MISTAKES.values(), ids=MISTAKES)
-def test_a_plan_that_does_not_fit_is_refused(model, styles, said) -> None:
+@pytest.mark.parametrize(("model", "styles", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_plan_that_does_not_fit_is_refused(model, styles, message) -> None:
     before = {n: (id(p), p.shape) for n, p in model.named_parameters()}
     group = comm.Group(ranks=(0, 1), process_group=None, check=False, rank=0)
-    with pytest.raises(StrategyError, match=re.escape(said)):
+    with pytest.raises(StrategyError, match=re.escape(message)):
         split_layers(model, group, places(styles))
     assert before == {n: (id(p), p.shape) for n, p in model.named_parameters()}
 

@@ -108,7 +108,7 @@ def keeps_gradients() -> None:
     assert all(map(torch.equal, grads, [p.grad for p in model.parameters()]))
 
 
-def test_gradients_that_are_there_are_cut_and_joined(two: Ranks) -> None:
+def test_existing_gradients_are_split_and_gathered(two: Ranks) -> None:
     two.run(keeps_gradients)
 
 
@@ -127,7 +127,7 @@ def graphs_that_are_still_alive() -> None:
     del before
 
 
-def test_graphs_that_are_still_alive_do_not_disturb(two: Ranks) -> None:
+def test_live_graphs_survive_splitting_and_closing(two: Ranks) -> None:
     two.run(graphs_that_are_still_alive)
 
 
@@ -188,5 +188,5 @@ def half_precision() -> None:
     assert not any(module.training for module in model.modules())
 
 
-def test_a_row_is_as_its_layer_under_autocast_and_in_eval(two: Ranks) -> None:
+def test_a_row_behaves_as_its_layer_under_autocast_and_in_eval(two: Ranks) -> None:
     two.run(half_precision)

@@ -25,13 +25,13 @@ def cross_entropy() -> None:
         target = torch.randint(13, shape)
         if target.numel():
             target.view(-1)[0] = -100
-        own = whole.detach().split([7, 6], -1)[group.rank].clone().requires_grad_()
+        local = whole.detach().split([7, 6], -1)[group.rank].clone().requires_grad_()
         expected = F.cross_entropy(whole.flatten(0, -2), target.flatten(), reduction=reduction)
-        loss = vocabulary_cross_entropy(own, target, 13, group, reduction=reduction)
+        loss = vocabulary_cross_entropy(local, target, 13, group, reduction=reduction)
         torch.testing.assert_close(loss.flatten(), expected.flatten())
         expected.square().sum().backward()
         loss.square().sum().backward()
-        torch.testing.assert_close(own.grad, whole.grad.split([7, 6], -1)[group.rank])
+        torch.testing.assert_close(local.grad, whole.grad.split([7, 6], -1)[group.rank])
     with pytest.raises(CommError, match=re.escape("target 13; allowed: 0 .. 12")):
         vocabulary_cross_entropy(torch.ones(1, [7, 6][group.rank]), torch.tensor([13]), 13, group)
     with pytest.raises(CommError, match=re.escape("allowed: [1, ")):
@@ -58,11 +58,11 @@ def vocabulary_never_whole() -> None:
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()
-    own = split.shards["embed.weight"].piece(whole.embed.weight.grad, group.rank)
-    torch.testing.assert_close(model.embed.weight.grad, own)
-    for odd in (-1, 13):
+    local = split.shards["embed.weight"].piece(whole.embed.weight.grad, group.rank)
+    torch.testing.assert_close(model.embed.weight.grad, local)
+    for invalid in (-1, 13):
         with pytest.raises(IndexError):
-            model(torch.tensor([[odd]]))
+            model(torch.tensor([[invalid]]))
 
 
 def test_a_tied_vocabulary_stays_split_from_embedding_to_loss(two: Ranks) -> None:
