@@ -29,7 +29,7 @@ MISTAKES: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
     "heads": (
         mlp(4, 12),
         {"0": {"kind": "column", "block": 4}},
-        "12 outputs; allowed: a multiple of 8 (2 ranks x blocks of 4)",
+        "12 outputs; allowed: a multiple of 8 (2 ranks x 1 parts x blocks of 4)",
     ),
     "parts": (mlp(4, 8), {"0": {"kind": "column", "parts": 3}}, "a multiple of 6"),
     "uneven parts": (

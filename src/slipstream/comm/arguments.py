@@ -51,7 +51,7 @@ def root_spec(
                 f"{operator} without a tensor in {group}, which has check=False; allowed: on every "
                 "rank a tensor like the root's"
             )
-        return TensorSpec(x.shape, x.dtype, x.device, needs_gradient(operator, x))
+        return checked_spec(operator, x)
     root = exchange_signatures(Signature.of(operator, x, options), group)[0]
     if x is not None:
         check_tensor(operator, x)
@@ -179,10 +179,10 @@ def check_reducible(
         raise CommError(f"{operator} of {x.dtype}; allowed: dtypes whose values have an order")
 
 
-def needs_gradient(operator: str, x: torch.Tensor) -> bool:
-    """Whether ``x``, which must be a supported tensor, needs a gradient."""
+def checked_spec(operator: str, x: torch.Tensor) -> TensorSpec:
+    """The spec of ``x``, which must be a supported tensor; needs a gradient if one is recorded."""
     check_tensor(operator, x)
-    return x.requires_grad and torch.is_grad_enabled()
+    return TensorSpec(x.shape, x.dtype, x.device, x.requires_grad and torch.is_grad_enabled())
 
 
 def spec_of_signature(
@@ -206,8 +206,8 @@ def _signatures(
         MismatchError: a rank passes no supported tensor.
     """
     if not group.exchanges_signatures:
-        needs_grad = needs_gradient(operator, x)
-        return (), x.shape, needs_grad
+        spec = checked_spec(operator, x)
+        return (), spec.shape, spec.requires_grad
     signatures = exchange_signatures(Signature.of(operator, x, options), group)
     if x is not None:
         check_tensor(operator, x)

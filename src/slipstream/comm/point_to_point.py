@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.comm.arguments import Device, needs_gradient, spec_of_signature
+from slipstream.comm.arguments import Device, checked_spec, spec_of_signature
 from slipstream.comm.autograd import apply_collective, apply_with_output, graph_break
 from slipstream.comm.collectives import Receive, Send
 from slipstream.comm.groups import Group, member
@@ -27,9 +27,9 @@ def send(x: torch.Tensor, to: int, group: Group | None = None) -> None:
     group = _peer_group("send", to, group)
     if group.check:
         send_signature(Signature.of("send", x), to, group)
-    needs_grad = needs_gradient("send", x)
-    collective = Send(group, to, TensorSpec.of(x))
-    apply_collective(f"send to rank {group.ranks[to]}", collective, x, needs_grad=needs_grad)
+    spec = checked_spec("send", x)
+    name = f"send to rank {group.ranks[to]}"
+    apply_collective(name, Send(group, to, spec), x, needs_grad=spec.requires_grad)
 
 
 @graph_break
@@ -57,12 +57,8 @@ def recv(
     """
     group = _peer_group("recv", source, group)
     spec = _received_spec(source, group, like, device)
-    return apply_with_output(
-        f"recv from rank {group.ranks[source]}",
-        Receive(group, source, spec),
-        None,
-        needs_grad=spec.requires_grad,
-    )
+    name, collective = f"recv from rank {group.ranks[source]}", Receive(group, source, spec)
+    return apply_with_output(name, collective, None, needs_grad=spec.requires_grad)
 
 
 def _peer_group(operator: str, peer: int, group: Group | None) -> Group:
@@ -99,4 +95,4 @@ def _received_spec(
         raise CommError(
             f"recv from rank {group.ranks[source]} of {group}, which has check=False; pass like="
         )
-    return TensorSpec(like.shape, like.dtype, like.device, needs_gradient("recv", like))
+    return checked_spec("recv", like)

@@ -1,4 +1,4 @@
-"""The parallel dimensions of a run: which ranks share data, pipeline stages and layers.
+"""The parallel dimensions of a run: which ranks split the data, the stages and the layers.
 
 `Mesh` is a pure function of three sizes; `ParallelDims` makes its process groups. No gradients move
 here.

@@ -109,11 +109,8 @@ class _ModuleStyle:
         if (style.uneven or style.gather) and style.block == 1:
             self._check_divides(length, style.parts, "outputs")
         else:
-            factors = [f"{self.ranks} ranks"]
-            factors += [f"{style.parts} parts"] if style.parts > 1 else []
-            factors += [f"blocks of {style.block}"] if style.block > 1 else []
-            product = f" ({' x '.join(factors)})" if len(factors) > 1 else ""
-            self._check_divides(length, style.parts * style.block * self.ranks, "outputs", product)
+            factors = f" ({self.ranks} ranks x {style.parts} parts x blocks of {style.block})"
+            self._check_divides(length, self.ranks * style.parts * style.block, "outputs", factors)
         shard = Shard.even(axes.outputs, length, self.ranks, style.parts)
         if min(shard.sizes) == 0:
             raise self._error(f"{length} outputs", f"at least {self.ranks}")
@@ -149,10 +146,8 @@ class _ModuleStyle:
                     "batch, group or instance normalisation, or a grouped convolution",
                 )
         tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-        attributes = self._divided(widths)
-        return {
-            name: Shard.even(0, len(t), self.ranks) for name, t in tensors if t.dim()
-        }, attributes
+        shards = {name: Shard.even(0, len(t), self.ranks) for name, t in tensors if t.dim()}
+        return shards, self._divided(widths)
 
     def _vocabulary(self) -> Shards:
         layer = self.module
@@ -219,9 +214,9 @@ class _ModuleStyle:
             self._check_divides(getattr(self.module, name), self.ranks, name)
         return {name: (getattr(self.module, name) // self.ranks,) * self.ranks for name in names}
 
-    def _check_divides(self, size: int, divisor: int, what: str, product: str = "") -> None:
+    def _check_divides(self, size: int, divisor: int, what: str, factors: str = "") -> None:
         if size % divisor:
-            raise self._error(f"{size} {what}", f"a multiple of {divisor}{product}")
+            raise self._error(f"{size} {what}", f"a multiple of {divisor}{factors}")
 
     def _error(self, seen: str, allowed: str) -> StrategyError:
         return StrategyError(
