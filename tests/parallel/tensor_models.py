@@ -15,13 +15,13 @@ from tests.parallel.models import Case
 
 
 def built(case: Case) -> nn.Module:
-    """Another model on each rank: what counts is that of the first."""
+    """A different model on each rank; splitting takes the first rank's."""
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
     return case.build().double()
 
 
 def pair(case: Case, plan: str) -> tuple[nn.Module, nn.Module, Any, Any, SplitLayers]:
-    """The whole model and the split one, each with its optimizer, which knows a step already."""
+    """The whole model and the split one, each with its optimizer."""
     model = built(case)
     dist.broadcast(torch.zeros(1), 0)
     whole = built(case)

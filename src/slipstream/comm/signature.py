@@ -21,6 +21,7 @@ MAX_OPTIONS = 4
 LENGTH = 6 + MAX_DIMS + MAX_OPTIONS
 """Numbers of an encoded signature, 8 bytes each."""
 
+# Operators and dtypes are encoded by their place in these tuples, the same on every rank.
 OPERATORS = (
     "broadcast",
     "reduce_sum",

@@ -206,6 +206,7 @@ class Pipeline:
 
     def _agree(self, fingerprint: dict[str, str], error: SlipstreamError | None) -> None:
         """Raise on all ranks if one has an error or another fingerprint."""
+        # agree() compares CPU tensors, which a group of NCCL alone does not move.
         if self._group is not None and group_of(self._group).device.type == "cpu":
             agree(fingerprint, self._group, error)
         if error is not None:

@@ -82,6 +82,7 @@ def sequential_forward(
                         result = _checked_loss(loss_fn(result, batch.target))
                     requires_grad = isinstance(result, torch.Tensor) and result.requires_grad
                     result = mapped(result, lambda x: x.detach().cpu())
+                    # Pickled inside the try: a result that cannot be is an error on all ranks.
                     payload = pickle.dumps(_Message(returned, result, requires_grad))
                 except Exception as error:
                     global_rank = dist.get_global_rank(group, rank) if group is not None else rank
