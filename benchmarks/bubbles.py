@@ -1,10 +1,10 @@
-"""What a pipeline of two stages loses to its bubble, beside the formula of its schedule.
+"""Measured bubbles of a pipeline on two ranks, beside the formula of each schedule.
 
     python benchmarks/bubbles.py --json benchmarks/results/bubbles.json
 
-GPT-2 is cut where `balance` says, on two ranks of one thread over loopback. A micro-batch is the
-same in all rows, so more of them make a larger batch. The formulas assume stages of equal time and
-sending that takes none. One process runs the same micro-batches for comparison.
+GPT-2 is split where `balance` says, on two ranks of one thread over loopback. Micro-batches have
+the same size in all rows, so more of them make a larger batch. The formulas assume stages of equal
+time and sends that take no time. One process runs the same micro-batches for comparison.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCHEDULES: list[tuple[ScheduleName, int]] = [
     ("zero_bubble", 1),
     ("zero_bubble", 2),
 ]
-"""Each with its stages a rank."""
+"""Pairs of a schedule and its stages a rank."""
 
 WARMUP = 2
 
@@ -70,7 +70,7 @@ def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 
 def words(args: argparse.Namespace, parts: int) -> torch.Tensor:
-    """A batch of so many micro-batches."""
+    """A batch of ``parts`` micro-batches."""
     generator = torch.Generator().manual_seed(0)
     shape = (parts * args.samples, args.length + 1)
     return torch.randint(args.vocabulary, shape, generator=generator)
@@ -121,7 +121,7 @@ def alone(args: argparse.Namespace, parts: int) -> float:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """What one rank does; rank 0 writes."""
+    """Measure on this rank; rank 0 prints and saves."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
@@ -144,7 +144,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """What a person reads."""
+    """The figures as a table."""
     drawn = Table(title="a pipeline of two ranks, one thread each, over loopback")
     for heading in (
         "schedule", "stages a rank", "micro-batches", "bubble by rank %", "formula %", "step s",
@@ -162,7 +162,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def main() -> int:
-    """Start the ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--samples", type=int, default=2, help="of a micro-batch")

@@ -1,6 +1,6 @@
-"""Every operator between ranks beside what one writes with the bare calls of torch.distributed.
+"""Every operator beside the bare calls of torch.distributed that do the same; for ``operators.py``.
 
-Never measures. The bare calls move the same data, out of place, and lay it out as ours do.
+The bare calls move the same data, out of place, into the same layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Map = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """An operator: the bare call and that of its backward, and ours."""
+    """An operator: the bare call, the bare call of its backward, and ours."""
 
     forward: Map
     backward: Map
@@ -29,14 +29,14 @@ class Case:
 
 def cases(like: torch.Tensor) -> dict[str, Case]:
     """The operators on matrices ``like`` this one, between two ranks."""
-    return _whole(like) | _cut(like, 0, "") | _cut(like, 1, ", axis 1")
+    return _whole(like) | _sharded(like, 0, "") | _sharded(like, 1, ", axis 1")
 
 
 def _whole(like: torch.Tensor) -> dict[str, Case]:
-    """Those that leave the shape."""
+    """Operators that keep the shape."""
     world, rank = dist.get_world_size(), dist.get_rank()
     root = rank == 0
-    held: list[torch.Tensor] = []
+    saved: list[torch.Tensor] = []
 
     def all_reduce(x: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         out = x.clone()
@@ -47,11 +47,11 @@ def _whole(like: torch.Tensor) -> dict[str, Case]:
         return all_reduce(x).div_(world)
 
     def largest(x: torch.Tensor) -> torch.Tensor:
-        held[:] = x, all_reduce(x, dist.ReduceOp.MAX)
-        return held[1]
+        saved[:] = x, all_reduce(x, dist.ReduceOp.MAX)
+        return saved[1]
 
     def where_largest(gradient: torch.Tensor) -> torch.Tensor:
-        return torch.where(held[0] == held[1], all_reduce(gradient), 0)
+        return torch.where(saved[0] == saved[1], all_reduce(gradient), 0)
 
     def broadcast(x: torch.Tensor | None) -> torch.Tensor:
         out = x.clone() if root and x is not None else torch.empty_like(like)
@@ -88,8 +88,8 @@ def _whole(like: torch.Tensor) -> dict[str, Case]:
     }
 
 
-def _cut(like: torch.Tensor, axis: int, suffix: str) -> dict[str, Case]:
-    """Those that cut along ``axis``, or join."""
+def _sharded(like: torch.Tensor, axis: int, suffix: str) -> dict[str, Case]:
+    """Operators that split along ``axis``, or join."""
     world, rank = dist.get_world_size(), dist.get_rank()
     root = rank == 0
     whole, piece = list(like.shape), list(like.shape)
@@ -122,13 +122,13 @@ def _cut(like: torch.Tensor, axis: int, suffix: str) -> dict[str, Case]:
         dist.reduce_scatter_tensor(out, rows)
         return out
 
-    def all_to_all(cut: int, join: int, x: torch.Tensor) -> torch.Tensor:
-        rows = x if cut == 0 else torch.cat(x.chunk(world, cut))
+    def all_to_all(split: int, concat: int, x: torch.Tensor) -> torch.Tensor:
+        rows = x if split == 0 else torch.cat(x.chunk(world, split))
         out = torch.empty_like(rows)
         dist.all_to_all_single(out, rows)
-        return out if join == 0 else torch.cat(out.chunk(world), join)
+        return out if concat == 0 else torch.cat(out.chunk(world), concat)
 
-    there, back = partial(all_to_all, 0, axis), partial(all_to_all, axis, 0)
+    forward, backward = partial(all_to_all, 0, axis), partial(all_to_all, axis, 0)
     return {
         f"gather{suffix}": Case(gather, partial(scatter, whole), partial(comm.gather, axis=axis)),
         f"all_gather{suffix}": Case(
@@ -138,5 +138,5 @@ def _cut(like: torch.Tensor, axis: int, suffix: str) -> dict[str, Case]:
         f"reduce_scatter_sum{suffix}": Case(
             reduce_scatter, all_gather, partial(comm.reduce_scatter_sum, axis=axis)
         ),
-        f"all_to_all{suffix}": Case(there, back, partial(comm.all_to_all, concat_axis=axis)),
+        f"all_to_all{suffix}": Case(forward, backward, partial(comm.all_to_all, concat_axis=axis)),
     }

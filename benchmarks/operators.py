@@ -1,16 +1,15 @@
-"""What the differentiable operators cost beside the bare calls of torch.distributed.
+"""Cost of the differentiable operators beside the bare calls of torch.distributed.
 
     python benchmarks/operators.py --json benchmarks/results/operators.json
 
-On two ranks over loopback take turns: the bare calls that move the same data; these in the least
-torch.autograd.Function that one writes by hand; the operator in a group without ``check``, which is
-what the bar is for; and with it. A turn is some calls one behind the other: the code of a single
-call between two barriers comes from memory, not from the caches, which takes ten times as long as
-to run it.
+Four variants run in turn on two ranks over loopback: the bare calls that move the same data; these
+in a minimal hand-written torch.autograd.Function; the operator in a group without ``check``, which
+must meet the limit; and the operator with ``check``. A turn is several calls in a row: a single
+call between two barriers finds its code in memory, not in the caches, and takes ten times as long.
 
-What Python adds is also measured alone: in one process, with collectives that return at once. There
-the forward pass is held against the bare call, and both passes, which are two operators and a run
-of autograd, against those written by hand.
+The overhead of Python is also measured alone: in one process, with collectives that return at once.
+There the forward pass is compared with the bare call, and both passes, which are two operators and
+a run of autograd, with the hand-written function.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from slipstream.comm.graphs import current
 Call = Callable[[], object]
 SIZES = {"1 KB": 2**8, "16 KB": 2**12, "256 KB": 2**16, "1 MB": 2**18, "16 MB": 2**22}
 BLOCK = 2**19
-"""Elements that the calls of a turn move, if these are no more than 10."""
+"""Elements that the calls of a turn move together; at most 10 calls."""
 ROWS = 16
 RANKS = 2
-BARS = (1.05, 20e-6)
+LIMITS = (1.05, 20e-6)
 WARM = 5
 
 
 class ByHand(torch.autograd.Function):
-    """The least that makes two bare calls differentiable, once."""
+    """The minimal function that makes two bare calls differentiable, once."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, case: Case) -> torch.Tensor:
@@ -62,7 +61,7 @@ class ByHand(torch.autograd.Function):
 def passes(
     case: Case, x: torch.Tensor, unchecked: comm.Group, checked: comm.Group | None
 ) -> dict[str, dict[str, Call]]:
-    """What takes turns: forward alone, and forward and backward."""
+    """The variants: of forward alone, and of forward and backward."""
     plain = x.detach()
     y = case.forward(plain)
     gradient = None if y is None else torch.ones_like(y)
@@ -99,7 +98,7 @@ def passes(
 
 
 def python_alone(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What each call costs where collectives return at once, on the slower of two ranks."""
+    """Seconds of each call if collectives return at once, on the slower of two ranks."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for rank in range(RANKS):
         dist.init_process_group("fake", rank=rank, world_size=RANKS, store=FakeStore())
@@ -112,21 +111,21 @@ def python_alone(args: argparse.Namespace) -> list[dict[str, Any]]:
                 row = take_turns(calls, x, args.seconds / 5, 20)
                 before = found.get((name, which))
                 if before is None or excess(row, which) > excess(before, which):
-                    within = excess(row, which) <= BARS[1]
+                    within = excess(row, which) <= LIMITS[1]
                     found[name, which] = {**row, "within": within, "rank": rank}
         dist.destroy_process_group()
     return [{"operator": o, "size": "", "pass": which, **r} for (o, which), r in found.items()]
 
 
 def excess(row: Mapping[str, Any], which: str) -> float:
-    """Seconds that an operator takes more than what it is held against."""
+    """Seconds that an operator takes above what it is compared with."""
     if which == "forward":
         return float(row["ours"][1] - row["bare"][1])
     return float(row["ours"][1] - row["by hand"][1]) / 2
 
 
 def measure(args: argparse.Namespace) -> None:
-    """What one rank does; rank 0 writes."""
+    """Measure on this rank; rank 0 prints and saves."""
     torch.set_num_threads(1)
     alone = python_alone(args) if os.environ["RANK"] == "0" else []
     dist.init_process_group("gloo")
@@ -154,13 +153,13 @@ def measure(args: argparse.Namespace) -> None:
 def take_turns(
     calls: Mapping[str, Call], x: torch.Tensor, budget: float, block: int
 ) -> dict[str, Any]:
-    """Seconds of each call, the slowest rank's, by turns; medians with quartiles.
+    """Seconds of each call on the slowest rank, run in turn: median with quartiles.
 
     Args:
         calls: by name.
-        x: whose gradient is forgotten after each call.
-        budget: seconds that all turns may take.
-        block: calls one behind the other, in a turn.
+        x: the input; its gradient is dropped after each call.
+        budget: seconds for all turns together.
+        block: calls in a row, in a turn.
     """
     names = list(calls)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -175,7 +174,7 @@ def take_turns(
                 calls[name]()
                 x.grad = None
             spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64) / block
-            current().take()  # what waits for a backward that does not come
+            current().take()  # drops operators whose backward does not run here
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             if step >= WARM:
                 seconds[name].append(float(spent))
@@ -190,12 +189,12 @@ def take_turns(
         **found,
         "rounds": rounds - WARM,
         "block": block,
-        "within": own <= max(other * BARS[0], other + BARS[1]),
+        "within": own <= max(other * LIMITS[0], other + LIMITS[1]),
     }
 
 
 def table(rows: list[dict[str, Any]], where: str) -> Table:
-    """What a person reads: microseconds."""
+    """The figures in microseconds."""
     drawn = Table(title=f"operators beside torch.distributed, {where}, microseconds")
     for number, heading in enumerate(OPERATOR_COLUMNS):
         drawn.add_column(heading, justify="left" if number < 3 else "right")
@@ -205,7 +204,7 @@ def table(rows: list[dict[str, Any]], where: str) -> Table:
 
 
 def main() -> int:
-    """Start the ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=3.0, help="for each row")
     parser.add_argument("--only", default="", help="operators with this in their name")

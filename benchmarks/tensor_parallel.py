@@ -2,7 +2,7 @@
 
     python benchmarks/tensor_parallel.py --json results/tensor-parallel.json
 
-The same modules with the same weights take turns on two ranks with one thread each, over loopback
+The same modules with the same weights run in turn on two ranks with one thread each, over loopback
 gloo: whole on every rank (what splitting saves), split by torch, split by slipstream.
 """
 
@@ -60,8 +60,8 @@ def llama(width: int) -> nn.Module:
 
 
 def mlp_plans() -> tuple[Plan, Theirs]:
-    wish = {"ranks": 2, "plan": {"0": "column", "2": "row"}}
-    plan = TensorParallel.model_validate(wish).plan
+    config = TensorParallel.model_validate({"ranks": 2, "plan": {"0": "column", "2": "row"}})
+    plan = config.plan
     assert plan is not None
     return plan, {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
@@ -77,14 +77,14 @@ def llama_plans(model: nn.Module) -> tuple[Plan, Theirs]:
 
 def cases() -> dict[str, tuple[nn.Module, tuple[Plan, Theirs], torch.Tensor]]:
     """Modules, plans and inputs: small ones show the cost of a call, large ones that of a copy."""
-    found: dict[str, Any] = {}
+    modules: dict[str, Any] = {}
     for width, rows in ((64, 16), (256, 256), (1024, 512)):
-        found[f"MLP {width} x {rows} rows"] = (mlp(width), mlp_plans(), torch.randn(rows, width))
+        modules[f"MLP {width} x {rows} rows"] = (mlp(width), mlp_plans(), torch.randn(rows, width))
     for width, length in ((64, 16), (256, 128), (512, 256)):
         model = llama(width)
         words = torch.randint(64, (2, length))
-        found[f"Llama 2 x {width}, 2 x {length} words"] = (model, llama_plans(model), words)
-    return found
+        modules[f"Llama 2 x {width}, 2 x {length} words"] = (model, llama_plans(model), words)
+    return modules
 
 
 def call_of(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
@@ -102,7 +102,7 @@ def call_of(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """What one rank does; rank 0 writes."""
+    """Measure on this rank; rank 0 prints and saves."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
@@ -111,10 +111,10 @@ def measure(args: argparse.Namespace) -> None:
     rows = []
     console = Console(stderr=True, quiet=dist.get_rank() != 0)
     for name, (model, (plan, theirs), x) in track(cases().items(), "modules", console=console):
-        torchs, own = copy.deepcopy(model), copy.deepcopy(model)
-        parallelize_module(torchs, mesh, theirs)
-        split_layers(own, group, plan)
-        models = {"whole": model, "torch": torchs, "slipstream": own}
+        by_torch, ours = copy.deepcopy(model), copy.deepcopy(model)
+        parallelize_module(by_torch, mesh, theirs)
+        split_layers(ours, group, plan)
+        models = {"whole": model, "torch": by_torch, "slipstream": ours}
         calls = {variant: call_of(m, x.clone()) for variant, m in models.items()}
         rows.append({"module": name, **take_turns(calls, args.rounds)})
     if dist.get_rank() == 0:
@@ -126,7 +126,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def take_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
-    """Seconds of each call, the slowest rank's, by turns; medians with quartiles."""
+    """Seconds of each call on the slowest rank, run in turn: median with quartiles."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for step in range(rounds + 3):
         for name, call in calls.items():
@@ -141,22 +141,22 @@ def take_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str,
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """What a person reads: milliseconds."""
+    """The figures in milliseconds."""
     drawn = Table(title="split layers, forward and backward, 2 ranks over loopback, milliseconds")
     for heading in ("module", "whole", "torch", "slipstream", "quartiles", "against torch"):
         drawn.add_column(heading, justify="left" if heading == "module" else "right")
     for r in rows:
         low, median, high = (1e3 * s for s in r["slipstream"])
-        whole, torchs = 1e3 * r["whole"][1], 1e3 * r["torch"][1]
+        whole, by_torch = 1e3 * r["whole"][1], 1e3 * r["torch"][1]
         drawn.add_row(
-            r["module"], f"{whole:.2f}", f"{torchs:.2f}", f"{median:.2f}",
-            f"{low:.2f}..{high:.2f}", f"{torchs / median:.2f}x",
+            r["module"], f"{whole:.2f}", f"{by_torch:.2f}", f"{median:.2f}",
+            f"{low:.2f}..{high:.2f}", f"{by_torch / median:.2f}x",
         )  # fmt: skip
     return drawn
 
 
 def main() -> int:
-    """Start the ranks, or be one."""
+    """Start the ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--json", help="also write the figures to this file")

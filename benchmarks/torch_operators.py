@@ -1,10 +1,10 @@
-"""Which of torch's own differentiable collectives are right: the cases of our tests, on theirs.
+"""Tests torch's own differentiable collectives for correctness, with the cases of our tests.
 
     python benchmarks/torch_operators.py --markdown docs/operators.md
 
-Every operator of slipstream.comm on three ranks, in the world, in a subgroup and in a permuted one;
-result, gradient and second gradient against plain math on what all ranks hold. A case in which a
-rank raises, dies or does not come back is an error.
+Every operator of slipstream.comm runs on three ranks, in the world, in a subgroup and in a permuted
+one; result, gradient and second gradient are compared with plain math on what all ranks hold. A
+case in which a rank raises, dies or hangs is an error.
 """
 
 from __future__ import annotations
@@ -111,20 +111,20 @@ THEIRS: dict[str, dict[str, Operator]] = {
 
 
 def judge(name: str, library: str, ranks: list[int]) -> str:
-    """What this rank finds: right, or the first of the three that is wrong or raises."""
+    """On this rank: "right", or the first of the three that is wrong or raises."""
     warnings.simplefilter("ignore")
     group = comm.group(ranks, timeout=timedelta(seconds=5))
     if group.rank < 0:
         return ""
     xs = inputs(group.size, SHAPE, torch.float64)
-    wanted = [by_rank[group.rank] for by_rank in expected(name, xs, ())]
+    references = [by_rank[group.rank] for by_rank in expected(name, xs, ())]
     if library == OURS:
         steps = iter(measured(name, group, xs[group.rank], ()))
     else:
-        steps = differentiated(THEIRS[name][library], group, xs[group.rank], wanted[0] is None)
-    for what, right in zip(PHASES, wanted, strict=True):
+        steps = differentiated(THEIRS[name][library], group, xs[group.rank], references[0] is None)
+    for what, reference in zip(PHASES, references, strict=True):
         try:
-            close(next(steps), right, torch.float64)
+            close(next(steps), reference, torch.float64)
         except AssertionError:
             return f"{what} wrong"
         except (RuntimeError, ValueError) as error:
@@ -135,9 +135,9 @@ def judge(name: str, library: str, ranks: list[int]) -> str:
 def differentiated(
     operator: Operator, group: comm.Group, x: torch.Tensor, without_result: bool
 ) -> Iterator[torch.Tensor | None]:
-    """Result, gradient and second gradient of torch's operator on this rank, one after the other.
+    """Yield result, gradient and second gradient of torch's operator on this rank.
 
-    Where the reference has no result, theirs counts as none, but takes part in backward.
+    Where the reference has no result, torch's is ignored, but takes part in backward.
     """
     x = x.clone().requires_grad_()
     y = operator(x, group.members, group.ranks[0])
@@ -147,21 +147,21 @@ def differentiated(
         loss = (x if y is None else y).sum() * 0
     (first,) = torch.autograd.grad(loss, x, create_graph=True)
     yield first.detach()
-    again = second_loss(first, group.rank) + x.sum() * 0  # which may depend on nothing
+    again = second_loss(first, group.rank) + x.sum() * 0  # connects x if nothing depends on it
     (second,) = torch.autograd.grad(again, x)
     yield second
 
 
 def verdict(name: str, library: str, ranks: list[int]) -> str:
-    """What the ranks find together."""
+    """The judgement of all ranks."""
     if library != OURS and library not in THEIRS[name]:
         return "absent"
     with Ranks(3, timeout=30.0) as team:
         try:
-            said: list[str] = [word for word in team.run(judge, name, library, ranks) if word]
+            words: list[str] = [word for word in team.run(judge, name, library, ranks) if word]
         except RankFailure:
             return "a rank hangs or dies"
-    return next((word for what in PHASES for word in said if word.startswith(what)), "right")
+    return next((word for what in PHASES for word in words if word.startswith(what)), "right")
 
 
 def page() -> str:
@@ -172,7 +172,7 @@ def page() -> str:
         f"Written by `python benchmarks/torch_operators.py --markdown docs/operators.md` on "
         f"{date.today().isoformat()} with torch {torch.__version__} and gloo: result, gradient and "
         "second gradient of each operator on three ranks against plain math on what all of them "
-        "hold. `tests/comm/test_operators.py` runs the last column, and many more cases.",
+        "hold. `tests/comm/test_operators.py` tests the last column, and many more cases.",
         "",
         "| operator | group | `torch.distributed.nn.functional` | "
         "`torch.distributed._functional_collectives` | `slipstream.comm` |",
@@ -180,12 +180,12 @@ def page() -> str:
     ]
     cases = [(name, place) for name in REFERENCES for place in GROUPS]
     for name, place in track(cases, "cases"):
-        found = [verdict(name, library, GROUPS[place]) for library in (NN, FUNCTIONAL, OURS)]
-        lines.append(f"| {name} | {place} | {' | '.join(found)} |")
+        verdicts = [verdict(name, library, GROUPS[place]) for library in (NN, FUNCTIONAL, OURS)]
+        lines.append(f"| {name} | {place} | {' | '.join(verdicts)} |")
     lines += [
         "",
         "`send` and `recv` have no differentiable form in torch. torch sorts the ranks of a group: "
-        "in the last one its first chunk is that of rank 0, not of rank 2.",
+        "in `ranks 2, 0` its first chunk belongs to rank 0 instead of rank 2.",
         "",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What operators do beside moving tensors: in a group without ``check`` no more than is needed."""
+"""Without ``check`` an operator does nothing but its collective: no copies, no signatures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def work(name: str, rows: int) -> list[str]:
     """The operations that touch the elements of a tensor, and the collectives."""
     group = comm.group(check=False)
     x = torch.ones(rows, 4)
-    with Log() as log, patch.object(Signature, "of", side_effect=AssertionError("a header")):
+    with Log() as log, patch.object(Signature, "of", side_effect=AssertionError("a signature")):
         getattr(comm, name)(x, group)
     return [word for word in log.names if word not in VIEWS | ALLOCATIONS]
 
@@ -63,8 +63,8 @@ def test_along_the_first_axis_nothing_is_copied_twice(team: Ranks, name) -> None
 
 
 def test_large_pieces_are_sent_and_received(team: Ranks) -> None:
-    sent = ["c10d::recv_", "c10d::send", "aten::copy_"]
-    assert team.run(work, "all_to_all", 2**16) == [sent] * SIZE
+    operations = ["c10d::recv_", "c10d::send", "aten::copy_"]
+    assert team.run(work, "all_to_all", 2**16) == [operations] * SIZE
 
 
 def recorded_work() -> tuple[list[str], list[str]]:
@@ -77,7 +77,7 @@ def recorded_work() -> tuple[list[str], list[str]]:
     return forward.names, backward.names
 
 
-def test_the_extreme_is_compared_in_backward_alone(team: Ranks) -> None:
+def test_max_is_compared_in_backward_only(team: Ranks) -> None:
     for forward, backward in team.run(recorded_work):
         assert {"aten::eq", "aten::where"}.isdisjoint(forward)
         assert backward.count("aten::eq") == backward.count("aten::where") == 1

@@ -1,4 +1,4 @@
-"""Operators between ranks in plain torch, as functions of what all ranks hold: the oracle."""
+"""The oracle of the operators: plain torch functions of the tensors of all ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def total(xs: Tensors) -> torch.Tensor:
     return torch.stack(xs).sum(0)
 
 
-def all_to_all_of(xs: Tensors, cut: int, join: int) -> Tensors:
-    pieces = [x.chunk(len(xs), cut) for x in xs]
-    return [torch.cat([p[r] for p in pieces], join) for r in range(len(xs))]
+def all_to_all_of(xs: Tensors, split_axis: int, concat_axis: int) -> Tensors:
+    pieces = [x.chunk(len(xs), split_axis) for x in xs]
+    return [torch.cat([p[r] for p in pieces], concat_axis) for r in range(len(xs))]
 
 
-def extreme(xs: Tensors, of: Callable[..., Any]) -> Tensors:
+def min_max(xs: Tensors, of: Callable[..., Any]) -> Tensors:
     value = of(torch.stack([x.detach() for x in xs]), 0).values
     chosen = total([torch.where(x == value, x, torch.zeros_like(x)) for x in xs])
     return [value + chosen - chosen.detach()] * len(xs)
@@ -34,8 +34,8 @@ REFERENCES: dict[str, Reference] = {
     "reduce_sum": lambda xs, a, b: [total(xs), *[None] * (len(xs) - 1)],
     "all_reduce_sum": lambda xs, a, b: [total(xs)] * len(xs),
     "all_reduce_mean": lambda xs, a, b: [total(xs) / len(xs)] * len(xs),
-    "all_reduce_max": lambda xs, a, b: extreme(xs, torch.max),
-    "all_reduce_min": lambda xs, a, b: extreme(xs, torch.min),
+    "all_reduce_max": lambda xs, a, b: min_max(xs, torch.max),
+    "all_reduce_min": lambda xs, a, b: min_max(xs, torch.min),
     "gather": lambda xs, a, b: [torch.cat(xs, a), *[None] * (len(xs) - 1)],
     "all_gather": lambda xs, a, b: [torch.cat(xs, a)] * len(xs),
     "scatter": lambda xs, a, b: xs[0].chunk(len(xs), a),
@@ -53,7 +53,7 @@ SHAPE = (6, 6, 12)
 
 
 def inputs(size: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensors:
-    """What the ranks hold; values repeat, so that there are ties."""
+    """The ranks' tensors; values repeat, so that there are ties."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(-8, 9, tuple(shape), generator=generator).div(8).to(dtype)
@@ -62,7 +62,7 @@ def inputs(size: int, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -
 
 
 def loss_of(y: torch.Tensor | None, rank: int) -> torch.Tensor | None:
-    """A loss of this rank with a second derivative; none where there is no result."""
+    """A loss with a second derivative; None where this rank has no result."""
     return None if y is None else ((rank + 1) * y.square() + y * y * y / 3).sum()
 
 
@@ -71,14 +71,14 @@ def second_loss(gradient: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def expected(name: str, xs: Tensors, axes: tuple[int, ...]) -> tuple[list[Any], Tensors, Tensors]:
-    """Results, gradients and gradients of a function of the gradients, by rank of the group."""
+    """By rank of the group: results, gradients, and second gradients."""
     xs = [x.clone().requires_grad_() for x in xs]
     ys = REFERENCES[name](xs, *(*axes, 0, 0)[:2])
     losses = [loss_of(y, rank) for rank, y in enumerate(ys)]
     loss = torch.stack([v for v in losses if v is not None]).sum()
     first = torch.autograd.grad(loss, xs, create_graph=True, materialize_grads=True)
     again = torch.stack([second_loss(g, rank) for rank, g in enumerate(first)]).sum()
-    again = again + sum(x.sum() * 0 for x in xs)  # empty ones lead nowhere
+    again = again + sum(x.sum() * 0 for x in xs)  # connects inputs that have no gradient
     second = torch.autograd.grad(again, xs, materialize_grads=True)
     return (
         [None if y is None else y.detach() for y in ys],
@@ -90,7 +90,7 @@ def expected(name: str, xs: Tensors, axes: tuple[int, ...]) -> tuple[list[Any], 
 def measured(
     name: str, group: comm.Group, x: torch.Tensor, axes: tuple[int, ...]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """What this rank finds; None for a gradient that did not come."""
+    """Result, gradient and second gradient on this rank; None for a missing one."""
     x = x.clone().requires_grad_()
     y = getattr(comm, name)(x, group, *axes)
     comm.backward(loss_of(y, group.rank), create_graph=True)
@@ -98,20 +98,23 @@ def measured(
     comm.backward(
         None if first is None or not first.requires_grad else second_loss(first, group.rank)
     )
-    assert len(current()) == 0  # nobody waits for a backward
+    assert len(current()) == 0  # every backward has run
     return None if y is None else y.detach(), None if first is None else first.detach(), x.grad
 
 
-def close(found: torch.Tensor | None, wanted: torch.Tensor | None, dtype: torch.dtype) -> None:
-    """Equal up to some roundings of ``dtype``; a gradient that did not come counts as zeros."""
-    if wanted is None:
-        assert found is None
+def close(actual: torch.Tensor | None, reference: torch.Tensor | None, dtype: torch.dtype) -> None:
+    """Assert equality up to some roundings of ``dtype``; a missing gradient counts as zeros."""
+    if reference is None:
+        assert actual is None
         return
-    if found is None:
-        assert not wanted.any()
+    if actual is None:
+        assert not reference.any()
         return
-    assert found.dtype == dtype
-    assert found.shape == wanted.shape
-    if wanted.numel():
-        error, size = (found.double() - wanted).abs().max(), wanted.abs().max().clamp(min=1.0)
+    assert actual.dtype == dtype
+    assert actual.shape == reference.shape
+    if reference.numel():
+        error, size = (
+            (actual.double() - reference).abs().max(),
+            reference.abs().max().clamp(min=1.0),
+        )
         assert error <= 8 * torch.finfo(dtype).eps * size, (error, size)

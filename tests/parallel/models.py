@@ -26,9 +26,9 @@ class Case:
 
 def places(styles: dict[str, Any]) -> Plan:
     """A plan, as it is written in a strategy."""
-    found = TensorParallel(ranks=2, plan=styles).plan
-    assert found is not None
-    return found
+    plan = TensorParallel(ranks=2, plan=styles).plan
+    assert plan is not None
+    return plan
 
 
 def known(model: nn.Module) -> Plan:

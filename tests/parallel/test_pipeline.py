@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,18 +31,6 @@ FOUR = [
     ("positions", "zero_bubble", 4, 4),
     ("resnet", "interleaved_1f1b", 4, 8),
 ]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, timeout=60.0) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Ranks]:
-    with Ranks(4, timeout=100.0) as ranks:
-        yield ranks
 
 
 def one_process(name: str, parts: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
@@ -86,8 +73,8 @@ def pipelined(name: str, schedule: str, parts: int, stages: int) -> tuple[Any, A
 
 def check(team: Ranks, name: str, schedule: str, parts: int, stages: int) -> None:
     losses, state = one_process(name, parts)
-    for own, full, closed in team.run(pipelined, name, schedule, parts, stages):
-        torch.testing.assert_close(own, losses, rtol=1e-10, atol=1e-12)
+    for own_losses, full, closed in team.run(pipelined, name, schedule, parts, stages):
+        torch.testing.assert_close(own_losses, losses, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(full, state, rtol=1e-8, atol=1e-10)
         assert closed.keys() == full.keys() == state.keys()
         assert all(torch.equal(closed[key], full[key]) for key in full)
@@ -106,7 +93,7 @@ def test_four_ranks_train_as_one_process(four, name, schedule, parts, stages) ->
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_blocks_may_be_computed_again_in_backward(two, schedule) -> None:
+def test_blocks_may_be_recomputed_in_backward(two, schedule) -> None:
     check(two, "recomputed", schedule, 2, 2)
 
 
@@ -115,9 +102,9 @@ def side_by_side() -> Any:
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     case = CASES["gpt2"]
     model, _ = make(case)
-    own = dist.get_rank() % 2
-    pipeline = Pipeline(model, groups[own], cut=case.cuts[2], micro_batches=4)
-    loss = pipeline.forward_backward(case.loss, *case.batch(own))
+    column = dist.get_rank() % 2
+    pipeline = Pipeline(model, groups[column], cut=case.cuts[2], micro_batches=4)
+    loss = pipeline.forward_backward(case.loss, *case.batch(column))
     pipeline.close()
     return loss
 
@@ -178,9 +165,9 @@ def test_a_stage_may_have_no_parameters(two, schedule, cut, owner) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Tanh(), nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh())
     F.mse_loss(model(torch.ones(4, 3)), torch.ones(4, 3)).backward()
-    found = two.run(without_parameters, schedule, cut)
-    torch.testing.assert_close(found[owner], [p.grad for p in model.parameters()])
-    assert found[1 - owner] == [None] * 4
+    actual = two.run(without_parameters, schedule, cut)
+    torch.testing.assert_close(actual[owner], [p.grad for p in model.parameters()])
+    assert actual[1 - owner] == [None] * 4
 
 
 # Gradients.
@@ -193,11 +180,11 @@ def gradients_of(name: str, schedule: str, parts: int, stages: int) -> dict[str,
     pipeline = Pipeline(model, cut=case.cuts[stages], schedule=schedule, micro_batches=parts)
     for step, scale in ((0, 1.0), (1, 3.0)):
         pipeline.forward_backward(case.loss, *case.batch(step), scale=scale)
-    found = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
     memory = {name: p.untyped_storage().nbytes() for name, p in model.named_parameters()}
-    shared = [ranks for _, ranks in pipeline.stage_parameters.shared]
+    replicated = [ranks for _, ranks in pipeline.stage_parameters.replicated]
     pipeline.close()
-    return {"gradients": found, "memory": memory, "shared": shared}
+    return {"gradients": gradients, "memory": memory, "replicated": replicated}
 
 
 def expected_gradients(name: str) -> dict[str, torch.Tensor | None]:
@@ -214,19 +201,23 @@ def expected_gradients(name: str) -> dict[str, torch.Tensor | None]:
     [("gpt2", {"transformer.wte.weight"}), ("positions", {"position", "scale", "words.weight"})],
 )
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
-def test_gradients_add_up_and_those_of_shared_parameters_are_sums(two, name, schedule, both):
-    found = two.run(gradients_of, name, schedule, 4, 2)
-    held = [{n for n, g in one["gradients"].items() if g is not None} for one in found]
+def test_gradients_accumulate_and_those_of_replicated_parameters_are_summed(
+    two, name, schedule, both
+):
+    actual = two.run(gradients_of, name, schedule, 4, 2)
+    local_names = [{n for n, g in one["gradients"].items() if g is not None} for one in actual]
     twice = {"twice.weight", "twice.bias"} if name == "positions" else set()
-    assert held[0] & held[1] == both | twice
+    assert local_names[0] & local_names[1] == both | twice
     for key, gradient in expected_gradients(name).items():
-        owned = [o["gradients"][key] for o, keys in zip(found, held, strict=True) if key in keys]
+        owned = [
+            o["gradients"][key] for o, keys in zip(actual, local_names, strict=True) if key in keys
+        ]
         assert bool(owned) == (gradient is not None), key  # frozen.weight has none
-        for own in owned:
-            torch.testing.assert_close(own, gradient, rtol=1e-10, atol=1e-13)
+        for local in owned:
+            torch.testing.assert_close(local, gradient, rtol=1e-10, atol=1e-13)
         if len(owned) == 2:
             assert torch.equal(*owned)
-    assert found[0]["shared"] == found[1]["shared"] == [(0, 1)] * len(both | twice)
+    assert actual[0]["replicated"] == actual[1]["replicated"] == [(0, 1)] * len(both | twice)
 
 
 def test_parameters_of_other_stages_keep_no_memory(two) -> None:
@@ -246,14 +237,14 @@ def after_frozen(schedule: str) -> list[torch.Tensor | None]:
     model[0].requires_grad_(False)
     pipeline = Pipeline(model, cut=["1"], schedule=schedule, micro_batches=2)
     x, y = torch.ones(4, 3, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64)
-    found = []
+    actual = []
     for _ in range(2):
         pipeline.forward_backward(F.mse_loss, (x,), target=y)
-        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        actual.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
         model.zero_grad()
         model[0].requires_grad_(True)
     pipeline.close()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -20,14 +19,7 @@ from slipstream.errors import (
     UsageError,
 )
 from slipstream.parallel import Pipeline
-from tests.harness.ranks import PerRank, Ranks
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, timeout=60.0) as ranks:
-        yield ranks
-
+from tests.harness.ranks import PerRank
 
 # Errors.
 
@@ -57,7 +49,12 @@ class Weird(nn.Module):
     ("settings", "call", "error", "message"),
     [
         ({"cut": ["7"]}, {}, ModelError, r"cut at '7', but Sequential has no module .* allowed"),
-        ({"cut": ["1", "2"]}, {}, StrategyError, "2 cuts make 3 stages, on 2 ranks; allowed: 1 cu"),
+        (
+            {"cut": ["1", "2"]},
+            {},
+            StrategyError,
+            "cut at 2 modules makes 3 stages, on 2 ranks; allowed: 1 mo",
+        ),
         ({"cut": ["1", "2", "3"]}, {}, StrategyError, "1f1b runs one stage a rank, not 2"),
         ({"schedule": "zb"}, {}, StrategyError, "schedule 'zb'; allowed: gpipe, 1f1b, interl"),
         ({"micro_batches": 1}, {}, StrategyError, "1 micro-batches on 2 stages; .* 2 or more"),
@@ -79,13 +76,13 @@ class Weird(nn.Module):
     ],
 )
 def test_mistakes_are_errors_on_every_rank(two, settings, call, error, message) -> None:
-    for rank, found in two.fail(refused, settings, call).items():
-        if isinstance(found, MismatchError):  # the others name the rank that has the error
+    for rank, actual in two.fail(refused, settings, call).items():
+        if isinstance(actual, MismatchError):  # the others name the rank that has the error
             assert rank
-            assert "cannot go on" in str(found)
+            assert "cannot go on" in str(actual)
             continue
         with pytest.raises(error, match=message):
-            raise found
+            raise actual
 
 
 def settings_differ(cut: list[str]) -> None:
@@ -129,10 +126,10 @@ def fails_later(schedule: str, where: int) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "where"), [("1f1b", 0), ("zero_bubble", 0), ("gpipe", 0)])
-def test_an_error_in_a_stage_holds_up_nobody(two, schedule, where) -> None:
+def test_an_error_in_a_stage_blocks_no_rank(two, schedule, where) -> None:
     errors = two.fail(fails_later, schedule, where, timeout=30.0)
     assert all(isinstance(error, ExchangeError) for error in errors.values())
     assert (
         str(errors[0]) == "rank 0: stage 0 in the forward of micro-batch 0: ValueError: too large"
     )
-    assert "rank 1, which runs stages [1], cannot go on" in str(errors[1])
+    assert "rank 1, which runs stages [1], cannot continue" in str(errors[1])

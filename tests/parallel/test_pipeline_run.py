@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,15 +19,7 @@ from slipstream.parallel import Pipeline, ideal_bubble, measured_bubble
 from slipstream.trace import chrome
 from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT
 from slipstream.trace.recorder import Recorder
-from tests.harness.ranks import Ranks
 from tests.parallel.staged import CASES, SAMPLES, make
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Ranks]:
-    with Ranks(2, timeout=60.0) as ranks:
-        yield ranks
-
 
 # What travels, what computes.
 
@@ -46,13 +37,13 @@ def counted(stages: int, schedule: str) -> tuple[dict[str, int], dict[str, int]]
     pipeline.forward_backward(case.loss, *case.batch(0))
     calls.clear()
     sent = {"forward": 0, "back": 0}
-    own = {"forward": PipelineStage.get_fwd_send_ops, "back": PipelineStage.get_bwd_send_ops}
+    send_ops = {"forward": PipelineStage.get_fwd_send_ops, "back": PipelineStage.get_bwd_send_ops}
 
     def counting(way: str) -> Any:
         def ops(self: PipelineStage, chunk: int) -> list[Any]:
-            found = own[way](self, chunk)
-            sent[way] += sum(op.tensor.nbytes for op in found)
-            return found
+            chunk_ops = send_ops[way](self, chunk)
+            sent[way] += sum(op.tensor.nbytes for op in chunk_ops)
+            return chunk_ops
 
         return ops
 
@@ -65,13 +56,13 @@ def counted(stages: int, schedule: str) -> tuple[dict[str, int], dict[str, int]]
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("interleaved_1f1b", 4)])
-def test_one_tensor_travels_and_stand_ins_do_not_compute(two, schedule, stages) -> None:
-    found = two.run(counted, stages, schedule)
+def test_one_tensor_is_sent_and_placeholders_do_not_compute(two, schedule, stages) -> None:
+    actual = two.run(counted, stages, schedule)
     hidden = SAMPLES * 10 * 32 * 8
-    bytes_sent = [sent for _, sent in found]
+    bytes_sent = [sent for _, sent in actual]
     assert sum(s["forward"] for s in bytes_sent) == (stages - 1) * hidden
     assert sum(s["back"] for s in bytes_sent) == (stages - 1) * hidden
-    first, second = (calls for calls, _ in found)
+    first, second = (calls for calls, _ in actual)
     for block in range(4):
         stage = block * stages // 4
         ran = [calls.get(f"transformer.h.{block}.mlp.c_fc", 0) for calls in (first, second)]
@@ -87,21 +78,21 @@ def shapes_and_evaluation() -> list[Any]:
     model, _ = make(case)
     pipeline = Pipeline(model, cut=case.cuts[2], micro_batches=2)
     args, kwargs, target = case.batch(0)
-    found: list[Any] = []
+    actual: list[Any] = []
     for samples, words in ((8, 10), (4, 7), (8, 10)):
         inputs = {"input_ids": kwargs["input_ids"][:samples, :words]}
         labels = target[:samples, :words]
-        found.append(pipeline.forward_backward(case.loss, args, inputs, labels))
-        found.append(pipeline.evaluate(args, inputs).logits)
+        actual.append(pipeline.forward_backward(case.loss, args, inputs, labels))
+        actual.append(pipeline.evaluate(args, inputs).logits)
     model.eval()
     before = torch.get_rng_state()
-    found.append(pipeline.evaluate(args, kwargs).logits)
+    actual.append(pipeline.evaluate(args, kwargs).logits)
     assert torch.equal(before, torch.get_rng_state())
     pipeline.close()
     pipeline.close()
     with pytest.raises(UsageError, match=r"forward_backward\(\) of a pipeline that is closed"):
         pipeline.forward_backward(case.loss, args, kwargs, target)
-    return found
+    return actual
 
 
 def test_shapes_may_change_and_evaluation_gives_outputs_everywhere(two) -> None:
@@ -113,8 +104,8 @@ def test_shapes_may_change_and_evaluation_gives_outputs_everywhere(two) -> None:
         output = model(kwargs["input_ids"][:samples, :words])
         expected += [case.loss(output, target[:samples, :words]).detach(), output.logits.detach()]
     expected.append(expected[-1])
-    for found in two.run(shapes_and_evaluation):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    for actual in two.run(shapes_and_evaluation):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 def statistics() -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,12 +121,12 @@ def statistics() -> tuple[torch.Tensor, torch.Tensor]:
     pipeline.load_full_state_dict(state)
     again = pipeline.full_state_dict()
     assert all(torch.equal(again[key], state[key]) for key in state)
-    for odd, message in (
+    for invalid, message in (
         ({"fc.bias": torch.ones(3)}, "missing or unexpected names"),
         ({**state, "fc.bias": torch.ones(3)}, r"fc.bias of shape \[3\]; allowed: .* \[10\]"),
     ):
         with pytest.raises(ModelError, match=message):
-            pipeline.load_full_state_dict(odd)
+            pipeline.load_full_state_dict(invalid)
     pipeline.close()
     return model.state_dict()
 
@@ -169,9 +160,9 @@ def test_every_forward_and_backward_is_recorded(two, schedule, stages, tmp_path)
     names = [STAGE_FORWARD, STAGE_BACKWARD]
     for step in (1, 2):
         spans = [e for e in trace.events if e.step == step and e.name in names]
-        found = {(e.name, e.args["stage"], e.args["micro_batch"], e.rank) for e in spans}
-        assert len(spans) == len(found) == 2 * 4 * stages
-        assert {(stage, rank) for _, stage, _, rank in found} == {
+        actual = {(e.name, e.args["stage"], e.args["micro_batch"], e.rank) for e in spans}
+        assert len(spans) == len(actual) == 2 * 4 * stages
+        assert {(stage, rank) for _, stage, _, rank in actual} == {
             (stage, stage % 2) for stage in range(stages)
         }
     weights = [e for e in trace.events if e.name == STAGE_WEIGHT]

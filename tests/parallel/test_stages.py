@@ -1,4 +1,4 @@
-"""Stages of a model on one process: what runs, what is stood in for, and what is refused."""
+"""Stages of a model in one process: what runs, what is a placeholder, and what is refused."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
-from slipstream.parallel.pipeline.micro_batches import micro_batches
+from slipstream.parallel.pipeline.micro_batches import MicroBatch, micro_batches
 from slipstream.parallel.pipeline.placeholders import (
-    TensorSpec,
     has_nan,
+    overridden_calls,
     placeholder,
-    replaced,
 )
-from slipstream.parallel.pipeline.shape_inference import walk
-from slipstream.parallel.pipeline.split_points import cut_model
+from slipstream.parallel.pipeline.shape_inference import sequential_forward
+from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.parallel.pipeline.stages import Stages
 from slipstream.pytree import mapped
 from tests.parallel.staged import CASES, Case
 
 
-def walked(model: nn.Module, cut: list[str], *args: Any, **kwargs: Any) -> Any:
+def run_in_turn(model: nn.Module, cut: list[str], *args: Any, **kwargs: Any) -> Any:
     """All stages, one after the other, on one process."""
-    batch = micro_batches(args, kwargs, None, 1)[0]
-    stages = Stages(model, cut_model(model, cut))
-    return walk(stages, batch, None, None, torch.device("cpu"))
+    batch = MicroBatch(args, kwargs, None)
+    stages = Stages(model, SplitPoints.of(model, cut))
+    return sequential_forward(stages, batch, None, None, torch.device("cpu"))
 
 
 def whole(case: Case, count: int) -> tuple[nn.Module, Any, Any]:
@@ -36,12 +36,13 @@ def whole(case: Case, count: int) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
     model = case.build()
     args, kwargs, _ = case.batch(0)
-    stages = Stages(model, cut_model(model, case.cuts[count]))
-    found = walk(stages, micro_batches(args, kwargs, None, 1)[0], None, None, torch.device("cpu"))
+    stages = Stages(model, SplitPoints.of(model, case.cuts[count]))
+    batch = MicroBatch(args, kwargs, None)
+    outputs = sequential_forward(stages, batch, None, None, torch.device("cpu"))
     hidden: Any = None
     for stage in range(count):
-        hidden = stages.run(stage, hidden, args, kwargs, found.seen)
-    return model, found.result, hidden
+        hidden = stages.run(stage, hidden, batch, outputs.returned)
+    return model, outputs.result, hidden
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_stages_make_the_model(name: str, count: int) -> None:
     assert torch.equal(case.loss(ran, target), expected)
     assert list(model.state_dict()) == names
     assert all(a is b for a, b in zip(model.modules(), modules, strict=True))
-    assert not any(type(module).__name__ == "_InPlaceOf" for module in modules)
+    assert not any(type(module).__name__ == "_OverriddenModule" for module in modules)
 
 
 def test_only_the_layers_of_a_stage_compute() -> None:
@@ -67,24 +68,32 @@ def test_only_the_layers_of_a_stage_compute() -> None:
     for name, module in model.named_modules():
         module.register_forward_hook(lambda *_, name=name: calls.update([name]))
     args, kwargs, _ = case.batch(0)
-    stages = Stages(model, cut_model(model, case.cuts[4]))
-    hidden, seen = stages.watch(0, None, args, kwargs, {})
+    batch = MicroBatch(args, kwargs, None)
+    stages = Stages(model, SplitPoints.of(model, case.cuts[4]))
+    hidden, returned = stages.run_recorded(0, None, batch, {})
     assert {name.partition(".")[0] for name in calls} == {"conv1", "bn1", "relu", "layer1"}
     calls.clear()
-    hidden = stages.run(1, hidden, args, kwargs, seen)
-    assert {name.partition(".")[0] for name in calls} == {"layer1", "layer2"}  # a list of stand-ins
+    hidden = stages.run(1, hidden, batch, returned)
+    assert {name.partition(".")[0] for name in calls} == {
+        "layer1",
+        "layer2",
+    }  # a list of placeholders
     assert not any(name.startswith("layer1.") for name in calls)
     assert hidden.shape == (8, 6, 4, 4)
 
 
-def test_spans_and_holders() -> None:
+def test_spans_and_the_stages_of_tensors() -> None:
     model = CASES["positions"].build()
-    cuts = cut_model(model, ["twice", "middle", "again"])
-    assert cuts.spans["frozen"] == (0, 0)
-    assert cuts.spans["twice"] == (1, 1)
-    assert cuts.spans["head"] == (3, 3)
-    assert cuts.spans[""] == (0, 3)
-    assert {name: held for name, held in cuts.holders(model).items() if len(held) > 1} == {
+    split_points = SplitPoints.of(model, ["twice", "middle", "again"])
+    assert split_points.spans["frozen"] == (0, 0)
+    assert split_points.spans["twice"] == (1, 1)
+    assert split_points.spans["head"] == (3, 3)
+    assert split_points.spans[""] == (0, 3)
+    assert {
+        name: stages
+        for name, stages in split_points.tensor_stages(model).items()
+        if len(stages) > 1
+    } == {
         "position": (0, 1, 2, 3),
         "scale": (0, 1, 2, 3),
         "calls": (0, 1, 2, 3),
@@ -95,7 +104,7 @@ def test_spans_and_holders() -> None:
         "again.bias": (1, 3),
         "head.weight": (0, 3),
     }
-    nested = cut_model(CASES["resnet"].build(), ["layer2", "layer2.1"])
+    nested = SplitPoints.of(CASES["resnet"].build(), ["layer2", "layer2.1"])
     assert nested.spans["layer2"] == (1, 2)
     assert nested.spans["layer2.0"] == (1, 1)
     assert nested.before(2) == ["conv1", "bn1", "relu", "layer1.0", "layer1.1", "layer2.0"]
@@ -106,7 +115,7 @@ def test_a_cut_inside_of_a_cut() -> None:
     torch.manual_seed(0)
     model = case.build()
     (x,), _, _ = case.batch(0)
-    assert torch.equal(walked(model, ["layer2", "layer2.1", "fc"], x).result, model(x))
+    assert torch.equal(run_in_turn(model, ["layer2", "layer2.1", "fc"], x).result, model(x))
 
 
 # Refused cuts.
@@ -123,12 +132,12 @@ def test_a_cut_inside_of_a_cut() -> None:
 )
 def test_paths_that_cannot_be_cut(cut: list[str], message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        cut_model(CASES["resnet"].build(), cut)
+        SplitPoints.of(CASES["resnet"].build(), cut)
 
 
 def test_a_list_is_never_called() -> None:
     with pytest.raises(ModelError, match=r"'transformer.h', a ModuleList.* e.g. .*transformer.h.0"):
-        cut_model(CASES["gpt2"].build(), ["transformer.h"])
+        SplitPoints.of(CASES["gpt2"].build(), ["transformer.h"])
 
 
 class Parts(nn.Module):
@@ -157,7 +166,7 @@ def test_more_than_one_tensor() -> None:
     model = Parts(parts_with_two)
     model.second = Two()  # type: ignore[assignment]
     with pytest.raises(ModelError, match="'second' takes more than one tensor that is computed be"):
-        walked(model, ["second"], torch.ones(2, 3))
+        run_in_turn(model, ["second"], torch.ones(2, 3))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +185,7 @@ def test_more_than_one_tensor() -> None:
         (
             lambda m, x: m.third(m.first(m.second(x))),
             ["second"],
-            "'first' is registered before 'second', but runs after it; allowed: a cut such",
+            "'first' is registered before 'second', but runs after it; choose another cut",
         ),
         (
             lambda m, x: m.second(m.third(m.first(x))),
@@ -184,7 +193,11 @@ def test_more_than_one_tensor() -> None:
             "'third' is registered after 'second', but runs before it",
         ),
         (lambda m, x: m.third(m.first(x)), ["second"], "'third' is registered after 'second'"),
-        (lambda m, x: m.first(x), ["second"], "returned without a call of 'second'; allowed: cuts"),
+        (
+            lambda m, x: m.first(x),
+            ["second"],
+            "returned without a call of 'second'; allowed: a cut",
+        ),
         (
             lambda m, x: m.second(m.second(m.first(x))),
             ["second"],
@@ -212,7 +225,7 @@ def test_models_that_cannot_be_cut_there(way: Any, cut: list[str], message: str)
     model = Parts(way)
     modules = list(model.modules())
     with pytest.raises(ModelError, match=message):
-        walked(model, cut, torch.ones(2, 3))
+        run_in_turn(model, cut, torch.ones(2, 3))
     assert list(model.modules()) == modules
 
 
@@ -220,15 +233,15 @@ def test_a_cut_inside_of_a_residual_block_leaks() -> None:
     case = CASES["gpt2"]
     model = case.build()
     with pytest.raises(ModelError, match=r"'transformer.h.1.mlp' is used after it, e.g. across a"):
-        walked(model, ["transformer.h.1.mlp"], **case.batch(0)[1])
+        run_in_turn(model, ["transformer.h.1.mlp"], **case.batch(0)[1])
 
 
 def test_a_nan_that_is_the_model_s_own_is_no_leak() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert has_nan(walked(model, ["1"], torch.full((1, 2), float("nan"))).result)
+    assert has_nan(run_in_turn(model, ["1"], torch.full((1, 2), float("nan"))).result)
 
 
-def test_another_path_than_the_watched_one() -> None:
+def test_another_path_than_the_recorded_one() -> None:
     again = [False]
 
     def way(m: Parts, x: Tensor) -> Tensor:
@@ -236,12 +249,12 @@ def test_another_path_than_the_watched_one() -> None:
         return m.second(x)
 
     model = Parts(way)
-    stages = Stages(model, cut_model(model, ["second"]))
-    x = torch.ones(2, 3)
-    hidden, seen = stages.watch(0, None, (x,), {}, {})
+    stages = Stages(model, SplitPoints.of(model, ["second"]))
+    batch = MicroBatch((torch.ones(2, 3),), {}, None)
+    hidden, returned = stages.run_recorded(0, None, batch, {})
     again[0] = True
     with pytest.raises(ModelError, match="call 2 of 'first', which was called 1 times"):
-        stages.run(1, hidden, (x,), {}, seen)
+        stages.run(1, hidden, batch, returned)
 
 
 # The parts.
@@ -273,7 +286,7 @@ def test_nested_values_are_mapped() -> None:
 def test_replaced_modules_come_back_after_an_error() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     modules = list(model.modules())
-    with pytest.raises(ZeroDivisionError), replaced(model, {"0": lambda *_: 1 / 0}):
+    with pytest.raises(ZeroDivisionError), overridden_calls(model, {"0": lambda *_: 1 / 0}):
         model(torch.ones(1, 2))
     assert list(model.modules()) == modules
 

@@ -1,4 +1,4 @@
-"""Tensors between ranks: differentiable operators for a forward graph, and what the engine uses.
+"""Differentiable communication operators between ranks, for use inside a forward pass.
 
 import slipstream.comm as comm
 
@@ -8,10 +8,10 @@ comm.send(hidden, to=1)                              # on rank 0 of the world
 hidden = comm.recv(0)                                # on rank 1
 comm.backward(loss)                                  # on rank 1; comm.backward() on rank 0
 
-Each operator is a linear map of ``moves`` whose backward is the adjoint map, run by the same
-function, so that gradients of any order are right: what is differentiated is the sum of all ranks'
-losses. The largest and the smallest value pass the gradient on to every rank that holds them. Under
-``torch.compile`` each call is a break of the graph. Semantics and names: MegEngine's
+Each operator runs a linear collective; its backward runs the adjoint collective through the same
+code, so gradients of any order are right. Backward differentiates the sum of all ranks' losses.
+Minimum and maximum are not linear: they pass the gradient to every rank that holds the extreme
+value. Under ``torch.compile`` each call is a graph break. Names and semantics follow MegEngine's
 ``functional.distributed``.
 """
 

@@ -1,7 +1,8 @@
-"""What the operators are given, checked: on all ranks of a group with ``check``, else on this one.
+"""Checks the arguments of the operators.
 
-Whatever is wrong is found after the headers were exchanged and from them, so that every rank raises
-and none waits for another.
+In a group with ``check`` the ranks first exchange signatures, and each rank validates all of them:
+a mistake raises on every rank, and no rank waits for one that has failed. Without ``check`` a rank
+validates its own arguments only.
 """
 
 from __future__ import annotations
@@ -11,166 +12,121 @@ from collections.abc import Sequence
 
 import torch
 
-from slipstream.comm.groups import Group, member
+from slipstream.comm.groups import Group
+from slipstream.comm.shards import AllToAll
 from slipstream.comm.signature import (
     Signature,
+    check_same,
     check_tensor,
-    consult_sizes,
     exchange_signatures,
-    receive_header,
-    same,
-    send_header,
+    exchange_sizes,
 )
-from slipstream.comm.wire import Like
+from slipstream.comm.tensor_spec import TensorSpec
+from slipstream.comm.wire import SENT_AS_BYTES
 from slipstream.errors import CommError, MismatchError
 
 Device = torch.device | str | None
 Sizes = tuple[int, ...]
 
-_BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+
+def check_same_tensors(operator: str, x: torch.Tensor, group: Group, *options: int) -> bool:
+    """Require one shape and dtype on all ranks; return whether any rank needs a gradient."""
+    signatures, _, needs_grad = _signatures(operator, x, group, *options)
+    if signatures:
+        check_same(signatures, group, f"calls {operator} with", str)
+    return needs_grad
 
 
-def equal(operator: str, x: torch.Tensor, group: Group, *options: int) -> bool:
-    """Whether any rank wants a gradient; all must bring tensors of one shape and dtype."""
-    if not group.consults:
-        return _wants(operator, x)
-    every, _, wants = _brought(operator, x, group, *options)
-    same(every, group, f"calls {operator} with", str)
-    return wants
-
-
-def from_root(
+def root_spec(
     operator: str, x: torch.Tensor | None, group: Group, device: Device, *options: int
-) -> tuple[Like, bool]:
-    """What the root brings, and whether it wants a gradient.
+) -> TensorSpec:
+    """The spec of the root's tensor.
 
     Raises:
-        CommError: it brings no tensor.
+        CommError: the root passes no tensor.
     """
-    if not group.consults:
+    if not group.exchanges_signatures:
         if x is None:
             raise CommError(
-                f"{operator} in {group}: without check, every rank brings a tensor like the root's"
+                f"{operator} without a tensor in {group}, which has check=False; allowed: on every "
+                "rank a tensor like the root's"
             )
-        wants = _wants(operator, x)
-        return Like.of(x), wants
+        return checked_spec(operator, x)
     root = exchange_signatures(Signature.of(operator, x, options), group)[0]
     if x is not None:
         check_tensor(operator, x)
     if root.shape is None:
         raise CommError(
-            f"{operator} in {group}: rank {group.ranks[0]}, the root, brings no tensor that can "
-            "travel"
+            f"{operator} in {group}: rank {group.ranks[0]}, the root, passes no supported tensor"
         )
-    return _template(root, x, group, device), root.wants
+    return spec_of_signature(root, x, group, device)
 
 
-def gathered(
+def gather_arguments(
     operator: str, x: torch.Tensor, group: Group, axis: int, sizes: Sequence[int] | None
-) -> tuple[torch.Tensor, int, Sizes, bool]:
-    """Of a gather: the tensor (a scalar as a vector of one), the axis, the ranks' lengths along it,
-    and whether any wants a gradient.
+) -> tuple[torch.Tensor, TensorSpec, int, Sizes, bool]:
+    """Of a gather: the tensor (a scalar as a vector of one), the spec of the result, the axis from
+    the front, the ranks' lengths along it, and whether any rank needs a gradient.
     """
     if isinstance(x, torch.Tensor) and x.dim() == 0:
         x = x.reshape(1)
-    every, shape, wants = _brought(operator, x, group, axis)
-    axis = axis_of(operator, axis, shape)
-    found = _lengths(operator, every, shape, axis, group)
-    if sizes is not None and not every:
+    signatures, shape, needs_grad = _signatures(operator, x, group, axis)
+    axis = normalized_axis(operator, axis, shape)
+    lengths = _lengths(operator, signatures, shape, axis, group)
+    if sizes is not None and not signatures:
         if len(sizes) != group.size or sizes[group.rank] != x.shape[axis]:
             raise CommError(
-                f"{operator}: sizes {list(sizes)}, but rank {group.rank} of {group} brings "
+                f"{operator}: sizes {list(sizes)}, but rank {group.rank} of {group} passes "
                 f"{x.shape[axis]} along axis {axis}; allowed: the sizes of all {group.size} ranks"
             )
-        found = tuple(sizes)
-    return x, axis, found, wants
+        lengths = tuple(sizes)
+    return x, TensorSpec.of(x).resized(sum(lengths), axis), axis, lengths, needs_grad
 
 
-def exchanged(
+def all_to_all_of(
     operator: str,
     x: torch.Tensor,
     group: Group,
     split_axis: int,
     concat_axis: int,
     sizes: Sequence[int] | None,
-) -> tuple[int, int, Sizes, Sizes, bool, bool]:
-    """Of an all-to-all: both axes, the sizes of the pieces that go along the first and of those
-    that come along the second, whether all pieces of all ranks are alike, and whether any rank
-    wants a gradient.
+) -> tuple[AllToAll, bool]:
+    """The all-to-all of ``x``, and whether any rank needs a gradient.
 
-    The ranks' tensors may differ along the axis where pieces are joined, unless that is also the
-    one where they are cut, into equal pieces.
+    The ranks' tensors may differ along ``concat_axis``, unless that is also the axis along which
+    they are split into equal pieces.
     """
     options = (split_axis, concat_axis, len(sizes or ()))
-    every, shape, wants = _brought(operator, x, group, *options)
-    cut, join = axis_of(operator, split_axis, shape), axis_of(operator, concat_axis, shape)
-    if cut == join and sizes is None:
-        if every:
-            same(every, group, f"calls {operator} with", str)
-        own = pieces_of(operator, x.shape[cut], cut, group, None)
-        return cut, join, own, own, True, wants
-    lengths = _lengths(operator, every, shape, join, group)
-    own = pieces_of(operator, x.shape[cut], cut, group, sizes)
-    if cut == join:
-        come = tuple(row[group.rank] for row in consult_sizes(own, group))
-        return cut, join, own, come, False, wants
-    if every and sizes is not None:
-        rows = [tuple(row) for row in consult_sizes(own, group)]
+    signatures, shape, needs_grad = _signatures(operator, x, group, *options)
+    split = normalized_axis(operator, split_axis, shape)
+    concat = normalized_axis(operator, concat_axis, shape)
+    spec = TensorSpec.of(x)
+    if split == concat and sizes is None:
+        if signatures:
+            check_same(signatures, group, f"calls {operator} with", str)
+        pieces = piece_sizes(operator, x.shape[split], split, group, None)
+        return AllToAll(group, spec, split, concat, pieces, pieces, equal=True), needs_grad
+    lengths = _lengths(operator, signatures, shape, concat, group)
+    pieces = piece_sizes(operator, x.shape[split], split, group, sizes)
+    if split == concat:
+        received = tuple(row[group.rank] for row in exchange_sizes(pieces, group))
+        return AllToAll(group, spec, split, concat, pieces, received, equal=False), needs_grad
+    if signatures and sizes is not None:
+        rows = [tuple(row) for row in exchange_sizes(pieces, group)]
         if len(set(rows)) > 1:
             raise CommError(
                 f"{operator}: pieces of {rows[0]} and {max(rows, key=rows[0].__ne__)} along axis "
-                f"{cut}, to be joined along axis {join}; allowed: the same sizes on every rank"
+                f"{split}, to be joined along axis {concat}; allowed: the same sizes on every rank"
             )
-    alike = len(set(own)) == len(set(lengths)) == 1
-    return cut, join, own, lengths, alike, wants
+    equal = len(set(pieces)) == len(set(lengths)) == 1
+    return AllToAll(group, spec, split, concat, pieces, lengths, equal), needs_grad
 
 
-def sent(x: torch.Tensor, to: int, group: Group) -> bool:
-    """Whether the tensor for rank ``to`` wants a gradient, of which that rank has been told."""
-    if group.check:
-        send_header(Signature.of("send", x), to, group)
-    return _wants("send", x)
-
-
-def received(
-    source: int, group: Group, like: torch.Tensor | None, device: Device
-) -> tuple[Like, bool]:
-    """What comes from rank ``source``, and whether it wants a gradient.
-
-    Raises:
-        CommError: no tensor comes, or it is not known which.
-    """
-    if group.check:
-        header = receive_header(source, group)
-        if header.shape is not None:
-            return _template(header, like, group, device), header.wants
-    elif like is not None:
-        wants = _wants("recv", like)
-        return Like.of(like), wants
-    why = "brings no tensor that can travel" if group.check else "is not checked: pass like="
-    raise CommError(f"recv from rank {group.ranks[source]} of {group}, which {why}")
-
-
-def peer_group(operator: str, peer: int, group: Group | None) -> Group:
-    """The group in which a tensor goes to or comes from ``peer``.
-
-    Raises:
-        CommError: no such rank in the group, or this one.
-    """
-    group = member(group, operator)
-    if not 0 <= peer < group.size or peer == group.rank:
-        raise CommError(
-            f"{operator} with rank {peer} of {group}, on rank {group.rank} of it; allowed: another "
-            f"one of 0 .. {group.size - 1}"
-        )
-    return group
-
-
-def axis_of(operator: str, axis: int, shape: Sequence[int]) -> int:
+def normalized_axis(operator: str, axis: int, shape: Sequence[int]) -> int:
     """``axis`` counted from the front.
 
     Raises:
-        CommError: there is no such axis.
+        CommError: the tensor has no such axis.
     """
     if not -len(shape) <= axis < len(shape):
         allowed = f"{-len(shape)} .. {len(shape) - 1}" if shape else "none, it is a scalar"
@@ -178,101 +134,105 @@ def axis_of(operator: str, axis: int, shape: Sequence[int]) -> int:
     return axis % len(shape)
 
 
-def pieces_of(
-    operator: str, size: int, axis: int, group: Group, sizes: Sequence[int] | None
+def piece_sizes(
+    operator: str, length: int, axis: int, group: Group, sizes: Sequence[int] | None
 ) -> Sizes:
-    """The sizes into which ``size`` along ``axis`` is cut: ``sizes``, or equal ones.
+    """The sizes of the pieces of ``length`` along ``axis``: ``sizes``, or equal ones.
 
     Raises:
-        CommError: they do not make up the whole.
+        CommError: they do not add up to ``length``.
     """
     if sizes is None:
-        if size % group.size:
+        if length % group.size:
             raise CommError(
-                f"{operator}: {size} along axis {axis} cannot be cut into {group.size} equal "
-                f"pieces; allowed: a multiple of {group.size}, or sizes=[...] that add up to {size}"
+                f"{operator}: {length} along axis {axis} cannot be split into {group.size} equal "
+                f"pieces; allowed: a multiple of {group.size}, or sizes=[...] that add up to "
+                f"{length}"
             )
-        return (size // group.size,) * group.size
-    if len(sizes) != group.size or sum(sizes) != size or min(sizes) < 0:
+        return (length // group.size,) * group.size
+    if len(sizes) != group.size or sum(sizes) != length or min(sizes) < 0:
         raise CommError(
             f"{operator}: sizes {list(sizes)}; allowed: one for each of the {group.size} ranks of "
-            f"{group}, together {size}, the length along axis {axis}"
+            f"{group}, together {length}, the length along axis {axis}"
         )
     return tuple(sizes)
 
 
-def digest(sizes: Sequence[int] | None) -> tuple[int, int]:
-    """``sizes`` as two numbers to compare: how many, and a checksum."""
+def sizes_digest(sizes: Sequence[int] | None) -> tuple[int, int]:
+    """``sizes`` as two options of a `Signature`: how many, and a checksum."""
     return (0, 0) if sizes is None else (len(sizes), zlib.crc32(repr(list(sizes)).encode()))
 
 
-def must_add_up(operator: str, x: torch.Tensor, *, mean: bool = False, order: bool = False) -> None:
-    """Refuse a dtype that has no sum, no ``mean``, or no ``order``.
+def check_reducible(
+    operator: str, x: torch.Tensor, *, mean: bool = False, ordered: bool = False
+) -> None:
+    """Refuse a dtype that has no sum; with ``mean`` no mean; with ``ordered`` no order.
 
     Raises:
         CommError: names the dtype and those that are allowed.
     """
-    if x.dtype in _BYTES:
+    if x.dtype in SENT_AS_BYTES:
         raise CommError(f"{operator} of {x.dtype}; allowed: a wider dtype, e.g. x.float()")
     if mean and not (x.is_floating_point() or x.is_complex()):
         raise CommError(f"{operator} of {x.dtype}; allowed: floating-point and complex dtypes")
-    if order and x.is_complex():
+    if ordered and x.is_complex():
         raise CommError(f"{operator} of {x.dtype}; allowed: dtypes whose values have an order")
 
 
-def _brought(
+def checked_spec(operator: str, x: torch.Tensor) -> TensorSpec:
+    """The spec of ``x``, which must be a supported tensor; needs a gradient if one is recorded."""
+    check_tensor(operator, x)
+    return TensorSpec(x.shape, x.dtype, x.device, x.requires_grad and torch.is_grad_enabled())
+
+
+def spec_of_signature(
+    signature: Signature, x: torch.Tensor | None, group: Group, device: Device
+) -> TensorSpec:
+    """The spec of another rank's tensor on this rank: where ``x`` is, else on ``device``."""
+    assert signature.shape is not None
+    assert signature.dtype is not None
+    default = group.device if device is None else torch.device(device)
+    here = default if x is None else x.device
+    return TensorSpec(signature.shape, signature.dtype, here, signature.requires_grad)
+
+
+def _signatures(
     operator: str, x: torch.Tensor, group: Group, *options: int
 ) -> tuple[Sequence[Signature], Sizes, bool]:
-    """The ranks' headers (none where they do not consult), the shape of the first rank's tensor,
-    and whether any rank wants a gradient.
+    """The ranks' signatures (none without ``check``), the shape of the first rank's tensor, and
+    whether any rank needs a gradient.
 
     Raises:
-        MismatchError: a rank brings no tensor that can travel.
+        MismatchError: a rank passes no supported tensor.
     """
-    if not group.consults:
-        wants = _wants(operator, x)
-        return (), x.shape, wants
-    every = exchange_signatures(Signature.of(operator, x, options), group)
+    if not group.exchanges_signatures:
+        spec = checked_spec(operator, x)
+        return (), spec.shape, spec.requires_grad
+    signatures = exchange_signatures(Signature.of(operator, x, options), group)
     if x is not None:
         check_tensor(operator, x)
-    for rank, header in zip(group.ranks, every, strict=True):
-        if header.shape is None:
+    for rank, signature in zip(group.ranks, signatures, strict=True):
+        if signature.shape is None:
             raise MismatchError(
-                f"rank {rank} calls {operator} in {group} with no tensor that can travel; allowed: "
-                "a dense tensor on every rank"
+                f"rank {rank} calls {operator} in {group} with no supported tensor; allowed: a "
+                "dense tensor on every rank"
             )
-    shape = every[0].shape
+    shape = signatures[0].shape
     assert shape is not None
-    return every, shape, any(header.wants for header in every)
-
-
-def _wants(operator: str, x: torch.Tensor) -> bool:
-    """Whether ``x``, which must be a tensor that travels, wants a gradient."""
-    check_tensor(operator, x)
-    return x.requires_grad and torch.is_grad_enabled()
+    return signatures, shape, any(s.requires_grad for s in signatures)
 
 
 def _lengths(
-    operator: str, every: Sequence[Signature], shape: Sizes, axis: int, group: Group
+    operator: str, signatures: Sequence[Signature], shape: Sizes, axis: int, group: Group
 ) -> Sizes:
-    """The ranks' lengths along ``axis``; in all else their tensors must be equal."""
+    """The ranks' lengths along ``axis``; dtype and all other lengths must be equal."""
 
-    def fixed(header: Signature) -> str:
-        sides = enumerate(header.shape or ())
-        kept = ["any" if side == axis else size for side, size in sides]
-        return f"{header.dtype} {kept}".replace("'", "").removeprefix("torch.")
+    def without_axis(signature: Signature) -> str:
+        sides = enumerate(signature.shape or ())
+        shown = ["any" if side == axis else size for side, size in sides]
+        return f"{signature.dtype} {shown}".replace("'", "").removeprefix("torch.")
 
-    if not every:
+    if not signatures:
         return (shape[axis],) * group.size
-    same(every, group, f"calls {operator} with", fixed)
-    return tuple(header.shape[axis] for header in every if header.shape is not None)
-
-
-def _template(header: Signature, x: torch.Tensor | None, group: Group, device: Device) -> Like:
-    """The tensor of another rank's header, where ``x`` is, or on ``device``."""
-    assert header.shape is not None
-    assert header.dtype is not None
-    if x is not None:
-        return Like(header.shape, header.dtype, x.device)
-    here = group.device if device is None else torch.device(device)
-    return Like(header.shape, header.dtype, here)
+    check_same(signatures, group, f"calls {operator} with", without_axis)
+    return tuple(s.shape[axis] for s in signatures if s.shape is not None)

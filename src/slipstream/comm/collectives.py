@@ -1,13 +1,14 @@
-"""Linear maps between the tensors of a group's ranks, each with its adjoint; no autograd here.
+"""Collectives as linear maps between the tensors of a group's ranks, each with its adjoint.
 
-A map is known on every rank by values (sizes, dtype) before it runs. ``move(x)`` runs it: ``x`` is
-this rank's tensor, or None where the map takes none from it; so is what it returns. The adjoint of
-a map A is the A* of ``<A x, y> = <x, A* y>``, summed over ranks: what backward of the operator is.
+A collective knows all sizes and dtypes before it runs, so that every rank can build it alike.
+``collective(x)`` runs it: ``x`` is this rank's input, or None where it takes none, and likewise for
+the result. The adjoint A* of a map A satisfies ``<A x, y> = <x, A* y>``, summed over ranks; it is
+the operator's backward. No autograd here.
 
-    AllReduce <-> AllReduce            Broadcast <-> Sum          Gather <-> Scatter
-    AllGather <-> ReduceScatter     AllToAll <-> AllToAll      Send <-> Receive
+    AllReduce <-> AllReduce         Broadcast <-> Reduce          Gather <-> Scatter
+    AllGather <-> ReduceScatter     AllToAll <-> AllToAll         Send <-> Receive
 
-Those that cut tensors, or join them, are in ``cuts``. `Extreme` alone is not linear.
+Collectives that split or join tensors are in ``shards``. `AllReduceMinMax` alone is not linear.
 """
 
 from __future__ import annotations
@@ -19,28 +20,11 @@ import torch
 import torch.distributed as dist
 
 from slipstream.comm.groups import Group
-from slipstream.comm.shards import AllGather, AllToAll, Gather, ReduceScatter, Scatter
-from slipstream.comm.wire import Like, Maybe, carry, copy, wire
-
-__all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Broadcast",
-    "Extreme",
-    "Gather",
-    "Like",
-    "Maybe",
-    "Move",
-    "Receive",
-    "ReduceScatter",
-    "Scatter",
-    "Send",
-    "Sum",
-]
+from slipstream.comm.tensor_spec import TensorSpec
+from slipstream.comm.wire import contiguous_copy, transfer_in_group, wire_view
 
 
-class Move(Protocol):
+class Collective(Protocol):
     """A linear map between the ranks' tensors."""
 
     @property
@@ -48,55 +32,55 @@ class Move(Protocol):
         """The ranks that run it."""
 
     @property
-    def output(self) -> Like | None:
-        """What this rank gets; None where it gets nothing."""
+    def output(self) -> TensorSpec | None:
+        """The spec of this rank's result; None where it gets none."""
 
     @property
-    def adjoint(self) -> Move:
-        """The map of the gradients, back."""
+    def adjoint(self) -> Collective:
+        """The map of the gradients."""
 
-    def __call__(self, x: Maybe) -> Maybe:
-        """Run on all ranks of the group, this rank's tensor being ``x``."""
+    def __call__(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        """Run on all ranks of the group with this rank's tensor ``x``."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """The sum on every rank, or (``mean``) that over the number of ranks."""
+    """The sum, or with ``mean`` the mean, of the ranks' tensors on every rank."""
 
     group: Group
-    output: Like
+    output: TensorSpec
     mean: bool = False
 
     @property
     def adjoint(self) -> Self:
         return self
 
-    def __call__(self, x: Maybe) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
         assert x is not None
-        out = copy(x)
+        out = contiguous_copy(x)
         if self.group.size > 1:
-            dist.all_reduce(wire(out), group=self.group.members)
+            dist.all_reduce(wire_view(out), group=self.group.members)
         return out.div_(self.group.size) if self.mean else out
 
 
 @dataclass(frozen=True, slots=True)
-class Extreme:
-    """The largest or the smallest value of any rank, element by element, on every rank.
+class AllReduceMinMax:
+    """The smallest or the largest value of any rank, element by element, on every rank.
 
-    ``adjoint`` is that of the sum: what flows back where this rank's value is the extreme.
+    ``adjoint`` is that of the sum; backward then masks it to where this rank's value is the result.
     """
 
     group: Group
-    output: Like
+    output: TensorSpec
     op: dist.ReduceOp.RedOpType
 
     @property
     def adjoint(self) -> AllReduce:
         return AllReduce(self.group, self.output)
 
-    def __call__(self, x: Maybe) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
         assert x is not None
-        out = copy(x)
+        out = contiguous_copy(x)
         if self.group.size > 1:
             dist.all_reduce(out, op=self.op, group=self.group.members)
         return out
@@ -104,82 +88,82 @@ class Extreme:
 
 @dataclass(frozen=True, slots=True)
 class Broadcast:
-    """The root's tensor on every rank; ``output`` is like it."""
+    """The root's tensor on every rank."""
 
     group: Group
-    output: Like
+    output: TensorSpec
 
     @property
-    def adjoint(self) -> Sum:
-        return Sum(self.group, self.output)
+    def adjoint(self) -> Reduce:
+        return Reduce(self.group, self.output)
 
-    def __call__(self, x: Maybe) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
         if self.group.rank == 0:
             assert x is not None
-            out = copy(x)
+            out = contiguous_copy(x)
         else:
             out = self.output.empty()
         if self.group.size > 1:
-            root = self.group.places[0]
-            dist.broadcast(wire(out), group=self.group.members, group_src=root)
+            root = self.group.process_group_ranks[0]
+            dist.broadcast(wire_view(out), group=self.group.members, group_src=root)
         return out
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
-    """The sum at the root, from tensors like ``each`` on every rank."""
+class Reduce:
+    """The sum at the root, from tensors of the spec ``input`` on every rank."""
 
     group: Group
-    each: Like
+    input: TensorSpec
 
     @property
-    def output(self) -> Like | None:
-        return self.each if self.group.rank == 0 else None
+    def output(self) -> TensorSpec | None:
+        return self.input if self.group.rank == 0 else None
 
     @property
     def adjoint(self) -> Broadcast:
-        return Broadcast(self.group, self.each)
+        return Broadcast(self.group, self.input)
 
-    def __call__(self, x: Maybe) -> Maybe:
+    def __call__(self, x: torch.Tensor | None) -> torch.Tensor | None:
         assert x is not None
-        out = copy(x)  # on the other ranks, too: gloo leaves partial sums in it
+        out = contiguous_copy(x)  # on every rank: gloo leaves partial sums in it
         if self.group.size > 1:
-            root = self.group.places[0]
-            dist.reduce(wire(out), group=self.group.members, group_dst=root)
+            root = self.group.process_group_ranks[0]
+            dist.reduce(wire_view(out), group=self.group.members, group_dst=root)
         return out if self.group.rank == 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """This rank's tensor, like ``each``, to ``peer``, a rank of the group, where `Receive` runs."""
+    """This rank's tensor goes to ``peer``, a rank of the group, which runs `Receive`."""
 
     group: Group
     peer: int
-    each: Like
+    input: TensorSpec
     output: None = None
 
     @property
     def adjoint(self) -> Receive:
-        return Receive(self.group, self.peer, self.each)
+        return Receive(self.group, self.peer, self.input)
 
-    def __call__(self, x: Maybe) -> None:
+    def __call__(self, x: torch.Tensor | None) -> None:
         assert x is not None
-        carry({}, {self.peer: x}, self.group)
+        transfer_in_group({}, {self.peer: x}, self.group)
 
 
 @dataclass(frozen=True, slots=True)
 class Receive:
-    """The tensor that ``peer`` (a rank of the group) sends."""
+    """The tensor that ``peer``, a rank of the group, sends."""
 
     group: Group
     peer: int
-    output: Like
+    output: TensorSpec
 
     @property
     def adjoint(self) -> Send:
         return Send(self.group, self.peer, self.output)
 
-    def __call__(self, x: Maybe) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
         out = self.output.empty()
-        carry({self.peer: out}, {}, self.group)
+        transfer_in_group({self.peer: out}, {}, self.group)
         return out

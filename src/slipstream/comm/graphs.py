@@ -1,6 +1,6 @@
-"""What backward must not miss: operators of a forward whose result this rank does not use.
+"""Tracks operators whose backward has not run, so that ranks that ignore a result still join in.
 
-Never runs a collective by itself.
+Runs no collective itself.
 """
 
 from __future__ import annotations
@@ -15,65 +15,65 @@ import torch
 
 from slipstream.errors import CommError
 
-_MANY = 10_000
+_WARN_AT = 10_000
 
 
 class Graph:
-    """The operators of one forward on this rank; `comm.backward` runs those that wait.
+    """The operators of one forward on this rank whose backward has not run; for `comm.backward`.
 
-    An operator waits until its backward has run. What it holds on to is a tensor of no elements,
-    and through it what autograd has saved for the backward.
+    Each entry is a token: a tensor of no elements that leads to the operator in the autograd graph,
+    and so keeps alive what autograd saved for its backward.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, torch.Tensor] = {}
+        self._tokens: dict[int, torch.Tensor] = {}
         self._numbers = itertools.count()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._tokens)
 
     def add(self, token: torch.Tensor) -> int:
-        """An operator waits for its backward, and ``token`` leads to it: its number."""
+        """Register an operator by its token; returns its number."""
         number = next(self._numbers)
-        self._waiting[number] = token
-        if len(self._waiting) == _MANY:
+        self._tokens[number] = token
+        if len(self._tokens) == _WARN_AT:
             warnings.warn(
-                f"{_MANY} operators of slipstream.comm wait for their backward and keep memory: "
+                f"{_WARN_AT} operators of slipstream.comm wait for their backward and keep memory: "
                 "call comm.backward() after each forward, or evaluate under torch.no_grad()",
                 stacklevel=2,
             )
         return number
 
     def discard(self, number: int) -> None:
-        """The backward of an operator has run."""
-        self._waiting.pop(number, None)
+        """Forget an operator, since its backward has run."""
+        self._tokens.pop(number, None)
 
     def take(self) -> list[torch.Tensor]:
-        """The tokens of the operators that wait, which then wait no longer."""
-        tokens = list(self._waiting.values())
-        self._waiting.clear()
+        """Remove and return all tokens, in the order of the forward."""
+        tokens = list(self._tokens.values())
+        self._tokens.clear()
         return tokens
 
 
-class _Graphs(threading.local):
+class _GraphStack(threading.local):
     def __init__(self) -> None:
-        self.open = [Graph()]
+        self.graphs = [Graph()]
 
 
-_graphs = _Graphs()
+_stack = _GraphStack()
 
 
 def current() -> Graph:
-    """The graph that operators of this thread belong to now."""
-    return _graphs.open[-1]
+    """The graph in which operators of this thread are registered now."""
+    return _stack.graphs[-1]
 
 
 @contextmanager
 def graph() -> Iterator[Graph]:
     """Operators called inside belong to a graph of their own, e.g. of one micro-batch.
 
-    ``comm.backward(loss, graph)`` then runs that graph alone. What still waits when nobody refers
-    to the graph any more is freed.
+    ``comm.backward(loss, graph)`` then runs that graph alone. Operators left in it are freed with
+    the last reference to the graph.
 
     Example:
         >>> import torch, slipstream.comm as comm
@@ -84,22 +84,22 @@ def graph() -> Iterator[Graph]:
         >>> x.grad
         tensor([1., 1.])
     """
-    made = Graph()
-    _graphs.open.append(made)
+    opened = Graph()
+    _stack.graphs.append(opened)
     try:
-        yield made
+        yield opened
     finally:
-        _graphs.open.remove(made)
+        _stack.graphs.remove(opened)
 
 
 def backward(
     loss: torch.Tensor | None = None, graph: Graph | None = None, *, create_graph: bool = False
 ) -> None:
-    """Backward of ``loss``, and of all operators whose result this rank did not use.
+    """Run backward from ``loss`` and from all operators whose result this rank did not use.
 
-    Every rank calls it, with None where it holds no loss: a rank that only sent takes part that
-    way. What is differentiated is the sum of the ranks' losses. After a forward in which every rank
-    uses all that it gets, ``loss.backward()`` does the same.
+    Every rank calls it; a rank without a loss, e.g. one that only sends, passes None. It
+    differentiates the sum of the ranks' losses. After a forward in which every rank uses all its
+    results, ``loss.backward()`` does the same.
 
     Args:
         loss: of one element, or None.
@@ -108,7 +108,7 @@ def backward(
 
     Raises:
         CommError: ``loss`` is not a scalar, or requires no gradient.
-        ExchangeError: another rank does not come; names the operator and its peers.
+        ExchangeError: another rank does not take part; names the operator and its peers.
 
     Source: MegEngine's ``GradManager.backward()`` without a loss.
     """
@@ -118,9 +118,9 @@ def backward(
             "None, or a loss of one element that requires a gradient"
         )
     roots = (graph if graph is not None else current()).take()
-    seeds: list[torch.Tensor | None] = [torch.zeros_like(token) for token in roots]
+    gradients: list[torch.Tensor | None] = [torch.zeros_like(token) for token in roots]
     if loss is not None:
         roots.append(loss)
-        seeds.append(None)
+        gradients.append(None)
     if roots:
-        torch.autograd.backward(roots, seeds, create_graph=create_graph)
+        torch.autograd.backward(roots, gradients, create_graph=create_graph)

@@ -4,29 +4,35 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.comm.apply import apply, eager, everywhere
-from slipstream.comm.arguments import Device, peer_group, received, sent
-from slipstream.comm.collectives import Like, Receive, Send
-from slipstream.comm.groups import Group
+from slipstream.comm.arguments import Device, checked_spec, spec_of_signature
+from slipstream.comm.autograd import apply_collective, apply_with_output, graph_break
+from slipstream.comm.collectives import Receive, Send
+from slipstream.comm.groups import Group, member
+from slipstream.comm.signature import Signature, receive_signature, send_signature
+from slipstream.comm.tensor_spec import TensorSpec
+from slipstream.errors import CommError
 
 
-@eager
+@graph_break
 def send(x: torch.Tensor, to: int, group: Group | None = None) -> None:
-    """This rank's tensor to rank ``to`` of the group, which calls `recv`.
+    """Send this rank's tensor to rank ``to`` of the group, which calls `recv`.
 
-    Backward: what `recv` there got as gradient; call ``comm.backward()`` where there is no loss.
-    Exactness: bitwise. Returns when the tensor has gone; with gloo the receiver must have come.
+    Backward: the gradient of the `recv` there; call ``comm.backward()`` where there is no loss.
+    Exactness: bitwise. Returns when the tensor is sent; with gloo the receiver must have posted.
 
     Raises:
-        CommError: no such rank in the group, or this one.
-        ExchangeError: the other rank does not come within the group's timeout; names it.
+        CommError: ``to`` is not another rank of the group.
+        ExchangeError: the other rank does not receive within the group's timeout; names it.
     """
-    group = peer_group("send", to, group)
-    wants = sent(x, to, group)
-    apply(f"send to rank {group.ranks[to]}", Send(group, to, Like.of(x)), x, wants=wants)
+    group = _peer_group("send", to, group)
+    if group.check:
+        send_signature(Signature.of("send", x), to, group)
+    spec = checked_spec("send", x)
+    name = f"send to rank {group.ranks[to]}"
+    apply_collective(name, Send(group, to, spec), x, needs_grad=spec.requires_grad)
 
 
-@eager
+@graph_break
 def recv(
     source: int,
     group: Group | None = None,
@@ -34,22 +40,59 @@ def recv(
     like: torch.Tensor | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """The tensor that rank ``source`` of the group sends by `send`.
+    """Receive the tensor that rank ``source`` of the group passes to `send`.
 
     Backward: sends the gradient back. Exactness: bitwise.
 
     Args:
-        source: place in the group; in the world, the rank.
+        source: rank in the group; in the world, the rank.
         group: None: all ranks.
         like: in a group without ``check`` a tensor of the shape, dtype and device of the one that
-            comes, which requires a gradient if that one does; else ignored.
+            is sent, which requires a gradient if that one does; else ignored.
         device: where the result goes (None: to the CPU, with NCCL to the current GPU).
 
     Raises:
-        CommError: no such rank in the group, or this one; ``like`` is missing.
-        ExchangeError: the other rank does not come within the group's timeout; names it.
+        CommError: ``source`` is not another rank of the group, or ``like`` is missing.
+        ExchangeError: the other rank does not send within the group's timeout; names it.
     """
-    group = peer_group("recv", source, group)
-    what, wants = received(source, group, like, device)
-    move = Receive(group, source, what)
-    return everywhere(f"recv from rank {group.ranks[source]}", move, None, wants=wants)
+    group = _peer_group("recv", source, group)
+    spec = _received_spec(source, group, like, device)
+    name, collective = f"recv from rank {group.ranks[source]}", Receive(group, source, spec)
+    return apply_with_output(name, collective, None, needs_grad=spec.requires_grad)
+
+
+def _peer_group(operator: str, peer: int, group: Group | None) -> Group:
+    """The group that holds this rank and ``peer``.
+
+    Raises:
+        CommError: the group has no such rank, or it is this one.
+    """
+    group = member(group, operator)
+    if not 0 <= peer < group.size or peer == group.rank:
+        raise CommError(
+            f"{operator} with rank {peer} of {group}, on rank {group.rank} of it; allowed: another "
+            f"one of 0 .. {group.size - 1}"
+        )
+    return group
+
+
+def _received_spec(
+    source: int, group: Group, like: torch.Tensor | None, device: Device
+) -> TensorSpec:
+    """The spec of the tensor that rank ``source`` sends.
+
+    Raises:
+        CommError: it sends no supported tensor, or ``like`` is missing.
+    """
+    if group.check:
+        signature = receive_signature(source, group)
+        if signature.shape is not None:
+            return spec_of_signature(signature, like, group, device)
+        raise CommError(
+            f"recv from rank {group.ranks[source]} of {group}, which passes no supported tensor"
+        )
+    if like is None:
+        raise CommError(
+            f"recv from rank {group.ranks[source]} of {group}, which has check=False; pass like="
+        )
+    return checked_spec("recv", like)

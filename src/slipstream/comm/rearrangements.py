@@ -1,4 +1,4 @@
-"""Operators that copy tensors to all ranks, cut them up among ranks, or put them together."""
+"""Operators that copy, split or join tensors between ranks, without changing values."""
 
 from __future__ import annotations
 
@@ -6,31 +6,25 @@ from collections.abc import Sequence
 
 import torch
 
-from slipstream.comm.apply import apply, eager, everywhere
 from slipstream.comm.arguments import (
     Device,
-    axis_of,
-    digest,
-    equal,
-    exchanged,
-    from_root,
-    gathered,
-    must_add_up,
-    pieces_of,
+    all_to_all_of,
+    check_reducible,
+    check_same_tensors,
+    gather_arguments,
+    normalized_axis,
+    piece_sizes,
+    root_spec,
+    sizes_digest,
 )
-from slipstream.comm.collectives import (
-    AllGather,
-    AllToAll,
-    Broadcast,
-    Gather,
-    Like,
-    ReduceScatter,
-    Scatter,
-)
+from slipstream.comm.autograd import apply_collective, apply_with_output, graph_break
+from slipstream.comm.collectives import Broadcast
 from slipstream.comm.groups import Group, member
+from slipstream.comm.shards import AllGather, Gather, ReduceScatter, Scatter
+from slipstream.comm.tensor_spec import TensorSpec
 
 
-@eager
+@graph_break
 def broadcast(
     x: torch.Tensor | None, group: Group | None = None, *, device: Device = None
 ) -> torch.Tensor:
@@ -53,12 +47,12 @@ def broadcast(
         tensor([1., 1.])
     """
     group = member(group, "broadcast")
-    whole, wants = from_root("broadcast", x, group, device)
-    root = x if group.rank == 0 else None
-    return everywhere("broadcast", Broadcast(group, whole), root, wants=wants)
+    spec = root_spec("broadcast", x, group, device)
+    x = x if group.rank == 0 else None
+    return apply_with_output("broadcast", Broadcast(group, spec), x, needs_grad=spec.requires_grad)
 
 
-@eager
+@graph_break
 def gather(
     x: torch.Tensor,
     group: Group | None = None,
@@ -66,7 +60,7 @@ def gather(
     *,
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor | None:
-    """The ranks' tensors one behind the other along ``axis`` at the root; None elsewhere.
+    """The ranks' tensors concatenated along ``axis`` at the root; None elsewhere.
 
     Backward: `scatter`. Exactness: bitwise. Arguments and errors as of `all_gather`.
 
@@ -75,12 +69,12 @@ def gather(
         tensor([1., 1.])
     """
     group = member(group, "gather")
-    x, axis, lengths, wants = gathered("gather", x, group, axis, sizes)
-    move = Gather(group, Like.of(x).sized(sum(lengths), axis), axis, lengths)
-    return apply("gather", move, x, wants=wants)
+    x, whole, axis, lengths, needs_grad = gather_arguments("gather", x, group, axis, sizes)
+    collective = Gather(group, whole, axis, lengths)
+    return apply_collective("gather", collective, x, needs_grad=needs_grad)
 
 
-@eager
+@graph_break
 def all_gather(
     x: torch.Tensor,
     group: Group | None = None,
@@ -88,16 +82,16 @@ def all_gather(
     *,
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The ranks' tensors one behind the other along ``axis``, on every rank.
+    """The ranks' tensors concatenated along ``axis``, on every rank.
 
     Backward: `reduce_scatter_sum`. Exactness: bitwise; backward reordered.
 
     Args:
-        x: equal shapes but along ``axis``; a scalar counts as a vector of one.
+        x: shapes may differ along ``axis`` only; a scalar counts as a vector of one.
         group: None: all ranks.
         axis: may count from the end.
-        sizes: of the ranks' tensors along ``axis``. Found out by ``check``; without it None means
-            that all are equal.
+        sizes: the ranks' lengths along ``axis``, for a group without ``check`` (with ``check`` the
+            ranks exchange them); None: all are equal.
 
     Raises:
         CommError: no such axis, or this rank is not in the group.
@@ -108,12 +102,12 @@ def all_gather(
         tensor([1., 1.])
     """
     group = member(group, "all_gather")
-    x, axis, lengths, wants = gathered("all_gather", x, group, axis, sizes)
-    move = AllGather(group, Like.of(x).sized(sum(lengths), axis), axis, lengths)
-    return everywhere("all_gather", move, x, wants=wants)
+    x, whole, axis, lengths, needs_grad = gather_arguments("all_gather", x, group, axis, sizes)
+    collective = AllGather(group, whole, axis, lengths)
+    return apply_with_output("all_gather", collective, x, needs_grad=needs_grad)
 
 
-@eager
+@graph_break
 def scatter(
     x: torch.Tensor | None,
     group: Group | None = None,
@@ -122,19 +116,19 @@ def scatter(
     sizes: Sequence[int] | None = None,
     device: Device = None,
 ) -> torch.Tensor:
-    """The root's tensor cut along ``axis``: piece ``i`` goes to the group's ``i``-th rank.
+    """Split the root's tensor along ``axis``: piece ``i`` goes to the group's ``i``-th rank.
 
     Backward: `gather`. Exactness: bitwise.
 
     Args:
-        x: as of `broadcast`.
+        x: as in `broadcast`.
         group: None: all ranks.
         axis: may count from the end.
-        sizes: of the pieces, the same on every rank; None: equal ones.
+        sizes: of the pieces, the same on every rank; None: equal sizes.
         device: where the result goes on a rank that gives no tensor.
 
     Raises:
-        CommError: the pieces do not make up the whole, no such axis, the root gives no tensor, or
+        CommError: the sizes do not add up to the length, no such axis, the root gives no tensor, or
             this rank is not in the group.
         MismatchError: the ranks call different operators, or with other axes or sizes.
 
@@ -143,14 +137,15 @@ def scatter(
         tensor([1., 1.])
     """
     group = member(group, "scatter")
-    whole, wants = from_root("scatter", x, group, device, axis, *digest(sizes))
-    axis = axis_of("scatter", axis, whole.shape)
-    move = Scatter(group, whole, axis, pieces_of("scatter", whole.shape[axis], axis, group, sizes))
-    root = x if group.rank == 0 else None
-    return everywhere("scatter", move, root, wants=wants)
+    whole = root_spec("scatter", x, group, device, axis, *sizes_digest(sizes))
+    axis = normalized_axis("scatter", axis, whole.shape)
+    pieces = piece_sizes("scatter", whole.shape[axis], axis, group, sizes)
+    collective = Scatter(group, whole, axis, pieces)
+    x = x if group.rank == 0 else None
+    return apply_with_output("scatter", collective, x, needs_grad=whole.requires_grad)
 
 
-@eager
+@graph_break
 def reduce_scatter_sum(
     x: torch.Tensor,
     group: Group | None = None,
@@ -158,19 +153,19 @@ def reduce_scatter_sum(
     *,
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """The sum of the ranks' tensors, cut along ``axis``: piece ``i`` on the group's ``i``-th rank.
+    """Sum the ranks' tensors and split the sum along ``axis``: piece ``i`` on the ``i``-th rank.
 
-    Backward: `all_gather`. Exactness: reordered; half types are added up in fp32.
+    Backward: `all_gather`. Exactness: reordered; half types are summed in fp32.
 
     Args:
         x: of equal shape on all ranks.
         group: None: all ranks.
         axis: may count from the end.
-        sizes: of the pieces, the same on every rank; None: equal ones.
+        sizes: of the pieces, the same on every rank; None: equal sizes.
 
     Raises:
-        CommError: the pieces do not make up the whole, no such axis, a dtype that cannot be added
-            up, or this rank is not in the group.
+        CommError: the sizes do not add up to the length, no such axis, a dtype that has no
+            sum, or this rank is not in the group.
         MismatchError: shapes, dtypes, axes, sizes or operators differ between ranks.
 
     Example:
@@ -179,16 +174,15 @@ def reduce_scatter_sum(
     """
     name = "reduce_scatter_sum"
     group = member(group, name)
-    wants = equal(name, x, group, axis, *digest(sizes))
-    must_add_up(name, x)
-    axis = axis_of(name, axis, x.shape)
-    move = ReduceScatter(
-        group, Like.of(x), axis, pieces_of(name, x.shape[axis], axis, group, sizes)
-    )
-    return everywhere(name, move, x, wants=wants)
+    needs_grad = check_same_tensors(name, x, group, axis, *sizes_digest(sizes))
+    check_reducible(name, x)
+    axis = normalized_axis(name, axis, x.shape)
+    pieces = piece_sizes(name, x.shape[axis], axis, group, sizes)
+    collective = ReduceScatter(group, TensorSpec.of(x), axis, pieces)
+    return apply_with_output(name, collective, x, needs_grad=needs_grad)
 
 
-@eager
+@graph_break
 def all_to_all(
     x: torch.Tensor,
     group: Group | None = None,
@@ -197,23 +191,23 @@ def all_to_all(
     *,
     sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Cut along ``split_axis``, piece ``i`` to the group's ``i``-th rank; what comes from all ranks
-    is joined along ``concat_axis``, in the group's order.
+    """Split along ``split_axis``, send piece ``i`` to the group's ``i``-th rank, and concatenate
+    the pieces of all ranks along ``concat_axis``, in the group's order.
 
-    It turns a tensor that is split over the ranks along one axis into the same one split along
-    another: from data-parallel to model-parallel and back. Backward: the same with the axes
+    A tensor that is sharded over the ranks along ``concat_axis`` becomes sharded along
+    ``split_axis``: from data-parallel to model-parallel and back. Backward: the same with the axes
     swapped. Exactness: bitwise.
 
     Args:
-        x: equal shapes, but along ``concat_axis``.
+        x: shapes may differ along ``concat_axis`` only.
         group: None: all ranks.
         split_axis: may count from the end.
         concat_axis: may count from the end.
-        sizes: of this rank's pieces; None: equal ones. Where the two axes are one, each rank may
-            have its own (one more small collective finds them out); else they are the same on all.
+        sizes: of this rank's pieces; None: equal sizes. If both axes are the same one, each rank
+            may pass its own (one more small collective exchanges them); else all pass the same.
 
     Raises:
-        CommError: the pieces do not make up the whole, no such axis, sizes that cannot be joined,
+        CommError: the sizes do not add up to the length, no such axis, sizes that cannot be joined,
             or this rank is not in the group.
         MismatchError: shapes, dtypes, axes or operators differ between ranks.
 
@@ -223,8 +217,5 @@ def all_to_all(
     """
     name = "all_to_all"
     group = member(group, name)
-    cut, join, sent, received, alike, wants = exchanged(
-        name, x, group, split_axis, concat_axis, sizes
-    )
-    move = AllToAll(group, Like.of(x), cut, join, sent, received, alike)
-    return everywhere(name, move, x, wants=wants)
+    collective, needs_grad = all_to_all_of(name, x, group, split_axis, concat_axis, sizes)
+    return apply_with_output(name, collective, x, needs_grad=needs_grad)

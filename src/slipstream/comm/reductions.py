@@ -1,17 +1,18 @@
-"""Operators that add up, or compare, the tensors of all ranks, element by element."""
+"""Operators that reduce the ranks' tensors element by element."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
 
-from slipstream.comm.apply import apply, eager, everywhere
-from slipstream.comm.arguments import equal, must_add_up
-from slipstream.comm.collectives import AllReduce, Extreme, Like, Sum
+from slipstream.comm.arguments import check_reducible, check_same_tensors
+from slipstream.comm.autograd import apply_collective, apply_with_output, graph_break
+from slipstream.comm.collectives import AllReduce, AllReduceMinMax, Reduce
 from slipstream.comm.groups import Group, member
+from slipstream.comm.tensor_spec import TensorSpec
 
 
-@eager
+@graph_break
 def reduce_sum(x: torch.Tensor, group: Group | None = None) -> torch.Tensor | None:
     """The sum of the ranks' tensors at the root; None elsewhere.
 
@@ -19,7 +20,7 @@ def reduce_sum(x: torch.Tensor, group: Group | None = None) -> torch.Tensor | No
     Exactness: reordered.
 
     Raises:
-        CommError: a dtype that cannot be added up, or this rank is not in the group.
+        CommError: a dtype that has no sum, or this rank is not in the group.
         MismatchError: shapes, dtypes or operators differ between ranks.
 
     Example:
@@ -27,12 +28,13 @@ def reduce_sum(x: torch.Tensor, group: Group | None = None) -> torch.Tensor | No
         tensor([1., 1.])
     """
     group = member(group, "reduce_sum")
-    wants = equal("reduce_sum", x, group)
-    must_add_up("reduce_sum", x)
-    return apply("reduce_sum", Sum(group, Like.of(x)), x, wants=wants)
+    needs_grad = check_same_tensors("reduce_sum", x, group)
+    check_reducible("reduce_sum", x)
+    collective = Reduce(group, TensorSpec.of(x))
+    return apply_collective("reduce_sum", collective, x, needs_grad=needs_grad)
 
 
-@eager
+@graph_break
 def all_reduce_sum(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     """The sum of the ranks' tensors on every rank.
 
@@ -42,10 +44,10 @@ def all_reduce_sum(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
         >>> all_reduce_sum(torch.ones(2))
         tensor([1., 1.])
     """
-    return _sum_all("all_reduce_sum", x, group, mean=False)
+    return _all_reduce("all_reduce_sum", x, group, mean=False)
 
 
-@eager
+@graph_break
 def all_reduce_mean(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     """The mean of the ranks' tensors on every rank, for floating-point and complex dtypes.
 
@@ -55,10 +57,10 @@ def all_reduce_mean(x: torch.Tensor, group: Group | None = None) -> torch.Tensor
         >>> all_reduce_mean(torch.ones(2))
         tensor([1., 1.])
     """
-    return _sum_all("all_reduce_mean", x, group, mean=True)
+    return _all_reduce("all_reduce_mean", x, group, mean=True)
 
 
-@eager
+@graph_break
 def all_reduce_max(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     """The largest value of any rank, element by element, on every rank.
 
@@ -69,10 +71,10 @@ def all_reduce_max(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
         >>> all_reduce_max(torch.ones(2))
         tensor([1., 1.])
     """
-    return _extreme("all_reduce_max", x, group, dist.ReduceOp.MAX)
+    return _all_reduce_min_max("all_reduce_max", x, group, dist.ReduceOp.MAX)
 
 
-@eager
+@graph_break
 def all_reduce_min(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     """The smallest value of any rank; see `all_reduce_max`.
 
@@ -80,20 +82,22 @@ def all_reduce_min(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
         >>> all_reduce_min(torch.ones(2))
         tensor([1., 1.])
     """
-    return _extreme("all_reduce_min", x, group, dist.ReduceOp.MIN)
+    return _all_reduce_min_max("all_reduce_min", x, group, dist.ReduceOp.MIN)
 
 
-def _sum_all(name: str, x: torch.Tensor, group: Group | None, *, mean: bool) -> torch.Tensor:
+def _all_reduce(name: str, x: torch.Tensor, group: Group | None, *, mean: bool) -> torch.Tensor:
     group = member(group, name)
-    wants = equal(name, x, group)
-    must_add_up(name, x, mean=mean)
-    return everywhere(name, AllReduce(group, Like.of(x), mean), x, wants=wants)
+    needs_grad = check_same_tensors(name, x, group)
+    check_reducible(name, x, mean=mean)
+    collective = AllReduce(group, TensorSpec.of(x), mean)
+    return apply_with_output(name, collective, x, needs_grad=needs_grad)
 
 
-def _extreme(
+def _all_reduce_min_max(
     name: str, x: torch.Tensor, group: Group | None, op: dist.ReduceOp.RedOpType
 ) -> torch.Tensor:
     group = member(group, name)
-    wants = equal(name, x, group)
-    must_add_up(name, x, order=True)
-    return everywhere(name, Extreme(group, Like.of(x), op), x, wants=wants)
+    needs_grad = check_same_tensors(name, x, group)
+    check_reducible(name, x, ordered=True)
+    collective = AllReduceMinMax(group, TensorSpec.of(x), op)
+    return apply_with_output(name, collective, x, needs_grad=needs_grad)

@@ -1,6 +1,7 @@
-"""What ranks tell each other before data moves: operator, dtype, shape, whether gradients flow.
+"""Ranks exchange what they are about to do, before data moves: operator, dtype, shape, gradients.
 
-gloo aborts the process where sizes differ between ranks, and NCCL hangs; after this they are equal.
+Where sizes differ between ranks gloo aborts the process and NCCL hangs. Compared first, a
+difference is an error on every rank instead.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from slipstream.transport.consistency import collective_errors
 from slipstream.transport.p2p import gather_all, transfer
 
 MAX_DIMS = 10
-LENGTH = 6 + MAX_DIMS + 4
-"""Numbers of a header, 8 bytes each."""
+MAX_OPTIONS = 4
+LENGTH = 6 + MAX_DIMS + MAX_OPTIONS
+"""Numbers of an encoded signature, 8 bytes each."""
 
+# Operators and dtypes are encoded by their place in these tuples, the same on every rank.
 OPERATORS = (
     "broadcast",
     "reduce_sum",
@@ -54,55 +57,58 @@ DTYPES = (
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What one rank is about to do.
+    """One rank's call of an operator.
 
-    ``dtype`` and ``shape`` are None where it brings no tensor. ``wants``: its tensor requires a
-    gradient; ``records``: gradients are recorded here at all. ``options`` are the operator's own
-    numbers (axes, whether sizes are given), which must be equal on all ranks.
+    Attributes:
+        operator: one of ``OPERATORS``.
+        dtype: of this rank's tensor; None where it passes no supported tensor.
+        shape: as ``dtype``.
+        requires_grad: whether the tensor requires a gradient, and gradients are enabled.
+        grad_enabled: ``torch.is_grad_enabled()``.
+        options: the operator's numbers (axes, whether sizes are given), equal on all ranks.
     """
 
     operator: str
     dtype: torch.dtype | None
     shape: tuple[int, ...] | None
-    wants: bool
-    records: bool
+    requires_grad: bool
+    grad_enabled: bool
     options: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, operator: str, x: object, options: tuple[int, ...] = ()) -> Signature:
-        """The header of this rank, which calls ``operator(x)``."""
-        records = torch.is_grad_enabled()
-        if not isinstance(x, torch.Tensor) or not travels(x):
-            return cls(operator, None, None, False, records, options)
-        return cls(operator, x.dtype, tuple(x.shape), x.requires_grad and records, records, options)
+        """The signature of ``operator(x)`` on this rank."""
+        enabled = torch.is_grad_enabled()
+        if not isinstance(x, torch.Tensor) or not is_supported(x):
+            return cls(operator, None, None, False, enabled, options)
+        return cls(operator, x.dtype, tuple(x.shape), x.requires_grad and enabled, enabled, options)
 
-    def numbers(self) -> list[int]:
-        """As numbers, for the wire."""
+    def encode(self) -> list[int]:
+        """``LENGTH`` numbers."""
         shape = self.shape or ()
-        padding = [0] * (MAX_DIMS - len(shape))
-        options = [*self.options, *[0] * (4 - len(self.options))]
         return [
             OPERATORS.index(self.operator),
             -1 if self.dtype is None else DTYPES.index(self.dtype),
             -1 if self.shape is None else len(shape),
-            self.wants,
-            self.records,
+            self.requires_grad,
+            self.grad_enabled,
             len(self.options),
             *shape,
-            *padding,
-            *options,
+            *[0] * (MAX_DIMS - len(shape)),
+            *self.options,
+            *[0] * (MAX_OPTIONS - len(self.options)),
         ]
 
     @classmethod
-    def read(cls, numbers: Sequence[int]) -> Signature:
-        """The inverse of ``numbers``."""
-        operator, dtype, dims, wants, records, count, *rest = numbers
+    def decode(cls, numbers: Sequence[int]) -> Signature:
+        """The inverse of ``encode``."""
+        operator, dtype, dims, requires_grad, grad_enabled, count, *rest = numbers
         return cls(
             OPERATORS[operator],
             None if dtype < 0 else DTYPES[dtype],
             None if dims < 0 else tuple(rest[:dims]),
-            bool(wants),
-            bool(records),
+            bool(requires_grad),
+            bool(grad_enabled),
             tuple(rest[MAX_DIMS : MAX_DIMS + count]),
         )
 
@@ -112,20 +118,20 @@ class Signature:
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape or ())}"
 
 
-def travels(x: torch.Tensor) -> bool:
-    """Whether a header can describe ``x``."""
+def is_supported(x: torch.Tensor) -> bool:
+    """Whether the operators take ``x``: dense, of at most 10 dimensions and a known dtype."""
     return x.dtype in DTYPES and x.layout == torch.strided and x.dim() <= MAX_DIMS
 
 
 def check_tensor(operator: str, x: object) -> None:
-    """Refuse what does not travel; after the header has told the others.
+    """Refuse what is no supported tensor; called once the other ranks have the signature.
 
     Raises:
-        CommError: no tensor, too many dimensions, or a dtype or layout that does not travel.
+        CommError: not a tensor, too many dimensions, or an unsupported dtype or layout.
     """
     if not isinstance(x, torch.Tensor):
         raise CommError(f"{operator} of {type(x).__name__}; allowed: a tensor")
-    if not travels(x):
+    if not is_supported(x):
         allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise CommError(
             f"{operator} of a tensor of {x.dim()} dimensions, {x.dtype}, {x.layout}; allowed: a "
@@ -133,66 +139,72 @@ def check_tensor(operator: str, x: object) -> None:
         )
 
 
-def exchange_signatures(own: Signature, group: Group) -> list[Signature]:
-    """The headers of all members, in the group's order; one collective.
+def exchange_signatures(signature: Signature, group: Group) -> list[Signature]:
+    """The signatures of all ranks, in the group's order; one collective.
 
     Raises:
-        MismatchError: the members call different operators, with different options, or only some
-            record gradients.
+        MismatchError: the ranks call different operators or pass different options, or gradients
+            are enabled on some ranks only.
     """
-    mine = torch.tensor(own.numbers(), device=group.device)
-    every = mine.new_empty(group.size, LENGTH)
-    with collective_errors(own.operator, "in", group):
-        gather_all(every.view(-1), mine, group.members)
-    rows = every.tolist()
-    headers = [Signature.read(rows[place]) for place in group.places]
-    same(headers, group, "calls", lambda h: h.operator)
-    same(headers, group, f"calls {own.operator} with options", lambda h: h.options)
-    if any(h.wants for h in headers):
-        what = f"calls {own.operator} where gradients flow, with torch.is_grad_enabled()"
-        same(headers, group, what, lambda h: h.records)
-    return headers
+    operator = signature.operator
+    signatures = [
+        Signature.decode(row) for row in _gather_rows(signature.encode(), group, operator, "in")
+    ]
+    check_same(signatures, group, "calls", lambda s: s.operator)
+    check_same(signatures, group, f"calls {operator} with options", lambda s: s.options)
+    if any(s.requires_grad for s in signatures):
+        what = f"calls {operator} where gradients flow, with torch.is_grad_enabled()"
+        check_same(signatures, group, what, lambda s: s.grad_enabled)
+    return signatures
 
 
-def send_header(own: Signature, peer: int, group: Group) -> None:
-    """Tell ``peer`` (a rank of the group) what comes."""
-    mine = torch.tensor(own.numbers(), device=group.device)
+def exchange_sizes(sizes: Sequence[int], group: Group) -> list[list[int]]:
+    """The ``sizes`` (one for each rank) of all ranks, in the group's order; one collective."""
+    if group.size == 1:
+        return [list(sizes)]
+    return _gather_rows(sizes, group, "the comparison of sizes in")
+
+
+def send_signature(signature: Signature, peer: int, group: Group) -> None:
+    """Tell ``peer`` (a rank of the group) what this rank is about to send."""
+    numbers = torch.tensor(signature.encode(), device=group.device)
     with collective_errors("send to rank", group.ranks[peer]):
-        transfer({}, {group.places[peer]: mine}, group.members)
+        transfer({}, {group.process_group_ranks[peer]: numbers}, group.members)
 
 
-def receive_header(peer: int, group: Group) -> Signature:
+def receive_signature(peer: int, group: Group) -> Signature:
     """What ``peer`` (a rank of the group) is about to send."""
-    theirs = torch.empty(LENGTH, dtype=torch.int64, device=group.device)
+    numbers = torch.empty(LENGTH, dtype=torch.int64, device=group.device)
     with collective_errors("recv from rank", group.ranks[peer]):
-        transfer({group.places[peer]: theirs}, {}, group.members)
-    return Signature.read(theirs.tolist())
+        transfer({group.process_group_ranks[peer]: numbers}, {}, group.members)
+    return Signature.decode(numbers.tolist())
 
 
-def same(
-    headers: Sequence[Signature], group: Group, what: str, of: Callable[[Signature], object]
+def check_same(
+    signatures: Sequence[Signature],
+    group: Group,
+    what: str,
+    value_of: Callable[[Signature], object],
 ) -> None:
-    """Refuse headers that differ in ``of``.
+    """Refuse signatures that differ in ``value_of``.
 
     Raises:
         MismatchError: names two ranks that differ, and how; the same on every rank.
     """
-    first = of(headers[0])
-    for rank, header in zip(group.ranks, headers, strict=True):
-        if of(header) != first:
+    first = value_of(signatures[0])
+    for rank, signature in zip(group.ranks, signatures, strict=True):
+        if value_of(signature) != first:
             raise MismatchError(
-                f"rank {rank} {what} {of(header)}, rank {group.ranks[0]} {first}; allowed: the "
-                f"same on every rank of {group}"
+                f"rank {rank} {what} {value_of(signature)}, rank {group.ranks[0]} {first}; "
+                f"allowed: the same on every rank of {group}"
             )
 
 
-def consult_sizes(sizes: Sequence[int], group: Group) -> list[list[int]]:
-    """The ``sizes`` (one for each member) of all members, in the group's order; one collective."""
-    if group.size == 1:
-        return [list(sizes)]
-    mine = torch.tensor(sizes, dtype=torch.int64, device=group.device)
-    every = mine.new_empty(group.size, group.size)
-    with collective_errors("the comparison of sizes in", group):
-        gather_all(every.view(-1), mine, group.members)
-    rows: list[list[int]] = every.tolist()
-    return [rows[place] for place in group.places]
+def _gather_rows(numbers: Sequence[int], group: Group, *what: str) -> list[list[int]]:
+    """The ``numbers`` of all ranks, in the group's order; ``what`` names them in errors."""
+    row = torch.tensor(numbers, dtype=torch.int64, device=group.device)
+    gathered = row.new_empty(group.size, row.numel())
+    with collective_errors(*what, group):
+        gather_all(gathered.view(-1), row, group.members)
+    rows: list[list[int]] = gathered.tolist()
+    return [rows[rank] for rank in group.process_group_ranks]

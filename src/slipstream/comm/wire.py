@@ -1,12 +1,11 @@
-"""How tensors travel between the ranks of a `Group`: in any layout and dtype, by the group's ranks.
+"""Moves tensors of any layout and dtype between the ranks of a `Group`, by their rank in the group.
 
-Never knows what an operator is; ``transfer`` moves contiguous tensors by the ranks of torch.
+``transport.p2p`` moves contiguous tensors by process group rank; this file converts to that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,96 +13,66 @@ import torch
 from slipstream.comm.groups import Group
 from slipstream.transport.p2p import transfer
 
-Maybe = torch.Tensor | None
+SENT_AS_BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)
+"""Dtypes that not every backend moves; they travel as uint8, and cannot be reduced."""
 
 
-@dataclass(frozen=True, slots=True)
-class Like:
-    """A tensor without its values."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> Like:
-        """Shape, dtype and device of ``x``."""
-        return cls(x.shape, x.dtype, x.device)
-
-    def empty(self) -> torch.Tensor:
-        """A new tensor, contiguous."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-    def zeros(self) -> torch.Tensor:
-        """A new tensor of zeros."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-    def sized(self, size: int, axis: int) -> Like:
-        """As long as ``size`` along ``axis``."""
-        shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])
-        return Like(shape, self.dtype, self.device)
-
-
-def copy(x: torch.Tensor) -> torch.Tensor:
-    """A new tensor, contiguous."""
+def contiguous_copy(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy, also where ``x`` is contiguous already."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def wire(x: torch.Tensor) -> torch.Tensor:
-    """A view in a dtype that every backend moves: complex as pairs, bool and 8-bit floats as bytes.
+def wire_view(x: torch.Tensor) -> torch.Tensor:
+    """A view of ``x`` in a dtype that every backend moves.
 
-    A view of complex numbers may be added up, one of bytes may not.
+    Complex numbers become pairs of floats, which may be reduced by sum; bool and 8-bit floats
+    become bytes, which may not be reduced.
     """
     if x.is_complex():
         return torch.view_as_real(x.resolve_conj())
-    return x.view(torch.uint8) if x.dtype in _AS_BYTES else x.resolve_neg()
+    return x.view(torch.uint8) if x.dtype in SENT_AS_BYTES else x.resolve_neg()
 
 
-def carry(
+def transfer_in_group(
     receives: Mapping[int, torch.Tensor],
     sends: Mapping[int, torch.Tensor],
     group: Group,
-    own: tuple[torch.Tensor, torch.Tensor] | None = None,
+    local_copy: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """`transfer` by the ranks of ``group``; only tensors that are not contiguous are copied.
+    """`transfer` with ranks of ``group`` as keys; only tensors that are not contiguous are copied.
 
-    Meanwhile the first of ``own`` is filled from the second.
+    ``local_copy``: a target and a source on this rank, copied while the transfers run.
     """
     if group.size == 1:
-        if own is not None:
-            own[0].copy_(own[1])
+        if local_copy is not None:
+            local_copy[0].copy_(local_copy[1])
         return
-    places = group.places
-    rooms = {rank: _room(x) for rank, x in receives.items()}
+    ranks = group.process_group_ranks
+    buffers = {
+        rank: x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for rank, x in receives.items()
+    }
     transfer(
-        {places[rank]: wire(room) for rank, room in rooms.items()},
-        {places[rank]: wire(x.contiguous()) for rank, x in sends.items()},
+        {ranks[rank]: wire_view(buffer) for rank, buffer in buffers.items()},
+        {ranks[rank]: wire_view(x.contiguous()) for rank, x in sends.items()},
         group.members,
-        None if own is None else partial(own[0].copy_, own[1]),
+        None if local_copy is None else partial(local_copy[0].copy_, local_copy[1]),
     )
-    for rank, room in rooms.items():
-        if room is not receives[rank]:
-            receives[rank].copy_(room)
+    for rank, buffer in buffers.items():
+        if buffer is not receives[rank]:
+            receives[rank].copy_(buffer)
 
 
-def exchange(receive: Sequence[torch.Tensor], send: Sequence[torch.Tensor], group: Group) -> None:
-    """``send[i]`` goes to the group's rank ``i``, and what comes from it fills ``receive[i]``.
-
-    Every rank begins with its next neighbour, so that no two of them begin with the same one.
-    """
+def exchange_pieces(
+    receive: Sequence[torch.Tensor], send: Sequence[torch.Tensor], group: Group
+) -> None:
+    """Send ``send[i]`` to the group's rank ``i``; fill ``receive[i]`` with what it sends here."""
     rank, size = group.rank, group.size
-    others = [(rank + distance) % size for distance in range(1, size)]
-    carry(
-        {r: receive[r] for r in reversed(others)},
-        {r: send[r] for r in others},
+    # Each rank starts with its next neighbour, so that no two of them start with the same peer.
+    peers = [(rank + distance) % size for distance in range(1, size)]
+    transfer_in_group(
+        {peer: receive[peer] for peer in reversed(peers)},
+        {peer: send[peer] for peer in peers},
         group,
         (receive[rank], send[rank]),
     )
-
-
-def _room(x: torch.Tensor) -> torch.Tensor:
-    """``x``, or a contiguous tensor like it."""
-    return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-_AS_BYTES = (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)

@@ -9,7 +9,7 @@ from slipstream.errors import ModelError, StrategyError
 from slipstream.optim.layerwise import Layerwise
 from slipstream.parallel.dims import mesh_of
 from slipstream.parallel.pipeline.schedules import check_schedule
-from slipstream.parallel.pipeline.split_points import Cuts, cut_model
+from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.parallel.tensor.assign import assign
 from slipstream.parallel.tensor.plans import plan_of
 from slipstream.strategy import (
@@ -74,8 +74,8 @@ def _check_tensor(
 
 def _check_pipeline(model: nn.Module, config: PipelineParallel, strategy: Strategy) -> None:
     tensor = strategy.parallel.tensor
-    cut = cut_model(model, config.cut)
-    check_schedule(config.schedule, cut.stages, config.ranks, config.micro_batches)
+    split_points = SplitPoints.of(model, config.cut)
+    check_schedule(config.schedule, split_points.num_stages, config.ranks, config.micro_batches)
     if tensor is not None:
         for assignment in assign(model, plan_of(tensor, model), tensor.ranks):
             style = assignment.style
@@ -85,7 +85,7 @@ def _check_pipeline(model: nn.Module, config: PipelineParallel, strategy: Strate
                     "batch: a stage does not know the full length of what an earlier stage has "
                     "split; use one of the two"
                 )
-    _check_stages(model, cut, config.ranks)
+    _check_stages(model, split_points, config.ranks)
     if isinstance(strategy.gradients.split, ByIndex):
         raise StrategyError(
             "parallel.pipeline with gradients.split by_index: each stage has its own number of "
@@ -99,9 +99,9 @@ def _check_pipeline(model: nn.Module, config: PipelineParallel, strategy: Strate
         )
 
 
-def _check_stages(model: nn.Module, cut: Cuts, ranks: int) -> None:
+def _check_stages(model: nn.Module, split_points: SplitPoints, ranks: int) -> None:
     """Refuse a pipeline in which a rank has nothing to train."""
-    holders = cut.holders(model)
+    holders = split_points.tensor_stages(model)
     trained = [holders[name] for name, p in model.named_parameters() if p.requires_grad]
     for rank in range(ranks):
         if not any(stage % ranks == rank for stages in trained for stage in stages):

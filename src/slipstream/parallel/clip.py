@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm of a model that several ranks share."""
+"""Gradient clipping by the norm of a model whose gradients are spread over ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def clip_grad_norm_(
     max_norm: float,
     group: Group,
 ) -> torch.Tensor:
-    """As ``torch.nn.utils.clip_grad_norm_``, where each rank has some of the gradients.
+    """As ``torch.nn.utils.clip_grad_norm_``, where each rank has some of the gradients. Collective.
 
     Args:
         parameters: whose gradients this rank scales.
-        counted: those whose gradients it answers for: each part of the model on one rank.
-        max_norm: what the norm of all gradients is to be at most.
-        group: the ranks that share the model.
+        counted: those that this rank counts in the norm: each gradient counts on one rank only.
+        max_norm: upper bound of the norm of all gradients.
+        group: the ranks of one copy of the model.
 
     Returns:
-        The norm before, in fp64, the same on every rank.
+        The norm before clipping, in fp64, the same on every rank.
     """
     gradients = [p.grad for p in counted if p.grad is not None]
     norms = [torch.linalg.vector_norm(g).double().to(group.device) for g in gradients]

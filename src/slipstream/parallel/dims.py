@@ -1,11 +1,13 @@
-"""The process groups of a run: all ranks, those that hold the same part of the model, those that
-share one model. Never moves a gradient.
+"""The parallel dimensions of a run: which ranks split the data, the stages and the layers.
+
+`Mesh` is a pure function of three sizes; `ParallelDims` makes its process groups. No gradients move
+here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -14,20 +16,89 @@ import torch.distributed as dist
 
 from slipstream import comm
 from slipstream.cluster.connect import Cluster
-from slipstream.errors import MismatchError
-from slipstream.parallel.mesh import Mesh
+from slipstream.errors import MismatchError, StrategyError
+from slipstream.pytree import tensors
 from slipstream.strategy import Parallel
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import collective_errors
 
-_CLOSE = 1e-5
+RankGroups = tuple[tuple[int, ...], ...]
+
+_LOSS_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks 0 .. ``world_size - 1`` in a box of data x pipeline x tensor.
+
+    Tensor-parallel ranks are neighbours, since they communicate most and should share a host; then
+    come pipeline stages, then data.
+
+    Example:
+        >>> mesh = Mesh.of(8, pipeline=2, tensor=2)
+        >>> mesh.data, mesh.coordinates(6)
+        (2, {'data': 1, 'pipeline': 1, 'tensor': 0})
+        >>> mesh.groups("tensor")
+        ((0, 1), (2, 3), (4, 5), (6, 7))
+        >>> mesh.groups("data")
+        ((0, 4), (1, 5), (2, 6), (3, 7))
+        >>> mesh.groups("pipeline", "tensor")
+        ((0, 1, 2, 3), (4, 5, 6, 7))
+    """
+
+    data: int
+    pipeline: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, world_size: int, *, pipeline: int = 1, tensor: int = 1) -> Mesh:
+        """The mesh of ``world_size`` ranks; ranks that are left over train data-parallel.
+
+        Raises:
+            StrategyError: ``world_size`` is not a multiple of ``pipeline * tensor``.
+        """
+        model_parallel = pipeline * tensor
+        if world_size % model_parallel:
+            raise StrategyError(
+                f"parallel: {pipeline} stages x {tensor} tensor ranks take {model_parallel} ranks, "
+                f"but {world_size} were started; allowed: a multiple of {model_parallel}"
+            )
+        return cls(world_size // model_parallel, pipeline, tensor)
+
+    @property
+    def model_parallel(self) -> int:
+        """How many ranks one copy of the model is spread over."""
+        return self.pipeline * self.tensor
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along each axis."""
+        return {"data": self.data, "pipeline": self.pipeline, "tensor": self.tensor}
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The position of a rank along each axis."""
+        rank, tensor = divmod(rank, self.tensor)
+        data, pipeline = divmod(rank, self.pipeline)
+        return {"data": data, "pipeline": pipeline, "tensor": tensor}
+
+    def groups(self, *axes: str) -> RankGroups:
+        """The ranks that differ along ``axes`` only, group by group; every rank is in one."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(math.prod(self.sizes.values())):
+            others = [place for axis, place in self.coordinates(rank).items() if axis not in axes]
+            groups.setdefault(tuple(others), []).append(rank)
+        return tuple(map(tuple, groups.values()))
+
+    def model_groups(self) -> RankGroups:
+        """The ranks of each copy of the model."""
+        return self.groups("pipeline", "tensor")
 
 
 def mesh_of(parallel: Parallel, world_size: int) -> Mesh:
-    """The box that ``world_size`` ranks make.
+    """The mesh of a strategy on ``world_size`` ranks.
 
     Raises:
-        StrategyError: they make none.
+        StrategyError: as `Mesh.of`.
     """
     tensor = parallel.tensor.ranks if parallel.tensor else 1
     pipeline = parallel.pipeline.ranks if parallel.pipeline else 1
@@ -35,37 +106,37 @@ def mesh_of(parallel: Parallel, world_size: int) -> Mesh:
 
 
 def checksum(batch: object) -> int:
-    """Of the tensors in nested tuples, lists and mappings.
+    """A checksum of the tensors in nested tuples, lists, mappings and dataclasses.
 
     Example:
         >>> checksum((torch.ones(2), {"x": [torch.zeros(1)]})) == checksum((torch.ones(2),))
         False
     """
-    match batch:
-        case torch.Tensor():
-            values = batch.detach().cpu().contiguous().reshape(-1)
-            return crc32(values.view(torch.uint8).numpy().tobytes(), batch.dim())
-        case Mapping():
-            return checksum([*batch.values()])
-        case tuple() | list():
-            return crc32(repr([checksum(part) for part in batch]).encode())
-    return 0
+    value = 0
+    for tensor in tensors(batch):
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        value = crc32(flat.view(torch.uint8).numpy().tobytes(), value + tensor.dim())
+    return value
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelDims:
-    """This rank among the others; groups are None where it is alone in them.
+    """The mesh and this rank's process groups in it; a group of one rank is None.
+
+    Not torch's ``DeviceMesh``: it makes one group for each dimension, with one backend. Here the
+    data dimension needs a gloo group for CPU tensors beside any number of groups for gradients,
+    which are made later, and the two model-parallel dimensions need a common group.
 
     Attributes:
         mesh: all ranks.
-        data_ranks: those that train this part of the model on other data, in order.
-        data_rank: this one's place among them.
+        data_ranks: the ranks that train this part of the model on other data, in order.
+        data_rank: this rank's place among them.
         control: all ranks, for CPU tensors.
-        data: those of ``data_ranks``, for CPU tensors.
-        model: those that share one model, for CPU tensors.
-        tensor: those that share layers.
-        pipeline: those that share a chain of layers.
-        new_data_group: another group of ``data_ranks``, for tensors of the run's device.
+        data: ``data_ranks``, for CPU tensors.
+        model: the ranks of this copy of the model, for CPU tensors.
+        tensor: the ranks that share this rank's layers.
+        pipeline: the ranks of this rank's pipeline.
+        new_data_group: makes another group of ``data_ranks``, for tensors of the run's device.
     """
 
     mesh: Mesh
@@ -86,31 +157,30 @@ class ParallelDims:
         control: dist.ProcessGroup | None,
         recorder: Recorder | None,
     ) -> ParallelDims:
-        """Every rank of the world calls it."""
+        """The dimensions of a strategy. Collective over the world."""
         mesh = mesh_of(parallel, cluster.world_size)
 
-        def group_along(
-            groups: tuple[tuple[int, ...], ...], backend: str | None
-        ) -> dist.ProcessGroup | None:
+        def group_among(groups: RankGroups, backend: str | None) -> dist.ProcessGroup | None:
+            # Every rank makes all groups, in the same order: torch demands it.
             if len(groups[0]) == 1:
                 return None
             made = [cluster.new_group(ranks, backend) for ranks in groups]
             return next((group for group in made if group is not None), None)
 
         data = mesh.groups("data")
-        tensor = group_along(mesh.groups("tensor"), None)
+        tensor = group_among(mesh.groups("tensor"), None)
         return cls(
             mesh=mesh,
             data_ranks=next(ranks for ranks in data if cluster.rank in ranks),
             data_rank=mesh.coordinates(cluster.rank)["data"],
             control=control,
-            data=control if mesh.model_parallel == 1 else group_along(data, "gloo"),
-            model=group_along(mesh.models(), "gloo"),
+            data=control if mesh.model_parallel == 1 else group_among(data, "gloo"),
+            model=group_among(mesh.model_groups(), "gloo"),
             tensor=comm.Group((cluster.rank,), None, False, 0)
             if tensor is None
             else comm.group_of(tensor, check=False, recorder=recorder),
-            pipeline=group_along(mesh.groups("pipeline"), None),
-            new_data_group=lambda: group_along(data, None),
+            pipeline=group_among(mesh.groups("pipeline"), None),
+            new_data_group=lambda: group_among(data, None),
         )
 
     @property
@@ -119,57 +189,69 @@ class ParallelDims:
         return len(self.data_ranks)
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is up on any rank that shares this model."""
+        """Whether ``flag`` is set on any rank of this copy of the model."""
         if self.model is None:
             return flag
-        up = torch.tensor(flag, dtype=torch.uint8)
-        with collective_errors("the comparison of the ranks that share a model"):
-            dist.all_reduce(up, op=dist.ReduceOp.MAX, group=self.model)
-        return bool(up)
+        combined = torch.tensor(flag, dtype=torch.uint8)
+        with collective_errors("the comparison of the ranks of one model"):
+            dist.all_reduce(combined, op=dist.ReduceOp.MAX, group=self.model)
+        return bool(combined)
 
     def check_same_batch(self, batch: object) -> None:
-        """Refuse batches that differ between ranks that share a model.
+        """Refuse batches that differ between ranks of one copy of the model. Collective.
 
         Raises:
             MismatchError: names two ranks; on every rank alike.
         """
         if self.control is None:
             return
-        own = torch.tensor([checksum(batch)])
-        every = own.new_empty(self.control.size())
-        with collective_errors("the comparison of batches"):
-            dist.all_gather(list(every.split(1)), own, group=self.control)
-        for first, *others in self.mesh.models():
-            for other in others:
-                if every[first] != every[other]:
-                    raise MismatchError(
-                        f"ranks {first} and {other} share one model, but got different first "
-                        "batches; give both the same: shard the data by "
-                        "slipstream.data_share(strategy), and draw random inputs by it"
-                    )
+        checksums = _gather_scalar(torch.tensor([checksum(batch)]), "batches", self.control)
+        for first, other in _pairs(self.mesh.model_groups()):
+            if checksums[first] != checksums[other]:
+                raise MismatchError(
+                    f"ranks {first} and {other} train one model, but got different first batches; "
+                    f"{_SAME_BATCHES}"
+                )
 
     def check_same_loss(self, loss: torch.Tensor) -> None:
-        """Refuse losses that differ between ranks that share all layers: their batches do.
+        """Refuse losses that differ between tensor-parallel ranks: their batches differ.
 
         Raises:
             MismatchError: names two ranks and their losses; on every rank alike.
         """
         if self.control is None or self.mesh.tensor == 1:
             return
-        own = loss.detach().to("cpu", torch.float64, copy=True).reshape(1)
-        every = own.new_empty(self.control.size())
-        with collective_errors("the comparison of losses"):
-            dist.all_gather(list(every.split(1)), own, group=self.control)
-        losses = every.tolist()
-        for first, *others in self.mesh.groups("tensor"):
-            for other in others:
-                pair = losses[first], losses[other]
-                if all(map(math.isnan, pair)):
-                    continue
-                if not math.isclose(*pair, rel_tol=_CLOSE, abs_tol=_CLOSE):
-                    raise MismatchError(
-                        f"ranks {first} and {other} share the layers of one model, but their first "
-                        f"losses are {losses[first]:.8g} and {losses[other]:.8g}; give both the "
-                        "same batches: shard the data by slipstream.data_share(strategy), and draw "
-                        "random inputs by it"
-                    )
+        scalar = loss.detach().to("cpu", torch.float64, copy=True).reshape(1)
+        losses = _gather_scalar(scalar, "losses", self.control)
+        for first, other in _pairs(self.mesh.groups("tensor")):
+            a, b = losses[first], losses[other]
+            both_nan = math.isnan(a) and math.isnan(b)
+            if not both_nan and not math.isclose(
+                a, b, rel_tol=_LOSS_TOLERANCE, abs_tol=_LOSS_TOLERANCE
+            ):
+                raise MismatchError(
+                    f"ranks {first} and {other} train the layers of one model, but their first "
+                    f"losses are {a:.8g} and {b:.8g}; {_SAME_BATCHES}"
+                )
+
+
+_SAME_BATCHES = (
+    "give both the same batches: shard the data, and seed random inputs, by "
+    "slipstream.data_share(strategy)"
+)
+
+
+def _gather_scalar(x: torch.Tensor, what: str, group: dist.ProcessGroup) -> list[float]:
+    """The values of all ranks' ``x``, which has one element."""
+    gathered = x.new_empty(group.size())
+    with collective_errors(f"the comparison of {what}"):
+        dist.all_gather(list(gathered.split(1)), x, group=group)
+    values: list[float] = gathered.tolist()
+    return values
+
+
+def _pairs(groups: RankGroups) -> Iterator[tuple[int, int]]:
+    """The first rank of each group with each of the others."""
+    for first, *others in groups:
+        for other in others:
+            yield first, other

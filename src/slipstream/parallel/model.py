@@ -1,7 +1,7 @@
-"""One model on several ranks: layers split, the chain of layers cut, or both; and it as a whole.
+"""Applies a strategy's model parallelism to a model, and gathers the whole model's state.
 
-Never splits or cuts by itself: the room ``parallel`` does. Layers are split first, so that a stage
-of the pipeline holds its share of them; what is whole again is put together in reverse.
+Layers are split first, then the model is split into stages, so that a stage holds its shards of
+layers; `ModelParallel.close` undoes both in reverse.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from slipstream.transport.consistency import collective_errors
 
 
 class ModelParallel(FullState):
-    """A model that several ranks share, as a strategy says.
+    """A model that is spread over several ranks, as a strategy says.
 
     Attributes:
-        split: its layers over tensor ranks, if they are.
-        pipeline: its stages, if it is cut.
+        split: its split layers; None without tensor parallelism.
+        pipeline: its stages; None without pipeline parallelism.
     """
 
     def __init__(
@@ -39,21 +39,21 @@ class ModelParallel(FullState):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         config: Parallel,
-        axes: ParallelDims,
+        dims: ParallelDims,
         recorder: Recorder | None,
     ) -> None:
         super().__init__(model, optimizer)
-        self._axes = axes
-        self._numel = sum(p.numel() for p in model.parameters())
-        if axes.model is not None:
-            broadcast.broadcast([*model.parameters(), *model.buffers()], axes.model)
+        self._dims = dims
+        self._num_parameters = sum(p.numel() for p in model.parameters())
+        if dims.model is not None:
+            broadcast.broadcast([*model.parameters(), *model.buffers()], dims.model)
         self.split: SplitLayers | None = None
         if config.tensor is not None:
-            self.split = split_layers(model, axes.tensor, plan_of(config.tensor, model), optimizer)
+            self.split = split_layers(model, dims.tensor, plan_of(config.tensor, model), optimizer)
         if config.pipeline is not None:
             self.pipeline = Pipeline(
                 model,
-                axes.pipeline,
+                dims.pipeline,
                 cut=config.pipeline.cut,
                 schedule=config.pipeline.schedule,
                 micro_batches=config.pipeline.micro_batches,
@@ -61,23 +61,23 @@ class ModelParallel(FullState):
             )
 
     def is_local(self, name: str) -> bool:
-        """Whether this rank has the parameter or its share of it."""
-        return self.pipeline is None or self.pipeline.stage_parameters.holds(name)
+        """Whether this rank has the parameter, or its shard of it."""
+        return self.pipeline is None or self.pipeline.stage_parameters.is_local(name)
 
     @property
     def largest_shapes(self) -> Mapping[str, torch.Size] | None:
-        """The shapes of the largest shares of split parameters, by name; None: none is split."""
-        return None if self.split is None else self.split.shares
+        """By name of a split parameter, the shape of its largest shard; None: none is split."""
+        return None if self.split is None else self.split.largest_shapes
 
     def full_state_dict(self) -> dict[str, Any]:
-        """``model.state_dict()`` of the whole model, on every rank; all of them call it."""
+        """``model.state_dict()`` of the whole model, on every rank. Collective."""
         state: dict[str, Any] = dict(self._model.state_dict())
         if self.pipeline is not None:
             state = self.pipeline.full_state_dict()
-        return state if self.split is None else self.split.joined(state)
+        return state if self.split is None else self.split.gather_state(state)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of a state of the whole model.
+        """Load this rank's part of a state of the whole model.
 
         Raises:
             ModelError: the state is another model's.
@@ -86,48 +86,44 @@ class ModelParallel(FullState):
             assert self.split is not None
             self.split.load_full_state_dict(state)
         else:
-            own = state if self.split is None else self.split.cut(state)
-            self.pipeline.load_full_state_dict(dict(own))
+            shards = state if self.split is None else self.split.shard_state(state)
+            self.pipeline.load_full_state_dict(dict(shards))
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
-        """``optimizer.state_dict()`` as of the whole model, on every rank; all of them call it."""
+        """``optimizer.state_dict()`` as of the whole model, on every rank. Collective."""
         state = self._optimizer.state_dict()
         if self.split is not None:
             state = self.split.full_optimizer_state_dict(self._optimizer)
-        if self.pipeline is None or self._axes.pipeline is None:
+        if self.pipeline is None or self._dims.pipeline is None:
             return state
-        named = {p: name for name, p in self._model.named_parameters()}
-        order = [named[p] for group in self._optimizer.param_groups for p in group["params"]]
-        own = {i: kept for i, kept in state["state"].items() if self.is_local(order[i])}
-        every: list[Any] = [None] * self._axes.mesh.pipeline
+        stages: list[Any] = [None] * self._dims.mesh.pipeline
         with collective_errors("the gathering of the optimizer's state"):
-            dist.all_gather_object(every, own, group=self._axes.pipeline)
-        return {**state, "state": {i: kept for part in reversed(every) for i, kept in part.items()}}
+            dist.all_gather_object(stages, self._local_entries(state), group=self._dims.pipeline)
+        # In reverse, so that of a parameter on several stages the first stage's state remains.
+        merged = {index: entry for stage in reversed(stages) for index, entry in stage.items()}
+        return {**state, "state": merged}
 
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Take this rank's part of what `full_optimizer_state_dict` gave."""
-        named = {p: name for name, p in self._model.named_parameters()}
-        order = [named[p] for group in self._optimizer.param_groups for p in group["params"]]
-        own = {i: kept for i, kept in state["state"].items() if self.is_local(order[i])}
+        """Load this rank's part of a state from `full_optimizer_state_dict`."""
+        local_state = {**state, "state": self._local_entries(state)}
         if self.split is None:
-            self._optimizer.load_state_dict({**state, "state": own})
+            self._optimizer.load_state_dict(local_state)
         else:
-            part = {**state, "state": own}
-            self.split.load_full_optimizer_state_dict(self._optimizer, part)
+            self.split.load_full_optimizer_state_dict(self._optimizer, local_state)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the norm of the whole model's is at most ``max_norm``."""
         counted = [
             p
             for name, p in self._model.named_parameters()
-            if p.grad is not None and self._answers_for(name)
+            if p.grad is not None and self._counts_in_norm(name)
         ]
-        assert self._axes.model is not None
-        group = group_of(self._axes.model, check=False)
+        assert self._dims.model is not None
+        group = group_of(self._dims.model, check=False)
         return clip_grad_norm_(self._model.parameters(), counted, max_norm, group)
 
     def close(self) -> None:
-        """Every rank has the whole model and its optimizer's state again; all of them call it."""
+        """Restore the whole model and its optimizer's state on every rank. Collective."""
         state = self.full_optimizer_state_dict() if self.pipeline is not None else None
         if self.pipeline is not None:
             self.pipeline.close()
@@ -137,17 +133,21 @@ class ModelParallel(FullState):
             self._optimizer.load_state_dict(state)
 
     def report_rows(self) -> list[Row]:
-        """What became of it, for the overview."""
-        sizes = [f"{size} {axis}" for axis, size in self._axes.mesh.sizes.items() if size > 1]
-        held = sum(p.numel() for n, p in self._model.named_parameters() if self.is_local(n))
-        share = f"this rank holds {held / 1e6:.3g} of {self._numel / 1e6:.3g} M parameters"
-        return [Row("parallel", " x ".join(sizes), share)]
+        """The mesh and this rank's part of the model, for the session's report."""
+        sizes = [f"{size} {axis}" for axis, size in self._dims.mesh.sizes.items() if size > 1]
+        local = sum(p.numel() for n, p in self._model.named_parameters() if self.is_local(n))
+        parameters = f"{local / 1e6:.3g} of {self._num_parameters / 1e6:.3g} M parameters"
+        return [Row("parallel", " x ".join(sizes), f"this rank holds {parameters}")]
 
-    def _answers_for(self, name: str) -> bool:
-        """Whether this rank's gradient counts in a norm: replicas count once."""
-        if self.pipeline is not None:
-            stage_parameters = self.pipeline.stage_parameters
-            if stage_parameters.ranks[name][0] != stage_parameters.rank:
-                return False
-        split = self.split is not None and name in self.split.shards
-        return split or self._axes.tensor.rank == 0
+    def _local_entries(self, state: Mapping[str, Any]) -> dict[int, Any]:
+        """Of an optimizer's state, the entries of parameters that this rank has, by index."""
+        names = {p: name for name, p in self._model.named_parameters()}
+        order = [names[p] for group in self._optimizer.param_groups for p in group["params"]]
+        return {i: entry for i, entry in state["state"].items() if self.is_local(order[i])}
+
+    def _counts_in_norm(self, name: str) -> bool:
+        """Whether this rank's gradient counts in a norm: of replicas the first one does."""
+        if self.pipeline is not None and not self.pipeline.stage_parameters.is_owner(name):
+            return False
+        is_split = self.split is not None and name in self.split.shards
+        return is_split or self._dims.tensor.rank == 0

@@ -1,1 +1,1 @@
-"""A model cut into stages that run micro-batches on several ranks. `pipeline` runs them."""
+"""Pipeline parallelism: a model split into stages that run micro-batches on several ranks."""

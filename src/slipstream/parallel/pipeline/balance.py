@@ -1,6 +1,6 @@
-"""Finds the cuts that make the slowest stage fastest, from a measurement of the model.
+"""Chooses split points that balance the stages of a pipeline, from measured forward times.
 
-Never cuts a model: it returns the paths to give to `Pipeline`.
+The model is not split here: `balance` returns the paths to pass to `Pipeline`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 
 from slipstream.errors import ModelError, SlipstreamError, StrategyError
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
-from slipstream.parallel.pipeline.shape_inference import unchanged, walk
-from slipstream.parallel.pipeline.split_points import cut_model
+from slipstream.parallel.pipeline.shape_inference import sequential_forward, state_restored
+from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.parallel.pipeline.stages import Stages
 
 
@@ -32,48 +32,48 @@ def balance(
     runs: int = 5,
     process_group: dist.ProcessGroup | None = None,
 ) -> list[str]:
-    """Paths at which to cut ``model`` into ``stages`` of about equal forward time.
+    """Paths at which to split ``model`` into ``stages`` of about equal forward time.
 
-    A cut may go before any child of a ``ModuleList`` or ``Sequential`` at which one tensor flows.
-    The time from each to the next is the median of ``runs`` forwards; rank 0 measures for all.
-    Exactness: the best cuts for these times. Collective where there are several ranks.
+    A stage may begin at any child of a ``ModuleList`` or ``Sequential`` where one tensor flows. The
+    time from each such module to the next is the median of ``runs`` forwards; rank 0 measures for
+    all ranks. The split is optimal for these times. Collective, if there are several ranks.
 
     Args:
-        model: whole; buffers and random states stay as they are.
+        model: whole; buffers and random states are restored.
         sample_args: of one micro-batch.
-        stages: how many; ranks times stages a rank.
+        stages: how many: ranks times stages a rank.
         sample_kwargs: as ``sample_args``.
-        runs: forwards to measure.
+        runs: how many forwards to measure.
         process_group: None: all ranks.
 
     Raises:
-        StrategyError: fewer than one stage, or more than the model has places to cut.
+        StrategyError: fewer than one stage, or more than the model has candidates for.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> balance(model, (torch.ones(1, 2),), stages=2)
         ['1']
     """
-    said: list[list[str] | SlipstreamError] = [[]]
-    joined = dist.is_available() and dist.is_initialized()
-    if not joined or dist.get_rank(process_group) == 0:
+    result: list[list[str] | SlipstreamError] = [[]]
+    distributed = dist.is_available() and dist.is_initialized()
+    if not distributed or dist.get_rank(process_group) == 0:
         batch = MicroBatch(sample_args, sample_kwargs or {}, None)
         try:
-            said[0] = _measured(model, batch, stages, runs)
+            result[0] = _balanced_paths(model, batch, stages, runs)
         except SlipstreamError as error:
-            said[0] = error
-    if joined:
-        dist.broadcast_object_list(said, group=process_group, group_src=0)
-    if isinstance(said[0], SlipstreamError):
-        raise said[0]
-    return said[0]
+            result[0] = error
+    if distributed:
+        dist.broadcast_object_list(result, group=process_group, group_src=0)
+    if isinstance(result[0], SlipstreamError):
+        raise result[0]
+    return result[0]
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Where the second part and those after it begin, so that the largest sum of a part is least.
+    """The indices at which parts 1, 2, ... begin, so that the largest sum of a part is smallest.
 
-    Exact: a dynamic programme in ``len(costs)`` squared times ``parts``. On a tie parts begin
-    as early as they can.
+    Exact: dynamic programming in O(``len(costs)``^2 ``parts``). On a tie parts begin as early as
+    possible.
 
     Raises:
         StrategyError: fewer costs than parts, or no part.
@@ -87,25 +87,25 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[end]: the least largest sum of costs[:end], and where the parts after the first begin
+    # best[end]: of costs[:end] the smallest largest sum, and where the parts after the first begin
     best: list[tuple[float, list[int]]] = [(sum_, []) for sum_ in total]
     for part in range(2, parts + 1):
-        nexts = [(float("inf"), [0])] * part
+        best_with_part = [(float("inf"), [0])] * part
         for end in range(part, len(total)):
-            nexts.append(
+            best_with_part.append(
                 min(
                     (max(best[start][0], total[end] - total[start]), [*best[start][1], start])
                     for start in range(part - 1, end)
                 )
             )
-        best = nexts
+        best = best_with_part
     return best[-1][1]
 
 
 def candidates(model: nn.Module) -> list[str]:
-    """Modules at which one tensor may flow: children of lists, but for what is inside of them.
+    """Modules at which a stage may begin: the children of lists, but not modules inside of those.
 
-    A child that holds nothing but one other list is not one module but a chain of its own.
+    A child that only wraps another list is replaced by the children of that list.
 
     Example:
         >>> block = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
@@ -118,50 +118,50 @@ def candidates(model: nn.Module) -> list[str]:
 def _chain(module: nn.Module, path: str) -> Iterator[str]:
     for name, child in module.named_children():
         inner = f"{path}.{name}".removeprefix(".")
-        found = []
+        nested = []
         if not _is_list(module) or _is_list(child) or len(list(child.children())) == 1:
-            found = list(_chain(child, inner))
-        yield from found or ([inner] if _is_list(module) else [])
+            nested = list(_chain(child, inner))
+        yield from nested or ([inner] if _is_list(module) else [])
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether it does no more than call its children in turn, or leaves that to its parent."""
+    """Whether it only calls its children in turn, or leaves that to its parent."""
     return type(module).forward in (nn.Module.forward, nn.Sequential.forward)
 
 
-def _measured(model: nn.Module, batch: MicroBatch, stages: int, runs: int) -> list[str]:
-    places = [path for path in candidates(model) if _flows(model, batch, path)]
-    if not 1 <= stages <= len(places) + 1:
+def _balanced_paths(model: nn.Module, batch: MicroBatch, stages: int, runs: int) -> list[str]:
+    paths = [path for path in candidates(model) if _can_split_at(model, batch, path)]
+    if not 1 <= stages <= len(paths) + 1:
         raise StrategyError(
-            f"{stages} stages; allowed: 1 to {len(places) + 1}, as {type(model).__name__} has "
-            f"{len(places)} modules before which one tensor flows; or choose cuts yourself"
+            f"{stages} stages; allowed: 1 to {len(paths) + 1}, as {type(model).__name__} has "
+            f"{len(paths)} modules before which one tensor flows; or choose the paths yourself"
         )
     if stages == 1:
         return []
-    with unchanged(model, _device(model)):
-        times = [_times(model, batch, places) for _ in range(runs + 1)]
-    costs = [median(column) for column in zip(*times[1:], strict=True)]
-    return [places[start - 1] for start in balanced(costs, stages)]
+    with state_restored(model, _device(model)):
+        times = [_forward_times(model, batch, paths) for _ in range(runs + 1)]
+    costs = [median(column) for column in zip(*times[1:], strict=True)]  # the first one warms up
+    return [paths[start - 1] for start in balanced(costs, stages)]
 
 
-def _flows(model: nn.Module, batch: MicroBatch, path: str) -> bool:
-    """Whether the model can be cut there."""
+def _can_split_at(model: nn.Module, batch: MicroBatch, path: str) -> bool:
+    stages = Stages(model, SplitPoints.of(model, [path]))
     try:
-        walk(Stages(model, cut_model(model, [path])), batch, None, None, _device(model))
+        sequential_forward(stages, batch, None, None, _device(model))
     except ModelError:
         return False
     return True
 
 
-def _times(model: nn.Module, batch: MicroBatch, places: Sequence[str]) -> list[float]:
-    """Seconds of one forward up to the first place, from each to the next, and from the last on."""
+def _forward_times(model: nn.Module, batch: MicroBatch, paths: Sequence[str]) -> list[float]:
+    """Seconds of one forward up to the first path, from each to the next, and from the last on."""
     marks: list[float] = []
     clock = partial(_now, _device(model))
 
     def mark(*_: object) -> None:
         marks.append(clock())
 
-    handles = [model.get_submodule(path).register_forward_pre_hook(mark) for path in places]
+    handles = [model.get_submodule(path).register_forward_pre_hook(mark) for path in paths]
     try:
         with torch.no_grad():
             start = clock()

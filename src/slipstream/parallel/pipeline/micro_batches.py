@@ -1,11 +1,9 @@
-"""Splits one batch into equal micro-batches, whatever the model's arguments look like."""
+"""Splits one batch into equal micro-batches, for models with any arguments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from slipstream.errors import StrategyError
 from slipstream.pytree import mapped, tensors
@@ -13,14 +11,14 @@ from slipstream.pytree import mapped, tensors
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Inputs of one forward of the whole model, and what its loss compares with."""
+    """Inputs of one forward of the whole model, and the target of its loss."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     target: Any
 
     def signature(self) -> str:
-        """Shapes and dtypes of all tensors: what stages are set up for."""
+        """Shapes and dtypes of all tensors; stages are set up for one signature."""
         values = [*tensors(self.args), *tensors(self.kwargs), *tensors(self.target)]
         return " ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values)
 
@@ -28,26 +26,30 @@ class MicroBatch:
 def micro_batches(
     args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, count: int
 ) -> list[MicroBatch]:
-    """Split every tensor whose first dimension is the batch; all else is the same in each.
+    """Split every tensor whose first dimension is the batch; pass all else to each micro-batch.
 
-    The batch is the first dimension of the first tensor; a tensor of another first dimension, e.g.
-    a mask of positions, is given whole. Exactness: views of the batch.
+    The first dimension of the first tensor is the batch size; a tensor with another first
+    dimension, e.g. a mask of positions, is not split. Exactness: views of the batch.
 
     Raises:
-        StrategyError: ``args`` is no tuple, there is no tensor, or a batch that ``count`` does not
-            divide.
+        StrategyError: ``args`` is not a tuple, there is no tensor, or ``count`` does not divide the
+            batch.
 
     Example:
+        >>> import torch
         >>> parts = micro_batches((torch.arange(4),), {"flag": True}, None, 2)
         >>> [part.args for part in parts]
         [(tensor([0, 1]),), (tensor([2, 3]),)]
     """
     if not isinstance(args, tuple):
         raise StrategyError(f"args is a {type(args).__name__}; allowed: a tuple, e.g. (x,)")
-    given = [x for x in tensors([*args, *kwargs.values(), target]) if x.ndim]
-    if not given:
-        raise StrategyError("a batch without a tensor; allowed: one whose first dimension counts")
-    size = len(given[0])
+    batched = [x for x in tensors([*args, *kwargs.values(), target]) if x.ndim]
+    if not batched:
+        raise StrategyError(
+            "a batch without a tensor; allowed: one whose first tensor has the samples along its "
+            "first dimension"
+        )
+    size = len(batched[0])
     if size == 0 or size % count:
         raise StrategyError(
             f"a batch of {size} samples in {count} micro-batches; allowed: a multiple of {count}, "
@@ -56,10 +58,7 @@ def micro_batches(
         )
 
     def part(value: Any, number: int) -> Any:
-        def cut(x: torch.Tensor) -> torch.Tensor:
-            return x.chunk(count)[number] if x.ndim and len(x) == size else x
-
-        return mapped(value, cut)
+        return mapped(value, lambda x: x.chunk(count)[number] if x.ndim and len(x) == size else x)
 
     return [
         MicroBatch(part(args, number), part(kwargs, number), part(target, number))

@@ -1,4 +1,4 @@
-"""Trains one model on several ranks, each of which computes some of its layers.
+"""Trains one model on several ranks, each of which computes some of its layers (stages).
 
     pipeline = Pipeline(model, cut=["transformer.h.6"], micro_batches=8)
     for words, labels in loader:                       # every rank reads the same batch
@@ -7,13 +7,13 @@
         optimizer.zero_grad()
     pipeline.close()
 
-Never changes the model: see ``stages`` for how its layers run on different ranks, and
-``schedules`` for the order in which they do.
+The model's code stays as it is: see ``stages`` for how one stage of it runs, and ``schedules`` for
+the order in which stages run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,36 +29,40 @@ from slipstream.parallel.pipeline.schedules import (
     check_schedule,
     make_schedule,
 )
-from slipstream.parallel.pipeline.shape_inference import Walk, walk
-from slipstream.parallel.pipeline.split_points import cut_model
-from slipstream.parallel.pipeline.stage_module import StageModule, TimedStage, Work
+from slipstream.parallel.pipeline.shape_inference import StageOutputs, sequential_forward
+from slipstream.parallel.pipeline.split_points import SplitPoints
+from slipstream.parallel.pipeline.stage_module import (
+    CurrentBatch,
+    LossFn,
+    StageModule,
+    TimedStage,
+)
 from slipstream.parallel.pipeline.stage_parameters import StageParameters
 from slipstream.parallel.pipeline.stages import Stages
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import agree, collective_errors
 
-LossFn = Callable[[Any, Any], torch.Tensor]
-
 
 class Pipeline:
-    """A model cut into stages, of which stage s runs on rank s % ranks.
+    """A model split into stages; stage s runs on rank s % ranks.
 
-    Applied from outside: module paths, names and ``model.parameters()`` stay, so an optimizer may
-    be made before or after. Parameters of other ranks' stages keep no memory and get no gradient.
-    Where one process trains alone there is one stage, whatever ``cut`` says.
+    Module paths, names and ``model.parameters()`` stay, so an optimizer may be made before or
+    after. Parameters of other ranks' stages take no memory and get no gradient. A single process
+    runs one stage, whatever ``cut`` says.
 
     Args:
-        model: whole and equal on every rank. Its forward calls the modules at the cuts once each.
-        process_group: None: all ranks. All are on one device each, that of the model.
+        model: whole and equal on every rank, on one device. Its forward calls each module of
+            ``cut`` once.
+        process_group: None: all ranks.
         cut: paths of the modules at which stages 1, 2, ... begin; see `balance`.
         schedule: see `ScheduleName`.
         micro_batches: into how many equal parts each batch is split.
         recorder: gets a span for each forward and backward of a stage.
 
     Raises:
-        ModelError: cuts that the model does not have.
-        StrategyError: cuts or micro-batches that the schedule does not take.
-        MismatchError: the ranks give different models or settings.
+        ModelError: the model does not have the modules of ``cut``.
+        StrategyError: the schedule does not support this ``cut`` or number of micro-batches.
+        MismatchError: models or settings differ between ranks.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -87,26 +91,27 @@ class Pipeline:
         ranks = dist.get_world_size(self._group) if self._group is not None else 1
         error: SlipstreamError | None = None
         try:
-            cuts = cut_model(model, cut)
-            check_schedule(schedule, cuts.stages if ranks > 1 else 1, ranks, micro_batches)
-        except SlipstreamError as found:
-            error = found
+            split_points = SplitPoints.of(model, cut)
+            stages = split_points.num_stages if ranks > 1 else 1
+            check_schedule(schedule, stages, ranks, micro_batches)
+        except SlipstreamError as raised:
+            error = raised
         self._agree(
             {"cut": str(list(cut)), "schedule": f"{schedule} of {micro_batches} micro-batches"}
             | {f"parameter {n}": f"{p.dtype} {list(p.shape)}" for n, p in model.named_parameters()},
             error,
         )
-        self.cuts = cuts if ranks > 1 else cut_model(model, [])
-        self.stage_parameters = StageParameters(model, self.cuts, self._group)
+        self.split_points = split_points if ranks > 1 else SplitPoints.of(model, [])
+        self.stage_parameters = StageParameters(model, self.split_points, self._group)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._stages = Stages(model, self.cuts)
+        self._stages = Stages(model, self.split_points)
         self._recorder = recorder
         self._signature = ""
-        self._work = Work()
+        self._batch = CurrentBatch()
         self._schedule: Schedule | StageModule | None = None
         self._state = "open"
         self.stage_parameters.release()
-        self._hook = model.register_forward_pre_hook(self._refuse)
+        self._hook = model.register_forward_pre_hook(self._refuse_call)
 
     def forward_backward(
         self,
@@ -119,56 +124,58 @@ class Pipeline:
     ) -> torch.Tensor:
         """Run one batch forward and backward; gradients are added to ``parameter.grad``.
 
-        For a loss that is a mean over samples they are those of one backward of
-        ``scale * loss_fn(model(*args, **kwargs), target)``, and those of parameters that stages
-        share are summed over these. Exactness: reordered; what depends on the whole batch, as batch
-        norm does, sees a micro-batch. Collective; on every rank with the same batch.
+        For a loss that is a mean over samples, gradients are those of one backward of
+        ``scale * loss_fn(model(*args, **kwargs), target)``; gradients of parameters on several
+        stages are summed over them. Exactness: reordered; batch norm and other layers that depend
+        on the whole batch see a micro-batch. Collective; every rank passes the same batch.
 
         Args:
             loss_fn: of the model's output and the target; called on the last stage.
             args: of the model; see `micro_batches` for how they are split.
             kwargs: as ``args``.
-            target: tensors, in tuples, lists or mappings if several.
-            scale: of gradients, not of the loss that is returned.
+            target: a tensor, or tensors in tuples, lists or mappings.
+            scale: factor on gradients, not on the loss that is returned.
 
         Returns:
-            The mean of the micro-batches' losses, on every rank, without a graph.
+            The mean of the micro-batches' losses, on every rank, detached.
 
         Raises:
             StrategyError: a batch that does not split into equal micro-batches.
-            ModelError: in the first call, or one with other shapes: a cut where more than one
-                tensor flows, modules that run out of order, a loss that is no scalar, or an error
-                of the model's own; on every rank.
-            ExchangeError: later, an error in a stage, on its rank; on the others what follows of
-                it, at the latest when the group's timeout is over.
-            UsageError: the pipeline is closed, has failed, or gradients are off.
+            ModelError: on every rank, in the first call or one with new shapes: a split point where
+                more than one tensor flows, modules that run out of order, a loss that is not a
+                scalar, or an error of the model itself.
+            ExchangeError: in later calls, an error in a stage, on its rank; on other ranks the
+                failed exchange, at the latest after the group's timeout.
+            UsageError: the pipeline is closed or has failed, or gradients are disabled.
         """
         self._must_be_open("forward_backward")
         if not torch.is_grad_enabled():
             raise UsageError("forward_backward() under torch.no_grad(); call evaluate() there")
-        batches = micro_batches(args, kwargs or {}, target, self.micro_batches)
-        self._set_up(loss_fn, batches[0])
-        self._work.begin(loss_fn, batches, scale / self.micro_batches)
-        before = [(parameter, parameter.grad) for parameter, _ in self.stage_parameters.shared]
-        for parameter, _ in before:
+        parts = micro_batches(args, kwargs or {}, target, self.micro_batches)
+        self._set_up(loss_fn, parts[0])
+        self._batch.begin(loss_fn, parts, scale / self.micro_batches)
+        # Gradients accumulated before are sums over stages already: set aside, or they would be
+        # summed again.
+        accumulated = [(p, p.grad) for p, _ in self.stage_parameters.replicated]
+        for parameter, _ in accumulated:
             parameter.grad = None
         try:
-            self._run()
+            self._run_schedule()
             self.stage_parameters.sum_gradients()
         except Exception as error:
             if self._group is None:
                 raise
             self._state = "broken by an error"
-            raise self._explained(error) from (self._work.error or error)
-        for parameter, gradient in before:
+            raise self._exchange_error(error) from (self._batch.error or error)
+        for parameter, gradient in accumulated:
             if gradient is not None and parameter.grad is not None:
                 parameter.grad += gradient
-        return self._loss()
+        return self._mean_loss()
 
     def evaluate(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """What the model returns, on every rank; buffers stay as they are. Collective.
+        """What the model returns, on every rank; buffers do not change. Collective.
 
-        The stages run one after the other on the whole batch: right, not fast.
+        The stages run one after another on the whole batch, so ranks do not work in parallel.
 
         Raises:
             ModelError: as `forward_backward`.
@@ -176,89 +183,95 @@ class Pipeline:
         """
         self._must_be_open("evaluate")
         with torch.no_grad():
-            return self._walk(MicroBatch(args, kwargs or {}, None), None).result
+            return self._sequential_forward(MicroBatch(args, kwargs or {}, None), None).result
 
     def full_state_dict(self) -> dict[str, object]:
         """``model.state_dict()`` of the whole model, copied, on every rank. Collective."""
         return self.stage_parameters.full_state_dict()
 
     def load_full_state_dict(self, state: dict[str, object]) -> None:
-        """Take over this rank's part of what `full_state_dict` returned."""
+        """Load this rank's part of a state from `full_state_dict`."""
         self.stage_parameters.load_full_state_dict(state)
 
     def close(self) -> None:
-        """Every rank has the whole model again, as it is now. Collective; once is enough.
+        """Restore the whole model on every rank; idempotent. Collective.
 
-        After an ExchangeError it does nothing: other ranks may be gone; load a checkpoint instead.
+        After an ExchangeError it does nothing, since other ranks may have ended; build the model
+        anew and load a checkpoint.
         """
         if self._state == "open":
             self._hook.remove()
             self.stage_parameters.restore()
             self._schedule, self._state = None, "closed"
 
-    def _agree(self, facts: dict[str, str], error: SlipstreamError | None) -> None:
-        """All ranks go on, or all raise."""
+    def _agree(self, fingerprint: dict[str, str], error: SlipstreamError | None) -> None:
+        """Raise on all ranks if one has an error or another fingerprint."""
+        # agree() compares CPU tensors, which a group of NCCL alone does not move.
         if self._group is not None and group_of(self._group).device.type == "cpu":
-            agree(facts, self._group, error)
+            agree(fingerprint, self._group, error)
         if error is not None:
             raise error
 
-    def _refuse(self, *_: object) -> None:
-        """A call of the model from outside would compute with what other ranks hold."""
+    def _refuse_call(self, *_: object) -> None:
+        """A direct call of the model would compute with placeholders."""
         if not self._stages.running and self._group is not None:
             raise UsageError(
-                "a call of a model that is cut into stages; allowed: forward_backward(), and "
-                "evaluate() for what it returns"
+                "a direct call of a model that is split into stages; allowed: forward_backward(), "
+                "and evaluate() for the model's outputs"
             )
 
     def _must_be_open(self, verb: str) -> None:
         if self._state != "open":
             raise UsageError(f"{verb}() of a pipeline that is {self._state}; make a new one")
 
-    def _walk(self, batch: MicroBatch, loss_fn: LossFn | None) -> Walk:
-        return walk(self._stages, batch, loss_fn, self._group, self._device)
+    def _sequential_forward(self, batch: MicroBatch, loss_fn: LossFn | None) -> StageOutputs:
+        return sequential_forward(self._stages, batch, loss_fn, self._group, self._device)
 
     def _set_up(self, loss_fn: LossFn, batch: MicroBatch) -> None:
-        """If the shapes are new, find out what travels, and build torch's stages for it."""
+        """If shapes are new, infer what stages send, and build torch's stages and schedule."""
         flags = "".join(str(int(p.requires_grad)) for p in self.model.parameters())
         signature = f"{batch.signature()}, requires_grad {flags}"
         if signature == self._signature:
             return
         self._agree({"the first micro-batch": signature}, None)
-        travels = self._watched(loss_fn, batch)
+        sent = self._infer_sent(loss_fn, batch)
+        parameters = self.stage_parameters
         modules = [
-            StageModule(
-                self._stages, stage, self.stage_parameters.parameters(stage), travels, self._work
-            )
-            for stage in range(
-                self.stage_parameters.rank, self.cuts.stages, self.stage_parameters.size
-            )
+            StageModule(self._stages, stage, parameters.of_stage(stage), sent, self._batch)
+            for stage in parameters.local_stages
         ]
         if self._group is None:
             self._schedule = modules[0]
         else:
-            built = [
-                TimedStage(module, self._device, self._group, self._recorder) for module in modules
-            ]
-            self._schedule = make_schedule(self.schedule, built, self.micro_batches)
+            stages = [TimedStage(m, self._device, self._group, self._recorder) for m in modules]
+            self._schedule = make_schedule(self.schedule, stages, self.micro_batches)
         self._signature = signature
 
-    def _watched(self, loss_fn: LossFn, batch: MicroBatch) -> list[torch.Tensor]:
-        """What travels, as tensors without data."""
-        found = self._walk(batch, loss_fn)
-        self._work = Work(found.seen)
-        self._loss_dtype = found.travels[-1].dtype
-        always = self.schedule == "zero_bubble"  # misses parameters behind a constant input
-        for path, spec in zip(self.cuts.paths, found.travels, strict=False):
-            if always and not spec.dtype.is_floating_point:
+    def _infer_sent(self, loss_fn: LossFn, batch: MicroBatch) -> list[torch.Tensor]:
+        """By stage, a meta tensor like the one that it sends; of the last stage, the loss."""
+        outputs = self._sequential_forward(batch, loss_fn)
+        self._batch = CurrentBatch(outputs.returned)
+        self._loss_dtype = outputs.sent[-1].dtype
+        # torch's zero bubble finds no parameters of a stage whose input requires no gradient.
+        needs_grad = self.schedule == "zero_bubble"
+        for path, spec in zip(self.split_points.paths, outputs.sent, strict=False):
+            if needs_grad and not spec.dtype.is_floating_point:
                 raise ModelError(
                     f"{path!r} receives {spec.dtype}; allowed by zero_bubble: a floating-point "
                     "tensor; choose another cut or schedule"
                 )
-        return [spec.on_meta(always or spec.requires_grad) for spec in found.travels]
+        return [
+            torch.empty(
+                spec.shape,
+                dtype=spec.dtype,
+                device="meta",
+                requires_grad=needs_grad or spec.requires_grad,
+            )
+            for spec in outputs.sent
+        ]
 
-    def _run(self) -> None:
-        """All micro-batches, forward and backward."""
+    def _run_schedule(self) -> None:
+        """Run all micro-batches forward and backward."""
         if isinstance(self._schedule, StageModule):
             for number in range(self.micro_batches):
                 self._schedule(micro_batch=torch.tensor([number])).backward()
@@ -266,34 +279,34 @@ class Pipeline:
             numbers = torch.arange(self.micro_batches)
             self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
 
-    def _loss(self) -> torch.Tensor:
-        """The mean loss, from the rank that has the last stage."""
-        owner = (self.cuts.stages - 1) % self.stage_parameters.size
-        if owner == self.stage_parameters.rank:
-            mean = torch.stack(self._work.losses).mean()
+    def _mean_loss(self) -> torch.Tensor:
+        """The mean loss, from the rank of the last stage."""
+        last = self.split_points.num_stages - 1
+        if last in self.stage_parameters.local_stages:
+            mean = torch.stack(self._batch.losses).mean()
         else:
             mean = torch.empty((), dtype=self._loss_dtype, device=self._device)
-        self._work.begin(lambda output, target: output, [], 1.0)
+        self._batch.clear()
         if self._group is not None:
+            owner = last % dist.get_world_size(self._group)
             with collective_errors("the broadcast of the loss"):
                 dist.broadcast(mean, group=self._group, group_src=owner)
         return mean
 
-    def _explained(self, error: Exception) -> ExchangeError:
-        rank = dist.get_rank() if self._group is not None else 0
-        if (own := self._work.error) is not None:
-            return ExchangeError(f"rank {rank}: {self._work.place}: {type(own).__name__}: {own}")
-        stages = list(
-            range(self.stage_parameters.rank, self.cuts.stages, self.stage_parameters.size)
-        )
+    def _exchange_error(self, error: Exception) -> ExchangeError:
+        rank, batch = dist.get_rank(), self._batch
+        if batch.error is not None:
+            cause = f"{type(batch.error).__name__}: {batch.error}"
+            return ExchangeError(f"rank {rank}: {batch.error_place}: {cause}")
         return ExchangeError(
-            f"rank {rank}, which runs stages {stages}, cannot go on, most often because the stage "
-            f"before or after failed: look at the first error of all ranks ({error})"
+            f"rank {rank}, which runs stages {list(self.stage_parameters.local_stages)}, cannot "
+            "continue, most often because the stage before or after failed: look at the first "
+            f"error of all ranks ({error})"
         )
 
 
 def _members(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks of the pipeline; None where there is one."""
+    """The process group of the pipeline; None for a single rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group = process_group if process_group is not None else dist.group.WORLD

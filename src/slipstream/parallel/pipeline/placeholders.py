@@ -1,48 +1,25 @@
-"""What a model finds in the place of some of its modules while one of its stages runs.
-
-Never stays: when the run ends, by an exception or not, the model has its own modules again.
-"""
+"""Replaces calls of a model's modules while one of its stages runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.pytree import tensors
 
-Act = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-"""What happens when the module is called: it, its positional and its keyword arguments."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """What is known of a tensor that is somewhere else."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of ``tensor``."""
-        return cls(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad)
-
-    def on_meta(self, requires_grad: bool) -> torch.Tensor:
-        """A contiguous tensor without data, for torch to read shape and dtype off."""
-        empty = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return empty.requires_grad_(requires_grad)
+CallOverride = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Answers a call of a module, given the module, its positional and its keyword arguments."""
 
 
 def placeholder(like: TensorSpec | torch.Tensor) -> torch.Tensor:
-    """A tensor of that shape that takes the memory of one element: NaN, or 0 if no float.
+    """A tensor of that shape with the memory of one element: NaN, or 0 for integers and bool.
 
-    Whoever computes with it unknowingly gets NaN.
+    NaN in a result shows that a placeholder was used in a computation.
 
     Example:
         >>> x = placeholder(torch.zeros(1000, 1000))
@@ -58,42 +35,42 @@ def has_nan(value: Any) -> bool:
     return any(bool(x.isnan().any()) for x in tensors(value) if x.is_floating_point())
 
 
-class _InPlaceOf(nn.Module):
-    """Answers a call of a module by an act, and lends its attributes."""
+class _OverriddenModule(nn.Module):
+    """Passes calls to an override, and attribute reads to the module itself."""
 
-    def __init__(self, module: nn.Module, act: Act) -> None:
+    def __init__(self, module: nn.Module, override: CallOverride) -> None:
         super().__init__()
-        # In the instance's own dictionary, else it would be a submodule.
-        self.__dict__.update(_module=module, _act=act)
+        # nn.Module.__setattr__ would register the module as a child.
+        self.__dict__.update(_module=module, _override=override)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._act(self._module, args, kwargs)
+        return self._override(self._module, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_module"], name)
 
 
 @contextmanager
-def replaced(model: nn.Module, acts: Mapping[str, Act]) -> Iterator[None]:
-    """Inside, calls of the modules at these paths are answered by acts.
+def overridden_calls(model: nn.Module, overrides: Mapping[str, CallOverride]) -> Iterator[None]:
+    """Inside, calls of the modules at these paths go to ``overrides``.
 
-    A module keeps its place in its parent, hence its name; its parent, and what its parent's
-    parents do, is the model's own.
+    The modules are replaced in their parents, so that the parents run their own forward, and are
+    restored on exit, also after an exception.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Flatten(0))
-        >>> with replaced(model, {"0": lambda module, args, kwargs: args[0] + 1}):
+        >>> with overridden_calls(model, {"0": lambda module, args, kwargs: args[0] + 1}):
         ...     model(torch.zeros(1, 2))
         tensor([1., 1.])
     """
-    own = []
-    for path in acts:
+    slots = []
+    for path in overrides:
         parent, _, name = path.rpartition(".")
-        own.append((model.get_submodule(parent), name, model.get_submodule(path)))
+        slots.append((model.get_submodule(parent), name, model.get_submodule(path)))
     try:
-        for (parent_module, name, module), act in zip(own, acts.values(), strict=True):
-            setattr(parent_module, name, _InPlaceOf(module, act))
+        for (parent_module, name, module), override in zip(slots, overrides.values(), strict=True):
+            setattr(parent_module, name, _OverriddenModule(module, override))
         yield
     finally:
-        for parent_module, name, module in own:
+        for parent_module, name, module in slots:
             setattr(parent_module, name, module)

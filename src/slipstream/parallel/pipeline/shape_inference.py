@@ -1,7 +1,6 @@
-"""Runs the stages one after the other on one micro-batch, so that all ranks know what travels.
+"""Runs the stages one after another on one micro-batch, so that all ranks learn all shapes.
 
-Never leaves a trace: buffers and random states are as before, whatever happens. An error on one
-rank is an error on all.
+Buffers and random states are restored afterwards. An error on one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -17,47 +16,47 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
-from slipstream.parallel.pipeline.placeholders import TensorSpec
-from slipstream.parallel.pipeline.stages import Seen, Stages
+from slipstream.parallel.pipeline.stages import Returned, Stages
 from slipstream.pytree import mapped
 from slipstream.transport.consistency import collective_errors
 
 
 @dataclass
-class Walk:
-    """What was found out.
+class StageOutputs:
+    """What a forward of all stages produced.
 
     Attributes:
-        seen: what modules return that end before a later stage.
-        travels: by stage the tensor that it sends; of the last its loss, if there is one.
+        returned: what modules returned that later stages skip, see `Stages.run_recorded`.
+        sent: by stage the tensor that it sends; of the last stage its loss, if there is one.
         result: of the last stage: what the model returns, or its loss.
     """
 
-    seen: Seen = field(default_factory=dict)
-    travels: list[TensorSpec] = field(default_factory=list)
+    returned: Returned = field(default_factory=dict)
+    sent: list[TensorSpec] = field(default_factory=list)
     result: Any = None
 
 
 @dataclass
-class _Step:
-    """One stage of the walk, as its rank tells the others."""
+class _Message:
+    """What the rank of a stage tells the others."""
 
-    seen: Seen
+    returned: Returned
     result: Any
     requires_grad: bool
-    failure: str = ""
+    error: str = ""
 
 
-def walk(
+def sequential_forward(
     stages: Stages,
     batch: MicroBatch,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> Walk:
-    """Forward of all stages, the s-th on rank s % ranks. Collective.
+) -> StageOutputs:
+    """Forward of all stages, stage s on rank s % ranks. Collective.
 
     Args:
         stages: of this rank's model.
@@ -71,51 +70,53 @@ def walk(
     """
     rank = dist.get_rank(group) if group is not None else 0
     size = dist.get_world_size(group) if group is not None else 1
-    found, hidden = Walk(), None
-    last = stages.cuts.stages - 1
-    with unchanged(stages.model, device):
+    outputs, hidden = StageOutputs(), None
+    last = stages.split_points.num_stages - 1
+    with state_restored(stages.model, device):
         for stage in range(last + 1):
             owner, payload, cause = stage % size, b"", None
             if owner == rank:
                 try:
-                    result, seen = stages.watch(stage, hidden, batch.args, batch.kwargs, found.seen)
+                    result, returned = stages.run_recorded(stage, hidden, batch, outputs.returned)
                     if stage == last and loss_fn is not None:
-                        result = _loss(loss_fn(result, batch.target))
-                    needs = isinstance(result, torch.Tensor) and result.requires_grad
+                        result = _checked_loss(loss_fn(result, batch.target))
+                    requires_grad = isinstance(result, torch.Tensor) and result.requires_grad
                     result = mapped(result, lambda x: x.detach().cpu())
-                    payload = pickle.dumps(_Step(seen, result, needs))
+                    # Pickled inside the try: a result that cannot be is an error on all ranks.
+                    payload = pickle.dumps(_Message(returned, result, requires_grad))
                 except Exception as error:
-                    where = f"stage {stage} on rank {_global(group, rank)}"
-                    known = isinstance(error, ModelError)
-                    text = f"{where}: {error if known else f'{type(error).__name__}: {error}'}"
-                    payload, cause = pickle.dumps(_Step({}, None, False, text)), error
-            said = [payload]
+                    global_rank = dist.get_global_rank(group, rank) if group is not None else rank
+                    kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
+                    text = f"stage {stage} on rank {global_rank}: {kind}{error}"
+                    payload, cause = pickle.dumps(_Message({}, None, False, text)), error
+            payloads = [payload]
             if group is not None:
                 with collective_errors(f"the first forward of stage {stage}"):
-                    dist.broadcast_object_list(said, group=group, group_src=owner)
-            step: _Step = pickle.loads(said[0])
-            if step.failure:
-                raise ModelError(step.failure) from cause
-            for path, calls in mapped(step.seen, partial(_here, device), TensorSpec).items():
-                found.seen.setdefault(path, []).extend(calls)
-            found.result = mapped(step.result, lambda x: x.to(device))
+                    dist.broadcast_object_list(payloads, group=group, group_src=owner)
+            message: _Message = pickle.loads(payloads[0])
+            if message.error:
+                raise ModelError(message.error) from cause
+            to_device = partial(_on_device, device)
+            for path, calls in mapped(message.returned, to_device, TensorSpec).items():
+                outputs.returned.setdefault(path, []).extend(calls)
+            outputs.result = mapped(message.result, lambda x: x.to(device))
             if stage < last or loss_fn is not None:
-                hidden = found.result.requires_grad_(step.requires_grad)
-                found.travels.append(TensorSpec.of(hidden))
-    return found
+                hidden = outputs.result.requires_grad_(message.requires_grad)
+                outputs.sent.append(TensorSpec.of(hidden))
+    return outputs
 
 
-def _here(device: torch.device, spec: TensorSpec) -> TensorSpec:
-    """On another rank the model is on another device."""
+def _on_device(device: torch.device, spec: TensorSpec) -> TensorSpec:
+    """``spec`` from another rank, whose model is on another device of the same type."""
     return replace(spec, device=device) if spec.device.type == device.type else spec
 
 
-def _loss(loss: object) -> torch.Tensor:
+def _checked_loss(loss: object) -> torch.Tensor:
     """The loss, if backward can start from it."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        of = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
+        shape = f" of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else ""
         raise ModelError(
-            f"loss_fn returned a {type(loss).__name__}{of}; allowed: a floating-point tensor of "
+            f"loss_fn returned a {type(loss).__name__}{shape}; allowed: a floating-point tensor of "
             "one element, the mean over the samples"
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
@@ -123,13 +124,9 @@ def _loss(loss: object) -> torch.Tensor:
     return loss.reshape(())
 
 
-def _global(group: dist.ProcessGroup | None, rank: int) -> int:
-    return dist.get_global_rank(group, rank) if group is not None else rank
-
-
 @contextmanager
-def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Buffers and random states are afterwards what they were before."""
+def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore buffers and random states on exit."""
     buffers = [(name, buffer, buffer.clone()) for name, buffer in model.named_buffers()]
     devices = [device] if device.type == "cuda" else []
     try:
@@ -137,7 +134,8 @@ def unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         with torch.no_grad():
-            for name, buffer, before in buffers:
+            for name, buffer, values in buffers:
                 path, _, attribute = name.rpartition(".")
+                # A forward may have assigned a new tensor to the attribute.
                 setattr(model.get_submodule(path), attribute, buffer)
-                buffer.copy_(before)
+                buffer.copy_(values)

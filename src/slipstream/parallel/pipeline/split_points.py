@@ -1,6 +1,6 @@
-"""Which stage a module and a parameter belong to: a model cut at the paths of some modules.
+"""Assigns modules and parameters to pipeline stages, given the modules at which stages begin.
 
-Never runs the model: this is the static half, from the order in which modules are registered.
+Works on the order in which modules are registered; never runs the model.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from slipstream.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Cuts:
-    """A model cut into stages; made by `cut_model`.
+class SplitPoints:
+    """The modules at which a model is split into stages; made by `SplitPoints.of`.
 
     Attributes:
         paths: modules at which stages 1, 2, ... begin.
-        spans: first and last stage of every module by its path. Two stages or more only for a
-            module around a cut: its forward runs on each of them.
-        stateful: modules in which there is a parameter or a buffer.
-        containers: modules that do no more than hold others, which the model may call itself.
+        spans: by path of a module, its first and last stage. They differ only for a module around a
+            split point: its forward runs on each of its stages.
+        stateful: paths of modules that hold a parameter or a buffer, at any depth.
+        containers: paths of modules that only hold other modules, which the model may call itself.
     """
 
     paths: tuple[str, ...]
@@ -31,8 +31,44 @@ class Cuts:
     stateful: frozenset[str]
     containers: frozenset[str]
 
+    @classmethod
+    def of(cls, model: nn.Module, paths: Sequence[str]) -> SplitPoints:
+        """Split ``model`` at the modules ``paths``, given in order of execution.
+
+        Raises:
+            ModelError: a path that the model does not have, the model itself, a path twice, a
+                module that is never called, or paths that are not in the order of
+                ``model.named_modules()``.
+
+        Example:
+            >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
+            >>> SplitPoints.of(model, ["1"]).spans
+            {'': (0, 1), '0': (0, 0), '1': (1, 1), '2': (1, 1)}
+        """
+        modules = dict(model.named_modules(remove_duplicate=False))
+        order = {name: number for number, name in enumerate(modules)}
+        _check_paths(model, paths, modules, order)
+        first_stage = {
+            name: sum(order[path] <= number for path in paths) for name, number in order.items()
+        }
+        spans = {name: (stage, stage) for name, stage in first_stage.items()}
+        for name, stage in first_stage.items():
+            for outer in _outer_modules(name):
+                spans[outer] = (spans[outer][0], max(spans[outer][1], stage))
+        tensors = [
+            *(name for name, _ in model.named_parameters(remove_duplicate=False)),
+            *(name for name, _ in model.named_buffers(remove_duplicate=False)),
+        ]
+        stateful = {outer for name in tensors for outer in _outer_modules(name)}
+        containers = {
+            name
+            for name, module in modules.items()
+            if type(module).forward in (nn.Module.forward, nn.Sequential.forward)
+        }
+        return cls(tuple(paths), spans, frozenset(stateful), frozenset(containers))
+
     @property
-    def stages(self) -> int:
+    def num_stages(self) -> int:
         """How many stages there are."""
         return len(self.paths) + 1
 
@@ -45,20 +81,17 @@ class Cuts:
         return self._outermost(path for path, (first, _) in self.spans.items() if first > stage)
 
     def ending(self, stage: int) -> list[str]:
-        """Modules that end in ``stage``, and that do not run on a stage after it."""
-        later = {path for after in range(stage + 1, self.stages) for path in self.before(after)}
-        return [path for path in self.spans if path in later and self.spans[path][1] == stage]
+        """Modules that end in ``stage`` and are replaced by placeholders on a later stage."""
+        replaced = {
+            path for later in range(stage + 1, self.num_stages) for path in self.before(later)
+        }
+        return [path for path in self.spans if path in replaced and self.spans[path][1] == stage]
 
-    def _outermost(self, paths: Iterable[str]) -> list[str]:
-        """Of these paths those of modules that are called, and not inside of another one."""
-        found = dict.fromkeys(path for path in paths if path not in self.containers)
-        return [path for path in found if not any(outer in found for outer in _around(path))]
+    def tensor_stages(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
+        """The stages that use each parameter and buffer, under every name it has.
 
-    def holders(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
-        """The stages that use each parameter and buffer, by every name that it goes by.
-
-        One that two modules share belongs to the stages of both, and one of a module around a cut
-        to all stages of that module.
+        A tied one belongs to the stages of all its modules, and one of a module around a split
+        point to all stages of that module.
         """
         named = [
             *model.named_parameters(remove_duplicate=False),
@@ -70,61 +103,46 @@ class Cuts:
             stages.setdefault(id(tensor), set()).update(range(first, last + 1))
         return {name: tuple(sorted(stages[id(tensor)])) for name, tensor in named}
 
+    def _outermost(self, paths: Iterable[str]) -> list[str]:
+        """Of ``paths`` the modules that are called, and are not inside another one of them."""
+        called = dict.fromkeys(path for path in paths if path not in self.containers)
+        return [
+            path for path in called if not any(outer in called for outer in _outer_modules(path))
+        ]
 
-def cut_model(model: nn.Module, paths: Sequence[str]) -> Cuts:
-    """Cut ``model`` where the modules at ``paths`` begin, which are given in order of execution.
 
-    Raises:
-        ModelError: a path that the model does not have, the model itself, a path twice, or paths
-            that are not in the order of ``model.named_modules()``.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))
-        >>> cut_model(model, ["1"]).spans
-        {'': (0, 1), '0': (0, 0), '1': (1, 1), '2': (1, 1)}
-    """
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    place = {name: number for number, name in enumerate(names)}
+def _check_paths(
+    model: nn.Module,
+    paths: Sequence[str],
+    modules: dict[str, nn.Module],
+    order: dict[str, int],
+) -> None:
+    kind = type(model).__name__
     for path in paths:
-        if path not in place or not path:
-            near = difflib.get_close_matches(path, names[1:], n=3) or names[1:4]
+        if path not in order or not path:
+            names = list(modules)[1:]
+            near = difflib.get_close_matches(path, names, n=3) or names[:3]
             raise ModelError(
-                f"cut at {path!r}, but {type(model).__name__} has no module of that path; allowed: "
-                f"paths of model.named_modules(), e.g. {near}"
+                f"cut at {path!r}, but {kind} has no module of that path; allowed: paths of "
+                f"model.named_modules(), e.g. {near}"
             )
         if list(paths).count(path) > 1:
             raise ModelError(f"cut at {path!r} twice; allowed: each path once")
-    if list(paths) != (ordered := sorted(paths, key=place.__getitem__)):
+    if list(paths) != (ordered := sorted(paths, key=order.__getitem__)):
         raise ModelError(
-            f"cuts {list(paths)} are out of order; allowed: the order in which "
-            f"{type(model).__name__} registers them, which is {ordered}"
+            f"cut {list(paths)} is out of order; allowed: the order in which {kind} registers the "
+            f"modules, which is {ordered}"
         )
-    stage = {name: sum(place[path] <= place[name] for path in paths) for name in names}
-    spans = {name: (stage[name], stage[name]) for name in names}
-    for name in names:
-        for outer in _around(name):
-            spans[outer] = (spans[outer][0], max(spans[outer][1], stage[name]))
-    named = [
-        *(name for name, _ in model.named_parameters(remove_duplicate=False)),
-        *(name for name, _ in model.named_buffers(remove_duplicate=False)),
-    ]
-    stateful = {outer for name in named for outer in _around(name)}
-    containers = {
-        name
-        for name, module in model.named_modules(remove_duplicate=False)
-        if type(module).forward in (nn.Module.forward, nn.Sequential.forward)
-    }
     for path in paths:
-        if isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict):
+        if isinstance(modules[path], nn.ModuleList | nn.ModuleDict):
             raise ModelError(
-                f"cut at {path!r}, a {type(model.get_submodule(path)).__name__}, which is never "
-                f"called; allowed: a module that is, e.g. its first, {path}.0"
+                f"cut at {path!r}, a {type(modules[path]).__name__}, which is never called; "
+                f"allowed: a module that is called, e.g. its first, {path}.0"
             )
-    return Cuts(tuple(paths), spans, frozenset(stateful), frozenset(containers))
 
 
-def _around(name: str) -> list[str]:
-    """The paths of all modules that a module or parameter of that name is inside of."""
+def _outer_modules(name: str) -> list[str]:
+    """The paths of all modules around a module or parameter of that name."""
     if not name:
         return []
     parts = name.split(".")

@@ -1,7 +1,7 @@
-"""A stage as torch's pipeline schedules want it: a module from one tensor to one tensor.
+"""Adapts a stage to torch's pipeline schedules: a module from one tensor to one tensor.
 
-Never splits a batch and never decides when to run: the schedule hands over the number of a
-micro-batch, whose inputs are at hand on every rank.
+The schedule decides when to run, and passes the number of a micro-batch; every rank has the inputs
+of all micro-batches.
 """
 
 from __future__ import annotations
@@ -16,45 +16,48 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
-from slipstream.parallel.pipeline.stages import Seen, Stages
+from slipstream.parallel.pipeline.stages import Returned, Stages
 from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT
 from slipstream.trace.recorder import Recorder
 
-_DENSE = torch.contiguous_format
+LossFn = Callable[[Any, Any], torch.Tensor]
 
 
-class Work:
-    """What the stages of one rank compute now.
+class CurrentBatch:
+    """The batch that the stages of one rank compute now.
 
     Attributes:
-        seen: what modules of earlier stages return, see `Stages.watch`.
-        losses: of the micro-batches so far, where the last stage is.
-        error: what the model or the loss raised, and ``place`` where.
+        returned: what modules of earlier stages return, see `Stages.run_recorded`.
+        losses: of the micro-batches so far, on the rank of the last stage.
+        error: what the model or the loss raised.
+        error_place: stage and micro-batch of ``error``.
     """
 
-    def __init__(self, seen: Seen | None = None) -> None:
-        self.seen: Seen = seen or {}
+    def __init__(self, returned: Returned | None = None) -> None:
+        self.returned: Returned = returned or {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop the batch."""
         self.begin(lambda output, target: output, [], 1.0)
 
-    def begin(
-        self, loss_fn: Callable[[Any, Any], torch.Tensor], batches: list[MicroBatch], scale: float
-    ) -> None:
-        """The micro-batches of one batch; their losses are scaled before backward."""
-        self.loss_fn, self.batches, self.scale = loss_fn, batches, scale
+    def begin(self, loss_fn: LossFn, micro_batches: list[MicroBatch], scale: float) -> None:
+        """Take a batch; losses are multiplied by ``scale`` before backward."""
+        self.loss_fn, self.micro_batches, self.scale = loss_fn, micro_batches, scale
         self.losses: list[torch.Tensor] = []
         self.error: Exception | None = None
-        self.place = ""
+        self.error_place = ""
 
 
 class StageModule(nn.Module):
-    """One stage, from the tensor that it receives to the one that it sends, or to its loss.
+    """One stage, from the tensor that it receives to the one that it sends, or to the loss.
 
     Args:
         stages: of the model.
-        stage: the number of this one.
-        parameters: that it uses.
-        travels: by stage, a tensor like the one that it sends; of the last, its loss.
-        work: what to compute.
+        stage: number of this stage.
+        parameters: those that the stage uses.
+        sent: by stage, a meta tensor like the one that it sends; of the last stage, the loss.
+        batch: the inputs.
     """
 
     def __init__(
@@ -62,53 +65,54 @@ class StageModule(nn.Module):
         stages: Stages,
         stage: int,
         parameters: Sequence[nn.Parameter],
-        travels: Sequence[torch.Tensor],
-        work: Work,
+        sent: Sequence[torch.Tensor],
+        batch: CurrentBatch,
     ) -> None:
         super().__init__()
-        self.stage, self.count = stage, stages.cuts.stages
-        self.receives, self.sends = travels[stage - 1 : stage] if stage else [], travels[stage]
-        self._stages, self._work = stages, work
+        self.stage, self.num_stages = stage, stages.split_points.num_stages
+        self.receives, self.sends = sent[stage - 1 : stage] if stage else [], sent[stage]
+        self._stages, self._batch = stages, batch
         for number, parameter in enumerate(parameters):
             self.register_parameter(str(number), parameter)
 
     def forward(
         self, received: torch.Tensor | None = None, *, micro_batch: torch.Tensor
     ) -> torch.Tensor:
-        number = int(micro_batch)
-        batch, work = self._work.batches[number], self._work
+        number, batch = int(micro_batch), self._batch
+        inputs = batch.micro_batches[number]
         if received is not None:
-            # A copy: modules may write to their input, and torch keeps it for backward. What goes
-            # back to the stage before has to be contiguous.
+            # A copy, since modules may write to their input and torch keeps it for backward. The
+            # gradient must be contiguous to be sent to the stage before.
             received = received.clone()
             if received.requires_grad:
                 received.register_hook(torch.Tensor.contiguous)
         try:
-            output = self._stages.run(self.stage, received, batch.args, batch.kwargs, work.seen)
-            if self.stage < self.count - 1:
-                # torch detaches what it has sent in place, which a view does not allow.
-                view = output._is_view() or not output.is_contiguous()
-                hidden: torch.Tensor = output.clone(memory_format=_DENSE) if view else output
+            output = self._stages.run(self.stage, received, inputs, batch.returned)
+            if self.stage < self.num_stages - 1:
+                hidden: torch.Tensor = output
+                # torch detaches in place what it has sent, which a view does not allow.
+                if output._is_view() or not output.is_contiguous():
+                    hidden = output.clone(memory_format=torch.contiguous_format)
                 if self.sends.requires_grad and not hidden.requires_grad:
                     hidden = hidden.detach().requires_grad_()
                 return hidden
-            loss = work.loss_fn(output, batch.target).reshape(())
+            loss = batch.loss_fn(output, inputs.target).reshape(())
         except Exception as error:
-            work.error = error
-            work.place = f"stage {self.stage} in the forward of micro-batch {number}"
+            batch.error = error
+            batch.error_place = f"stage {self.stage} in the forward of micro-batch {number}"
             raise
-        work.losses.append(loss.detach())
-        return loss * work.scale
+        batch.losses.append(loss.detach())
+        return loss * batch.scale
 
 
 class TimedStage(PipelineStage):
-    """torch's stage, which knows its shapes beforehand and records its spans.
+    """torch's ``PipelineStage`` with known shapes; records a span for each forward and backward.
 
     Args:
         module: the stage.
         device: of the model.
         group: of the pipeline.
-        recorder: None: nothing is recorded.
+        recorder: None: no spans are recorded.
     """
 
     def __init__(
@@ -118,12 +122,12 @@ class TimedStage(PipelineStage):
         group: dist.ProcessGroup,
         recorder: Recorder | None,
     ) -> None:
-        # Without shapes, torch would run each stage on uninitialised memory to find them out, and
-        # leave that in the statistics of batch norm.
+        # Without shapes torch would infer them by a run on uninitialised memory, which would end up
+        # in the running statistics of batch norm.
         super().__init__(
             module,
             module.stage,
-            module.count,
+            module.num_stages,
             device,
             input_args=tuple(module.receives),
             output_args=(module.sends,),

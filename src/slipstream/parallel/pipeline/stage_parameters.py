@@ -1,12 +1,12 @@
-"""What each rank of a pipeline holds: the parameters of its stages, and no memory for the others.
+"""Keeps on each rank of a pipeline only the parameters of its stages.
 
-Never runs the model. A parameter that is elsewhere stays the same object, of the same shape, with
-the memory of one element that is NaN.
+A parameter of another rank's stage stays the same object of the same shape, but its data is a
+placeholder: the memory of one element, which is NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -14,72 +14,84 @@ from torch import nn
 
 from slipstream.errors import ModelError
 from slipstream.parallel.pipeline.placeholders import placeholder
-from slipstream.parallel.pipeline.split_points import Cuts
-from slipstream.parallel.pipeline.tied import sum_shared
+from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.transport.consistency import collective_errors
 
 
 class StageParameters:
-    """Who holds which parameter of a model that is cut into stages; stage s is on rank s % ranks.
+    """Which rank holds which parameters of a model that is split into stages.
+
+    Stage s is on rank s % ranks.
 
     Args:
         model: whole and equal on every rank.
-        cuts: of it.
-        group: the ranks of the pipeline; None where there is one.
+        split_points: of the model.
+        group: the ranks of the pipeline; None for a single process.
 
     Attributes:
-        ranks: by name, the ranks of the group that hold a parameter or buffer; the first owns it.
+        rank: of this process in ``group``.
+        local_stages: the stages of this rank.
     """
 
-    def __init__(self, model: nn.Module, cuts: Cuts, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, model: nn.Module, split_points: SplitPoints, group: dist.ProcessGroup | None
+    ) -> None:
         self._model, self._group = model, group
         self.rank = dist.get_rank(group) if group is not None else 0
-        self.size = dist.get_world_size(group) if group is not None else 1
-        self._stages = cuts.holders(model)
-        self.ranks = {
-            name: tuple(sorted({stage % self.size for stage in stages}))
+        size = dist.get_world_size(group) if group is not None else 1
+        self.local_stages = range(self.rank, split_points.num_stages, size)
+        self._stages = split_points.tensor_stages(model)
+        self._ranks = {
+            name: tuple(sorted({stage % size for stage in stages}))
             for name, stages in self._stages.items()
         }
-        self._strides: dict[str, tuple[int, ...]] = {}
+        self._released_strides: dict[str, tuple[int, ...]] = {}
 
     @property
-    def shared(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
-        """Pairs of a parameter that requires a gradient and the ranks that hold it, where these are
-        several and this rank is one of them."""
+    def replicated(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+        """Parameters that require a gradient and that this and other ranks hold, with their ranks:
+        tied ones, and those of modules around a split point."""
         return [
-            (parameter, self.ranks[name])
+            (parameter, self._ranks[name])
             for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad and len(self.ranks[name]) > 1 and self.holds(name)
+            if parameter.requires_grad and len(self._ranks[name]) > 1 and self.is_local(name)
         ]
 
-    def holds(self, name: str) -> bool:
+    def is_local(self, name: str) -> bool:
         """Whether this rank holds the parameter or buffer of that name."""
-        return self.rank in self.ranks[name]
+        return self.rank in self._ranks[name]
 
-    def parameters(self, stage: int) -> list[nn.Parameter]:
+    def is_owner(self, name: str) -> bool:
+        """Whether this rank is the first that holds it."""
+        return self.rank == self._ranks[name][0]
+
+    def of_stage(self, stage: int) -> list[nn.Parameter]:
         """The parameters that a stage uses."""
         return [p for name, p in self._model.named_parameters() if stage in self._stages[name]]
 
     def release(self) -> None:
-        """Free the memory of the parameters that other ranks hold."""
+        """Free the memory of parameters that only other ranks hold."""
         named = dict(self._model.named_parameters(remove_duplicate=False))
-        self._strides = {name: p.stride() for name, p in named.items() if not self.holds(name)}
-        for name in self._strides:
+        # Read all strides first: a tied parameter has several names, and becomes a placeholder.
+        self._released_strides = {
+            name: p.stride() for name, p in named.items() if not self.is_local(name)
+        }
+        for name in self._released_strides:
             named[name].data, named[name].grad = placeholder(named[name].data), None
 
     def restore(self) -> None:
-        """Every rank has the whole model again, from the owners. Collective.
+        """Give every rank the whole model again, from the owners. Collective.
 
         Raises:
-            ExchangeError: another rank does not come.
+            ExchangeError: another rank does not take part.
         """
-        own = dict(self._model.named_parameters(remove_duplicate=False))
-        for name, strides in self._strides.items():
-            data = own[name].data
-            own[name].data = torch.empty_strided(
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, strides in self._released_strides.items():
+            data = named[name].data
+            named[name].data = torch.empty_strided(
                 data.shape, strides, dtype=data.dtype, device=data.device
             )
-        self._strides.clear()
+        self._released_strides.clear()
         for name, tensor in self._tensors():
             tensor.data.copy_(self._from_owner(name, tensor.data))
 
@@ -87,60 +99,102 @@ class StageParameters:
         """``model.state_dict()`` of the whole model, copied, on every rank. Collective.
 
         Raises:
-            ExchangeError: another rank does not come.
+            ExchangeError: another rank does not take part.
         """
-        state: dict[str, object] = {}
-        for name, value in self._model.state_dict().items():
-            travels = isinstance(value, torch.Tensor) and name in self.ranks
-            state[name] = self._from_owner(name, value) if travels else value
-        return state
+        return {
+            name: self._from_owner(name, value)
+            if isinstance(value, torch.Tensor) and name in self._ranks
+            else value
+            for name, value in self._model.state_dict().items()
+        }
 
     def load_full_state_dict(self, state: Mapping[str, object]) -> None:
-        """Take over this rank's part of a whole ``state``; every rank gives the same.
+        """Load this rank's part of a whole ``state``; every rank passes the same.
 
         Raises:
             ModelError: names or shapes are not those of the model.
         """
-        own = self._model.state_dict()
-        if odd := own.keys() ^ state.keys():
+        local_state = self._model.state_dict()
+        if unmatched := local_state.keys() ^ state.keys():
             raise ModelError(
-                f"a state with missing or unexpected names {sorted(odd)[:5]}; allowed: the names "
-                "of model.state_dict()"
+                f"a state with missing or unexpected names {sorted(unmatched)[:5]}; allowed: the "
+                "names of model.state_dict()"
             )
-        for name, tensor in own.items():
-            given = state[name]
-            if not isinstance(tensor, torch.Tensor) or not isinstance(given, torch.Tensor):
+        for name, tensor in local_state.items():
+            loaded = state[name]
+            if not isinstance(tensor, torch.Tensor) or not isinstance(loaded, torch.Tensor):
                 continue
-            if given.shape != tensor.shape:
+            if loaded.shape != tensor.shape:
                 raise ModelError(
-                    f"a state with {name} of shape {list(given.shape)}; allowed: the model's, "
+                    f"a state with {name} of shape {list(loaded.shape)}; allowed: the model's, "
                     f"{list(tensor.shape)}"
                 )
-            if name not in self._strides:
-                tensor.copy_(given)
+            if name not in self._released_strides:
+                tensor.copy_(loaded)
 
     def sum_gradients(self) -> None:
-        """The gradients of shared parameters become their sums over the ranks that hold them."""
+        """Sum the gradients of replicated parameters over the ranks that hold them."""
         gradients = []
-        for parameter, ranks in self.shared:
+        for parameter, ranks in self.replicated:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append((parameter.grad, ranks))
         if self._group is not None:
-            sum_shared(gradients, self._group)
+            _sum_replicated(gradients, self._group)
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._model.named_parameters()
         yield from self._model.named_buffers()
 
     def _from_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The owner's tensor, on every rank a copy."""
-        owner = self.ranks[name][0]
-        if owner == self.rank:
-            whole = tensor.detach().clone(memory_format=torch.contiguous_format)
+        """A copy of the owner's tensor, on every rank."""
+        if self.is_owner(name):
+            values = tensor.detach().clone(memory_format=torch.contiguous_format)
         else:
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if self._group is not None:
             with collective_errors(f"the broadcast of {name}"):
-                dist.broadcast(whole, group=self._group, group_src=owner)
-        return whole
+                dist.broadcast(values, group=self._group, group_src=self._ranks[name][0])
+        return values
+
+
+def _sum_replicated(
+    replicated: Sequence[tuple[torch.Tensor, tuple[int, ...]]], group: dist.ProcessGroup
+) -> None:
+    """Replace each tensor, in place, by its sum over the ranks that hold it.
+
+    Each rank sends its tensors to the others that hold them, and all sum in the order of the ranks,
+    so that all get the same bits every time. Between two ranks, the usual case, no exchange moves
+    fewer bytes. Exactness: reordered.
+
+    Args:
+        replicated: pairs of a tensor and the ranks of ``group`` that hold it, this rank among them;
+            on all of them of the same shape and dtype and in the same order.
+        group: the ranks of the pipeline.
+
+    Raises:
+        ExchangeError: another rank does not take part.
+    """
+    rank = dist.get_rank(group)
+    flat_groups: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+    for tensor, ranks in replicated:
+        flat_groups.setdefault((ranks, tensor.dtype), []).append(tensor)
+    sums, operations = [], []
+    for (ranks, _), tensors in flat_groups.items():
+        local = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        terms = [local if other == rank else torch.empty_like(local) for other in ranks]
+        for other, term in zip(ranks, terms, strict=True):
+            if other != rank:
+                operations.append(dist.P2POp(dist.isend, local, group=group, group_peer=other))
+                operations.append(dist.P2POp(dist.irecv, term, group=group, group_peer=other))
+        sums.append((tensors, terms))
+    if operations:
+        with collective_errors("the sum of gradients of parameters on several stages"):
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+    for tensors, terms in sums:
+        total = terms[0].clone()
+        for term in terms[1:]:
+            total += term
+        for tensor, piece in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(piece.view_as(tensor))

@@ -1,9 +1,9 @@
-"""Runs one stage of a model: the model's own forward, entered at one cut and left at the next.
+"""Runs one stage of a model: the model's own forward, entered at one split point, left at the next.
 
-Never traces or rewrites the model, and never communicates. Modules before the stage do not compute:
-they return placeholders of the shapes that were seen when they ran. So what lies between modules
-(residual additions, masks, position ids) runs as it is written, on every stage, and one tensor
-travels: the first floating-point argument of the module at the cut.
+Nothing is traced, rewritten or communicated. Modules before the stage do not compute: they return
+placeholders of the shapes that they returned when they were recorded. So code between modules
+(residual additions, masks, position ids) runs on every stage as it is written. One tensor goes from
+stage to stage: the first floating-point argument of the module at the split point.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
+from slipstream.parallel.pipeline.micro_batches import MicroBatch
 from slipstream.parallel.pipeline.placeholders import (
-    Act,
-    TensorSpec,
+    CallOverride,
     has_nan,
+    overridden_calls,
     placeholder,
-    replaced,
 )
-from slipstream.parallel.pipeline.split_points import Cuts
+from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.pytree import mapped
 
-Seen = dict[str, list[Any]]
-"""By path of a module: what each of its calls returned, `TensorSpec` instead of tensors."""
+Returned = dict[str, list[Any]]
+"""By path of a module, what each of its calls returned, with `TensorSpec` in place of tensors."""
 
 
-class _Left(BaseException):
-    """The next stage begins; a BaseException, so that no ``except Exception`` holds it up."""
+class _StageEnd(BaseException):
+    """Leaves the forward at the next split point; a BaseException, so that no ``except Exception``
+    of the model catches it."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
@@ -41,169 +43,176 @@ class _Left(BaseException):
 
 @dataclass
 class _Run:
-    """One forward of one stage."""
+    """One forward of one stage.
+
+    Attributes:
+        received: the tensor from the stage before.
+        entered: whether the stage has begun.
+        ended: whether the forward is over; calls after that are recomputation in backward.
+        recorded: what modules of this stage returned, where the run is recorded.
+        calls: of modules before the stage, so far.
+    """
 
     stage: int
     received: torch.Tensor | None
     entered: bool
     ended: bool = False
-    seen: Seen | None = None
+    recorded: Returned | None = None
     calls: Counter[str] = field(default_factory=Counter)
 
 
 class Stages:
-    """The stages of a model, which runs from outside as it is.
+    """The stages of a model, which stays as it is.
 
     Args:
-        model: any module; its parameters and submodules stay in their places.
-        cuts: of this model, from `cut_model`.
+        model: any module; its parameters and submodules stay in place.
+        split_points: of this model.
 
     Example:
-        >>> from slipstream.parallel.pipeline.split_points import cut_model
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
-        >>> stages, x = Stages(model, cut_model(model, ["1"])), torch.ones(4, 2)
-        >>> hidden, seen = stages.watch(0, None, (x,), {}, {})
+        >>> stages = Stages(model, SplitPoints.of(model, ["1"]))
+        >>> batch = MicroBatch((torch.ones(4, 2),), {}, None)
+        >>> hidden, returned = stages.run_recorded(0, None, batch, {})
         >>> hidden.shape
         torch.Size([4, 3])
-        >>> torch.equal(stages.run(1, hidden, (x,), {}, seen), model(x))
+        >>> torch.equal(stages.run(1, hidden, batch, returned), model(*batch.args))
         True
     """
 
-    def __init__(self, model: nn.Module, cuts: Cuts) -> None:
-        self.model, self.cuts = model, cuts
+    def __init__(self, model: nn.Module, split_points: SplitPoints) -> None:
+        self.model, self.split_points = model, split_points
         self.running = False
-        numbers = range(cuts.stages)
-        self._before = [cuts.before(stage) for stage in numbers]
-        self._after = [cuts.after(stage) for stage in numbers]
-        self._ending = [cuts.ending(stage) for stage in numbers]
+        numbers = range(split_points.num_stages)
+        self._before = [split_points.before(stage) for stage in numbers]
+        self._after = [split_points.after(stage) for stage in numbers]
+        self._ending = [split_points.ending(stage) for stage in numbers]
 
     def run(
         self,
         stage: int,
         received: torch.Tensor | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seen: Mapping[str, list[Any]],
+        batch: MicroBatch,
+        returned: Mapping[str, list[Any]],
     ) -> Any:
-        """Forward of one stage.
+        """Run the forward of one stage.
 
         Args:
             stage: its number, from 0.
             received: what the stage before returned; None for the first.
-            args: of the whole model, the same on every stage.
-            kwargs: as ``args``.
-            seen: what `watch` saw on the stages before, at inputs of these shapes.
+            batch: inputs of the whole model, the same on every stage.
+            returned: what `run_recorded` recorded on the stages before, for inputs of these shapes.
 
         Returns:
-            The tensor that goes to the next stage; of the last stage, what the model returns.
+            The tensor for the next stage; of the last stage, what the model returns.
 
         Raises:
-            ModelError: the model called its modules otherwise than when it was watched.
+            ModelError: the model called its modules differently than when it was recorded.
         """
-        return self._forward(_Run(stage, received, stage == 0), args, kwargs, seen)
+        return self._forward(_Run(stage, received, stage == 0), batch, returned)
 
-    def watch(
+    def run_recorded(
         self,
         stage: int,
         received: torch.Tensor | None,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seen: Mapping[str, list[Any]],
-    ) -> tuple[Any, Seen]:
-        """As `run`, and what the modules that end in this stage returned, for the stages after it.
+        batch: MicroBatch,
+        returned: Mapping[str, list[Any]],
+    ) -> tuple[Any, Returned]:
+        """As `run`; also returns what modules that end in this stage returned, for later stages.
 
         Raises:
-            ModelError: modules run in another order than they are registered in, a module at a cut
-                takes no tensor or more than one from before, or the stage returns NaN because it
-                uses a value from before its cut.
+            ModelError: modules run in another order than they are registered in, a module at a
+                split point takes no tensor or more than one from before, or the stage returns NaN
+                because it uses a value from before its split point.
         """
-        run = _Run(stage, received, stage == 0, seen={})
-        result = self._forward(run, args, kwargs, seen)
+        run = _Run(stage, received, stage == 0, recorded={})
+        result = self._forward(run, batch, returned)
         if stage > 0 and has_nan(result) and not has_nan(received):
             raise ModelError(
                 f"NaN comes out of stage {stage}, since a value (or a parameter) from before "
-                f"{self.cuts.paths[stage - 1]!r} is used after it, e.g. across a residual block; "
-                "cut where one tensor flows"
+                f"{self.split_points.paths[stage - 1]!r} is used after it, e.g. across a residual "
+                "block; cut where one tensor flows"
             )
-        assert run.seen is not None
-        return result, run.seen
+        assert run.recorded is not None
+        return result, run.recorded
 
-    def _forward(
-        self,
-        run: _Run,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        seen: Mapping[str, list[Any]],
-    ) -> Any:
+    def _forward(self, run: _Run, batch: MicroBatch, returned: Mapping[str, list[Any]]) -> Any:
+        paths = self.split_points.paths
         self.running = True
         try:
-            with replaced(self.model, self._acts(run, seen)):
-                result = self.model(*args, **kwargs)
-        except _Left as left:
-            return left.hidden
+            with overridden_calls(self.model, self._overrides(run, returned)):
+                result = self.model(*batch.args, **batch.kwargs)
+        except _StageEnd as end:
+            return end.hidden
         except RuntimeError as error:
-            if "single memory location" in str(error):  # torch's words, of an expanded tensor
+            # torch's message for a write to an expanded tensor, which a placeholder is.
+            if "single memory location" in str(error):
                 raise ModelError(
                     "the model writes in place to what a module before "
-                    f"{self.cuts.paths[run.stage - 1]!r} returned, where only its shape is known; "
+                    f"{paths[run.stage - 1]!r} returned, where only its shape is known; "
                     "write x = x + y instead of x += y there, or cut before it"
                 ) from error
             raise
         finally:
             run.ended, self.running = True, False
-        missed = self.cuts.paths[run.stage :] if run.entered else self.cuts.paths[run.stage - 1 :]
+        missed = paths[run.stage :] if run.entered else paths[run.stage - 1 :]
         if missed:
             raise ModelError(
                 f"the model returned without a call of {missed[0]!r}; "
-                "allowed: cuts at modules that every forward calls"
+                "allowed: a cut at modules that every forward calls"
             )
         return result
 
-    def _acts(self, run: _Run, seen: Mapping[str, list[Any]]) -> dict[str, Act]:
-        """What happens at the modules of other stages, and at the two cuts."""
-        cuts, stage = self.cuts.paths, run.stage
-        acts = {path: self._stand_in(run, path, seen.get(path, [])) for path in self._before[stage]}
-        acts |= {path: self._too_early(run, path) for path in self._after[stage]}
+    def _overrides(self, run: _Run, returned: Mapping[str, list[Any]]) -> dict[str, CallOverride]:
+        """For modules of other stages, and at the stage's two split points."""
+        paths, stage = self.split_points.paths, run.stage
+        overrides = {
+            path: self._skip_call(run, path, returned.get(path, [])) for path in self._before[stage]
+        }
+        overrides |= {path: self._refuse_stateful(run, path) for path in self._after[stage]}
         if stage > 0:
-            acts[cuts[stage - 1]] = _enter(run, cuts[stage - 1])
-        if stage < len(cuts):
-            acts[cuts[stage]] = _leave(run, cuts[stage])
-        if run.seen is not None:
-            for path in [*acts, *self._ending[stage]]:
-                acts[path] = _watched(run, run.seen, path, acts.get(path, _call))
-        return acts
+            overrides[paths[stage - 1]] = _enter_stage(run, paths[stage - 1])
+        if stage < len(paths):
+            overrides[paths[stage]] = _leave_stage(run, paths[stage])
+        if run.recorded is not None:
+            for path in [*overrides, *self._ending[stage]]:
+                overrides[path] = _record_call(run, run.recorded, path, overrides.get(path, _call))
+        return overrides
 
-    def _stand_in(self, run: _Run, path: str, returned: list[Any]) -> Act:
-        def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _skip_call(self, run: _Run, path: str, returned: list[Any]) -> CallOverride:
+        """A module before the stage returns placeholders."""
+
+        def override(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if run.entered:
-                if path in self.cuts.stateful:
+                if path in self.split_points.stateful:
                     raise self._out_of_order(path, run.stage, "before", "runs after")
                 return module(*args, **kwargs)
             number = run.calls[path]
             run.calls[path] += 1
             if number >= len(returned):
                 raise ModelError(
-                    f"call {number + 1} of {path!r}, which was called "
-                    f"{len(returned)} times when the stages were set up; a pipeline needs a model "
-                    "that takes the same path every time"
+                    f"call {number + 1} of {path!r}, which was called {len(returned)} times when "
+                    "the stages were set up; a pipeline needs a model that takes the same path "
+                    "every time"
                 )
             return mapped(returned[number], placeholder, TensorSpec)
 
-        return act
+        return override
 
-    def _too_early(self, run: _Run, path: str) -> Act:
-        def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if path in self.cuts.stateful:
+    def _refuse_stateful(self, run: _Run, path: str) -> CallOverride:
+        """A module after the stage runs early, which only a module without a state may do."""
+
+        def override(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if path in self.split_points.stateful:
                 raise self._out_of_order(path, run.stage + 1, "after", "runs before")
             return module(*args, **kwargs)
 
-        return act
+        return override
 
     def _out_of_order(self, path: str, stage: int, registered: str, runs: str) -> ModelError:
-        cut = self.cuts.paths[stage - 1]
+        split_point = self.split_points.paths[stage - 1]
         return ModelError(
-            f"{path!r} is registered {registered} {cut!r}, but {runs} it; allowed: a cut such that "
-            "the modules before it run before it: choose another, or register them as they run"
+            f"{path!r} is registered {registered} {split_point!r}, but {runs} it; choose another "
+            "cut, or register the modules in the order in which they run"
         )
 
 
@@ -211,67 +220,70 @@ def _call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return module(*args, **kwargs)
 
 
-def _watched(run: _Run, seen: Seen, path: str, act: Act) -> Act:
-    """Each call is noted once, on the stage where it computes: not on one that comes there later
-    and repeats it. A layer without a state, e.g. an activation, may have calls on several stages.
+def _record_call(run: _Run, recorded: Returned, path: str, override: CallOverride) -> CallOverride:
+    """Record each call once, on the stage where it computes, and not on a later one that skips it.
+
+    A layer without a state, e.g. an activation, may have calls on several stages.
     """
 
-    def watched(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = act(module, args, kwargs)
+    def recording(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = override(module, args, kwargs)
         if run.entered:
-            seen.setdefault(path, []).append(mapped(result, TensorSpec.of))
+            recorded.setdefault(path, []).append(mapped(result, TensorSpec.of))
         return result
 
-    return watched
+    return recording
 
 
-def _enter(run: _Run, path: str) -> Act:
-    """The stage begins: the module gets what was received."""
+def _enter_stage(run: _Run, path: str) -> CallOverride:
+    """The module at which the stage begins gets the received tensor."""
 
-    def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if run.entered and not run.ended:  # a checkpoint calls it again in backward
+    def override(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Once the forward has ended, a second call is a checkpoint that recomputes it in backward.
+        if run.entered and not run.ended:
             raise ModelError(
                 f"{path!r} is called twice in one forward; cut at a module that is called once"
             )
         run.entered = True
-        place = _hidden(path, args, kwargs)
-        if isinstance(place, int):
-            args = (*args[:place], run.received, *args[place + 1 :])
+        key = _hidden_argument(path, args, kwargs)
+        if isinstance(key, int):
+            args = (*args[:key], run.received, *args[key + 1 :])
         else:
-            kwargs = {**kwargs, place: run.received}
-        if run.seen is not None and has_nan([args, kwargs]) and not has_nan(run.received):
+            kwargs = {**kwargs, key: run.received}
+        if run.recorded is not None and has_nan([args, kwargs]) and not has_nan(run.received):
             raise ModelError(
                 f"{path!r} takes more than one tensor that is computed before it; cut where one "
                 "tensor flows"
             )
         return module(*args, **kwargs)
 
-    return act
+    return override
 
 
-def _leave(run: _Run, path: str) -> Act:
-    """The stage ends: what the module would have got is the stage's result."""
+def _leave_stage(run: _Run, path: str) -> CallOverride:
+    """The stage returns what the module at the next split point would have received."""
 
-    def act(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def override(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not run.entered:
             raise ModelError(
                 f"{path!r}, where stage {run.stage + 1} begins, runs before stage {run.stage} "
-                "begins; give the cuts in order of execution"
+                "begins; give the paths of cut in order of execution"
             )
-        place = _hidden(path, args, kwargs)
-        raise _Left(args[place] if isinstance(place, int) else kwargs[place])
+        key = _hidden_argument(path, args, kwargs)
+        raise _StageEnd(args[key] if isinstance(key, int) else kwargs[key])
 
-    return act
+    return override
 
 
-def _hidden(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
-    """Where the tensor that travels is among the arguments: the first of a floating-point type,
-    else the first."""
+def _hidden_argument(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    """Position or name of the tensor that goes from stage to stage: the first floating-point one,
+    else the first one.
+    """
     given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    found = [(place, x) for place, x in given if isinstance(x, torch.Tensor)]
-    if not found:
+    tensors = [(key, x) for key, x in given if isinstance(x, torch.Tensor)]
+    if not tensors:
         raise ModelError(
             f"{path!r} takes no tensor but {[type(x).__name__ for _, x in given]}; cut at a module "
             "that takes the hidden tensor as an argument"
         )
-    return next((place for place, x in found if x.is_floating_point()), found[0][0])
+    return next((key for key, x in tensors if x.is_floating_point()), tensors[0][0])

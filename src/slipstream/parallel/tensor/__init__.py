@@ -1,1 +1,1 @@
-"""Layers split over ranks: a plan maps paths of modules to styles. `split` applies it."""
+"""Tensor parallelism: a plan maps module paths to styles; `split` applies it to a model."""

@@ -1,8 +1,8 @@
-"""Layers that compute with a rank's share of their weights; put in place by ``split_layers``.
+"""Layers that compute with a rank's shard of their weights; installed by ``split_layers``.
 
-Where only the edges of a layer change, hooks do it and the user's module stays: columns, channels,
-sequences. Two layers compute differently and take the place of the user's: a row adds its bias
-once, behind the sum over ranks, and an embedding knows a part of the words only.
+Where only the inputs and outputs of a layer change, hooks on the user's module are enough: columns,
+sequences and switches. Two layers compute differently and replace the user's module: a row layer
+adds its bias after the sum over ranks, and an embedding holds some of the words only.
 """
 
 from __future__ import annotations
@@ -19,224 +19,234 @@ from torch.nn import functional as F
 from slipstream.comm import Group
 from slipstream.errors import UsageError
 from slipstream.parallel.tensor import regions
-from slipstream.parallel.tensor.rng_streams import Streams
-from slipstream.parallel.tensor.shard import Shard
+from slipstream.parallel.tensor.rng_streams import RngStreams
+from slipstream.parallel.tensor.shard import Shard, even_sizes
 
 SEQUENCE = 1
 """The axis of a sequence: tensors are [batch, sequence, features]."""
 
 
 @dataclass(slots=True)
-class Region:
-    """What the split layers of one model share: their ranks, random numbers, the lengths of batch
-    and sequence where they are split at the moment, and the tensor that has entered last: where
-    several columns take the same one, as query, key and value do, its gradient is added up once.
+class RegionState:
+    """What the split layers of one model have in common.
+
+    Attributes:
+        group: the tensor-parallel ranks.
+        streams: their random numbers.
+        lengths: by axis, the length of batch and sequence where they are split at the moment.
+        summed: parameters, by ``id``, whose gradients are summed over ranks.
+        entered: the last input of a column: its version, whether it needed a gradient, and the
+            result. Several columns may take one input, as query, key and value do; its gradient is
+            then summed once for all.
     """
 
     group: Group
-    streams: Streams
+    streams: RngStreams
     lengths: dict[int, int] = field(default_factory=dict)
-    added_up: set[int] = field(default_factory=set)
-    """Parameters, by ``id``, whose gradients are added up."""
-    _entered: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
+    summed: set[int] = field(default_factory=set)
+    entered: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
 
-    def enter(self, x: torch.Tensor, *, sequence: bool) -> torch.Tensor:
-        """``x`` at the entry of a column."""
-        wants = x.requires_grad and torch.is_grad_enabled()
-        if self._entered is not None:
-            known, version, wanted, inside = self._entered
-            if known is x and version == x._version and wanted == wants:
+    def enter_column(self, x: torch.Tensor, *, sequence: bool) -> torch.Tensor:
+        """Pass ``x`` into a column; with ``sequence`` it is split along the sequence."""
+        needs_grad = x.requires_grad and torch.is_grad_enabled()
+        if self.entered is not None:
+            last, version, needed_grad, inside = self.entered
+            if last is x and version == x._version and needed_grad == needs_grad:
                 return inside
         if sequence:
-            inside = regions.join_in(x, self.group, SEQUENCE, self.parts(SEQUENCE))
+            inside = regions.gather_to_region(x, self.group, SEQUENCE, self.piece_sizes(SEQUENCE))
         else:
             inside = regions.copy_to_region(x, self.group)
-        self._entered = (x, x._version, wants, inside)
+        self.entered = (x, x._version, needs_grad, inside)
         return inside
 
-    def parts(self, axis: int) -> tuple[int, ...]:
-        """The ranks' parts of the batch or the sequence.
+    def leave(self) -> None:
+        """From here on tensors are whole again; idempotent."""
+        self.streams.use_common()
+        self.entered = None
+
+    def piece_sizes(self, axis: int) -> tuple[int, ...]:
+        """The ranks' pieces of the batch or the sequence.
 
         Raises:
-            UsageError: nothing has cut it.
+            UsageError: no layer before has split it.
         """
         if axis not in self.lengths:
             raise UsageError(
-                f"a layer takes its input split along axis {axis}, but nothing has cut it there; "
-                "allowed: a plan with {kind: sequence, enter: true} at a module before it"
+                f"a layer takes its input split along axis {axis}, but no layer before it splits "
+                "along that axis; add {kind: sequence, enter: true} to the plan, at a module "
+                "before it"
             )
-        return regions.even(self.lengths[axis], self.group)
+        return even_sizes(self.lengths[axis], self.group.size)
 
-    def add_up(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
-        """Hooks by which gradients are the sums of those of the ranks."""
-        new = {id(p): p for p in parameters if p.requires_grad and id(p) not in self.added_up}
-        self.added_up |= new.keys()
-        return [p.register_hook(summed(self.group)) for p in new.values()]
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
+        """Hooks that sum the parameters' gradients over ranks; tied parameters get one hook."""
+        new = {id(p): p for p in parameters if p.requires_grad and id(p) not in self.summed}
+        self.summed |= new.keys()
+        hook = partial(regions.reduce_from_region, group=self.group)
+        return [p.register_hook(hook) for p in new.values()]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Region:
-        """A copy of the model has the same ranks."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionState:
+        """A copy of the model runs on the same ranks."""
         return self
-
-    def end(self) -> None:
-        """What follows is whole again; nothing where it is already."""
-        self.streams.whole()
-        self._entered = None
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of layer that can be split: the axes of its weight, and of its input and output."""
+class WeightAxes:
+    """The axes of a layer's weight.
+
+    Attributes:
+        outputs: axis of the weight.
+        inputs: axis of the weight.
+        features: axis of the layer's input and output.
+        widths: by name of an attribute that holds a width, the axis of the weight it measures.
+    """
 
     outputs: int
     inputs: int
     features: int
     widths: dict[str, int]
-    """Attributes to be divided, and the axis (of the weight) that they measure."""
 
 
-def kind_of(layer: nn.Module) -> Kind | None:
-    """How ``layer`` is split; None where it cannot be, such as a subclass with a forward of its
-    own. ``Conv1D`` is that of transformers.
+def weight_axes(layer: nn.Module) -> WeightAxes | None:
+    """The axes of a linear or convolutional layer; None for a layer that cannot be split, such as
+    a subclass with a forward of its own. ``Conv1D`` is that of transformers.
     """
     if not isinstance(dict(layer.named_parameters(recurse=False)).get("weight"), nn.Parameter):
         return None  # e.g. parametrised
     forward = type(layer).forward
     if forward is nn.Linear.forward:
-        return Kind(0, 1, -1, {"out_features": 0, "in_features": 1})
+        return WeightAxes(0, 1, -1, {"out_features": 0, "in_features": 1})
     if forward in (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward):
-        return Kind(0, 1, 1, {"out_channels": 0, "in_channels": 1})
+        return WeightAxes(0, 1, 1, {"out_channels": 0, "in_channels": 1})
     if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):
-        return Kind(1, 0, -1, {"nf": 1, "nx": 0})
+        return WeightAxes(1, 0, -1, {"nf": 1, "nx": 0})
     return None
 
 
 def column_hooks(
-    layer: nn.Module, region: Region, shard: Shard, *, gather: bool, sequence: bool
+    layer: nn.Module, region: RegionState, shard: Shard, *, gather: bool, sequence: bool
 ) -> list[Any]:
-    """Whole (or, with ``sequence``, split) inputs enter; outputs stay split or are joined."""
-    kind = kind_of(layer)
-    assert kind is not None
+    """Inputs are whole, or with ``sequence`` split; outputs stay split, or with ``gather`` become
+    whole.
+    """
+    axes = weight_axes(layer)
+    assert axes is not None
 
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = args
-        return (region.enter(x, sequence=sequence), *others)
+        return (region.enter_column(x, sequence=sequence), *others)
 
-    def leave(module: nn.Module, _: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
+    def after(module: nn.Module, _: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
         if gather:
-            region.end()
-            return joined(y, region.group, kind.features, shard)
+            region.leave()
+            return _gather_outputs(y, region.group, axes.features, shard)
         if module.training:
-            region.streams.split()
+            region.streams.use_local()
         return y
 
-    return [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+    return [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
 
 
-def joined(y: torch.Tensor, group: Group, axis: int, shard: Shard) -> torch.Tensor:
-    """Outputs of a column, whole: each rank's blocks one behind the other, put in order."""
-    axis, widths = axis % y.dim(), tuple(size * shard.parts for size in shard.sizes)
-    y = regions.join(y, group, axis, widths)
+def _gather_outputs(y: torch.Tensor, group: Group, axis: int, shard: Shard) -> torch.Tensor:
+    """The whole output of a column: the ranks' outputs gathered, their blocks put in order."""
+    axis %= y.dim()
+    y = regions.gather_from_region(y, group, axis, shard.widths)
     if shard.parts == 1:
         return y
-    return Shard(axis, shard.sizes, shard.parts).join(y.split(widths, axis))
+    return Shard(axis, shard.sizes, shard.parts).join(y.split(shard.widths, axis))
 
 
 def sequence_hooks(
-    layer: nn.Module, region: Region, axis: int, *, enter: bool, leave: bool
+    layer: nn.Module, region: RegionState, axis: int, *, enter: bool, leave: bool
 ) -> list[Any]:
-    """``layer`` works on its part along ``axis``; gradients of its parameters are added up."""
+    """``layer`` computes on its rank's piece along ``axis``; its parameters' gradients are summed.
+
+    ``enter``: its input is whole, and is split here. ``leave``: its output is gathered here.
+    """
 
     def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = args
         if enter:
             region.lengths[axis] = x.shape[axis]
-            x = regions.cut(x, region.group, axis)
+            x = regions.scatter_to_region(x, region.group, axis)
         if module.training:
-            region.streams.split()
+            region.streams.use_local()
         return (x, *others)
 
     def after(_: nn.Module, __: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
-        region.streams.whole()
-        return regions.join(y, region.group, axis, region.parts(axis)) if leave else y
+        region.streams.use_common()
+        if not leave:
+            return y
+        return regions.gather_from_region(y, region.group, axis, region.piece_sizes(axis))
 
     hooks: list[Any] = [
         layer.register_forward_pre_hook(before),
         layer.register_forward_hook(after),
     ]
-    return hooks + region.add_up(layer.parameters())
+    return hooks + region.sum_gradients(layer.parameters())
 
 
 def switch_hooks(
-    layer: nn.Module, region: Region, axis: int, before: str | None, after: str | None
+    layer: nn.Module, region: RegionState, axis: int, before: str | None, after: str | None
 ) -> list[Any]:
-    """Inputs and output of ``layer`` change between split along ``axis`` and along features."""
+    """Inputs and output of ``layer`` switch between split along ``axis`` and along features."""
 
-    def switched(x: Any, to: str) -> Any:
+    def switched(to: str, x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        features, length = x.dim() - 1, sum(region.parts(axis))
+        features, length = x.dim() - 1, sum(region.piece_sizes(axis))
         if to == "features":
-            return regions.switch(x, region.group, split=features, joined=axis, length=length)
-        whole = x.shape[-1] * region.group.size
-        return regions.switch(x, region.group, split=axis, joined=features, length=whole)
+            return regions.switch_axis(x, region.group, split=features, joined=axis, length=length)
+        width = x.shape[-1] * region.group.size
+        return regions.switch_axis(x, region.group, split=axis, joined=features, length=width)
 
     hooks: list[Any] = []
     if before is not None:
-        into = before
+        switch_input = partial(switched, before)
         hooks.append(
-            layer.register_forward_pre_hook(lambda _, args: tuple(switched(x, into) for x in args))
+            layer.register_forward_pre_hook(lambda _, args: tuple(map(switch_input, args)))
         )
     if after is not None:
-        out = after
-        hooks.append(layer.register_forward_hook(lambda _, __, y: switched(y, out)))
+        switch_output = partial(switched, after)
+        hooks.append(layer.register_forward_hook(lambda _, __, y: switch_output(y)))
     return hooks
-
-
-def summed(group: Group) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A hook on a parameter: its gradient is the sum of those of the ranks."""
-
-    def add_up(gradient: torch.Tensor) -> torch.Tensor:
-        return regions.reduce_from_region(gradient, group)
-
-    return add_up
 
 
 class RowParallel(nn.Module):
     """A linear or convolutional layer whose inputs, and so the columns of its weight, are split.
 
-    ``y = sum over ranks of x_i A_i + b``; the bias is added once, behind the sum.
+    ``y = sum over ranks of x_i A_i + b``; the bias is added once, after the sum.
     """
 
-    def __init__(self, layer: nn.Module, region: Region, *, sequence: bool) -> None:
+    def __init__(self, layer: nn.Module, region: RegionState, *, sequence: bool) -> None:
         super().__init__()
-        kind = kind_of(layer)
-        assert kind is not None
+        assert weight_axes(layer) is not None
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, nn.Parameter)
         assert bias is None or isinstance(bias, nn.Parameter)
         self.weight = weight
         self.bias: nn.Parameter | None = bias
-        self._compute, self._spatial = product_of(layer), weight.dim() - 2
+        self._product, self._spatial_dims = _product_of(layer), weight.dim() - 2
         self._region, self._sequence = region, sequence
-        self._hooks = region.add_up([self.bias]) if sequence and self.bias is not None else []
+        self._hooks = region.sum_gradients([bias]) if sequence and bias is not None else []
         self.train(layer.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: split along its features (channels)."""
-        self._region.end()
-        y = self._compute(x, self.weight)
+        self._region.leave()
+        y = self._product(x, self.weight)
         group = self._region.group
-        y = (
-            regions.sum_cut(y, group, SEQUENCE)
-            if self._sequence
-            else regions.reduce_from_region(y, group)
-        )
+        if self._sequence:
+            y = regions.reduce_scatter_from_region(y, group, SEQUENCE)
+        else:
+            y = regions.reduce_from_region(y, group)
         if self.bias is None:
             return y
-        return y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial)
+        return y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial_dims)
 
     def remove(self) -> None:
-        """Take the hook off the bias."""
+        """Remove the hook on the bias."""
         for hook in self._hooks:
             hook.remove()
 
@@ -245,8 +255,8 @@ class RowParallel(nn.Module):
         return f"weight={shape}, one of {size} ranks, bias={self.bias is not None}"
 
 
-def product_of(layer: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """What ``layer`` computes of input and weight, without its bias."""
+def _product_of(layer: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The function of input and weight that ``layer`` computes before it adds its bias."""
     match layer:
         case nn.Linear():
             return F.linear
@@ -263,12 +273,12 @@ def product_of(layer: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch
 
 
 class VocabularyParallel(nn.Module):
-    """An embedding of which this rank holds the rows from ``start`` on; others come from others.
+    """An embedding of which this rank holds the rows from ``start`` on.
 
-    Exactness: bitwise, as all but one of the ranks add zero.
+    Exactness: bitwise, since for each word all ranks but one add zero.
     """
 
-    def __init__(self, layer: nn.Embedding, region: Region, shard: Shard) -> None:
+    def __init__(self, layer: nn.Embedding, region: RegionState, shard: Shard) -> None:
         super().__init__()
         self.weight = layer.weight
         self.start, self.rows = shard.start(region.group.rank), shard.sizes[region.group.rank]
@@ -281,15 +291,16 @@ class VocabularyParallel(nn.Module):
         """``words``: integers of any shape, the same on every rank.
 
         Raises:
-            IndexError: a word that the embedding does not have.
+            IndexError: a word outside the embedding.
         """
-        own = words - self.start
-        known = (words >= 0) & (words < self.num_embeddings)  # torch refuses the others
-        elsewhere = known & ((own < 0) | (own >= self.rows))
+        index = words - self.start
+        # Words of other ranks are masked; words of no rank are left for torch to refuse.
+        in_vocabulary = (words >= 0) & (words < self.num_embeddings)
+        elsewhere = in_vocabulary & ((index < 0) | (index >= self.rows))
         padding = None
         if self.padding_idx is not None and 0 <= self.padding_idx - self.start < self.rows:
             padding = self.padding_idx - self.start
-        rows = F.embedding(own.masked_fill(elsewhere, 0), self.weight, padding)
+        rows = F.embedding(index.masked_fill(elsewhere, 0), self.weight, padding)
         return regions.reduce_from_region(
             rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._region.group
         )

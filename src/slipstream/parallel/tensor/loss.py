@@ -1,4 +1,4 @@
-"""Cross entropy of logits whose vocabulary is split over ranks: no rank ever holds them whole."""
+"""Cross entropy of logits whose vocabulary is split over ranks; no rank holds all logits."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from slipstream import comm
 from slipstream.errors import CommError
 from slipstream.parallel.tensor import regions
+from slipstream.parallel.tensor.shard import even_sizes
 
 
 def vocabulary_cross_entropy(
@@ -26,49 +27,50 @@ def vocabulary_cross_entropy(
     collectives of one and two values a row, instead of a gather of all logits.
 
     Args:
-        logits: this rank's columns, ``[..., v]``, as a column layer without ``gather`` leaves them.
+        logits: this rank's columns, ``[..., v]``, the output of a column layer without ``gather``.
         target: whole, ``[...]``; indices into the whole vocabulary, the same on every rank.
-        vocabulary: how many words there are.
+        vocabulary: size of the whole vocabulary.
         group: the ranks that share the vocabulary.
-        ignore_index: rows with this target count nothing.
+        ignore_index: rows with this target do not count.
         reduction: as torch's; the loss is whole, the same on every rank.
 
     Exactness: reordered.
 
     Raises:
-        CommError: a target outside of the vocabulary, or shapes that do not fit.
+        CommError: a target outside the vocabulary, or shapes that do not fit.
 
     Example:
         >>> x, t = torch.randn(3, 7), torch.tensor([1, 6, -100])
-        >>> own = vocabulary_cross_entropy(x, t, 7, comm.group())
-        >>> torch.allclose(own, torch.nn.functional.cross_entropy(x, t))
+        >>> loss = vocabulary_cross_entropy(x, t, 7, comm.group())
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(x, t))
         True
 
     Source: Megatron-LM, Shoeybi et al. 2019, section 3.
     """
-    sizes = regions.even(vocabulary, group)
-    due = (*target.shape, sizes[group.rank])
-    if logits.shape != due or min(sizes) < 1:
+    sizes = even_sizes(vocabulary, group.size)
+    expected = (*target.shape, sizes[group.rank])
+    if logits.shape != expected or min(sizes) < 1:
         raise CommError(
             f"rank {group.rank} of {group} holds logits of {list(logits.shape)} for a target of "
-            f"{list(target.shape)}; allowed: {list(due)}, its share of {vocabulary} words, "
+            f"{list(target.shape)}; allowed: {list(expected)}, its share of {vocabulary} words, "
             "at least one a rank"
         )
     counted = target != ignore_index
-    odd = target[counted & ((target < 0) | (target >= vocabulary))]
-    if odd.numel():
+    outside = target[counted & ((target < 0) | (target >= vocabulary))]
+    if outside.numel():
         raise CommError(
-            f"target {int(odd[0])}; allowed: 0 .. {vocabulary - 1}, or ignore_index {ignore_index}"
+            f"target {int(outside[0])}; allowed: 0 .. {vocabulary - 1}, or ignore_index "
+            f"{ignore_index}"
         )
     with torch.no_grad():
         largest = comm.all_reduce_max(logits.amax(-1, keepdim=True), group)
     shifted = logits - largest
-    own = target - sum(sizes[: group.rank])
-    here = counted & (own >= 0) & (own < logits.shape[-1])
-    picked = shifted.gather(-1, own.masked_fill(~here, 0).unsqueeze(-1)).squeeze(-1)
-    both = torch.stack([shifted.exp().sum(-1), picked.masked_fill(~here, 0)])
-    total, chosen = regions.reduce_from_region(both, group).unbind()
-    losses = (total.log() - chosen).masked_fill(~counted, 0)
+    local_target = target - sum(sizes[: group.rank])
+    is_local = counted & (local_target >= 0) & (local_target < logits.shape[-1])
+    picked = shifted.gather(-1, local_target.masked_fill(~is_local, 0).unsqueeze(-1)).squeeze(-1)
+    sums = torch.stack([shifted.exp().sum(-1), picked.masked_fill(~is_local, 0)])
+    exp_sum, target_logit = regions.reduce_from_region(sums, group).unbind()
+    losses = (exp_sum.log() - target_logit).masked_fill(~counted, 0)
     match reduction:
         case "mean":
             return losses.sum() / counted.sum()

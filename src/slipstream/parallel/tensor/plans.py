@@ -1,6 +1,6 @@
-"""Plans for kinds of models that many people train: which module is split how.
+"""Tensor-parallel plans for well-known kinds of models: which module is split how.
 
-Never touches a model: a plan follows from the configuration that models of transformers carry.
+A plan follows from ``model.config`` of a transformers model alone; the model is not touched.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Plan = tuple[Place, ...]
 
 
 def known_plan(config: Any, *, sequence: bool = False) -> Plan:
-    """The plan for a model with this configuration (``model.config``).
+    """The plan for a model with this ``model.config``.
 
     Args:
-        config: of transformers; None where a model has none.
+        config: a transformers configuration; None where a model has none.
         sequence: also split the sequence between the split layers.
 
     Raises:
-        StrategyError: no plan is known for this kind of model.
+        StrategyError: this kind of model has no known plan.
 
     Example:
         >>> from types import SimpleNamespace
@@ -37,39 +37,41 @@ def known_plan(config: Any, *, sequence: bool = False) -> Plan:
     kind = getattr(config, "model_type", None)
     if kind not in plans:
         raise StrategyError(
-            f"parallel.tensor.plan: none is known for {kind or 'a model without model.config'}"
+            f"parallel.tensor.plan: no plan is known for {kind or 'a model without model.config'}"
             f"{' with the sequence split' if sequence else ''}; allowed: {', '.join(plans)}, or a "
             'plan of your own, e.g. {"*.up": column, "*.down": row}'
         )
-    styles = plans[kind](config) | (_SEQUENCES[kind] if sequence else {})
-    return tuple(
-        Place(match=match, style=_with(style, sequence)) for match, style in styles.items()
-    )
+    styles = plans[kind](config)
+    if sequence:
+        styles = {match: _with_sequence(style) for match, style in styles.items()}
+        styles |= _SEQUENCES[kind]
+    return tuple(Place(match=match, style=style) for match, style in styles.items())
 
 
-def plan_of(wish: TensorParallel, model: nn.Module) -> Plan:
-    """The plan of a strategy for ``model``, or for the model of transformers inside it."""
-    if wish.plan is not None:
-        return wish.plan
-    configs = (m.config for m in model.modules() if hasattr(m, "config"))
-    return known_plan(next(configs, None), sequence=wish.sequence)
+def plan_of(config: TensorParallel, model: nn.Module) -> Plan:
+    """The plan of ``config``; if it has none, the plan known for ``model`` or a model inside it."""
+    if config.plan is not None:
+        return config.plan
+    model_configs = (m.config for m in model.modules() if hasattr(m, "config"))
+    return known_plan(next(model_configs, None), sequence=config.sequence)
 
 
-def _with(style: Style, sequence: bool) -> Style:
-    if sequence and isinstance(style, Column | Row) and not getattr(style, "gather", False):
+def _with_sequence(style: Style) -> Style:
+    """Columns and rows take and give tensors that are split along the sequence."""
+    if isinstance(style, Column | Row):
         return style.model_copy(update={"sequence": True})
     return style
 
 
-def _head(config: Any) -> int:
-    given = getattr(config, "head_dim", None)
-    return int(given or config.hidden_size // config.num_attention_heads)
+def _head_size(config: Any) -> int:
+    head_dim = getattr(config, "head_dim", None)
+    return int(head_dim or config.hidden_size // config.num_attention_heads)
 
 
 def _gpt2(config: Any) -> dict[str, Style]:
     return {
         "*.attn": Heads(divide=("num_heads", "split_size")),
-        "*.attn.c_attn": Column(parts=3, block=_head(config)),
+        "*.attn.c_attn": Column(parts=3, block=_head_size(config)),
         "*.attn.c_proj": Row(),
         "*mlp.c_fc": Column(),
         "*mlp.c_proj": Row(),
@@ -77,11 +79,11 @@ def _gpt2(config: Any) -> dict[str, Style]:
 
 
 def _bert(config: Any) -> dict[str, Style]:
-    own = Column(block=_head(config))
+    heads = Column(block=_head_size(config))
     return {
-        "*attention.self.query": own,
-        "*attention.self.key": own,
-        "*attention.self.value": own,
+        "*attention.self.query": heads,
+        "*attention.self.key": heads,
+        "*attention.self.value": heads,
         "*attention.output.dense": Row(),
         "*intermediate.dense": Column(),
         "*.output.dense": Row(),
@@ -89,11 +91,11 @@ def _bert(config: Any) -> dict[str, Style]:
 
 
 def _llama(config: Any) -> dict[str, Style]:
-    own = Column(block=_head(config))
+    heads = Column(block=_head_size(config))
     return {
-        "*self_attn.q_proj": own,
-        "*self_attn.k_proj": own,
-        "*self_attn.v_proj": own,
+        "*self_attn.q_proj": heads,
+        "*self_attn.k_proj": heads,
+        "*self_attn.v_proj": heads,
         "*self_attn.o_proj": Row(),
         "*mlp.gate_proj": Column(),
         "*mlp.up_proj": Column(),
@@ -119,4 +121,4 @@ _SEQUENCES: dict[str, dict[str, Style]] = {
         "*ln_f": Sequence(leave=True),
     },
 }
-"""Modules that work on their part of the sequence, by the kind of model."""
+"""By kind of model, the modules that compute on their rank's piece of the sequence."""

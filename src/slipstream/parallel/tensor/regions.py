@@ -1,160 +1,128 @@
-"""Where a split region of a model begins and ends, as linear maps with their adjoints.
+"""Enters and leaves a split region of a model, by linear maps with their adjoints.
 
-A tensor is *whole* (the same on every rank, and so is its gradient), *split* (each rank has its
-piece, and the gradient of it) or *partial* (what counts is the sum over ranks). Megatron's f and g
-are ``copy_to_region`` and ``reduce_from_region``::
+A tensor is *whole* (the same on every rank, and so is its gradient), *split* (each rank holds a
+piece of the tensor and of its gradient) or *partial* (its value is the sum over ranks)::
 
-    whole   --copy_to_region-->  split region      backward: partial gradients are added up
-    partial --reduce_from_region-->  whole             backward: the gradient as it is
-    whole   --cut------>  split             backward: the gradients are joined
-    split   --join----->  whole             backward: each rank takes its piece
-    split   --join_in-->  split region      backward: partial gradients are added up and cut
-    partial --sum_cut-->  split             backward: the gradients are joined
-    split   --switch--->  split elsewhere   backward: the same, back
+    whole   --copy_to_region-------------->  region           backward: gradients are summed
+    partial --reduce_from_region---------->  whole            backward: the gradient as it is
+    whole   --scatter_to_region----------->  split            backward: gradients are gathered
+    split   --gather_from_region---------->  whole            backward: each rank takes its piece
+    split   --gather_to_region------------>  region           backward: reduce-scatter
+    partial --reduce_scatter_from_region-->  split            backward: gradients are gathered
+    split   --switch_axis----------------->  split elsewhere  backward: the same, reversed
 
-The operators of ``comm`` differentiate the sum of all ranks' losses; here all ranks hold one loss.
+The first two are Megatron-LM's f and g. The operators of ``comm`` differentiate the sum of all
+ranks' losses; here all ranks hold one and the same loss.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from slipstream.comm import Group
-from slipstream.comm.apply import apply
-from slipstream.comm.collectives import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Like,
-    Maybe,
-    Move,
-    ReduceScatter,
-)
+from slipstream.comm.autograd import apply_with_output
+from slipstream.comm.collectives import AllReduce, Collective
+from slipstream.comm.shards import AllGather, AllToAll, ReduceScatter
+from slipstream.comm.tensor_spec import TensorSpec
+from slipstream.parallel.tensor.shard import even_sizes
 
 
 @dataclass(frozen=True, slots=True)
-class _Copy:
-    """A whole tensor as it is, at the entry of a split region; adjoint: the sum."""
+class _LocalMap:
+    """A linear map that sends nothing, or its adjoint, which is a collective.
 
-    local: ClassVar[bool] = True  # nothing moves, so nothing is recorded
+    Attributes:
+        is_local: which of the two this is; local maps get no span in a trace.
+    """
+
     group: Group
-    output: Like
+    input: TensorSpec
+    output: TensorSpec
+    local: Callable[[torch.Tensor], torch.Tensor]
+    collective: Collective
+    is_local: bool = True
 
     @property
-    def adjoint(self) -> _Total:
-        return _Total(self.group, self.output)
+    def adjoint(self) -> _LocalMap:
+        swapped = (self.output, self.input, self.local, self.collective, not self.is_local)
+        return _LocalMap(self.group, *swapped)
 
-    def __call__(self, x: Maybe) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | None) -> torch.Tensor | None:
         assert x is not None
-        return x.view_as(x)
+        return self.local(x) if self.is_local else self.collective(x)
 
 
-@dataclass(frozen=True, slots=True)
-class _Total:
-    """The sum of partial tensors; adjoint: the gradient as it is."""
-
-    group: Group
-    output: Like
-
-    @property
-    def adjoint(self) -> _Copy:
-        return _Copy(self.group, self.output)
-
-    def __call__(self, x: Maybe) -> torch.Tensor:
-        return AllReduce(self.group, self.output)(x)
+def _copy(group: Group, spec: TensorSpec) -> _LocalMap:
+    """The identity; adjoint: the sum over ranks."""
+    return _LocalMap(group, spec, spec, lambda x: x.view_as(x), AllReduce(group, spec))
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """This rank's piece of a whole tensor; adjoint: the pieces joined."""
-
-    local: ClassVar[bool] = True
-    group: Group
-    whole: Like
-    axis: int
-    sizes: tuple[int, ...]
-
-    @property
-    def output(self) -> Like:
-        return self.whole.sized(self.sizes[self.group.rank], self.axis)
-
-    @property
-    def adjoint(self) -> _Join:
-        return _Join(self.group, self.whole, self.axis, self.sizes)
-
-    def __call__(self, x: Maybe) -> torch.Tensor:
-        assert x is not None
-        start = sum(self.sizes[: self.group.rank])
-        return x.narrow(self.axis, start, self.sizes[self.group.rank]).contiguous()
-
-
-@dataclass(frozen=True, slots=True)
-class _Join:
-    """The pieces joined on every rank; adjoint: this rank's piece."""
-
-    group: Group
-    output: Like
-    axis: int
-    sizes: tuple[int, ...]
-
-    @property
-    def adjoint(self) -> _Cut:
-        return _Cut(self.group, self.output, self.axis, self.sizes)
-
-    def __call__(self, x: Maybe) -> torch.Tensor:
-        return AllGather(self.group, self.output, self.axis, self.sizes)(x)
+def _take_piece(group: Group, whole: TensorSpec, axis: int, sizes: tuple[int, ...]) -> _LocalMap:
+    """This rank's piece of a whole tensor; adjoint: the pieces gathered."""
+    start, size = sum(sizes[: group.rank]), sizes[group.rank]
+    return _LocalMap(
+        group,
+        whole,
+        whole.resized(size, axis),
+        lambda x: x.narrow(axis, start, size).contiguous(),
+        AllGather(group, whole, axis, sizes),
+    )
 
 
 def copy_to_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """``x``, whole, for layers that each work on a part of it or of their weights."""
-    return _run("copy_to_region", _Copy(group, Like.of(x)), x)
+    """Pass a whole ``x`` to layers that each compute with a part of it or of their weights."""
+    return _apply("copy_to_region", _copy(group, TensorSpec.of(x)), x)
 
 
 def reduce_from_region(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of the ranks' partial ``x``. Exactness: reordered."""
-    return _run("reduce_from_region", _Total(group, Like.of(x)), x)
+    """Sum the ranks' partial ``x``. Exactness: reordered."""
+    return _apply("reduce_from_region", _copy(group, TensorSpec.of(x)).adjoint, x)
 
 
-def cut(x: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
-    """This rank's piece of a whole ``x``; pieces differ by one at most."""
-    return _run("cut", _Cut(group, Like.of(x), axis, even(x.shape[axis], group)), x)
+def scatter_to_region(x: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
+    """Take this rank's piece of a whole ``x``; pieces differ by at most one."""
+    sizes = even_sizes(x.shape[axis], group.size)
+    return _apply("scatter_to_region", _take_piece(group, TensorSpec.of(x), axis, sizes), x)
 
 
-def join(x: torch.Tensor, group: Group, axis: int, sizes: tuple[int, ...]) -> torch.Tensor:
-    """The whole, from pieces of ``sizes``."""
-    return _run("join", _Join(group, Like.of(x).sized(sum(sizes), axis), axis, sizes), x)
+def gather_from_region(
+    x: torch.Tensor, group: Group, axis: int, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    """Make the whole tensor from pieces of ``sizes``."""
+    whole = TensorSpec.of(x).resized(sum(sizes), axis)
+    return _apply("gather_from_region", _take_piece(group, whole, axis, sizes).adjoint, x)
 
 
-def join_in(x: torch.Tensor, group: Group, axis: int, sizes: tuple[int, ...]) -> torch.Tensor:
-    """As ``join``, for layers that each work on a part of their weights."""
-    return _run("join_in", AllGather(group, Like.of(x).sized(sum(sizes), axis), axis, sizes), x)
+def gather_to_region(
+    x: torch.Tensor, group: Group, axis: int, sizes: tuple[int, ...]
+) -> torch.Tensor:
+    """As `gather_from_region`, for layers that each compute with a part of their weights."""
+    whole = TensorSpec.of(x).resized(sum(sizes), axis)
+    return _apply("gather_to_region", AllGather(group, whole, axis, sizes), x)
 
 
-def sum_cut(x: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
-    """This rank's piece of the sum of partial ``x``. Exactness: reordered."""
-    return _run("sum_cut", ReduceScatter(group, Like.of(x), axis, even(x.shape[axis], group)), x)
+def reduce_scatter_from_region(x: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
+    """Take this rank's piece of the sum of the ranks' partial ``x``. Exactness: reordered."""
+    sizes = even_sizes(x.shape[axis], group.size)
+    collective = ReduceScatter(group, TensorSpec.of(x), axis, sizes)
+    return _apply("reduce_scatter_from_region", collective, x)
 
 
-def switch(x: torch.Tensor, group: Group, *, split: int, joined: int, length: int) -> torch.Tensor:
-    """``x``, split along axis ``joined`` where the whole is ``length`` long, becomes whole there
-    and split along axis ``split``; backward is the same, back. Exactness: bitwise.
+def switch_axis(
+    x: torch.Tensor, group: Group, *, split: int, joined: int, length: int
+) -> torch.Tensor:
+    """Turn an ``x`` that is split along axis ``joined``, where the whole is ``length`` long, into
+    one that is whole there and split along axis ``split``. Exactness: bitwise.
     """
-    sent, received = even(x.shape[split], group), even(length, group)
-    alike = len(set(sent)) == len(set(received)) == 1
-    return _run("switch", AllToAll(group, Like.of(x), split, joined, sent, received, alike), x)
+    sent, received = even_sizes(x.shape[split], group.size), even_sizes(length, group.size)
+    equal = len(set(sent)) == len(set(received)) == 1
+    collective = AllToAll(group, TensorSpec.of(x), split, joined, sent, received, equal)
+    return _apply("switch_axis", collective, x)
 
 
-def even(length: int, group: Group) -> tuple[int, ...]:
-    """Sizes of the pieces of ``length``, which differ by one at most."""
-    each, rest = divmod(length, group.size)
-    return tuple(each + (rank < rest) for rank in range(group.size))
-
-
-def _run(name: str, move: Move, x: torch.Tensor) -> torch.Tensor:
-    wants = x.requires_grad and torch.is_grad_enabled()
-    y = apply(name, move, x, wants=wants)
-    assert y is not None
-    return y
+def _apply(name: str, collective: Collective, x: torch.Tensor) -> torch.Tensor:
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    return apply_with_output(name, collective, x, needs_grad=needs_grad)

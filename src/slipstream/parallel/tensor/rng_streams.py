@@ -1,9 +1,11 @@
-"""Random numbers of tensor ranks: the same where tensors are whole, their own where they are split.
+"""Random numbers of tensor-parallel ranks: common for whole tensors, per rank for split tensors.
 
-Dropout of a whole tensor must drop the same values on every rank, or replicas drift apart; dropout
-inside a split region must not, or parts of a layer are tied to each other. A split region begins by
-drawing one number from the common stream, from which each rank seeds its own, and ends by going
-back to the common stream: so recomputing it draws the same again. Source: Megatron-LM.
+Dropout of a whole tensor must drop the same values on every rank, or replicas drift apart. Dropout
+inside a split region must differ, or parts of a layer get correlated masks. On entry to a split
+region every rank draws one number from the common stream and seeds its own stream from it; on exit
+it restores the common stream, so that recomputing the region draws the same numbers.
+
+Source: Megatron-LM.
 """
 
 from __future__ import annotations
@@ -13,49 +15,52 @@ import torch
 from slipstream.comm import Group
 
 _LARGE = 2**31 - 1
-_STRIDE = 1_000_003
+_SEED_STRIDE = 1_000_003
 
 
-class Streams:
-    """The random numbers of one model's ranks; ``split`` and ``whole`` switch between the two."""
+class RngStreams:
+    """The common and the local random stream of one model's ranks."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self._group = group
         self._generator = _generator(device)
-        self._common: torch.Tensor | None = None
-        self._own = 0  # the seed of this rank's stream
+        self._common_state: torch.Tensor | None = None
+        self._local_seed = 0
 
-    def unify(self) -> None:
-        """Every rank goes on with the common streams of the group's first rank."""
+    def synchronize(self) -> None:
+        """Give every rank the random states of the group's first rank."""
         if self._group.size == 1:
             return
-        aside = [] if self._generator is torch.default_generator else [torch.default_generator]
-        for generator in [self._generator, *aside]:
-            on_wire = generator.get_state().to(self._group.device)
-            root = self._group.places[0]
-            torch.distributed.broadcast(on_wire, group=self._group.members, group_src=root)
-            generator.set_state(on_wire.cpu())
+        generators = [self._generator]
+        if self._generator is not torch.default_generator:
+            generators.append(torch.default_generator)
+        for generator in generators:
+            state = generator.get_state().to(self._group.device)
+            root = self._group.process_group_ranks[0]
+            torch.distributed.broadcast(state, group=self._group.members, group_src=root)
+            generator.set_state(state.cpu())
 
-    def split(self) -> None:
-        """From here on this rank draws its own numbers; nothing if it does already."""
-        if self._is_split:
+    def use_local(self) -> None:
+        """Draw this rank's own numbers from here on; does nothing if it does already."""
+        if self._is_local:
             return
-        drawn = int(torch.randint(_LARGE, ()))  # on the CPU, for that of a GPU would wait for it
-        self._common = self._generator.get_state()
-        self._own = drawn + _STRIDE * (self._group.rank + 1)
-        self._generator.manual_seed(self._own)
+        drawn = int(torch.randint(_LARGE, ()))  # on the CPU: a draw on the GPU would synchronise
+        self._common_state = self._generator.get_state()
+        self._local_seed = drawn + _SEED_STRIDE * (self._group.rank + 1)
+        self._generator.manual_seed(self._local_seed)
 
-    def whole(self) -> None:
-        """From here on all ranks draw the same numbers again."""
-        if self._is_split:
-            assert self._common is not None
-            self._generator.set_state(self._common)
-        self._common = None
+    def use_common(self) -> None:
+        """Draw the same numbers on all ranks from here on."""
+        if self._is_local:
+            assert self._common_state is not None
+            self._generator.set_state(self._common_state)
+        self._common_state = None
 
     @property
-    def _is_split(self) -> bool:
-        """Recomputing may leave a split region in its middle, and puts torch's state back then."""
-        return self._common is not None and self._generator.initial_seed() == self._own
+    def _is_local(self) -> bool:
+        # Activation checkpointing may stop recomputing inside a split region and then restores the
+        # generator itself, so a saved state alone does not tell; the generator's seed does.
+        return self._common_state is not None and self._generator.initial_seed() == self._local_seed
 
 
 def _generator(device: torch.device) -> torch.Generator:

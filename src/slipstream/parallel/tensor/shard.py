@@ -1,4 +1,4 @@
-"""How a tensor is cut between ranks, and put together again: values only, nothing moves here."""
+"""How a tensor is sharded over ranks; pure functions of tensors, no communication."""
 
 from __future__ import annotations
 
@@ -8,16 +8,27 @@ from dataclasses import dataclass
 import torch
 
 
+def even_sizes(length: int, ranks: int) -> tuple[int, ...]:
+    """Sizes of ``ranks`` pieces of ``length`` that differ by at most one, larger ones first.
+
+    Example:
+        >>> even_sizes(7, 2)
+        (4, 3)
+    """
+    size, rest = divmod(length, ranks)
+    return tuple(size + (rank < rest) for rank in range(ranks))
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A tensor cut along ``axis``: each of ``parts`` equal blocks is cut into pieces of ``sizes``,
-    and a rank holds its piece of every block, one behind the other.
+    """A tensor split along ``axis``: it consists of ``parts`` equal blocks, each block is split
+    into pieces of ``sizes``, and a rank holds its piece of every block, concatenated.
 
     Example:
         >>> shard = Shard(axis=0, sizes=(2, 2), parts=2)
-        >>> shard.cut(torch.arange(8), rank=1)
+        >>> shard.piece(torch.arange(8), rank=1)
         tensor([2, 3, 6, 7])
-        >>> shard.join([shard.cut(torch.arange(8), rank) for rank in (0, 1)])
+        >>> shard.join([shard.piece(torch.arange(8), rank) for rank in (0, 1)])
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
 
@@ -27,28 +38,32 @@ class Shard:
 
     @classmethod
     def even(cls, axis: int, length: int, ranks: int, parts: int = 1) -> Shard:
-        """Pieces of ``length / parts`` values that differ by one at most."""
-        each, rest = divmod(length // parts, ranks)
-        return cls(axis, tuple(each + (rank < rest) for rank in range(ranks)), parts)
+        """Pieces of ``length / parts`` values that differ by at most one."""
+        return cls(axis, even_sizes(length // parts, ranks), parts)
 
     @property
     def length(self) -> int:
-        """Of the whole along the axis."""
+        """Of the whole tensor along ``axis``."""
         return self.parts * sum(self.sizes)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Of the ranks' tensors along ``axis``."""
+        return tuple(self.parts * size for size in self.sizes)
+
     def start(self, rank: int) -> int:
-        """Where a rank's piece of a block begins in the block."""
+        """The offset of a rank's piece in its block."""
         return sum(self.sizes[:rank])
 
-    def cut(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """A rank's pieces, copied."""
+    def piece(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """A copy of what ``rank`` holds of ``whole``."""
         blocks = torch.unflatten(whole, self.axis, (self.parts, sum(self.sizes)))
-        piece = blocks.narrow(self.axis + 1, self.start(rank), self.sizes[rank])
-        own: torch.Tensor = piece.flatten(self.axis, self.axis + 1)
-        return own.clone(memory_format=torch.contiguous_format)
+        pieces = blocks.narrow(self.axis + 1, self.start(rank), self.sizes[rank])
+        local: torch.Tensor = pieces.flatten(self.axis, self.axis + 1)
+        return local.clone(memory_format=torch.contiguous_format)
 
     def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole, from the pieces of all ranks in order; the inverse of `cut`."""
+        """The whole tensor from the pieces of all ranks in order; the inverse of `piece`."""
         sized = zip(pieces, self.sizes, strict=True)
         blocks = [torch.unflatten(piece, self.axis, (self.parts, size)) for piece, size in sized]
         return torch.cat(blocks, self.axis + 1).flatten(self.axis, self.axis + 1)

@@ -1,24 +1,26 @@
-"""Layers of a model split over the ranks of a group, from outside: ``split_layers``.
+"""Splits layers of a model over the ranks of a group, from outside: ``split_layers``.
 
-Parameters stay the user's objects under their names, so an optimizer made before keeps them; each
-holds this rank's share of its values. ``close()`` makes the model whole again.
+Parameters stay the user's objects under their names, so an optimizer made before stays valid; each
+parameter holds this rank's shard of its values. ``close()`` restores the whole model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from slipstream.comm import Group
-from slipstream.comm.collectives import AllGather, Like
+from slipstream.comm.shards import AllGather
+from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.tensor.assign import Assignment, assign, named_shards
 from slipstream.parallel.tensor.layers import (
-    Region,
+    RegionState,
     RowParallel,
     VocabularyParallel,
     column_hooks,
@@ -26,19 +28,19 @@ from slipstream.parallel.tensor.layers import (
     switch_hooks,
 )
 from slipstream.parallel.tensor.plans import Plan
-from slipstream.parallel.tensor.rng_streams import Streams
+from slipstream.parallel.tensor.rng_streams import RngStreams
 from slipstream.parallel.tensor.shard import Shard
 from slipstream.strategy.parallel import Column, Row, Sequence, Switch, Vocabulary
 from slipstream.transport import broadcast
 
 
 class SplitLayers:
-    """A model whose layers are split; made by `split_layers`.
+    """A model whose layers are split over ranks; made by `split_layers`.
 
     Attributes:
         model: the user's.
-        group: the ranks that share its layers.
-        shards: how each tensor of ``model.state_dict()`` is cut; a name that is missing is whole.
+        group: the tensor-parallel ranks.
+        shards: by name in ``model.state_dict()``, how a tensor is split; other tensors are whole.
     """
 
     def __init__(
@@ -50,136 +52,139 @@ class SplitLayers:
     ) -> None:
         self.model, self.group = model, group
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        region = Region(group, Streams(group, device))
+        region = RegionState(group, RngStreams(group, device))
         if group.size > 1:
             broadcast.broadcast([*model.parameters(), *model.buffers()], group.members)
-            region.streams.unify()
+            region.streams.synchronize()
         self._optimizer = optimizer
         self.shards = _with_aliases(model, dict(named_shards(assignments)))
         self._undo: list[Callable[[], object]] = []
-        self._change(lambda shard, whole: shard.cut(whole, group.rank))
-        for one in assignments:
-            self._install(one, region)
+        self._replace_values(lambda shard, whole: shard.piece(whole, group.rank))
+        for assignment in assignments:
+            self._install(assignment, region)
+        # A forward that an error or a checkpoint ended early may have left a region open.
         self._undo += [
-            model.register_forward_pre_hook(lambda *_: region.end()).remove,
-            model.register_forward_hook(lambda *_: region.end()).remove,
+            model.register_forward_pre_hook(lambda *_: region.leave()).remove,
+            model.register_forward_hook(lambda *_: region.leave()).remove,
         ]
 
     @property
-    def shares(self) -> dict[str, torch.Size]:
-        """The shapes of the largest shares of cut parameters, by name."""
-        found = {}
+    def largest_shapes(self) -> dict[str, torch.Size]:
+        """By name of a split parameter, the shape of the largest shard on any rank."""
+        shapes = {}
         for name, parameter in self.model.named_parameters():
             if name in self.shards:
                 shard, shape = self.shards[name], list(parameter.shape)
-                shape[shard.axis] = shard.parts * max(shard.sizes)
-                found[name] = torch.Size(shape)
-        return found
+                shape[shard.axis] = max(shard.widths)
+                shapes[name] = torch.Size(shape)
+        return shapes
 
     def full_state_dict(self) -> dict[str, Any]:
-        """``model.state_dict()`` with whole tensors, on every rank; all ranks of the group call it.
+        """``model.state_dict()`` with whole tensors, on every rank. Collective.
 
         It fits the unsplit model, and a model split over any number of ranks.
         """
-        return self.joined(self.model.state_dict())
+        return self.gather_state(self.model.state_dict())
 
-    def joined(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """``state`` with whole tensors instead of this rank's shares; all ranks call it."""
-        return {name: self._joined(name, value) for name, value in state.items()}
+    def gather_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` with whole tensors instead of this rank's shards. Collective."""
+        return {name: self._gather_tensor(name, value) for name, value in state.items()}
 
-    def cut(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """``state`` with this rank's shares instead of whole tensors.
+    def shard_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` with this rank's shards instead of whole tensors.
 
         Raises:
-            ModelError: a tensor has another shape.
+            ModelError: a tensor does not have the whole model's shape.
         """
-        return {name: self._cut(name, value) for name, value in state.items()}
+        return {name: self._shard_tensor(name, value) for name, value in state.items()}
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take this rank's shares of a state of the whole model.
+        """Load this rank's shards of a state of the whole model.
 
         Raises:
-            ModelError: names are missing or not known, or a shape differs.
+            ModelError: names are missing or unknown, or a shape differs.
         """
-        own = self.cut(state)
+        local_state = self.shard_state(state)
         try:
-            self.model.load_state_dict(own)
+            self.model.load_state_dict(local_state)
         except RuntimeError as error:
-            raise ModelError(f"this state is not that of the whole model: {error}") from None
+            raise ModelError(f"the state does not fit the whole model: {error}") from None
 
     def full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """``optimizer.state_dict()`` with whole tensors where they have their parameter's shape."""
-        return self._optimizer_state(optimizer, optimizer.state_dict(), self._joined, local=True)
+        """``optimizer.state_dict()`` with whole tensors, on every rank. Collective.
+
+        Only tensors of their parameter's shape are gathered; other values, such as step counts,
+        are the same on every rank.
+        """
+        state = optimizer.state_dict()
+        return self._map_optimizer_state(optimizer, state, self._gather_tensor, is_local=True)
 
     def load_full_optimizer_state_dict(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
-        """Take this rank's shares of what `full_optimizer_state_dict` gave."""
-        optimizer.load_state_dict(self._optimizer_state(optimizer, state, self._cut, local=False))
+        """Load this rank's shards of a state from `full_optimizer_state_dict`."""
+        local_state = self._map_optimizer_state(
+            optimizer, state, self._shard_tensor, is_local=False
+        )
+        optimizer.load_state_dict(local_state)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As ``torch.nn.utils.clip_grad_norm_``, by the norm of the whole model's gradients.
 
         Returns:
-            The norm before, the same on every rank.
+            The norm before clipping, the same on every rank. Collective.
         """
         named = list(self.model.named_parameters())
+        # Parameters that are whole are equal on all ranks, and count on the first one.
         counted = [p for n, p in named if n in self.shards or self.group.rank == 0]
         return clip_grad_norm_([p for _, p in named], counted, max_norm, self.group)
 
     def close(self) -> None:
-        """Make the model whole on every rank, with its own modules; twice is once.
-
-        All ranks of the group call it, as the shares are gathered.
-        """
+        """Restore the whole model on every rank, with its own modules; idempotent. Collective."""
         while self._undo:
             self._undo.pop()()
         if self.shards:
-            self._change(lambda shard, own: _gathered(own, shard, self.group))
+            self._replace_values(lambda shard, local: _gather_shards(local, shard, self.group))
         self.shards = {}
 
-    # Inside.
-
-    def _install(self, one: Assignment, region: Region) -> None:
-        """Put the layer or the hooks of one module in place."""
-        for name, values in one.attributes.items():
-            before = getattr(one.module, name)
-            self._undo.append(_setter(one.module, name, before))
-            setattr(one.module, name, values[self.group.rank])
-        match one.style:
+    def _install(self, assignment: Assignment, region: RegionState) -> None:
+        """Install the attributes, hooks or replacement of one module."""
+        module = assignment.module
+        for name, values in assignment.attributes.items():
+            self._undo.append(partial(setattr, module, name, getattr(module, name)))
+            setattr(module, name, values[self.group.rank])
+        hooks: list[Any] = []
+        match assignment.style:
             case Column(gather=gather, sequence=sequence):
-                hooks = column_hooks(
-                    one.module, region, one.shards["weight"], gather=gather, sequence=sequence
-                )
-                self._undo += [hook.remove for hook in hooks]
+                shard = assignment.shards["weight"]
+                hooks = column_hooks(module, region, shard, gather=gather, sequence=sequence)
             case Row(sequence=sequence):
-                row = RowParallel(one.module, region, sequence=sequence)
-                self._undo.append(row.remove)
-                self._replace(one.module, row)
+                row = RowParallel(module, region, sequence=sequence)
+                hooks = [row]
+                self._replace_module(module, row)
             case Vocabulary():
-                assert isinstance(one.module, nn.Embedding)
-                self._replace(
-                    one.module, VocabularyParallel(one.module, region, one.shards["weight"])
-                )
+                assert isinstance(module, nn.Embedding)
+                shard = assignment.shards["weight"]
+                self._replace_module(module, VocabularyParallel(module, region, shard))
             case Sequence(axis=axis, enter=enter, leave=leave):
-                hooks = sequence_hooks(one.module, region, axis, enter=enter, leave=leave)
-                self._undo += [hook.remove for hook in hooks]
+                hooks = sequence_hooks(module, region, axis, enter=enter, leave=leave)
             case Switch(axis=axis, before=before, after=after):
-                hooks = switch_hooks(one.module, region, axis, before, after)
-                self._undo += [hook.remove for hook in hooks]
+                hooks = switch_hooks(module, region, axis, before, after)
+        self._undo += [hook.remove for hook in hooks]
 
-    def _replace(self, module: nn.Module, by: nn.Module) -> None:
+    def _replace_module(self, module: nn.Module, replacement: nn.Module) -> None:
+        """Under every name of ``module``."""
         for path, child in list(self.model.named_modules(remove_duplicate=False)):
             if child is module:
-                parent, _, name = path.rpartition(".")
-                owner = self.model.get_submodule(parent)
-                setattr(owner, name, by)
-                self._undo.append(_setter(owner, name, module))
-        self._undo.append(lambda: module.train(by.training))
+                parent_path, _, name = path.rpartition(".")
+                parent = self.model.get_submodule(parent_path)
+                setattr(parent, name, replacement)
+                self._undo.append(partial(setattr, parent, name, module))
+        self._undo.append(lambda: module.train(replacement.training))
 
     @torch.no_grad()
-    def _change(self, change: Callable[[Shard, torch.Tensor], torch.Tensor]) -> None:
-        """Give every cut tensor, its gradient and its optimizer's state other values."""
+    def _replace_values(self, change: Callable[[Shard, torch.Tensor], torch.Tensor]) -> None:
+        """Apply ``change`` to every split tensor, its gradient and its optimizer state."""
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name, tensor in tensors.items():
             shard = self.shards.get(name)
@@ -190,10 +195,10 @@ class SplitLayers:
             if gradient is not None:
                 tensor.grad = None
             values = change(shard, tensor.data)
-            # Graphs that are still alive hold a node of the parameter, which knows its shape; torch
-            # makes another one where the dtype has changed.
-            other = torch.float32 if tensor.dtype != torch.float32 else torch.float64
-            tensor.data = torch.empty(0, dtype=other, device=tensor.device)
+            # A graph that is still alive holds the parameter's AccumulateGrad node, which checks
+            # gradients against the old shape; torch makes a new node when the dtype changes.
+            other_dtype = torch.float32 if tensor.dtype != torch.float32 else torch.float64
+            tensor.data = torch.empty(0, dtype=other_dtype, device=tensor.device)
             tensor.data = values
             if gradient is not None:
                 tensor.grad = change(shard, gradient)
@@ -202,32 +207,34 @@ class SplitLayers:
                 if isinstance(value, torch.Tensor) and value.shape == before:
                     state[key] = change(shard, value)
 
-    def _joined(self, name: str, value: Any) -> Any:
+    def _gather_tensor(self, name: str, value: Any) -> Any:
         shard = self.shards.get(name)
         if shard is None or not isinstance(value, torch.Tensor):
             return value
-        return _gathered(value.detach(), shard, self.group)
+        return _gather_shards(value.detach(), shard, self.group)
 
-    def _cut(self, name: str, value: Any) -> Any:
+    def _shard_tensor(self, name: str, value: Any) -> Any:
         shard = self.shards.get(name)
         if shard is None or not isinstance(value, torch.Tensor):
             return value
         if value.dim() <= shard.axis or value.shape[shard.axis] != shard.length:
             raise ModelError(
-                f"{name} has shape {list(value.shape)} in this state; allowed: {shard.length} "
-                f"along axis {shard.axis}, as of the whole model"
+                f"{name} has shape {list(value.shape)} in this state; allowed: the whole model's, "
+                f"{shard.length} along axis {shard.axis}"
             )
-        return shard.cut(value, self.group.rank)
+        return shard.piece(value, self.group.rank)
 
-    def _optimizer_state(
+    def _map_optimizer_state(
         self,
         optimizer: torch.optim.Optimizer,
         state: Mapping[str, Any],
         change: Callable[[str, Any], Any],
         *,
-        local: bool,
+        is_local: bool,
     ) -> dict[str, Any]:
-        """``state`` with ``change(name, tensor)`` for tensors of their parameter's shape."""
+        """``state`` with ``change(name, tensor)`` for tensors of their parameter's shape: this
+        rank's shape where the state ``is_local``, else the whole model's.
+        """
         names = {p: n for n, p in self.model.named_parameters()}
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         changed = {}
@@ -236,7 +243,7 @@ class SplitLayers:
             name = names.get(parameter, "")
             shard = self.shards.get(name)
             shape = list(parameter.shape)
-            if shard is not None and not local:
+            if shard is not None and not is_local:
                 shape[shard.axis] = shard.length
             changed[index] = {
                 key: change(name, value)
@@ -253,23 +260,24 @@ def split_layers(
     plan: Plan,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> SplitLayers:
-    """Split layers of ``model`` over ``group`` as ``plan`` says; every rank then trains on the same
-    batches and gets the same loss.
+    """Split layers of ``model`` over ``group`` according to ``plan``.
 
-    All ranks start from the parameters, buffers and random numbers of the group's first rank.
-    Columns and rows are those of Megatron-LM (Shoeybi et al. 2019), sequences those of Korthikanti
-    et al. 2022.
+    Every rank then trains on the same batches and gets the same loss. All ranks start from the
+    parameters, buffers and random states of the group's first rank.
 
     Args:
         model: built whole on every rank.
-        group: best made with ``check=False``, as shapes are known to agree.
-        plan: places, e.g. ``known_plan(model.config)`` or those of ``TensorParallel``.
-        optimizer: of the model's parameters; what it keeps of them is cut, too.
+        group: best made with ``check=False``, since shapes agree by construction.
+        plan: e.g. ``known_plan(model.config)``, or the plan of a ``TensorParallel``.
+        optimizer: of the model's parameters; its state is split, too.
+
+    Sources: Megatron-LM (Shoeybi et al. 2019) for columns and rows; Korthikanti et al. 2022 for
+    sequences.
 
     Exactness: reordered.
 
     Raises:
-        StrategyError: the plan does not fit the model; before anything is changed.
+        StrategyError: the plan does not fit the model; raised before anything changes.
 
     Example:
         >>> from slipstream import comm
@@ -285,7 +293,7 @@ def split_layers(
 
 
 def _with_aliases(model: nn.Module, shards: dict[str, Shard]) -> dict[str, Shard]:
-    """``shards`` by every name of a tied parameter."""
+    """``shards``, also under the further names of tied parameters."""
     by_tensor = {
         id(p): shards[n] for n, p in model.named_parameters(remove_duplicate=False) if n in shards
     }
@@ -297,12 +305,8 @@ def _with_aliases(model: nn.Module, shards: dict[str, Shard]) -> dict[str, Shard
     return shards | aliases
 
 
-def _gathered(own: torch.Tensor, shard: Shard, group: Group) -> torch.Tensor:
-    """The whole tensor, from the shares of all ranks."""
-    widths = tuple(size * shard.parts for size in shard.sizes)
-    together = Like.of(own).sized(sum(widths), shard.axis)
-    return shard.join(AllGather(group, together, shard.axis, widths)(own).split(widths, shard.axis))
-
-
-def _setter(owner: object, name: str, value: object) -> Callable[[], None]:
-    return lambda: setattr(owner, name, value)
+def _gather_shards(local: torch.Tensor, shard: Shard, group: Group) -> torch.Tensor:
+    """The whole tensor, from the shards of all ranks."""
+    concatenated = TensorSpec.of(local).resized(shard.length, shard.axis)
+    pieces = AllGather(group, concatenated, shard.axis, shard.widths)(local)
+    return shard.join(pieces.split(shard.widths, shard.axis))

@@ -1,0 +1,15 @@
+"""Ranks for the tests of this folder, started once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness.ranks import Ranks
+
+
+@pytest.fixture(scope="package")
+def three() -> Iterator[Ranks]:
+    with Ranks(3, timeout=20.0) as ranks:
+        yield ranks
