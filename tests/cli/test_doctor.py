@@ -72,7 +72,7 @@ def test_it_measures_draws_and_saves(tmp_path: Path, before, words, shape, kinds
 
 
 WRONG = {
-    "no yaml": (["-o", "cluster.txt"], {}, "ends in .yaml or .yml"),
+    "no yaml": (["-o", "cluster.txt"], {}, "must end in .yaml or .yml"),
     "no folder": (["-o", "no/cluster.yaml"], {}, "cannot be written"),
     "no rate": (["--nodes", "2", "--rate", "fast"], {}, "'fast' is not a link rate"),
     "one rank": (["--ranks", "1"], {}, "--ranks"),

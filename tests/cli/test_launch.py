@@ -101,9 +101,9 @@ def logs(folder: Path) -> dict[str, str]:
 
 def test_ranks_get_arguments_untouched_variables_and_a_log_each(tmp_path: Path) -> None:
     arguments = ["--help", "--nproc", "7", "--", "${local_rank}", "a$$b", "-m", "", "two words"]
-    (tmp_path / "wish.yaml").write_text("gradients: {overlap: false}\n")
+    (tmp_path / "config.yaml").write_text("gradients: {overlap: false}\n")
     code, out, err = launch(
-        tmp_path, TELL, "--nproc", "2", "--strategy", "wish.yaml", "script.py", *arguments
+        tmp_path, TELL, "--nproc", "2", "--strategy", "config.yaml", "script.py", *arguments
     )
     assert code == 0
     assert out == json.dumps(arguments) + "\nprogress 1\nprogress 2\n"  # text mode: \r -> \n

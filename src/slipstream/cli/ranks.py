@@ -65,6 +65,27 @@ def run_on_this_host(module: str, argument: str, ranks: int, console: Console) -
     return outcome.exit_code
 
 
+def run_on_hosts(
+    bed: Testbed, words: Sequence[str], ranks_per_node: int, logs: Path, strategy: str | None = None
+) -> int:
+    """Launch ``words`` on all hosts of a testbed; returns 0, or the code of the first to fail."""
+    endpoint = f"{bed.nodes[0].address}:{PORT}"
+    return bed.run(
+        [
+            launch_command(
+                words,
+                nnodes=len(bed.nodes),
+                node_rank=node.index,
+                nproc=ranks_per_node,
+                rdzv_endpoint=endpoint,
+                log_dir=logs,
+                strategy=strategy,
+            )
+            for node in bed.nodes
+        ]
+    )
+
+
 def describe_hosts(bed: Testbed) -> str:
     """Measure the first link of a testbed that is up, and say what the hosts are."""
     link = bed.check()[0]

@@ -39,7 +39,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank is told, as JSON in its one argument."""
+    """The settings of every rank, passed as JSON in its one argument."""
 
     steps: int
     folder: str

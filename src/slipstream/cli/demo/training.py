@@ -115,9 +115,12 @@ class Bars:
     def update(self, name: str, losses: Sequence[Tensor], seconds: Sequence[float]) -> None:
         """Show the iterations of ``name`` so far."""
         if name in self._tasks:
-            fields = {"median": f"{median(seconds):.3f} s"} if seconds else {}
-            loss = f"{losses[-1].item():.3f}"
-            self._progress.update(self._tasks[name], completed=len(losses), loss=loss, **fields)
+            self._progress.update(
+                self._tasks[name],
+                completed=len(losses),
+                loss=f"{losses[-1].item():.3f}",
+                median=f"{median(seconds):.3f} s" if seconds else "warm-up",
+            )
 
 
 class Trainers:
@@ -254,7 +257,7 @@ def torch_loop(model: nn.Module, optimizer: torch.optim.SGD, steps: int) -> Trai
     return iterate
 
 
-def session_loop(session: Session[nn.Module, torch.optim.SGD], schedule: LinearLR) -> Train:
+def session_loop(session: Session[ResNet18, torch.optim.SGD], schedule: LinearLR) -> Train:
     """The same iteration with slipstream."""
 
     def iterate(batch: Batch) -> Tensor:
