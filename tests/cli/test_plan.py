@@ -66,7 +66,7 @@ def test_another_cluster_is_extrapolated_and_says_so(files) -> None:
     assert "Extrapolated" in shown
 
 
-def test_a_cluster_of_another_size_takes_the_wish_for_an_extrapolation(files, tmp_path) -> None:
+def test_a_cluster_of_another_size_is_used_only_for_an_extrapolation(files, tmp_path) -> None:
     cluster(2).save(tmp_path / "cluster.yaml")
     with pytest.raises(ClusterError, match="describes 2 ranks, the run has 4"):
         _run(*files)

@@ -91,44 +91,44 @@ def test_numbers_of_ones_own_model(own):
     weights = 8 * (64 * 64 + 64) * 4
     assert (found["parameters"], found["gradients"], found["optimizer"]) == (weights,) * 3
     row = 64 * 4
-    each = {way["name"]: way["activations"]["each"] for way in found["ways"]}
+    each = {way["name"]: way["activations"]["each"] for way in found["techniques"]}
     assert each["keep all"] == 9 * row  # the input, and what each block returns
-    products = each.pop("recompute every block but products")
+    products = each.pop("recompute all but products")
     assert products == (8 + 8 + 1) * row  # inputs, products and what the last block returns
-    batches = {way["name"]: way["batch"] for way in found["ways"]}
+    batches = {way["name"]: way["batch"] for way in found["techniques"]}
     assert batches["keep all"] == (2**20 - 3 * weights) // (10 * row)  # one more for a gradient
     assert all(batches[name] >= batches["keep all"] for name in each)
 
 
 def test_the_tables_of_a_known_model():
     shown = _run("--memory", "32GiB", "--model", "bert-base", "--length", "128")
-    for text in ("bert-base: the largest batch in 32GiB", "recompute every block + offload"):
+    for text in ("bert-base: the largest batch in 32GiB", "recompute all + offload"):
         assert text in shown
-    assert "bert.encoder.layer.0 to bert.encoder.layer.11, each of 12" in shown
+    assert "each of 12: bert.encoder.layer.0 .. 11" in shown
 
 
 @pytest.fixture
-def counted(own, monkeypatch):
-    """What is counted, in this process, for a function of one's own."""
+def estimated(own, monkeypatch):
+    """Estimate, in this process, the model of a function in the user's file."""
 
-    def count(function: str, dtype: str = "fp32") -> Estimate:
-        model = own.replace("build", function)
-        return count.counted({"model": model, "length": None, "optimizer": "adam", "dtype": dtype})
+    def estimate(function: str, dtype: str = "fp32") -> Estimate:
+        job = {"model": own.replace("build", function), "length": None}
+        return count.estimate_job(job | {"optimizer": "adam", "dtype": dtype})
 
     for name in ("path", "argv"):
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     monkeypatch.setattr("atexit.register", lambda *_: None)
-    yield count
+    yield estimate
     sys.modules.pop("beside", None)
 
 
 @pytest.mark.parametrize("function", ["item", "looks"])
-def test_what_looks_at_values_is_built_on_the_cpu(counted, function):
-    assert counted(function).activations() == counted("build").activations()
+def test_what_looks_at_values_is_built_on_the_cpu(estimated, function):
+    assert estimated(function).activations() == estimated("build").activations()
 
 
-def test_16_bits_have_masters_and_gradients_of_32(counted):
-    plain, half = counted("build"), counted("build", "bf16")
+def test_16_bits_have_masters_and_gradients_of_32(estimated):
+    plain, half = estimated("build"), estimated("build", "bf16")
     assert plain.activations().each == 2 * half.activations().each
     assert half.parameters == plain.parameters * 3 / 2
     assert (half.gradients, half.optimizer) == (plain.gradients, plain.optimizer)
@@ -147,14 +147,14 @@ def test_16_bits_have_masters_and_gradients_of_32(counted):
         ("no_batch", "three samples saves no more than one of two"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_said(counted, function, words):
+def test_what_is_wrong_in_a_file_is_said(estimated, function, words):
     with pytest.raises(ModelError, match=words):
-        count.document(counted(function), 2**30)
+        count.document(estimated(function), 2**30)
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("brt", "brt: no such model; allowed: bert-"), ("no.py:f", r"there is no file no\.py")],
+    [("brt", "brt: unknown; allowed: bert-"), ("no.py:f", r"the file no\.py does not exist")],
 )
 def test_what_there_is_not(name, words):
     with pytest.raises(ModelError, match=words):
@@ -163,7 +163,7 @@ def test_what_there_is_not(name, words):
 
 def test_whatever_kills_the_process_is_told(own, tmp_path):
     (tmp_path / "beside.py").write_text("import os; os._exit(7)")
-    with pytest.raises(ModelError, match="process that counts ended with code 7"):
+    with pytest.raises(ModelError, match="process that builds it ended with code 7"):
         _run("--memory", "1GiB", "--model", own)
 
 
@@ -178,11 +178,11 @@ MEMORY = ["--memory", "1GiB", "--model", "x"]
         (["--memory", "1GiB"], "--memory needs --model"),
         ([*MEMORY, "--dtype", "int"], "--dtype int"),
         ([*MEMORY, "--optimizer", "y"], "--optimizer y: allowed: adamw, adam, sgd"),
-        ([*MEMORY, "-o", "y.yaml"], "--output means nothing with --memory"),
-        ([*MEMORY, "--trace", "t.json"], "--trace means nothing with --memory"),
-        ([*MEMORY, "--nodes", "2"], "--nodes means nothing with --memory"),
-        ([*MEMORY, "--allow-lossy"], "--allow-lossy means nothing with --memory"),
-        (["--trace", "t.json", "--dtype", "bf16"], "--dtype means nothing with --trace .* --memo"),
+        ([*MEMORY, "-o", "y.yaml"], "--output has no effect with --memory"),
+        ([*MEMORY, "--trace", "t.json"], "--trace has no effect with --memory"),
+        ([*MEMORY, "--nodes", "2"], "--nodes has no effect with --memory"),
+        ([*MEMORY, "--allow-lossy"], "--allow-lossy has no effect with --memory"),
+        (["--trace", "t.json", "--dtype", "bf16"], "--dtype has no effect with --trace .* --memo"),
     ],
 )
 def test_mistakes(arguments: list[str], words: str) -> None:
