@@ -131,7 +131,7 @@ def test_the_table_holds_what_was_measured() -> None:
     console = Console(width=100)
     with console.capture() as shown:
         console.print(table(MEASURED))
-    rows = [" ".join(line.replace("│", " ").split()) for line in shown.get().splitlines()]
+    rows = [" ".join(line.split()) for line in shown.get().splitlines()]
     assert "iteration, median 0.800 s 0.650 s 18.1% faster" in rows
     assert "exposed exchange 0.500 s 0.350 s -150 ms" in rows
     assert "gradients -> all-reduces 62 -> 3 62 -> 4 +1" in rows
@@ -144,11 +144,8 @@ def test_predictions_stand_next_to_measurements() -> None:
     console = Console(width=80)
     with console.capture() as shown:
         console.print(plan_table(MEASURED))
-    lines = [line.split("│")[1:-1] for line in shown.get().splitlines() if "│" in line]
-    assert [[cell.strip() for cell in line] for line in lines] == [
-        ["default", "5", "0.700 s", "0.800 s", "-12.5%"],
-        ["planned", "2", "0.630 s", "0.650 s", "-3.1%"],
-    ]
+    rows = [" ".join(line.split()) for line in shown.get().splitlines()]
+    assert rows[-2:] == ["default 5 0.700 s 0.800 s -12.5%", "planned 2 0.630 s 0.650 s -3.1%"]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -29,6 +28,7 @@ from slipstream.analysis.throughput import (
     samples_per_second,
 )
 from slipstream.cli.ranks import launch_command, log_folder, threads_per_rank
+from slipstream.cli.table import compact
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy
@@ -228,10 +228,8 @@ def _progress() -> Progress:
 
 def _table(points: Sequence[Point], unit: str) -> Table:
     name, scale, digits = time_unit(max(point.iteration for point in points))
-    table = Table(title="Scaling on this machine", title_justify="left", box=box.SIMPLE_HEAD)
     headings = ("speed-up", "efficiency", f"{unit}/s", f"iteration {name}", "compute", "exposed")
-    for heading in ("ranks", *headings):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = compact("Scaling on this machine", "ranks", *headings)
     for point in points:
         table.add_row(
             str(point.ranks),

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from slipstream.cli.ranks import log_folder, run_on_hosts
+from slipstream.cli.table import compact
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.strategy import Strategy
 from slipstream.testbed import Testbed, format_rate
@@ -73,9 +73,10 @@ def check(nodes: Nodes = 4, rate: Rate = "1gbit") -> None:
 
 def _check(bed: Testbed) -> None:
     """Measure the links, draw them, and warn of those that miss the rate."""
-    table = Table(title=f"testbed: links of {format_rate(bed.rate)}", title_justify="left")
-    for heading in ("host", "from node0", "to node0", "round trip", "address"):
-        table.add_column(heading, justify="left" if heading in ("host", "address") else "right")
+    headings = ("host", "from node0", "to node0", "round trip", "address")
+    table = compact(
+        f"testbed: links of {format_rate(bed.rate)}", *headings, left=["host", "address"]
+    )
     table.add_row(bed.nodes[0].name, "", "", "", bed.nodes[0].address)
     checks = bed.check()
     for link in checks:

@@ -164,10 +164,10 @@ def plan(
         console.print(Text(f"Extrapolated: {target.extrapolated}", style="yellow"))
     if by_nodes:
         title = f"{label(best)}: more and fewer nodes, {ranks(target.ranks_per_host)} each"
-        console.print(curve(title, by_nodes, "nodes"))
+        console.print("", curve(title, by_nodes, "nodes"))
     if by_rate:
         title = f"{label(best)}: other links, {ranks(target.world_size)}"
-        console.print(curve(title, by_rate, "rate"))
+        console.print("", curve(title, by_rate, "rate"))
     if output is not None:
         console.print(Text(f"The best strategy is in {output}."), soft_wrap=True)
 

@@ -16,22 +16,22 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli.table import compact
 from slipstream.errors import ModelError, StrategyError
 
 COUNT = "slipstream.cli.plan.count"
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "lamb", "lars")
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _MEANING = (
-    "Activations and total: at the largest batch; where none fits, the total is of parameters, "
-    "gradients and optimizer. Counted on shapes, before any training. A gradient is assumed as "
-    "large as the largest saved tensor. Not counted: buffers of libraries, and fragmentation. "
-    "Offload: the last block stays, one block is prefetched. Products: of matrices (keep matmul) "
-    "and convolutions. bf16 and fp16: precision half_weights; autocast saves more activations."
+    "Against: the batch of the first line. Activations and total: at the batch; where none fits, "
+    "the total is of parameters, gradients and optimizer. Estimated on shapes, before training. A "
+    "gradient counts as the largest saved tensor. Not counted: buffers of libraries, and "
+    "fragmentation. Offload: the last block stays, one block is prefetched. Products: of matrices "
+    "(keep matmul) and convolutions. bf16 and fp16: precision half_weights; autocast saves more."
 )
 
 
@@ -85,23 +85,17 @@ def plan_memory(
         return
     console = Console()
     console.print(by_technique(document, f"{model}: the largest batch in {memory}"))
-    console.print(by_part(document, optimizer))
+    console.print("", by_part(document, optimizer))
 
 
 def by_technique(document: Mapping[str, Any], title: str) -> Table:
     """The largest batch with each technique for activations, and the memory that it takes."""
-    table = Table(
-        title=title,
-        title_justify="left",
+    table = compact(
+        title,
+        *("batch", "against", "a sample", "activations", "total", "technique"),
+        left=["technique"],
         caption=_MEANING,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
     )
-    headings = ("largest\nbatch", "against\nfirst", "a sample", "activations", "total")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("activations")
     state = document["parameters"] + document["gradients"] + document["optimizer"]
     passing = document["passing"]
     first = document["techniques"][0]["batch"]
@@ -122,12 +116,7 @@ def by_technique(document: Mapping[str, Any], title: str) -> Table:
 
 def by_part(document: Mapping[str, Any], optimizer: str) -> Table:
     """The memory that is independent of the batch, and what each block saves of a sample."""
-    table = Table(
-        title="What takes memory", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    table.add_column("fixed", justify="right", no_wrap=True)
-    table.add_column("a sample", justify="right", no_wrap=True)
-    table.add_column("part")
+    table = compact("What takes memory", "fixed", "a sample", "part", left=["part"])
     table.add_row(size(document["parameters"]), "", "parameters, with masters")
     table.add_row(size(document["gradients"]), "", "gradients")
     table.add_row(size(document["optimizer"]), "", f"state of {optimizer}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.bar import Bar
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli.table import compact
 from slipstream.planner.candidates import TOLERANCE, label
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.plan import Point, Prediction
@@ -28,17 +28,12 @@ def ranking(predictions: Sequence[Prediction], base: Strategy, network: NetworkP
     """The strategies, fastest first; that of the trace is always among the rows."""
     on_hosts = f" on {network.hosts} hosts" if network.hosts > 1 else ""
     exactness = next((p.exactness for p in predictions if p.strategy == base), base.exactness)
-    table = Table(
-        title=f"{len(predictions)} strategies, {ranks(network.world_size)}{on_hosts}",
+    table = compact(
+        f"{len(predictions)} strategies, {ranks(network.world_size)}{on_hosts}",
+        *("iteration", "samples/s", "efficiency", "segments", "MB", "strategy"),
+        left=["strategy"],
         caption=_MEANING + exactness,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
     )
-    for heading in ("iteration", "samples\n/s", "efficiency", "segments", "MB"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("strategy")
     for place, prediction in enumerate(predictions):
         is_base = prediction.strategy == base
         if place >= SHOWN and not is_base:
@@ -60,10 +55,7 @@ def ranking(predictions: Sequence[Prediction], base: Strategy, network: NetworkP
 
 def curve(title: str, points: Sequence[Point], over: str) -> Table:
     """One strategy on clusters with other ``nodes`` or another ``rate``, with efficiency bars."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in (over, "ranks", "efficiency", "iteration", "samples/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("", min_width=20)
+    table = compact(title, over, "ranks", "efficiency", "iteration", "samples/s", "")
     for point in points:
         prediction = point.prediction
         table.add_row(

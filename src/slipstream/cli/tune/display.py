@@ -5,24 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from rich import box
 from rich.console import Console
 from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli.table import compact
 from slipstream.tuner.trial_log import Trial
 from slipstream.tuner.tune import Tuned
 
 
 def table(tuned: Tuned) -> Table:
     """Each strategy with its first measurement; the pairs of the comparison are in the log."""
-    table = Table(title="trials", title_justify="left", box=box.SIMPLE_HEAD)
-    for heading in ("measured", "spread", "predicted"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("strategy")
-    table.add_column("why it ran")
+    headings = ("measured", "spread", "predicted", "strategy", "why")
+    table = compact("trials", *headings, left=["strategy", "why"])
     shown: set[str] = set()
     for trial in tuned.trials:
         if trial.name in shown or trial.status == "not measured":
