@@ -63,7 +63,7 @@ import os, torch, torch.distributed as dist
 from slipstream.cluster.connect import connect, from_environ
 cluster = connect(from_environ(), "cpu")
 total = torch.tensor([cluster.rank + 1.0])
-if cluster.is_distributed:
+if cluster.world is not None:
     dist.all_reduce(total, group=cluster.world)
 said = (cluster.rank, cluster.world_size, cluster.environment.node_rank, total.item())
 os.write(1, (" ".join(map(str, said)) + "\\n").encode())  # at once: ranks may share the terminal
