@@ -79,7 +79,7 @@ def test_a_plan_joins_every_node_to_the_switch_and_shapes_both_ends(count: int) 
 
 @pytest.mark.parametrize("count", [-1, 0, MOST_NODES + 1])
 def test_a_network_without_room_is_refused(count: int) -> None:
-    with pytest.raises(TestbedError, match=f"{count} nodes asked for; a testbed has 1 to"):
+    with pytest.raises(TestbedError, match=f"{count} nodes: a testbed has 1 to"):
         make_nodes(count)
 
 

@@ -108,7 +108,7 @@ def test_what_a_node_wrote_is_shown_for_node_0_and_for_the_one_that_failed(three
     assert three.run([shell("echo I am $(hostname); [ $(hostname) != node2 ] || exit 9")] * 3) == 9
     out, err = capfd.readouterr()
     assert out in ("I am node0\n", "")  # node 0 may have been stopped before it spoke
-    assert err == "node2 ended with code 9; it wrote:\nI am node2\n"
+    assert err == "node2 ended with code 9; its output:\nI am node2\n"
 
 
 def test_popen_is_like_a_local_one(three, tmp_path) -> None:
