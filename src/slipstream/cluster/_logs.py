@@ -62,7 +62,7 @@ class RankLogs:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(
-                f"the log folder {str(self.folder)!r} cannot be made: {error}; choose another "
+                f"the log folder {str(self.folder)!r} cannot be created: {error}; choose another "
                 "with --log-dir"
             ) from error
 

@@ -131,6 +131,8 @@ def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise LaunchError(f"--folder {folder} cannot be made: {error}; choose another") from error
+        raise LaunchError(
+            f"--folder {folder} cannot be created: {error}; choose another"
+        ) from error
     if not os.access(folder, os.W_OK):
         raise LaunchError(f"--folder {folder} cannot be written; choose another")
