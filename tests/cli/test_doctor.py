@@ -87,7 +87,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("words", "variables", "said"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_said_before_anything_starts(
+def test_mistakes_are_reported_before_anything_starts(
     tmp_path: Path, words, variables, said: str
 ) -> None:
     ran = slipstream(tmp_path, "doctor", "network", *words, **variables)
@@ -97,7 +97,7 @@ def test_what_is_wrong_is_said_before_anything_starts(
     assert os.listdir(tmp_path) == []
 
 
-def test_a_rank_alone_is_told_so(tmp_path: Path) -> None:
+def test_a_single_rank_is_an_error(tmp_path: Path) -> None:
     job = {"file": "cluster.yaml", "seconds": 1.0, "terminal": False, "columns": 80}
     ran = subprocess.run(
         [sys.executable, "-m", command.MEASURE, json.dumps(job)],

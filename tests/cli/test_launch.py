@@ -181,7 +181,7 @@ def test_a_mistake_ends_before_anything_starts(
     assert not list(tmp_path.glob("pid*"))
 
 
-def test_two_nodes_meet_and_only_the_first_speaks(tmp_path: Path) -> None:
+def test_two_nodes_meet_and_only_the_first_prints(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -103,7 +103,7 @@ def test_json_is_for_machines(files, tmp_path) -> None:
         (["--trace", "no-such.json"], "cannot be read"),
         (["--cluster", "no-such.yaml"], "slipstream doctor network"),
         (["--rate", "fast"], "is not a link rate"),
-        (["-o", "best.txt"], "a strategy file ends in .yaml"),
+        (["-o", "best.txt"], "must end in .yaml"),
         (["-o", "no/such/folder.yaml"], "cannot be written"),
         (
             ["--predicted", "no/such/trace.json"],

@@ -1,4 +1,4 @@
-"""``slipstream plan --memory``: the largest batch of known models and of one's own."""
+"""``slipstream plan --memory``: the largest batch of known models and of a user's model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.cli.plan.memory import parse_bytes
 from slipstream.errors import ModelError, StrategyError
 from slipstream.memory import Estimate
 
-OWN = """
+USERS_FILE = """
 import atexit
 import torch
 from torch import nn
@@ -78,15 +78,15 @@ def _run(*arguments: str) -> str:
 
 
 @pytest.fixture
-def own(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
+def users_model(tmp_path):
+    (tmp_path / "model.py").write_text(USERS_FILE)
     (tmp_path / "beside.py").write_text("WIDTH = 64")
-    return f"{tmp_path / 'own.py'}:build"
+    return f"{tmp_path / 'model.py'}:build"
 
 
-def test_numbers_of_ones_own_model(own):
+def test_the_numbers_of_a_users_model(users_model):
     found = json.loads(
-        _run("--memory", "1MiB", "--model", own, "--optimizer", "momentum", "--json")
+        _run("--memory", "1MiB", "--model", users_model, "--optimizer", "momentum", "--json")
     )
     weights = 8 * (64 * 64 + 64) * 4
     assert (found["parameters"], found["gradients"], found["optimizer"]) == (weights,) * 3
@@ -108,11 +108,11 @@ def test_the_tables_of_a_known_model():
 
 
 @pytest.fixture
-def estimated(own, monkeypatch):
+def estimated(users_model, monkeypatch):
     """Estimate, in this process, the model of a function in the user's file."""
 
     def estimate(function: str, dtype: str = "fp32") -> Estimate:
-        job = {"model": own.replace("build", function), "length": None}
+        job = {"model": users_model.replace("build", function), "length": None}
         return count.estimate_job(job | {"optimizer": "adam", "dtype": dtype})
 
     for name in ("path", "argv"):
@@ -123,7 +123,7 @@ def estimated(own, monkeypatch):
 
 
 @pytest.mark.parametrize("function", ["item", "looks"])
-def test_what_looks_at_values_is_built_on_the_cpu(estimated, function):
+def test_models_that_need_values_are_built_on_the_cpu(estimated, function):
     assert estimated(function).activations() == estimated("build").activations()
 
 
@@ -139,10 +139,10 @@ def test_16_bits_have_masters_and_gradients_of_32(estimated):
     [
         ("number", "has no function number"),
         ("nothing", r"it returned NoneType; it must return the model and a function"),
-        ("raises", r"building it failed in line \d+ of .*own\.py: IndexError: list index"),
-        ("leaves", r"building it failed in line \d+ of .*own\.py: SystemExit: 3"),
+        ("raises", r"building it failed in line \d+ of .*model\.py: IndexError: list index"),
+        ("leaves", r"building it failed in line \d+ of .*model\.py: SystemExit: 3"),
         ("no_mapping", "the inputs are a Tensor; they must be a mapping"),
-        ("no_inputs", r"making inputs failed in line \d+ of .*own\.py: KeyError: 2"),
+        ("no_inputs", r"making inputs failed in line \d+ of .*model\.py: KeyError: 2"),
         ("wrong_name", "its forward failed: TypeError: .* unexpected keyword argument 'x'"),
         ("no_batch", "three samples saves no more than one of two"),
     ],
@@ -156,15 +156,15 @@ def test_what_is_wrong_in_a_file_is_said(estimated, function, words):
     ("name", "words"),
     [("brt", "brt: unknown; allowed: bert-"), ("no.py:f", r"the file no\.py does not exist")],
 )
-def test_what_there_is_not(name, words):
+def test_an_unknown_model_or_file_is_an_error(name, words):
     with pytest.raises(ModelError, match=words):
         count.builder(name, None)
 
 
-def test_whatever_kills_the_process_is_told(own, tmp_path):
+def test_a_process_that_dies_is_an_error_with_its_code(users_model, tmp_path):
     (tmp_path / "beside.py").write_text("import os; os._exit(7)")
     with pytest.raises(ModelError, match="process that builds it ended with code 7"):
-        _run("--memory", "1GiB", "--model", own)
+        _run("--memory", "1GiB", "--model", users_model)
 
 
 MEMORY = ["--memory", "1GiB", "--model", "x"]

@@ -84,7 +84,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_said_before_anything_is_built(
+def test_mistakes_are_reported_before_a_host_is_built(
     slipstream, monkeypatch, words: list[str], said: str
 ) -> None:
     monkeypatch.setenv("PATH", "")  # so that building would say that there are no tools

@@ -129,7 +129,7 @@ def test_what_the_first_run_shows_ends_in_a_box(slipstream, words, error, messag
         (["--strategy", "nope.yaml", "train.py"], "nope.yaml"),
         (["--cluster", "nope.yaml", "train.py"], "nope.yaml"),
         (["--log", "no/such/file.json", "train.py"], "--log no/such/file.json: cannot be written"),
-        (["-o", "strategy.txt", "train.py"], "ends in .yaml"),
+        (["-o", "strategy.txt", "train.py"], "must end in .yaml"),
         (["-o", "optimal.yaml", "train.py"], "optimal.yaml exists and would be overwritten"),
         (["--strategy", "hccl", "-o", "optimal.yaml", "train.py"], "would be overwritten"),
         (["--strategy", "optimal.yaml", "-o", "optimal.yaml", "nope.py"], "'nope.py' does not"),

@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli.options import LogDir, ScriptArgs, StrategySource
 from slipstream.cli.ranks import log_folder, threads_per_rank
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, run
 from slipstream.errors import LaunchError
@@ -24,9 +25,7 @@ console = Console(stderr=True)
 
 def launch(
     script: Annotated[str, typer.Argument(help="Python file to run (a module with -m).")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script, passed on untouched.")
-    ] = None,
+    args: ScriptArgs = None,
     nproc: Annotated[
         str, typer.Option(metavar="N|gpu", help="Ranks on this node; gpu: one for each GPU.")
     ] = "1",
@@ -40,17 +39,8 @@ def launch(
         typer.Option(metavar="HOST:PORT", help="Address on node 0 where the nodes meet."),
     ] = None,
     max_restarts: Annotated[int, typer.Option(help="Restarts of the ranks after a failure.")] = 0,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the logs. Default: slipstream-logs/TIME.")
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|PRESET",
-            envvar="SLIPSTREAM_STRATEGY",
-            help="Strategy of the ranks; checked before they start.",
-        ),
-    ] = None,
+    log_dir: LogDir = None,
+    strategy: StrategySource = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module.")] = False,
 ) -> None:
     """Run a script on several ranks of this machine, or on this node of several.

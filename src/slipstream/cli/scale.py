@@ -27,6 +27,7 @@ from slipstream.analysis.throughput import (
     iterations_per_second,
     samples_per_second,
 )
+from slipstream.cli.options import Script, ScriptArgs, StrategySource
 from slipstream.cli.ranks import launch_command, log_folder, threads_per_rank
 from slipstream.cli.table import compact
 from slipstream.cluster.launcher import LaunchSpec
@@ -60,20 +61,13 @@ class Point:
 
 
 def scale(
-    script: Annotated[str, typer.Argument(help="Python file of the training.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script, passed on untouched.")
-    ] = None,
+    script: Script,
+    args: ScriptArgs = None,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to run with.")] = "1,2,4",
     steps: Annotated[int, typer.Option(min=1, help="Iterations to measure in each run.")] = 10,
     skip: Annotated[int, typer.Option(min=0, help="Iterations before them, as warm-up.")] = 3,
     limit: Annotated[float, typer.Option(help="Time limit of a run, in seconds.")] = 600.0,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|PRESET", envvar="SLIPSTREAM_STRATEGY", help="Strategy of the ranks."
-        ),
-    ] = None,
+    strategy: StrategySource = None,
     folder: Annotated[
         Path | None,
         typer.Option(help="For traces, logs, JSON. Default: slipstream-logs/scale-TIME."),

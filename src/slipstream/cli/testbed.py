@@ -11,6 +11,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from slipstream.cli.options import (
+    LinkRate,
+    LogDir,
+    RanksPerNode,
+    Script,
+    ScriptArgs,
+    StrategySource,
+)
 from slipstream.cli.ranks import log_folder, run_on_hosts
 from slipstream.cli.table import compact
 from slipstream.cluster.launcher import LaunchSpec
@@ -23,24 +31,17 @@ app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": [
 console = Console(stderr=True)
 
 Nodes = Annotated[int, typer.Option(help="Number of hosts.")]
-Rate = Annotated[str, typer.Option(help="Rate of each link, both ways: 300mbit, 1gbit, 2.5gbit.")]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
-    script: Annotated[str, typer.Argument(help="Python file to run on every host.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script, passed on untouched.")
-    ] = None,
+    script: Script,
+    args: ScriptArgs = None,
     nodes: Nodes = 4,
-    ranks_per_node: Annotated[int, typer.Option(help="Ranks on each host.")] = 1,
-    rate: Rate = "1gbit",
-    strategy: Annotated[
-        str | None, typer.Option(metavar="FILE|PRESET", help="Strategy of the ranks.")
-    ] = None,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the logs. Default: slipstream-logs/TIME.")
-    ] = None,
+    ranks_per_node: RanksPerNode = 1,
+    rate: LinkRate = "1gbit",
+    strategy: StrategySource = None,
+    log_dir: LogDir = None,
 ) -> None:
     """Run a script on emulated hosts: separate networks, joined by links of the given rate.
 
@@ -62,7 +63,7 @@ def run(
 
 
 @app.command()
-def check(nodes: Nodes = 4, rate: Rate = "1gbit") -> None:
+def check(nodes: Nodes = 4, rate: LinkRate = "1gbit") -> None:
     """Measure what the emulated links carry, and run nothing else.
 
     [dim]slipstream testbed check --nodes 4 --rate 300mbit[/dim]

@@ -18,6 +18,7 @@ from slipstream.advisor.findings import Finding
 from slipstream.analysis.ascii_timeline import timing
 from slipstream.analysis.summary import document
 from slipstream.analysis.summary import summary as draw
+from slipstream.cli.options import AsJson
 from slipstream.planner.cost import NetworkProfile
 from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
@@ -47,9 +48,7 @@ def summary(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the numbers as JSON, in seconds.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show where an iteration's time goes: compute, and each exchange and how much of it is hidden.
 
@@ -80,7 +79,7 @@ def advise(
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what slows an iteration down, what to change, and how much that should gain.
 

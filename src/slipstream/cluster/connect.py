@@ -156,7 +156,7 @@ def _cuda_device(
     device: torch.device, environment: Environment, chosen_by_script: bool
 ) -> torch.device:
     """The device with its index."""
-    if device.index is not None:
+    if device != torch.device("cuda"):  # it has an index
         return device
     # Without a launcher's local rank, a script with a group of its own has set its current device.
     if chosen_by_script and environment.source == "none":

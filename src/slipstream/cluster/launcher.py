@@ -60,43 +60,33 @@ class LaunchSpec:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.nproc < 1:
-            raise LaunchError(f"--nproc {self.nproc}: must be at least 1")
-        if self.max_restarts < 0:
-            raise LaunchError(f"--max-restarts {self.max_restarts}: must be at least 0")
-        self._check_nodes()
+        nodes = f"--nnodes {self.nnodes}"
+        node_rank = f"--node-rank {self.node_rank}"
+        restarts = f"--max-restarts {self.max_restarts}"
+        several, fixed = self.nnodes > 1, self.node_rank is not None
+        problems = {
+            f"--nproc {self.nproc}: must be at least 1": self.nproc < 1,
+            f"{restarts}: must be at least 0": self.max_restarts < 0,
+            f"{nodes}: must be at least 1": self.nnodes < 1,
+            f"{node_rank} with {nodes}: must be 0..{self.nnodes - 1}": (
+                self.node_rank is not None and not 0 <= self.node_rank < self.nnodes
+            ),
+            f"--rdzv-endpoint {self.rdzv_endpoint!r} is not HOST:PORT, e.g. node0:29500": (
+                self.rdzv_endpoint is not None and not _is_endpoint(self.rdzv_endpoint)
+            ),
+            f"{nodes} needs --rdzv-endpoint HOST:PORT, where the nodes meet and the same on each, "
+            "e.g. node0:29500": several and self.rdzv_endpoint is None,
+            f"{node_rank} with {restarts}: nodes of fixed rank cannot be restarted; leave out one "
+            "of the two": several and fixed and self.max_restarts > 0,
+        }
+        for problem, present in problems.items():
+            if present:
+                raise LaunchError(problem)
         if not self.module and not Path(self.script).is_file():
             kind = "is not a file" if Path(self.script).exists() else "does not exist"
             raise LaunchError(
                 f"the script {self.script!r} {kind} (in {Path.cwd()}); name a Python file, "
                 "or a module with -m"
-            )
-
-    def _check_nodes(self) -> None:
-        if self.nnodes < 1:
-            raise LaunchError(f"--nnodes {self.nnodes}: must be at least 1")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise LaunchError(
-                f"--node-rank {self.node_rank} with --nnodes {self.nnodes}: must be "
-                f"0..{self.nnodes - 1}"
-            )
-        if self.rdzv_endpoint is not None:
-            host, _, port = self.rdzv_endpoint.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise LaunchError(
-                    f"--rdzv-endpoint {self.rdzv_endpoint!r} is not HOST:PORT, e.g. node0:29500"
-                )
-        if self.nnodes == 1:
-            return
-        if self.rdzv_endpoint is None:
-            raise LaunchError(
-                f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT, where the nodes meet and "
-                "the same on each, e.g. node0:29500"
-            )
-        if self.node_rank is not None and self.max_restarts:
-            raise LaunchError(
-                f"--node-rank {self.node_rank} with --max-restarts {self.max_restarts}: nodes of "
-                "fixed rank cannot be restarted; leave out one of the two"
             )
 
     @property
@@ -107,6 +97,11 @@ class LaunchSpec:
     @property
     def _backend(self) -> str:
         return "c10d" if self.nnodes == 1 or self.node_rank is None else "static"
+
+
+def _is_endpoint(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ Starts the ranks, which run ``training``, and shows their results, which ``repor
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from rich.text import Text
 from slipstream.advisor.advise import advise
 from slipstream.analysis.summary import summary
 from slipstream.cli.demo.report import Measured, plan_table, table, verdict
+from slipstream.cli.options import LinkRate, check_writable
 from slipstream.cli.ranks import PORT, describe_hosts, run_on_this_host
 from slipstream.cli.trace import drawn
 from slipstream.errors import LaunchError
@@ -50,7 +50,7 @@ class Job:
 
 def demo(
     nodes: Annotated[int, typer.Option(min=2, help="Emulated hosts, with one rank each.")] = 4,
-    rate: Annotated[str, typer.Option(help="Rate of each host's link: 300mbit, 1gbit.")] = "1gbit",
+    rate: LinkRate = "1gbit",
     steps: Annotated[int, typer.Option(min=2, help="Iterations to time of each training.")] = 50,
     loopback: Annotated[
         bool, typer.Option("--loopback", help="Run the ranks on this host, without slow links.")
@@ -73,7 +73,11 @@ def demo(
     console = Console()
     console.width = min(console.width, COLUMNS)
     bed = Testbed(nodes, rate)  # checks its arguments, before the folder is made
-    _make(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--folder {folder} cannot be created: {error}") from error
+    check_writable("--folder", folder / "demo.json")
     reason = "--loopback" if loopback else unavailable()
     network = "ranks of this host" if reason else f"hosts at {format_rate(bed.rate)}"
     job = Job(steps, str(folder), network, console.is_terminal, console.width)
@@ -125,14 +129,3 @@ def _show(console: Console, folder: Path) -> None:
     console.print(Text(f"\nIn the folder {folder}:"), soft_wrap=True)
     for name, meaning in FILES.items():
         console.print(Text(f"  {name:13} {meaning}"))
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(
-            f"--folder {folder} cannot be created: {error}; choose another"
-        ) from error
-    if not os.access(folder, os.W_OK):
-        raise LaunchError(f"--folder {folder} cannot be written; choose another")

@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from slipstream.cli.options import LinkRate, RanksPerNode, check_writable
 from slipstream.cli.ranks import describe_hosts, log_folder, run_on_hosts, run_on_this_host
 from slipstream.cluster.environment import Environment
 from slipstream.errors import ClusterError
@@ -53,10 +54,8 @@ def network(
         int | None,
         typer.Option(help="Emulated hosts to start ranks on, instead.", show_default=False),
     ] = None,
-    ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks of each emulated host.")] = 1,
-    rate: Annotated[
-        str, typer.Option(help="Rate of each emulated host's link: 300mbit, 1gbit.")
-    ] = "1gbit",
+    ranks_per_node: RanksPerNode = 1,
+    rate: LinkRate = "1gbit",
     seconds: Annotated[
         float, typer.Option(min=1, help="Upper limit of the measurement, about.")
     ] = 20.0,
@@ -72,7 +71,7 @@ def network(
     [dim]slipstream launch --nproc 4 -m slipstream doctor network[/dim]
     [dim]srun slipstream doctor network -o cluster.yaml[/dim]
     """
-    _check_output(output)
+    check_writable("--output", output, (".yaml", ".yml"))
     if ranks is not None and nodes is not None:
         raise ClusterError(
             f"--ranks {ranks} starts ranks on this host, --nodes {nodes} on emulated hosts: leave "
@@ -93,11 +92,3 @@ def network(
             code = run_on_hosts(bed, ["-m", MEASURE, job], ranks_per_node, log_folder())
         raise typer.Exit(code)
     raise typer.Exit(run_on_this_host(MEASURE, job, ranks or 2, console))
-
-
-def _check_output(output: Path) -> None:
-    """Fail before the measurement if its numbers cannot be written."""
-    if output.suffix.lower() not in (".yaml", ".yml"):
-        raise ClusterError(f"--output {output}: the file name must end in .yaml or .yml")
-    if not output.parent.is_dir() or not os.access(output.parent, os.W_OK) or output.is_dir():
-        raise ClusterError(f"--output {output}: cannot be written; choose another place")

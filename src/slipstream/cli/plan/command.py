@@ -6,7 +6,6 @@ Needs no training: a trace and a measured network are enough.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.cli.options import AsJson, ExactOnly, check_writable
 from slipstream.cli.plan.memory import plan_memory
 from slipstream.cli.plan.tables import curve, ranking, ranks
 from slipstream.errors import ClusterError, StrategyError
@@ -57,13 +57,7 @@ def plan(
     rate: Annotated[
         str | None, typer.Option(help="Predict for links of this rate: 300mbit, 25gbit.")
     ] = None,
-    exact_only: Annotated[
-        bool,
-        typer.Option(
-            "--exact-only/--allow-lossy",
-            help="Keep the mathematics, or also rank codecs and larger batches (accumulate).",
-        ),
-    ] = True,
+    exact_only: ExactOnly = True,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the best strategy here: .yaml.")
     ] = None,
@@ -74,7 +68,7 @@ def plan(
             help="Write the predicted trace of the best strategy, for `slipstream report`.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
+    as_json: AsJson = False,
     memory: Annotated[
         str | None,
         typer.Option(help="Memory of a rank's device, 32GiB: find the largest batch instead."),
@@ -127,9 +121,10 @@ def plan(
             "plan needs --trace and --cluster, to predict times; or --memory and --model, to find "
             "the largest batch"
         )
-    check_output(output)
+    if output is not None:
+        check_writable("--output", output, SUFFIXES)
     if predicted is not None:
-        check_place("--predicted", predicted)
+        check_writable("--predicted", predicted)
     bits = None if rate is None else float(parse_rate(rate))
     recorded = chrome.read(trace)
     base = traced_strategy(recorded)
@@ -212,32 +207,6 @@ def _as_traced(network: NetworkProfile, trace: Trace) -> NetworkProfile:
         return network
     hosts = len(set(trace.meta.get("hosts") or [""]))
     return network.scaled(hosts, ranks // hosts)
-
-
-def check_output(output: Path | None) -> None:
-    """Fail before the work if the strategy cannot be written.
-
-    Raises:
-        StrategyError: another suffix, or the place is not writable.
-    """
-    if output is None:
-        return
-    if output.suffix.lower() not in SUFFIXES:
-        raise StrategyError(
-            f"--output {output}: a strategy file ends in {', '.join(SUFFIXES)}; rename it"
-        )
-    check_place("--output", output)
-
-
-def check_place(option: str, file: Path) -> None:
-    """Fail before the work if a file cannot be written.
-
-    Raises:
-        StrategyError: the folder does not exist, or the file is a folder or not writable.
-    """
-    place = file if file.exists() else file.parent
-    if file.is_dir() or not os.access(place, os.W_OK):
-        raise StrategyError(f"{option} {file}: cannot be written; choose another place")
 
 
 def write_strategy(strategy: Strategy, output: Path) -> None:

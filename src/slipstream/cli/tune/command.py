@@ -24,7 +24,15 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.cli.plan.command import check_output, check_place, write_strategy
+from slipstream.cli.options import (
+    ExactOnly,
+    LinkRate,
+    Script,
+    ScriptArgs,
+    StrategySource,
+    check_writable,
+)
+from slipstream.cli.plan.command import write_strategy
 from slipstream.cli.ranks import launch_command, log_folder
 from slipstream.cli.tune.display import Display, table
 from slipstream.cluster.environment import Environment
@@ -34,6 +42,7 @@ from slipstream.planner.candidates import candidates
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.plan import Prediction, prepare, rank
 from slipstream.strategy import ByBytes, Optimal, Strategy
+from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
 from slipstream.tuner.trial_log import Trial
@@ -48,18 +57,10 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 def tune(
-    script: Annotated[str, typer.Argument(help="Python file of the training.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="Arguments of the script, passed on untouched.")
-    ] = None,
+    script: Script,
+    args: ScriptArgs = None,
     budget: Annotated[str, typer.Option(help="Time for everything: 90s, 10m, 1h.")] = "10m",
-    exact_only: Annotated[
-        bool,
-        typer.Option(
-            "--exact-only/--allow-lossy",
-            help="Keep the mathematics, or also try codecs and larger batches (accumulate).",
-        ),
-    ] = True,
+    exact_only: ExactOnly = True,
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -69,13 +70,8 @@ def tune(
     nodes: Annotated[
         int | None, typer.Option(help="Emulated hosts to run on (slipstream testbed).")
     ] = None,
-    rate: Annotated[str, typer.Option(help="Rate of their links: 300mbit, 1gbit.")] = "1gbit",
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|PRESET", envvar="SLIPSTREAM_STRATEGY", help="Strategy to start from."
-        ),
-    ] = None,
+    rate: LinkRate = "1gbit",
+    strategy: StrategySource = None,
     cluster: Annotated[
         Path | None,
         typer.Option(help="cluster.yaml of `slipstream doctor network`. Default: measure it."),
@@ -88,8 +84,8 @@ def tune(
 ) -> None:
     """Find the strategy under which a training is fastest, and write it to a file.
 
-    The script runs for a few iterations at a time and is then stopped: once to trace it, then under
-    the strategies that are predicted to be fastest, then under the best of them and the first in
+    The script runs for a few iterations at a time and is then stopped: once under --strategy (the
+    default if there is none) to trace it, then under the strategies that are predicted to be fastest, then under the best of them and the first in
     alternation. If none is faster beyond the noise, the strategy that it started from is written.
 
     The script must leave the strategy to accelerate(), and take more than three steps. Files that
@@ -99,9 +95,9 @@ def tune(
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
     """
     _refuse_ranks()
-    check_output(output)
+    check_writable("--output", output, SUFFIXES)
     _check_not_lost(output, strategy)
-    check_place("--log", log)
+    check_writable("--log", log)
     seconds = parse_budget(budget)
     base = _start(Strategy.load(strategy))
     known = NetworkProfile.load(cluster) if cluster else None
