@@ -84,9 +84,10 @@ def tune(
 ) -> None:
     """Find the strategy under which a training is fastest, and write it to a file.
 
-    The script runs for a few iterations at a time and is then stopped: once under --strategy (the
-    default if there is none) to trace it, then under the strategies that are predicted to be fastest, then under the best of them and the first in
-    alternation. If none is faster beyond the noise, the strategy that it started from is written.
+    The script runs for a few iterations at a time and is then stopped: once under --strategy, or
+    the default, to trace it; then under the strategies that are predicted to be fastest; then under
+    the best of them and the first in alternation. If none is faster beyond the noise, the strategy
+    that it started from is written.
 
     The script must leave the strategy to accelerate(), and take more than three steps. Files that
     it writes are written again in every trial.
