@@ -139,6 +139,6 @@ def test_the_report_warns_of_a_fit_that_is_off() -> None:
     odd = Curve.fit([(m, 2e-3 if m == 2**20 else 1e-4 + 1e-9 * m) for m in SIZES])
     world = fine.networks["world"].model_copy(update={"reduce_scatter": odd})
     text = " ".join(drawn(fine.model_copy(update={"networks": {"world": world}})).split())
-    assert "worse than 15%" in text
+    assert "by more than 15%" in text
     assert re.search(r"world reduce_scatter: the fit is \d+% off in 1 MB\.\.10 MB", text)
     assert text.count("the fit is") == 1

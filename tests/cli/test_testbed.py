@@ -101,7 +101,7 @@ def test_check_draws_the_links_and_warns_of_those_that_are_off(slipstream, monke
     code, out, err = slipstream("testbed", "check", "--nodes", "2", "--rate", "300mbit")
     assert (code, out) == (0, "")
     assert "node1" in err
-    assert "warning: the link to node1 is" in err
+    assert "warning: the link to node1 misses the rate by" in err
 
 
 @needs_hosts
