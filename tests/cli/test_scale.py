@@ -114,10 +114,12 @@ def test_ranks_are_numbers_above_0(text: str) -> None:
         parse_ranks(text)
 
 
-def test_inside_a_launcher_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(LaunchError, match=r"RANK=1 is set"):
-        parse_ranks("1,2")
+def test_under_a_launcher_it_refuses(tmp_path: Path) -> None:
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    code, out, err = _scale(tmp_path, TRAIN, **rank)
+    assert (code, out) == (2, "")
+    assert "started this as rank 1" in err
+    assert "slipstream scale --ranks 1,2,4 -- train.py" in err
 
 
 def test_the_curve_counts_batches_where_samples_are_not_told() -> None:

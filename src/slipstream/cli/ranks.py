@@ -6,6 +6,7 @@ Never trains and never measures: whatever runs on the ranks is passed in.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -15,7 +16,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.cluster.environment import Environment
 from slipstream.cluster.launcher import LaunchSpec, run
+from slipstream.errors import LaunchError
 from slipstream.testbed import Testbed, format_rate
 
 PORT = 29500
@@ -31,6 +34,20 @@ def threads_per_rank(ranks: int) -> str:
     """``OMP_NUM_THREADS`` if it is set, else the cores of this host shared out among its ranks."""
     cores = len(os.sched_getaffinity(0))
     return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // max(ranks, 1)))
+
+
+def refuse_launcher(command: str) -> None:
+    """Refuse to run as one of several ranks; ``command`` is the right way to run it.
+
+    Raises:
+        LaunchError: a launcher has started this process.
+    """
+    here = Environment.read(os.environ, socket.gethostname())
+    if here.source != "none":
+        raise LaunchError(
+            f"a launcher ({here.source}) has started this as rank {here.rank}, but this command "
+            f"starts the ranks itself. Run it once, without a launcher: {command}"
+        )
 
 
 def launch_command(words: Sequence[str], **options: object) -> list[str]:

@@ -28,7 +28,7 @@ from slipstream.analysis.throughput import (
     samples_per_second,
 )
 from slipstream.cli.options import Script, ScriptArgs, StrategySource
-from slipstream.cli.ranks import launch_command, log_folder, threads_per_rank
+from slipstream.cli.ranks import launch_command, log_folder, refuse_launcher, threads_per_rank
 from slipstream.cli.table import compact
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError
@@ -83,6 +83,7 @@ def scale(
     [dim]slipstream scale -- train.py --batch 32[/dim]
     [dim]slipstream scale --ranks 1,2,4,8 --steps 20 --strategy strategy.yaml -- train.py[/dim]
     """
+    refuse_launcher("slipstream scale --ranks 1,2,4 -- train.py")
     counts, base = parse_ranks(ranks), Strategy.load(strategy)
     folder = folder or log_folder("scale-")
     words = [script, *(args or [])]
@@ -113,17 +114,12 @@ def parse_ranks(text: str) -> list[int]:
     """Numbers of ranks, ascending.
 
     Raises:
-        LaunchError: not numbers above 0, or a launcher has started this process.
+        LaunchError: not numbers above 0.
 
     Example:
         >>> parse_ranks("4,1,2")
         [1, 2, 4]
     """
-    if "RANK" in os.environ:
-        raise LaunchError(
-            f"RANK={os.environ['RANK']} is set: a launcher has started this process, but scale "
-            "starts the ranks itself. Run it once, without a launcher: slipstream scale -- train.py"
-        )
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise LaunchError(f"--ranks {text!r}: write numbers above 0 and commas, such as 1,2,4")

@@ -7,10 +7,8 @@ by ``slipstream launch`` or ``slipstream testbed run`` with the strategy of that
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +31,8 @@ from slipstream.cli.options import (
     check_writable,
 )
 from slipstream.cli.plan.command import write_strategy
-from slipstream.cli.ranks import launch_command, log_folder
+from slipstream.cli.ranks import launch_command, log_folder, refuse_launcher
 from slipstream.cli.tune.display import Display, table
-from slipstream.cluster.environment import Environment
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, TestbedError
 from slipstream.planner.candidates import candidates
@@ -95,7 +92,7 @@ def tune(
     [dim]slipstream tune --ranks 4 -- train.py --batch 32[/dim]
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
     """
-    _refuse_ranks()
+    refuse_launcher("slipstream tune --ranks N -- train.py")
     check_writable("--output", output, SUFFIXES)
     _check_not_lost(output, strategy)
     check_writable("--log", log)
@@ -172,17 +169,6 @@ def _start(strategy: Strategy) -> Strategy:
     console.print("split: optimal needs a long training; tuning starts from the default split")
     gradients = gradients.model_copy(update={"split": ByBytes()})
     return strategy.model_copy(update={"gradients": gradients})
-
-
-def _refuse_ranks() -> None:
-    """Refuse to run under a launcher, where every rank would be a tuner."""
-    here = Environment.read(os.environ, socket.gethostname())
-    if here.source != "none":
-        raise LaunchError(
-            f"a launcher ({here.source}) has started this as rank {here.rank}, but tune starts the "
-            "ranks of each trial itself. Run it once, without a launcher: `slipstream tune --ranks "
-            "N -- train.py`, or with --nodes and --rate for emulated hosts"
-        )
 
 
 @dataclass(frozen=True)
