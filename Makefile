@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
 RESULTS := benchmarks/results
 AGAINST_OPTIMAL := default 'by_bytes 4/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46' optimal
 
@@ -17,7 +18,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: $(READY)  ## the main job: plain DDP against slipstream on a slow network
+$(DEMO): pyproject.toml constraints.txt
+	@echo "Installing slipstream into $(VENV), once: torch (0.2 GB for the CPU, more with CUDA) and 20 MB more"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+demo: $(DEMO)  ## the main job: plain DDP against slipstream on a slow network
 	$(BIN)/slipstream demo
 
 test: $(READY)  ## the whole test suite; a file stays with one worker, which keeps its ranks

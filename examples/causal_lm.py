@@ -40,7 +40,7 @@ def next_word(output: Any, words: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     args, here = arguments(), from_environ()
-    rank, count = slipstream.data_share(args.strategy)  # of the data: ranks may share a model
+    rank, count = slipstream.data_share(args.strategy)  # ranks that share a model share data
     device = torch.device(f"cuda:{here.local_rank}" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     model = models.gpt2(args.model, args.vocabulary).to(device)

@@ -1,7 +1,7 @@
-"""Real data that every machine has: scikit-learn's digits and the source of Python's library.
+"""Real data without a download: scikit-learn's digits and the source of Python's library.
 
-Never downloads, and never reads torch's global random state: equal arguments give equal data on
-every rank, as long as all run the same versions of Python and scikit-learn.
+Equal arguments give equal data on every rank, if all run the same versions of Python and
+scikit-learn; torch's global random state is not used.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WORD = re.compile(r"\n *|\w+|[^\w\s]")  # a line break with its indentation, a 
 
 
 def digits(image_size: int = 32) -> tuple[TensorDataset, TensorDataset]:
-    """Handwritten digits to train on (1438) and held out (359): pairs of an image and its label.
+    """Handwritten digits, 1438 to train on and 359 held out: pairs of an image and its label.
 
     Images are float32 of shape (3, image_size, image_size), normalised, upscaled from 8 x 8 grey
     pixels; the three channels share one memory. Labels are int64 from 0 to 9.
@@ -56,8 +56,8 @@ def digits(image_size: int = 32) -> tuple[TensorDataset, TensorDataset]:
 def stdlib_tokens(vocab_size: int = 8192) -> Tensor:
     """The source of Python's standard library as word ids: int64, one dimension, about 2.5 million.
 
-    The ``vocab_size - 2`` most frequent words have an id of their own, by frequency from 2 on; all
-    others are ``RARE``. ``MASK`` does not occur. Tests and installed packages are left out.
+    The ``vocab_size - 2`` most frequent words have ids from 2 on, in order of frequency; all others
+    are ``RARE``. ``MASK`` does not occur. Tests and installed packages are skipped.
 
     Example:
         >>> tokens = stdlib_tokens(vocab_size=1000)
@@ -94,7 +94,7 @@ def mask_words(
 ) -> tuple[Tensor, Tensor]:
     """Inputs and labels of masked language modelling, both of the shape of ``tokens``.
 
-    15 % of the words are to be guessed; of these, 80 % become ``MASK``, 10 % a random word, and
+    15 % of the words are to be predicted; 80 % of these become ``MASK``, 10 % a random word, and
     10 % stay. The label of every other word is -100, which torch's cross entropy skips.
 
     Reference: Devlin et al., BERT, section 3.1, https://arxiv.org/abs/1810.04805
@@ -105,12 +105,12 @@ def mask_words(
         >>> bool((inputs[labels == -100] == 7).all()), bool((labels[inputs == MASK] == 7).all())
         (True, True)
     """
-    guess, change = torch.rand(2, *tokens.shape, generator=generator)
+    choice, change = torch.rand(2, *tokens.shape, generator=generator)
     random_words = torch.randint(MASK + 1, vocab_size, tokens.shape, generator=generator)
-    guessed = guess < 0.15
-    inputs = torch.where(guessed & (change < 0.8), MASK, tokens)
-    inputs = torch.where(guessed & (change >= 0.9), random_words, inputs)
-    return inputs, tokens.masked_fill(~guessed, _IGNORED)
+    chosen = choice < 0.15
+    inputs = torch.where(chosen & (change < 0.8), MASK, tokens)
+    inputs = torch.where(chosen & (change >= 0.9), random_words, inputs)
+    return inputs, tokens.masked_fill(~chosen, _IGNORED)
 
 
 def batches(
@@ -121,9 +121,9 @@ def batches(
     rank: int = 0,
     world_size: int = 1,
 ) -> DataLoader[Any]:
-    """Exactly ``steps`` batches of this rank's share, reshuffled for every pass over ``dataset``.
+    """Exactly ``steps`` batches of this rank's samples, reshuffled for every pass over ``dataset``.
 
-    torch's DistributedSampler deals the samples to the ranks; what does not go round is left out.
+    torch's DistributedSampler deals the samples to the ranks; an incomplete round is dropped.
 
     Raises:
         ValueError: ``batch`` or ``steps`` is below 1.

@@ -44,7 +44,7 @@ def of_logits(output: Any, labels: torch.Tensor) -> torch.Tensor:
 
 def main() -> None:
     args, here = arguments(), from_environ()
-    rank, count = slipstream.data_share(args.strategy)  # of the data: ranks may share a model
+    rank, count = slipstream.data_share(args.strategy)  # ranks that share a model share data
     device = torch.device(f"cuda:{here.local_rank}" if torch.cuda.is_available() else "cpu")
     build, lr = MODELS[args.model]
     torch.manual_seed(args.seed)

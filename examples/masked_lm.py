@@ -33,14 +33,14 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args, here = arguments(), from_environ()
-    rank, count = slipstream.data_share(args.strategy)  # of the data: ranks may share a model
+    rank, count = slipstream.data_share(args.strategy)  # ranks that share a model share data
     device = torch.device(f"cuda:{here.local_rank}" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     model = models.bert(args.model, args.vocabulary).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE[args.model])
     corpus = data.sequences(data.stdlib_tokens(args.vocabulary), args.length)
     loader = data.batches(corpus, args.batch, args.steps, args.seed, rank, count)
-    gaps = torch.Generator().manual_seed(args.seed + rank)  # each share has gaps of its own
+    gaps = torch.Generator().manual_seed(args.seed + rank)  # other gaps on each rank
     meter = Meter(args.steps, args.batch * count, args.log_every, here.rank)
 
     with slipstream.accelerate(model, optimizer, loader, args.strategy) as session, meter:

@@ -1,7 +1,4 @@
-"""What a run says while it trains: a line every few steps and, on a terminal, a progress bar.
-
-Never takes part in the training: it only reads losses, and prints on rank 0 only.
-"""
+"""The progress of a training: a line every few steps and, on a terminal, a bar; rank 0 only."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from torch import Tensor
 
 
 class Meter:
-    """Counts the steps of one run; a context manager that shows the bar while it is open.
+    """Counts the steps of a training; a context manager that shows the bar while it is open.
 
     Args:
-        steps: length of the run.
+        steps: of the whole training.
         samples: samples of all ranks in one step.
         log_every: steps between two lines.
-        rank: this process's; all but 0 are quiet.
+        rank: of this process; all but 0 print nothing.
 
     Example:
         >>> with Meter(steps=4, samples=32, log_every=10, rank=0) as meter:
@@ -52,7 +49,7 @@ class Meter:
     def update(self, loss: Tensor) -> None:
         """Count a step that ended with ``loss``, a scalar."""
         self._step += 1
-        self._losses.append(loss.detach())  # read later: reading waits for the device
+        self._losses.append(loss.detach())  # no item() here: it would wait for the device
         self._bar.advance(self._task)
         if self._rank == 0 and (self._step == 1 or self._step % self._log_every == 0):
             speed = self._step * self._samples / (time.perf_counter() - self._began)
@@ -60,5 +57,5 @@ class Meter:
             print(text, flush=True)
 
     def mean_loss(self) -> float:
-        """Mean of the last ten losses, of rank 0's share of the samples."""
+        """Mean of the last ten losses, over this rank's samples."""
         return torch.stack(list(self._losses)).mean().item()

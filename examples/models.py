@@ -1,7 +1,7 @@
-"""The models of the examples, built by config with random weights from torch's current seed.
+"""The models of the examples, with random weights from torch's current seed and no download.
 
-Never downloads. Every model returns an object that holds ``logits``, and that of a language model
-also ``loss`` when it was given ``labels``.
+Every model returns an object with ``logits``; that of a language model has a ``loss``, too, if it
+was given ``labels``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def bert(size: str = "tiny", vocab_size: int = 8192) -> nn.Module:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         intermediate_size=4 * width,
-        pad_token_id=None,  # else word 0 would never be trained
+        pad_token_id=None,  # a padding word would never be trained
     )
     return BertForMaskedLM(config)
 
@@ -96,7 +96,7 @@ def gpt2(size: str = "tiny", vocab_size: int = 8192) -> nn.Module:
         eos_token_id=None,
     )
     model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # what transformers falls back to, with a warning
+    model.loss_type = "ForCausalLM"  # the default of transformers, which warns if it is not set
     return model
 
 
@@ -125,7 +125,7 @@ class _VGG16(nn.Module):
         )
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d | nn.Linear):
-                # torch's default lets the signal vanish in 16 layers without normalisation
+                # torch's default initialisation lets the signal vanish in 16 unnormalised layers
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
                 if layer.bias is not None:
                     nn.init.zeros_(layer.bias)

@@ -1,10 +1,10 @@
-"""A parameter server of two operators: weights are broadcast, gradients come back as their sum.
+"""A parameter server of two operators: weights are broadcast, gradients are summed at rank 0.
 
 python examples/parameter_server.py
 slipstream launch --nproc 2 examples/parameter_server.py --steps 50
 
-Rank 0 alone keeps the optimizer. Each step it gives all ranks its weights; the backward of that
-broadcast is a sum of gradients, at rank 0. The training equals a data-parallel one of images.py.
+Only rank 0 has an optimizer. In each step it broadcasts its weights; the backward of the broadcast
+sums the gradients on rank 0. The training equals a data-parallel one of images.py.
 """
 
 import argparse
@@ -62,8 +62,8 @@ def main() -> None:
 
 def weights_of_server(model: nn.Module, rank: int) -> dict[str, torch.Tensor]:
     """Rank 0's parameters by name, in one broadcast."""
-    own = parameters_to_vector(model.parameters()) if rank == 0 else None
-    parts = comm.broadcast(own).split([p.numel() for p in model.parameters()])
+    vector = parameters_to_vector(model.parameters()) if rank == 0 else None
+    parts = comm.broadcast(vector).split([p.numel() for p in model.parameters()])
     named = zip(model.named_parameters(), parts, strict=True)
     return {name: part.view_as(parameter) for (name, parameter), part in named}
 

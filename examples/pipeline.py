@@ -1,10 +1,10 @@
-"""A pipeline of two operators: each stage receives, computes and sends; backward finds its way.
+"""A pipeline of two operators: each stage receives, computes and sends; backward runs in reverse.
 
 python examples/pipeline.py
 slipstream launch --nproc 2 examples/pipeline.py --steps 50
 
-Each rank keeps some of the layers; all read the same batch, in micro-batches, of which all forwards
-come first, then all backwards (GPipe). It trains as one process does with the whole model.
+Each rank has some of the layers; all read the same batch in micro-batches, and run all forwards,
+then all backwards (GPipe). The training equals that of one process with the whole model.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def stage_of(model: nn.Sequential, rank: int, size: int) -> nn.Module:
 
 
 def train_step(stage: nn.Module, x: Tensor, y: Tensor, count: int, rank: int, size: int) -> Tensor:
-    """Forward and backward of one batch; its loss, on every rank."""
+    """Forward and backward of one batch; returns its loss on every rank."""
     losses, graphs = [], []
     for images, labels in zip(x.chunk(count), y.chunk(count), strict=True):
         with comm.graph() as graph:

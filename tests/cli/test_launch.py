@@ -63,7 +63,7 @@ import os, torch, torch.distributed as dist
 from slipstream.cluster.connect import connect, from_environ
 cluster = connect(from_environ(), "cpu")
 total = torch.tensor([cluster.rank + 1.0])
-if cluster.is_distributed:
+if cluster.world is not None:
     dist.all_reduce(total, group=cluster.world)
 said = (cluster.rank, cluster.world_size, cluster.environment.node_rank, total.item())
 os.write(1, (" ".join(map(str, said)) + "\\n").encode())  # at once: ranks may share the terminal
@@ -101,9 +101,9 @@ def logs(folder: Path) -> dict[str, str]:
 
 def test_ranks_get_arguments_untouched_variables_and_a_log_each(tmp_path: Path) -> None:
     arguments = ["--help", "--nproc", "7", "--", "${local_rank}", "a$$b", "-m", "", "two words"]
-    (tmp_path / "wish.yaml").write_text("gradients: {overlap: false}\n")
+    (tmp_path / "config.yaml").write_text("gradients: {overlap: false}\n")
     code, out, err = launch(
-        tmp_path, TELL, "--nproc", "2", "--strategy", "wish.yaml", "script.py", *arguments
+        tmp_path, TELL, "--nproc", "2", "--strategy", "config.yaml", "script.py", *arguments
     )
     assert code == 0
     assert out == json.dumps(arguments) + "\nprogress 1\nprogress 2\n"  # text mode: \r -> \n
@@ -181,7 +181,7 @@ def test_a_mistake_ends_before_anything_starts(
     assert not list(tmp_path.glob("pid*"))
 
 
-def test_two_nodes_meet_and_only_the_first_speaks(tmp_path: Path) -> None:
+def test_two_nodes_meet_and_only_the_first_prints(tmp_path: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -67,7 +67,7 @@ def test_another_cluster_is_extrapolated_and_says_so(files) -> None:
     assert "Extrapolated" in shown
 
 
-def test_a_cluster_of_another_size_takes_the_wish_for_an_extrapolation(files, tmp_path) -> None:
+def test_a_cluster_of_another_size_is_used_only_for_an_extrapolation(files, tmp_path) -> None:
     cluster(2).save(tmp_path / "cluster.yaml")
     with pytest.raises(ClusterError, match="describes 2 ranks, the run has 4"):
         _run(*files)
@@ -104,7 +104,7 @@ def test_json_is_for_machines(files, tmp_path) -> None:
         (["--trace", "no-such.json"], "cannot be read"),
         (["--cluster", "no-such.yaml"], "slipstream doctor network"),
         (["--rate", "fast"], "is not a link rate"),
-        (["-o", "best.txt"], "a strategy file ends in .yaml"),
+        (["-o", "best.txt"], "must end in .yaml"),
         (["-o", "no/such/folder.yaml"], "cannot be written"),
         (
             ["--predicted", "no/such/trace.json"],

@@ -1,4 +1,4 @@
-"""``slipstream plan --memory``: the largest batch of known models and of one's own."""
+"""``slipstream plan --memory``: the largest batch of known models and of a user's model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.cli.plan.memory import parse_bytes
 from slipstream.errors import ModelError, StrategyError
 from slipstream.memory import Estimate
 
-OWN = """
+USERS_FILE = """
 import atexit
 import torch
 from torch import nn
@@ -78,57 +78,57 @@ def _run(*arguments: str) -> str:
 
 
 @pytest.fixture
-def own(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
+def users_model(tmp_path):
+    (tmp_path / "model.py").write_text(USERS_FILE)
     (tmp_path / "beside.py").write_text("WIDTH = 64")
-    return f"{tmp_path / 'own.py'}:build"
+    return f"{tmp_path / 'model.py'}:build"
 
 
-def test_numbers_of_ones_own_model(own):
+def test_the_numbers_of_a_users_model(users_model):
     found = json.loads(
-        _run("--memory", "1MiB", "--model", own, "--optimizer", "momentum", "--json")
+        _run("--memory", "1MiB", "--model", users_model, "--optimizer", "momentum", "--json")
     )
     weights = 8 * (64 * 64 + 64) * 4
     assert (found["parameters"], found["gradients"], found["optimizer"]) == (weights,) * 3
     row = 64 * 4
-    each = {way["name"]: way["activations"]["each"] for way in found["ways"]}
+    each = {way["name"]: way["activations"]["each"] for way in found["techniques"]}
     assert each["keep all"] == 9 * row  # the input, and what each block returns
-    products = each.pop("recompute every block but products")
+    products = each.pop("recompute all but products")
     assert products == (8 + 8 + 1) * row  # inputs, products and what the last block returns
-    batches = {way["name"]: way["batch"] for way in found["ways"]}
+    batches = {way["name"]: way["batch"] for way in found["techniques"]}
     assert batches["keep all"] == (2**20 - 3 * weights) // (10 * row)  # one more for a gradient
     assert all(batches[name] >= batches["keep all"] for name in each)
 
 
 def test_the_tables_of_a_known_model():
     shown = _run("--memory", "32GiB", "--model", "bert-base", "--length", "128")
-    for text in ("bert-base: the largest batch in 32GiB", "recompute every block + offload"):
+    for text in ("bert-base: the largest batch in 32GiB", "recompute all + offload"):
         assert text in shown
-    assert "bert.encoder.layer.0 to bert.encoder.layer.11, each of 12" in shown
+    assert "each of 12: bert.encoder.layer.0 .. 11" in shown
 
 
 @pytest.fixture
-def counted(own, monkeypatch):
-    """What is counted, in this process, for a function of one's own."""
+def estimated(users_model, monkeypatch):
+    """Estimate, in this process, the model of a function in the user's file."""
 
-    def count(function: str, dtype: str = "fp32") -> Estimate:
-        model = own.replace("build", function)
-        return count.counted({"model": model, "length": None, "optimizer": "adam", "dtype": dtype})
+    def estimate(function: str, dtype: str = "fp32") -> Estimate:
+        job = {"model": users_model.replace("build", function), "length": None}
+        return count.estimate_job(job | {"optimizer": "adam", "dtype": dtype})
 
     for name in ("path", "argv"):
         monkeypatch.setattr(sys, name, [*getattr(sys, name)])
     monkeypatch.setattr("atexit.register", lambda *_: None)
-    yield count
+    yield estimate
     sys.modules.pop("beside", None)
 
 
 @pytest.mark.parametrize("function", ["item", "looks"])
-def test_what_looks_at_values_is_built_on_the_cpu(counted, function):
-    assert counted(function).activations() == counted("build").activations()
+def test_models_that_need_values_are_built_on_the_cpu(estimated, function):
+    assert estimated(function).activations() == estimated("build").activations()
 
 
-def test_16_bits_have_masters_and_gradients_of_32(counted):
-    plain, half = counted("build"), counted("build", "bf16")
+def test_16_bits_have_masters_and_gradients_of_32(estimated):
+    plain, half = estimated("build"), estimated("build", "bf16")
     assert plain.activations().each == 2 * half.activations().each
     assert half.parameters == plain.parameters * 3 / 2
     assert (half.gradients, half.optimizer) == (plain.gradients, plain.optimizer)
@@ -139,32 +139,32 @@ def test_16_bits_have_masters_and_gradients_of_32(counted):
     [
         ("number", "has no function number"),
         ("nothing", r"it returned NoneType; it must return the model and a function"),
-        ("raises", r"building it failed in line \d+ of .*own\.py: IndexError: list index"),
-        ("leaves", r"building it failed in line \d+ of .*own\.py: SystemExit: 3"),
+        ("raises", r"building it failed in line \d+ of .*model\.py: IndexError: list index"),
+        ("leaves", r"building it failed in line \d+ of .*model\.py: SystemExit: 3"),
         ("no_mapping", "the inputs are a Tensor; they must be a mapping"),
-        ("no_inputs", r"making inputs failed in line \d+ of .*own\.py: KeyError: 2"),
+        ("no_inputs", r"making inputs failed in line \d+ of .*model\.py: KeyError: 2"),
         ("wrong_name", "its forward failed: TypeError: .* unexpected keyword argument 'x'"),
         ("no_batch", "three samples saves no more than one of two"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_said(counted, function, words):
+def test_what_is_wrong_in_a_file_is_said(estimated, function, words):
     with pytest.raises(ModelError, match=words):
-        count.document(counted(function), 2**30)
+        count.document(estimated(function), 2**30)
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("brt", "brt: no such model; allowed: bert-"), ("no.py:f", r"there is no file no\.py")],
+    [("brt", "brt: unknown; allowed: bert-"), ("no.py:f", r"the file no\.py does not exist")],
 )
-def test_what_there_is_not(name, words):
+def test_an_unknown_model_or_file_is_an_error(name, words):
     with pytest.raises(ModelError, match=words):
         count.builder(name, None)
 
 
-def test_whatever_kills_the_process_is_told(own, tmp_path):
+def test_a_process_that_dies_is_an_error_with_its_code(users_model, tmp_path):
     (tmp_path / "beside.py").write_text("import os; os._exit(7)")
-    with pytest.raises(ModelError, match="process that counts ended with code 7"):
-        _run("--memory", "1GiB", "--model", own)
+    with pytest.raises(ModelError, match="process that builds it ended with code 7"):
+        _run("--memory", "1GiB", "--model", users_model)
 
 
 MEMORY = ["--memory", "1GiB", "--model", "x"]
@@ -178,11 +178,11 @@ MEMORY = ["--memory", "1GiB", "--model", "x"]
         (["--memory", "1GiB"], "--memory needs --model"),
         ([*MEMORY, "--dtype", "int"], "--dtype int"),
         ([*MEMORY, "--optimizer", "y"], "--optimizer y: allowed: adamw, adam, sgd"),
-        ([*MEMORY, "-o", "y.yaml"], "--output means nothing with --memory"),
-        ([*MEMORY, "--trace", "t.json"], "--trace means nothing with --memory"),
-        ([*MEMORY, "--nodes", "2"], "--nodes means nothing with --memory"),
-        ([*MEMORY, "--allow-lossy"], "--allow-lossy means nothing with --memory"),
-        (["--trace", "t.json", "--dtype", "bf16"], "--dtype means nothing with --trace .* --memo"),
+        ([*MEMORY, "-o", "y.yaml"], "--output has no effect with --memory"),
+        ([*MEMORY, "--trace", "t.json"], "--trace has no effect with --memory"),
+        ([*MEMORY, "--nodes", "2"], "--nodes has no effect with --memory"),
+        ([*MEMORY, "--allow-lossy"], "--allow-lossy has no effect with --memory"),
+        (["--trace", "t.json", "--dtype", "bf16"], "--dtype has no effect with --trace .* --memo"),
     ],
 )
 def test_mistakes(arguments: list[str], words: str) -> None:

@@ -64,7 +64,7 @@ def test_traces_are_called_by_what_tells_them_apart(paths, called):
     assert names(list(map(Path, paths))) == called
 
 
-def test_a_page_that_cannot_be_written_is_said(tmp_path):
+def test_a_page_that_cannot_be_written_is_an_error(tmp_path):
     write(by_hand(), tmp_path / "a.json")
     (tmp_path / "file").write_text("")
     with pytest.raises(TraceError, match="cannot be written: File exists"):

@@ -57,8 +57,8 @@ def _scale(folder: Path, script: str, *options: str, **variables: str) -> tuple[
 
 
 def test_each_number_of_ranks_is_measured_and_nothing_is_left_running(tmp_path: Path) -> None:
-    (tmp_path / "wish.yaml").write_text("gradients: {split: single}\n")
-    options = ("--ranks", "2,1", "--steps", "4", "--strategy", "wish.yaml")
+    (tmp_path / "strategy.yaml").write_text("gradients: {split: single}\n")
+    options = ("--ranks", "2,1", "--steps", "4", "--strategy", "strategy.yaml")
     code, out, err = _scale(tmp_path, TRAIN, *options)
     assert code == 0, err
     document = json.loads((tmp_path / "out" / "scale.json").read_text())
@@ -81,13 +81,13 @@ def test_each_number_of_ranks_is_measured_and_nothing_is_left_running(tmp_path: 
 @pytest.mark.parametrize(
     ("script", "options", "reason"),
     [
-        (FAIL, (), "--ranks 1: .*no data here.* Mend the script"),
+        (FAIL, (), "--ranks 1: .*no data here.* Fix the script"),
         (
             NO_STEP,
             (),
-            "--ranks 1: .*ended without a trace.* It has to reach the first step",
+            "--ranks 1: .*ended without a trace.* It must take more steps",
         ),
-        (TRAIN, ("--limit", "0.1"), "--ranks 1: .*Give it more time with --limit"),
+        (TRAIN, ("--limit", "0.1"), "--ranks 1: .*Raise --limit"),
         (TRAIN, ("--strategy", "no-such-preset"), "no-such-preset"),
     ],
     ids=["fails", "never steps", "too slow", "no strategy"],
@@ -114,15 +114,17 @@ def test_ranks_are_numbers_above_0(text: str) -> None:
         parse_ranks(text)
 
 
-def test_inside_a_launcher_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(LaunchError, match=r"RANK=1 is set"):
-        parse_ranks("1,2")
+def test_under_a_launcher_it_refuses(tmp_path: Path) -> None:
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
+    code, out, err = _scale(tmp_path, TRAIN, **rank)
+    assert (code, out) == (2, "")
+    assert "started this as rank 1" in err
+    assert "slipstream scale --ranks 1,2,4 -- train.py" in err
 
 
 def test_the_curve_counts_batches_where_samples_are_not_told() -> None:
-    points, what = curve({ranks: Training(ranks=ranks, samples=0).trace for ranks in (4, 2)})
-    assert what == "batches"
+    points, unit = curve({ranks: Training(ranks=ranks, samples=0).trace for ranks in (4, 2)})
+    assert unit == "batches"
     assert [(point.ranks, point.speed_up, point.efficiency) for point in points] == [
         (2, 1.0, 1.0),
         (4, pytest.approx(2.0), pytest.approx(1.0)),

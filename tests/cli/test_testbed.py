@@ -76,15 +76,15 @@ def test_a_rank_that_fails_ends_the_run_with_its_code_and_traceback(slipstream, 
 WRONG = {
     "no script": (["run", "nope.py"], "'nope.py' does not exist"),
     "no rate": (["run", "--rate", "fast", __file__], "'fast' is not a link rate"),
-    "no nodes": (["run", "--nodes", "0", __file__], "0 nodes asked for"),
-    "no ranks": (["run", "--ranks-per-node", "0", __file__], "at least 1 rank"),
+    "no nodes": (["run", "--nodes", "0", __file__], "0 nodes: a testbed"),
+    "no ranks": (["run", "--ranks-per-node", "0", __file__], "--nproc 0: must be at least 1"),
     "no strategy": (["run", "--strategy", "nope.yaml", __file__], "nope.yaml"),
     "no tools": (["check"], "install iproute2"),
 }
 
 
 @pytest.mark.parametrize(("words", "said"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_said_before_anything_is_built(
+def test_mistakes_are_reported_before_a_host_is_built(
     slipstream, monkeypatch, words: list[str], said: str
 ) -> None:
     monkeypatch.setenv("PATH", "")  # so that building would say that there are no tools
@@ -101,7 +101,7 @@ def test_check_draws_the_links_and_warns_of_those_that_are_off(slipstream, monke
     code, out, err = slipstream("testbed", "check", "--nodes", "2", "--rate", "300mbit")
     assert (code, out) == (0, "")
     assert "node1" in err
-    assert "warning: the link to node1 is" in err
+    assert "warning: the link to node1 misses the rate by" in err
 
 
 @needs_hosts

@@ -120,7 +120,7 @@ def test_what_the_first_run_shows_ends_in_a_box(slipstream, words, error, messag
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--strategy", "optimal.yaml", "--", "nope.py"], "this starts from the default"),
+        (["--strategy", "optimal.yaml", "--", "nope.py"], "tuning starts from the default"),
         (["--", "nope.py"], "'nope.py' does not exist"),
         (["--budget", "soon", "train.py"], "--budget 'soon'"),
         (["--ranks", "1", "train.py"], "a single rank exchanges nothing"),
@@ -129,9 +129,9 @@ def test_what_the_first_run_shows_ends_in_a_box(slipstream, words, error, messag
         (["--strategy", "nope.yaml", "train.py"], "nope.yaml"),
         (["--cluster", "nope.yaml", "train.py"], "nope.yaml"),
         (["--log", "no/such/file.json", "train.py"], "--log no/such/file.json: cannot be written"),
-        (["-o", "strategy.txt", "train.py"], "ends in .yaml"),
-        (["-o", "optimal.yaml", "train.py"], "optimal.yaml exists, and would be lost"),
-        (["--strategy", "hccl", "-o", "optimal.yaml", "train.py"], "would be lost"),
+        (["-o", "strategy.txt", "train.py"], "must end in .yaml"),
+        (["-o", "optimal.yaml", "train.py"], "optimal.yaml exists and would be overwritten"),
+        (["--strategy", "hccl", "-o", "optimal.yaml", "train.py"], "would be overwritten"),
         (["--strategy", "optimal.yaml", "-o", "optimal.yaml", "nope.py"], "'nope.py' does not"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

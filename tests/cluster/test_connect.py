@@ -32,10 +32,10 @@ def summed(cluster: Cluster) -> float:
 
 def own_world() -> tuple[object, ...]:
     cluster = connect(from_environ(), "cpu")
-    facts = (cluster.rank, cluster.world_size, cluster.owns_world, summed(cluster), cluster.hosts)
+    seen = (cluster.rank, cluster.world_size, cluster.owns_world, summed(cluster), cluster.hosts)
     cluster.close()
     cluster.close()
-    return (*facts, dist.is_initialized())
+    return (*seen, dist.is_initialized())
 
 
 def test_a_world_is_made_from_the_environment_and_destroyed(two: Ranks) -> None:
@@ -57,9 +57,7 @@ def late_to_each(rank: int) -> list[float]:
 
 @pytest.mark.parametrize("host", ["rank 0", "the launcher"])
 @pytest.mark.parametrize("late", [0, 1])
-def test_they_meet_again_and_again_also_where_one_comes_late(
-    two: Ranks, late: int, host: str
-) -> None:
+def test_ranks_connect_repeatedly_even_if_one_is_late(two: Ranks, late: int, host: str) -> None:
     env = {}
     if host == "the launcher":  # as torchrun does: its store outlives every meeting
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -94,7 +92,9 @@ def scripts_world(variables: dict[str, str]) -> tuple[object, ...]:
     [{}, {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "elsewhere", "MASTER_PORT": "1"}],
     ids=["no launcher", "another launcher"],
 )
-def test_the_scripts_world_is_used_and_survives(two: Ranks, variables: dict[str, str]) -> None:
+def test_a_group_of_the_script_is_used_and_not_destroyed(
+    two: Ranks, variables: dict[str, str]
+) -> None:
     assert two.run(scripts_world, variables) == [
         (rank, 2, rank, 2, False, (2, rank == 1), 3.0, True, True, "127.0.0.1") for rank in (0, 1)
     ]
@@ -114,13 +114,13 @@ def test_a_script_may_destroy_everything_before_close(two: Ranks) -> None:
 
 def test_one_process_without_a_launcher_makes_no_group() -> None:
     cluster = connect(Environment(host="here"), "cpu")
-    assert (cluster.world, cluster.is_distributed, cluster.new_group()) == (None, False, None)
+    assert (cluster.world, cluster.new_group()) == (None, None)
     assert (cluster.rank, cluster.world_size, cluster.hosts) == (0, 1, ("here",))
     cluster.close()
     assert not dist.is_initialized()
 
 
-def test_ranks_that_do_not_meet_are_told_where_who_and_what_to_check() -> None:
+def test_a_failed_rendezvous_names_rank_address_and_what_to_check() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, never listening: nobody answers
         alone = Environment(
@@ -143,7 +143,9 @@ def test_ranks_that_do_not_meet_are_told_where_who_and_what_to_check() -> None:
 
 
 @pytest.mark.parametrize(("local_rank", "visible", "index"), [(0, 1, 0), (3, 8, 3), (3, 1, 0)])
-def test_a_rank_takes_its_gpu_or_the_only_one(local_rank: int, visible: int, index: int) -> None:
+def test_a_rank_gets_the_gpu_of_its_local_rank_or_the_only_one(
+    local_rank: int, visible: int, index: int
+) -> None:
     assert local_gpu(Environment(local_rank=local_rank), visible) == index
 
 

@@ -90,7 +90,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("variables", "expected"), CASES.values(), ids=CASES)
-def test_each_launcher_is_understood(
+def test_the_variables_of_each_launcher(
     variables: dict[str, str], expected: tuple[object, ...]
 ) -> None:
     seen = Environment.read(variables, host="here")
@@ -144,7 +144,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("variables", "named"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_named_with_its_value(variables: dict[str, str], named: list[str]) -> None:
+def test_a_wrong_variable_is_named_with_its_value(
+    variables: dict[str, str], named: list[str]
+) -> None:
     with pytest.raises(ClusterError) as error:
         Environment.read(variables)
     assert [part for part in named if part not in str(error.value)] == []

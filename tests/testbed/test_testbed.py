@@ -104,11 +104,11 @@ def test_a_failing_node_stops_the_others(three, marker, tmp_path) -> None:
     assert wait_for_marked(marker, 0) == []
 
 
-def test_what_a_node_wrote_is_shown_for_node_0_and_for_the_one_that_failed(three, capfd) -> None:
+def test_output_is_shown_of_node_0_and_of_a_node_that_fails(three, capfd) -> None:
     assert three.run([shell("echo I am $(hostname); [ $(hostname) != node2 ] || exit 9")] * 3) == 9
     out, err = capfd.readouterr()
     assert out in ("I am node0\n", "")  # node 0 may have been stopped before it spoke
-    assert err == "node2 ended with code 9; it wrote:\nI am node2\n"
+    assert err == "node2 ended with code 9; its output:\nI am node2\n"
 
 
 def test_popen_is_like_a_local_one(three, tmp_path) -> None:
@@ -176,7 +176,7 @@ def test_nothing_outlives_the_owner(marker, name: str) -> None:
 
 
 @needs_hosts
-def test_two_testbeds_do_not_meet(three) -> None:
+def test_two_testbeds_have_separate_networks(three) -> None:
     connect = "import socket; socket.create_connection(('198.18.0.1', 7777), 5)"
     serve = "import socket; s = socket.create_server(('', 7777)); print(flush=True); s.accept()"
     server = three.popen(three.nodes[0], [sys.executable, "-c", serve], stdout=subprocess.PIPE)
@@ -241,7 +241,7 @@ def test_a_testbed_that_cannot_be_built_says_why_and_leaves_nothing(monkeypatch)
     assert bed._keeper is None
 
 
-def test_wrong_use_says_what_is_right(three) -> None:
+def test_wrong_use_is_an_error_with_the_fix(three) -> None:
     with pytest.raises(TestbedError, match="2 commands for 3 nodes"):
         three.run([["true"]] * 2)
     with pytest.raises(TestbedError, match="with Testbed"):
@@ -259,7 +259,7 @@ def without(tool: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("tool", "remedy"), [("unshare", "user.max_user_namespaces"), ("tc", "modprobe sch_tbf")]
 )
-def test_what_the_kernel_refuses_is_one_line_with_the_remedy(
+def test_a_refusal_of_the_kernel_is_one_line_with_the_remedy(
     tmp_path, monkeypatch, tool: str, remedy: str
 ) -> None:
     monkeypatch.setenv("PATH", without(tool, tmp_path))
@@ -268,7 +268,7 @@ def test_what_the_kernel_refuses_is_one_line_with_the_remedy(
     assert "\n" not in reason
 
 
-def test_what_the_machine_lacks_is_one_line(monkeypatch) -> None:
+def test_a_missing_tool_is_one_line(monkeypatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert unavailable() == (
         "no program ip or tc or unshare or mount on this machine: install iproute2 util-linux"

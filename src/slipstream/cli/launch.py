@@ -1,9 +1,7 @@
-"""``slipstream launch``: start a script's ranks, show what was started, and what went wrong."""
+"""``slipstream launch``: start the ranks of a script, and show which rank failed and why."""
 
 from __future__ import annotations
 
-import os
-import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -14,65 +12,58 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli.options import LogDir, ScriptArgs, StrategySource
+from slipstream.cli.ranks import log_folder, threads_per_rank
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, run
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy, overview
 from slipstream.version import __version__
 
-# Everything but rank 0's output goes to stderr, so that the script's stdout can be piped.
+# stdout carries rank 0's output alone, so that it can be piped.
 console = Console(stderr=True)
 
 
 def launch(
     script: Annotated[str, typer.Argument(help="Python file to run (a module with -m).")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="All that follows goes to the script untouched.")
-    ] = None,
+    args: ScriptArgs = None,
     nproc: Annotated[
-        str, typer.Option(metavar="N|gpu", help="Ranks on this node; gpu = one a GPU.")
+        str, typer.Option(metavar="N|gpu", help="Ranks on this node; gpu: one for each GPU.")
     ] = "1",
     nnodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
     node_rank: Annotated[
         int | None,
-        typer.Option(help="Rank of this node, from 0; default: the rendezvous ranks the nodes."),
+        typer.Option(help="Index of this node, from 0. By default the rendezvous assigns it."),
     ] = None,
     rdzv_endpoint: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Where the nodes meet: on node 0.")
-    ] = None,
-    max_restarts: Annotated[int, typer.Option(help="How often to restart failed ranks.")] = 0,
-    log_dir: Annotated[
-        Path | None, typer.Option(help="Folder of the logs; default: slipstream-logs/TIME.")
-    ] = None,
-    strategy: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|PRESET",
-            envvar="SLIPSTREAM_STRATEGY",
-            help="Strategy of the ranks; checked before any starts.",
-        ),
+        typer.Option(metavar="HOST:PORT", help="Address on node 0 where the nodes meet."),
     ] = None,
+    max_restarts: Annotated[int, typer.Option(help="Restarts of the ranks after a failure.")] = 0,
+    log_dir: LogDir = None,
+    strategy: StrategySource = None,
     module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module.")] = False,
 ) -> None:
     """Run a script on several ranks of this machine, or on this node of several.
 
     Options come before the script. Rank 0's output is shown as it comes; each rank has a log.
-    If a rank fails, the others are stopped, its traceback is shown, and its exit code returned.
+    If a rank fails, the others are stopped, its traceback is shown, and its exit code is returned.
 
     [dim]slipstream launch --nproc 2 train.py --epochs 3[/dim]
     [dim]slipstream launch --nproc gpu --strategy strategy.yaml -m my.training[/dim]
     [dim]slipstream launch --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 train.py[/dim]
     """
     config = None if strategy is None else Strategy.load(strategy)
+    ranks = _rank_count(nproc)
     spec = LaunchSpec(
         script=script,
         args=tuple(args or ()),
         module=module,
-        nproc=(ranks := _rank_count(nproc)),
+        nproc=ranks,
         nnodes=nnodes,
         node_rank=node_rank,
         rdzv_endpoint=rdzv_endpoint,
         max_restarts=max_restarts,
-        log_dir=log_dir or Path("slipstream-logs", f"{time.strftime('%F_%H-%M-%S')}-{os.getpid()}"),
+        log_dir=log_dir or log_folder(),
         variables=_variables(ranks, strategy),
     )
     if spec.node_rank in (None, 0):
@@ -102,11 +93,8 @@ def _rank_count(nproc: str) -> int:
 
 
 def _variables(nproc: int, strategy: str | None) -> dict[str, str]:
-    """Variables of every rank: threads that share the cores evenly, and where the strategy is."""
-    cores = len(os.sched_getaffinity(0))
-    variables = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // max(nproc, 1)))
-    }
+    """Environment variables of every rank: its number of threads, and its strategy."""
+    variables = {"OMP_NUM_THREADS": threads_per_rank(nproc)}
     if strategy is not None:
         path = Path(strategy)
         variables["SLIPSTREAM_STRATEGY"] = str(path.resolve()) if path.is_file() else strategy
@@ -118,15 +106,15 @@ def _environment(spec: LaunchSpec) -> Panel:
 
     table = Table.grid(padding=(0, 2))
     for name, value in {
-        "slipstream": __version__,
-        "torch": version("torch"),
+        "world size": spec.nnodes * spec.nproc,
         "nodes": spec.nnodes,
         "ranks per node": spec.nproc,
-        "world size": spec.nnodes * spec.nproc,
+        "threads per rank": spec.variables["OMP_NUM_THREADS"],
         "backend": "gloo, nccl on GPUs" if torch.cuda.is_available() else "gloo (no GPU here)",
         "rendezvous": spec.rendezvous,
-        "threads per rank": spec.variables["OMP_NUM_THREADS"],
         "restarts": spec.max_restarts,
+        "slipstream": __version__,
+        "torch": version("torch"),
         "logs": spec.log_dir,
     }.items():
         table.add_row(Text(name, style="bold"), Text(str(value), overflow="fold"))
@@ -134,13 +122,13 @@ def _environment(spec: LaunchSpec) -> Panel:
 
 
 def _failure(failure: RankFailure) -> Panel:
-    facts = (
+    cause = (
         f"rank {failure.rank} (local rank {failure.local_rank}) on host {failure.host} "
         f"{failure.cause}"
     )
     log = Text(f"log: {failure.log}", overflow="fold")
     return Panel(
-        Group(Text(facts, style="bold"), log, Text(), Text(failure.excerpt(), overflow="fold")),
+        Group(Text(cause, style="bold"), log, Text(), Text(failure.excerpt(), overflow="fold")),
         title=f"rank {failure.rank} failed first",
         title_align="left",
         border_style="red",

@@ -1,4 +1,4 @@
-"""The command ``slipstream``: one file a command; this one only names them."""
+"""The command ``slipstream``: collects its subcommands, and prints user mistakes in a box."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("demo")(demo)
-SCRIPT_LAST = {"allow_interspersed_args": False}  # options behind the script's name are its own
+SCRIPT_LAST = {"allow_interspersed_args": False}  # options after the script's name are the script's
 app.command("launch", context_settings=SCRIPT_LAST)(launch.launch)
-app.add_typer(trace.app, name="trace", help="Look at what a run recorded, and get advice.")
+app.add_typer(trace.app, name="trace", help="Summarize what a run recorded, and get advice.")
 app.add_typer(doctor, name="doctor", help="Measure what exchanges cost on these machines.")
 app.command("plan")(plan)
 app.command("tune", context_settings=SCRIPT_LAST)(tune)
@@ -45,7 +45,7 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback(
-    help="Data-parallel training in PyTorch: see where an iteration goes, and mend what costs."
+    help="Data-parallel training in PyTorch: see where an iteration's time goes, and speed it up."
 )
 def _options(
     version: Annotated[
@@ -55,11 +55,11 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """What goes before a command; whoever asks for the version gets nothing else."""
+    """The options before a command."""
 
 
 def main() -> None:
-    """Run the command line; a user mistake ends in one red box and exit code 2."""
+    """Run the command line; a user mistake prints one red box and exits with code 2."""
     try:
         app()
     except SlipstreamError as error:

@@ -1,4 +1,4 @@
-"""``slipstream report``: one page that shows traces, what they mean, and what was predicted."""
+"""``slipstream report``: write one page with traces, findings, predictions and trials."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def report(
     traces: Annotated[
         list[Path], typer.Argument(help="Traces: .json or .json.gz.", show_default=False)
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Page to write.")] = Path(
         "report.html"
     ),
     picture: Annotated[
         Path | None,
-        typer.Option("--png", help="The timelines as a picture, too.", show_default=False),
+        typer.Option("--png", help="Also write the timelines as a picture.", show_default=False),
     ] = None,
     trials: Annotated[
         Path | None,
-        typer.Option(help="The log of [bold]slipstream tune[/bold].", show_default=False),
+        typer.Option(help="trials.json of [bold]slipstream tune[/bold].", show_default=False),
     ] = None,
 ) -> None:
     """Write a page for the browser: timeline, breakdown, findings, predictions and trials.
 
-    The page is one file and needs no network. Other traces are compared with the first; predicted
-    ones stand beside the measured runs that they are of.
+    The page is one file and needs no network. The traces are compared with the first; predicted
+    ones are shown next to the measured runs.
 
     [bold]slipstream report before/trace.json after/trace.json -o report.html[/bold]
 
@@ -52,7 +52,7 @@ def report(
 
 
 def names(paths: Sequence[Path]) -> list[str]:
-    """What to call traces: by file, or by folder where the file is just called ``trace``.
+    """Names of traces: the file's, or the folder's if the file is called ``trace``.
 
     Example:
         >>> names([Path("before/trace.json"), Path("runs/after.json.gz")])
@@ -75,6 +75,6 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise TraceError(
-            f"{path} cannot be written: {error.strerror}. Give another path."
+            f"{path} cannot be written: {error.strerror}; choose another path"
         ) from error
     typer.echo(f"{path} ({len(content) / 1e6:.1f} MB)")

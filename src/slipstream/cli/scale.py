@@ -1,7 +1,7 @@
-"""``slipstream scale``: how much faster a training gets with more ranks on this machine.
+"""``slipstream scale``: measure how a training speeds up with more ranks on this machine.
 
-Never changes the script: each run is the user's own command line, started by ``slipstream launch``,
-traced for a few iterations, and then ended.
+The script stays as it is: each run is the user's own command line, started by ``slipstream
+launch``, traced for a few iterations, and then stopped.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +20,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.analysis.ascii_timeline import unit
+from slipstream.analysis.ascii_timeline import unit as time_unit
 from slipstream.analysis.breakdown import typical
 from slipstream.analysis.throughput import (
     compute_share,
     iterations_per_second,
     samples_per_second,
 )
+from slipstream.cli.options import Script, ScriptArgs, StrategySource
+from slipstream.cli.ranks import launch_command, log_folder, refuse_launcher, threads_per_rank
+from slipstream.cli.table import compact
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy
@@ -43,10 +44,11 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run: its speed, and that against the run of the fewest ranks.
+    """The speed of one run, also relative to the run of the fewest ranks.
 
-    ``rate`` counts samples a second, or batches where the traces do not tell samples. ``speed_up``
-    is ``rate / rate of the fewest ranks``; ``efficiency`` divides that by the ratio of ranks.
+    ``rate`` is in samples a second, or in batches a second where the traces do not count samples.
+    ``speed_up`` is ``rate / rate of the fewest ranks``; ``efficiency`` divides it by the ratio of
+    ranks. ``iteration`` and ``exposed`` (exchange) are in seconds, medians over iterations.
     """
 
     ranks: int
@@ -59,43 +61,36 @@ class Point:
 
 
 def scale(
-    script: Annotated[str, typer.Argument(help="Python file of the training.")],
-    args: Annotated[
-        list[str] | None, typer.Argument(help="All that follows goes to the script untouched.")
-    ] = None,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, in this order.")] = "1,2,4",
-    steps: Annotated[int, typer.Option(min=1, help="Iterations to measure of each run.")] = 10,
-    skip: Annotated[int, typer.Option(min=0, help="Iterations before, as warm-up.")] = 3,
-    limit: Annotated[float, typer.Option(help="Longest a run may take, in seconds.")] = 600.0,
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|PRESET", envvar="SLIPSTREAM_STRATEGY", help="Strategy of the ranks."
-        ),
-    ] = None,
+    script: Script,
+    args: ScriptArgs = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks to run with.")] = "1,2,4",
+    steps: Annotated[int, typer.Option(min=1, help="Iterations to measure in each run.")] = 10,
+    skip: Annotated[int, typer.Option(min=0, help="Iterations before them, as warm-up.")] = 3,
+    limit: Annotated[float, typer.Option(help="Time limit of a run, in seconds.")] = 600.0,
+    strategy: StrategySource = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="For traces, logs, JSON; default: slipstream-logs/scale-TIME."),
+        typer.Option(help="For traces, logs, JSON. Default: slipstream-logs/scale-TIME."),
     ] = None,
 ) -> None:
     """Measure how a training speeds up with more ranks of this machine.
 
-    The script runs once for each number of ranks, under the same strategy, until its trace is
-    complete; then it is stopped. It has to take its strategy from SLIPSTREAM_STRATEGY, as
-    `accelerate()` does where it is given none. Each rank gets the same number of threads in every
-    run: the cores shared out among the most ranks, unless OMP_NUM_THREADS is set.
+    The script runs once with each number of ranks, under the same strategy, until its trace is
+    complete; then it is stopped. It must leave the strategy to accelerate(), which takes it from
+    SLIPSTREAM_STRATEGY. A rank has the same number of threads in every run: the cores divided by
+    the largest number of ranks, or OMP_NUM_THREADS if it is set.
 
     [dim]slipstream scale -- train.py --batch 32[/dim]
     [dim]slipstream scale --ranks 1,2,4,8 --steps 20 --strategy strategy.yaml -- train.py[/dim]
     """
+    refuse_launcher("slipstream scale --ranks 1,2,4 -- train.py")
     counts, base = parse_ranks(ranks), Strategy.load(strategy)
-    folder = folder or Path(
-        "slipstream-logs", f"scale-{time.strftime('%F_%H-%M-%S')}-{os.getpid()}"
-    )
+    folder = folder or log_folder("scale-")
     words = [script, *(args or [])]
-    LaunchSpec(script=script, nproc=counts[0], log_dir=folder)  # what is wrong is found now
+    LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
     traces: dict[int, Trace] = {}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves no rank running, like Ctrl-C
+    # As Ctrl-C does, SIGTERM unwinds the stack, which ends the ranks of the current run.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _progress() as progress:
         task = progress.add_task("")
         for count in counts:
@@ -103,15 +98,15 @@ def scale(
             command = _command(words, count, max(counts))
             trials = Trials(command, folder / f"ranks-{count}", steps, skip)
             traces[count] = _trace(trials.run(base, limit), count)
-    points, what = curve(traces)
+    points, unit = curve(traces)
     document = {
         "command": words,
         "strategy": base.document(),
-        "unit": f"{what}/s",
+        "unit": f"{unit}/s",
         "points": [asdict(point) for point in points],
     }
     (folder / "scale.json").write_text(json.dumps(document, indent=2) + "\n")
-    Console().print(_table(points, what), plot(points), *_remarks(points, what), sep="\n")
+    Console().print(_table(points, unit), plot(points), *_remarks(points, unit), sep="\n")
     console.print(Text(f"numbers: {folder / 'scale.json'}; traces beside it"), soft_wrap=True)
 
 
@@ -119,17 +114,12 @@ def parse_ranks(text: str) -> list[int]:
     """Numbers of ranks, ascending.
 
     Raises:
-        LaunchError: they are no such numbers, or a launcher has started this process.
+        LaunchError: not numbers above 0.
 
     Example:
         >>> parse_ranks("4,1,2")
         [1, 2, 4]
     """
-    if "RANK" in os.environ:
-        raise LaunchError(
-            f"RANK={os.environ['RANK']} is set: a launcher has started this, but scale starts the "
-            "ranks itself. Run it once, without a launcher: slipstream scale -- train.py"
-        )
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise LaunchError(f"--ranks {text!r}: write numbers above 0 and commas, such as 1,2,4")
@@ -137,22 +127,22 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def curve(traces: Mapping[int, Trace]) -> tuple[list[Point], str]:
-    """The points of the curve, fewest ranks first, and what their rates count.
+    """The points of the curve, fewest ranks first, and the unit of their rates.
 
     Example:
         >>> from slipstream.trace.event import Event
         >>> def run(ranks, seconds):
         ...     one = [Event("iteration", r, 0, 0.0, seconds, {"samples": 8}) for r in range(ranks)]
         ...     return Trace(tuple(one))
-        >>> points, what = curve({1: run(1, 0.4), 2: run(2, 0.5)})
-        >>> [(point.rate, point.speed_up, point.efficiency) for point in points], what
+        >>> points, unit = curve({1: run(1, 0.4), 2: run(2, 0.5)})
+        >>> [(point.rate, point.speed_up, point.efficiency) for point in points], unit
         ([(20.0, 1.0, 1.0), (32.0, 1.6, 0.8)], 'samples')
     """
     runs = {count: timeline(trace.events) for count, trace in sorted(traces.items())}
     samples = {count: samples_per_second(run) for count, run in runs.items()}
     rates = {count: rate for count, rate in samples.items() if rate is not None}
-    what = "samples" if len(rates) == len(runs) else "batches"
-    if what == "batches":
+    unit = "samples" if len(rates) == len(runs) else "batches"
+    if unit == "batches":
         rates = {count: iterations_per_second(run) for count, run in runs.items()}
     fewest = next(iter(rates))
     points = []
@@ -169,11 +159,11 @@ def curve(traces: Mapping[int, Trace]) -> tuple[list[Point], str]:
                 exposed=middle.spread("exposed").median,
             )
         )
-    return points, what
+    return points, unit
 
 
 def plot(points: Sequence[Point]) -> Text:
-    """The speed-ups as bars; dots reach as far as a linear one would.
+    """The speed-ups as bars; dots mark the linear speed-up.
 
     Example:
         >>> print(plot([Point(1, 0.4, 20.0, 1.0, 1.0, 1.0, 0.0),
@@ -194,14 +184,16 @@ def plot(points: Sequence[Point]) -> Text:
 
 
 def _command(words: Sequence[str], count: int, most: int) -> Callable[[Path], list[str]]:
-    """The command of a run: each of its ranks has the threads that each of the most ranks has."""
-    cores = len(os.sched_getaffinity(0))
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // most))
-    ours = ["env", f"OMP_NUM_THREADS={threads}", sys.executable, "-m", "slipstream", "launch"]
+    """The command of a run, given its folder."""
+    # Threads for the most ranks in every run: otherwise more ranks would mean slower ranks.
+    threads = ["env", f"OMP_NUM_THREADS={threads_per_rank(most)}"]
 
     def command(folder: Path) -> list[str]:
-        files = ["--strategy", str(folder / STRATEGY), "--log-dir", str(folder / "logs")]
-        return [*ours, "--nproc", str(count), *files, "--", *words]
+        strategy, logs = folder / STRATEGY, folder / "logs"
+        return [
+            *threads,
+            *launch_command(["--", *words], nproc=count, strategy=strategy, log_dir=logs),
+        ]
 
     return command
 
@@ -210,11 +202,11 @@ def _trace(outcome: Measurement | Failure, count: int) -> Trace:
     if isinstance(outcome, Measurement):
         return outcome.trace
     fix = {
-        "failed": "Mend the script, or see that it runs with this number of ranks.",
-        "no trace": "It has to reach the first step to record (--skip) and to call "
-        "slipstream.accelerate() without a strategy of its own.",
-        "hanging": "Give it more time with --limit, or fewer --steps; see that it calls "
-        "slipstream.accelerate() without a strategy of its own.",
+        "failed": "Fix the script, or check that it runs with this number of ranks.",
+        "no trace": "It must take more steps than --skip and call slipstream.accelerate() without "
+        "a strategy.",
+        "hanging": "Raise --limit or lower --steps, and check that it calls "
+        "slipstream.accelerate() without a strategy.",
     }[outcome.status]
     raise LaunchError(f"the run with --ranks {count}: {outcome.reason}. {fix}")
 
@@ -224,39 +216,37 @@ def _progress() -> Progress:
     return Progress(*columns, console=console, transient=True)
 
 
-def _table(points: Sequence[Point], what: str) -> Table:
-    name, scale, digits = unit(max(point.iteration for point in points))
-    table = Table(title="Scaling on this machine", title_justify="left")
-    headings = (f"iteration {name}", f"{what}/s", "speed-up", "efficiency", "compute", "exposed")
-    for heading in ("ranks", *headings):
-        table.add_column(heading, justify="right")
+def _table(points: Sequence[Point], unit: str) -> Table:
+    name, scale, digits = time_unit(max(point.iteration for point in points))
+    headings = ("speed-up", "efficiency", f"{unit}/s", f"iteration {name}", "compute", "exposed")
+    table = compact("Scaling on this machine", "ranks", *headings)
     for point in points:
         table.add_row(
             str(point.ranks),
-            f"{point.iteration * scale:.{digits}f}",
-            f"{point.rate:.5g}",
             f"{point.speed_up:.2f}",
             f"{point.efficiency:.1%}",
+            f"{point.rate:.5g}",
+            f"{point.iteration * scale:.{digits}f}",
             f"{point.compute_share:.1%}",
             f"{point.exposed / point.iteration:.1%}" if point.iteration else "-",
         )
     return table
 
 
-def _remarks(points: Sequence[Point], what: str) -> Iterator[Text]:
-    """What one must know to read the numbers."""
+def _remarks(points: Sequence[Point], unit: str) -> Iterator[Text]:
+    """How to read the numbers, and what limits them."""
     cores, most, fewest = len(os.sched_getaffinity(0)), points[-1].ranks, points[0].ranks
     yield Text(
-        f"Efficiency: speed-up over {fewest} rank{'s' * (fewest > 1)} by the ratio of ranks; "
-        "linear is 100 %. Compute and exposed exchange: shares of an iteration."
+        f"Efficiency: speed-up over {fewest} rank{'s' * (fewest > 1)} divided by the ratio of "
+        "ranks; linear is 100 %. Compute and exposed exchange: shares of an iteration."
     )
     if most > cores:
         yield Text(
-            f"{most} ranks share {cores} cores here: the curve shows that as well.", "yellow"
+            f"{most} ranks share {cores} cores here: that limits the speed-up, too.", "yellow"
         )
-    if what == "batches":
+    if unit == "batches":
         yield Text(
-            "The traces do not tell samples. The rates count batches: right if a batch is as large "
-            "with any number of ranks.",
+            "The traces do not count samples, so the rates count batches: they compare only if a "
+            "batch is as large with any number of ranks.",
             "yellow",
         )

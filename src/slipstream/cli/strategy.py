@@ -1,7 +1,4 @@
-"""The command ``slipstream strategy``: look at strategies, list, describe and check them.
-
-Never trains: a strategy is only read.
-"""
+"""``slipstream strategy``: show, list, describe and check strategies, without a model."""
 
 from __future__ import annotations
 
@@ -23,7 +20,9 @@ app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": [
 def show(
     source: Annotated[
         str | None,
-        typer.Argument(metavar="[FILE|PRESET]", help="A strategy file or a preset; else defaults."),
+        typer.Argument(
+            metavar="[FILE|PRESET]", help="A strategy file or a preset. Default: the defaults."
+        ),
     ] = None,
 ) -> None:
     """Draw the overview table of a strategy."""
@@ -32,7 +31,7 @@ def show(
 
 @app.command("presets", epilog="Example: slipstream strategy presets")
 def list_presets() -> None:
-    """List the strategies that have a name, and why one would choose each."""
+    """List the presets: strategies with a name, their settings, and when to choose them."""
     table = Table("preset", "why", "settings")
     for name, preset in presets().items():
         settings = Strategy.load(name).to_yaml().rstrip()
@@ -50,5 +49,5 @@ def schema() -> None:
 def check(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A .yaml, .yml or .json file.")],
 ) -> None:
-    """Check a strategy file: one line when it is valid, every problem when it is not."""
+    """Check a strategy file: print one line if it is valid, else every problem."""
     typer.echo(f"{file}: valid ({Strategy.load(file).exactness})")

@@ -1,4 +1,4 @@
-"""``slipstream trace``: look at what a run recorded, and hear what to do about it."""
+"""``slipstream trace``: summarize a recorded run, and advise what to change."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from slipstream.advisor.findings import Finding
 from slipstream.analysis.ascii_timeline import timing
 from slipstream.analysis.summary import document
 from slipstream.analysis.summary import summary as draw
+from slipstream.cli.options import AsJson
 from slipstream.planner.cost import NetworkProfile
 from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
@@ -33,21 +34,23 @@ File = Annotated[Path, typer.Argument(help="A trace: .json or .json.gz.", show_d
 @app.command()
 def summary(
     file: File,
-    rank: Annotated[int | None, typer.Option(help="Only this rank.", show_default=False)] = None,
-    per_rank: Annotated[bool, typer.Option("--per-rank", help="A row for each rank, too.")] = False,
+    rank: Annotated[
+        int | None, typer.Option(help="Show this rank alone.", show_default=False)
+    ] = None,
+    per_rank: Annotated[
+        bool, typer.Option("--per-rank", help="Add a table with a row for each rank.")
+    ] = False,
     baseline: Annotated[
         Path | None,
         typer.Option(
             metavar="TRACE",
-            help="The same training on one rank: adds the scaling efficiency.",
+            help="Trace of the same training on one rank: adds the scaling efficiency.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="The same numbers as JSON, in seconds.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show where an iteration goes: compute, each exchange and how much of it was hidden.
+    """Show where an iteration's time goes: compute, and each exchange and how much of it is hidden.
 
     [bold]slipstream trace summary trace.json.gz --per-rank[/bold]
 
@@ -72,17 +75,16 @@ def advise(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="What `slipstream doctor network` measured; else exchanges cost what they did in "
-            "the trace.",
+            help="cluster.yaml of `slipstream doctor network`. Default: the costs in the trace.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The same findings as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Say what slows an iteration down, what to do, and what that should bring.
+    """Say what slows an iteration down, what to change, and how much that should gain.
 
-    Gains come from the trace: of each finding alone, they do not add up. Lines under "strategy"
-    belong in the strategy file; where two findings set the same thing, take the first.
+    Gains are predicted from the trace for each finding alone; they do not add up. Copy the lines
+    under "strategy" into the strategy file; if two findings change the same key, take the first.
 
     [bold]slipstream trace advise trace.json[/bold]
 
@@ -97,7 +99,7 @@ def advise(
 
 
 def drawn(findings: Sequence[Finding]) -> Group:
-    """Findings for a terminal, one below the other."""
+    """Draw findings for a terminal, one below the other."""
     return Group(*(Padding(_drawn(finding), (0, 0, 1, 0)) for finding in findings))
 
 
@@ -113,7 +115,7 @@ def _drawn(finding: Finding) -> Group:
 
 
 def _cost(path: Path, trace: Trace) -> Callable[[float], float]:
-    """Seconds of an all-reduce over all ranks, as they were measured; warns of doubtful ones."""
+    """The measured seconds of an all-reduce over all ranks; warns of a doubtful measurement."""
     cluster = NetworkProfile.load(path)
     cluster.check_world(trace.meta.get("world_size", 1))
     for doubt in cluster.doubts:

@@ -1,1 +1,1 @@
-"""Who and where I am: ranks from the environment, hosts, process groups, and the launcher."""
+"""Ranks of a job: read from the environment, joined in process groups, started by the launcher."""

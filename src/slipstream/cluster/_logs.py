@@ -1,7 +1,4 @@
-"""The log files of the ranks: where they are, rank 0's on stdout as it grows, tracebacks in them.
-
-Never prints a line that rank 0 did not write.
-"""
+"""The log files of the ranks: their paths, rank 0's copied to stdout, and tracebacks in them."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ def last_traceback(text: str) -> str:
           ...
         KeyError: 3
     """
-    text = re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.M)  # torch prefixes each line
+    text = re.sub(r"^\[rank\d+\]: ?", "", text, flags=re.M)  # torch adds this prefix
     starts = [match.start() for match in TRACEBACK.finditer(text)]
     while len(starts) > 1 and text[: starts[-1]].rstrip().endswith(CHAINED):
         starts.pop()
@@ -48,11 +45,13 @@ def last_lines(text: str, count: int = 20) -> str:
 
 
 class RankLogs:
-    """A log file for each rank: the agent's ``LogsSpecs``, by duck typing (torch is not there yet).
+    """A log file for each rank: what the elastic agent expects of a ``LogsSpecs``.
+
+    It is no subclass, since torch is imported only when ranks start.
 
     Args:
-        folder: where the logs go; made if need be.
-        variables: set for every rank, beside the agent's own.
+        folder: for the logs; created if it does not exist.
+        variables: set for every rank, in addition to the agent's.
     """
 
     def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
@@ -63,7 +62,7 @@ class RankLogs:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(
-                f"the log folder {str(self.folder)!r} cannot be made: {error}; choose another "
+                f"the log folder {str(self.folder)!r} cannot be created: {error}; choose another "
                 "with --log-dir"
             ) from error
 
@@ -72,7 +71,7 @@ class RankLogs:
         return str(self.folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Where each local rank writes; called at each start, with the variables of each rank."""
+        """The files of all local ranks; the agent calls this at each start of the ranks."""
         from torch.distributed.elastic.multiprocessing import LogsDest
 
         for env in envs.values():
@@ -84,7 +83,7 @@ class RankLogs:
             self._tails.append(_Tail(self.paths[0]))
         return LogsDest(
             stdouts={local: str(self.paths[int(env["RANK"])]) for local, env in envs.items()},
-            stderrs=dict.fromkeys(envs, ""),  # joins stdout in the rank itself
+            stderrs=dict.fromkeys(envs, ""),  # `_rank` sends stderr to stdout
             error_files=dict.fromkeys(envs, os.devnull),
         )
 
@@ -97,7 +96,7 @@ class RankLogs:
 
 
 class _Tail(threading.Thread):
-    """Copies what is written to a file to stdout, byte for byte, until `stop`."""
+    """Copies a growing file to stdout, byte for byte, until `stop`."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(daemon=True)
@@ -109,7 +108,7 @@ class _Tail(threading.Thread):
         with self._path.open("rb") as file:
             ended = False
             while not ended:
-                ended = self._ended.wait(0.05)  # before the last read: nothing is missed
+                ended = self._ended.wait(0.05)  # asked before the read, which then is complete
                 while chunk := file.read(65536):
                     sys.stdout.buffer.write(chunk)
                     sys.stdout.buffer.flush()

@@ -1,6 +1,6 @@
-"""Start one rank: `launcher` runs this file as a script, and it becomes the rank.
+"""Start one rank: `launcher` runs this file as a script, and the process becomes the rank.
 
-Never imports anything but the standard library: it costs a rank some 20 ms.
+Imports the standard library alone, which costs a rank about 20 ms.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 if __name__ == "__main__":
-    # However the launcher ends, kill -9 included, no rank outlives it.
+    # The kernel kills the rank when the launcher ends, even by SIGKILL.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.dup2(1, 2)  # one log a rank, its two streams in the order in which they were written
+    os.dup2(1, 2)  # both streams go to one log, in the order in which they are written
     os.execv(sys.executable, [sys.executable, "-u", *sys.argv[1:]])

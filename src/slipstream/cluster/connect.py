@@ -1,6 +1,6 @@
 """Join the ranks: the process group of the world, the hosts of all ranks, and this rank's device.
 
-Never changes ``os.environ``, and never destroys a process group that it did not make.
+Leaves ``os.environ`` as it is, and destroys only process groups that it made.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from slipstream.errors import ClusterError
 
 TIMEOUT = timedelta(minutes=10)
 
-_meeting_places: dict[str, tuple[Store, Iterator[int]]] = {}
-"""By address, with the number of the next meeting: a rank that comes to the next one early must
-find neither the addresses that the others had in the last one nor a store about to be closed."""
+# A process may connect, close and connect again. The store of an address is kept open: a rank that
+# comes early to the next rendezvous must not meet one that is about to be closed. The number of the
+# rendezvous becomes a prefix: keys of an earlier one hold addresses that are gone.
+_stores: dict[str, tuple[Store, Iterator[int]]] = {}
 
 
 def from_environ() -> Environment:
@@ -40,11 +41,11 @@ def from_environ() -> Environment:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks as this one sees them; made by `connect`.
+    """The joined ranks, as this rank sees them; made by `connect`.
 
-    ``world`` is None for one process without a launcher: every exchange is then the identity.
-    ``hosts[rank]`` is the host of a rank. ``owns_world``: `close` destroys the world, because
-    `connect` made it.
+    ``world`` is None for one process without a launcher, where every exchange is the identity.
+    ``hosts[rank]`` is the host of a rank. ``owns_world`` says that `connect` made the process
+    group, so that `close` destroys it.
     """
 
     environment: Environment
@@ -64,30 +65,25 @@ class Cluster:
         """Number of ranks."""
         return self.environment.world_size
 
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there is a process group (a launcher's world of one rank has one, too)."""
-        return self.world is not None
-
     def new_group(
         self, ranks: Sequence[int] | None = None, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """A group of ``ranks`` (None = all); None for a rank outside it, or without a world.
+        """A group of ``ranks`` (default: all); None for a rank outside it, or without a world.
 
-        ``backend`` None is that of the world. Every rank of the world must call this, in the same
-        order, as for ``dist.new_group``.
+        ``backend`` defaults to that of the world. Every rank of the world must call this, in the
+        same order, as for ``dist.new_group``.
         """
         if self.world is None:
             return None
         group = dist.new_group(None if ranks is None else list(ranks), backend=backend)
-        if not isinstance(group, dist.ProcessGroup):  # torch's marker of a non-member
+        if not isinstance(group, dist.ProcessGroup):  # torch's marker for ranks outside
             return None
         self._groups.append(group)
         return group
 
     def close(self) -> None:
         """Destroy the groups of `new_group`, and the world if `connect` made it; idempotent."""
-        if not dist.is_initialized():  # the script has destroyed everything already
+        if not dist.is_initialized():  # the script has destroyed all groups already
             self._groups.clear()
             return
         while self._groups:
@@ -105,10 +101,11 @@ def connect(
 ) -> Cluster:
     """Join the ranks that ``environment`` describes, or use the script's own process group.
 
-    A default process group that is there already is used: rank and world size come from it.
-    Otherwise one is made (gloo; for a CUDA device gloo for CPU tensors and NCCL for CUDA tensors),
-    and with no launcher none. A CUDA device without an index becomes the one of the local rank, and
-    the current one. ``timeout`` bounds the rendezvous and each later collective.
+    If the script has initialized a default process group, that one is used, with its rank and
+    world size. Otherwise a launcher's ranks make one (gloo; for a CUDA device gloo for CPU tensors
+    and NCCL for CUDA tensors), and a process without a launcher makes none. A CUDA device without
+    an index becomes the GPU of the local rank, and the current device. ``timeout`` bounds the
+    rendezvous and each later collective.
 
     Raises:
         ClusterError: the ranks do not meet, or this rank has no GPU; names rank, host and address.
@@ -133,9 +130,9 @@ def connect(
 
 
 def local_gpu(environment: Environment, visible: int) -> int:
-    """Index of the GPU of this rank among ``visible`` ones: its local rank, or the only one.
+    """Index of this rank's GPU among ``visible`` ones: its local rank, or 0 if there is only one.
 
-    Launchers that bind one GPU to each rank show it as the only one.
+    Launchers that bind one GPU to each rank make only that one visible.
 
     Raises:
         ClusterError: fewer GPUs than ranks on this host.
@@ -158,9 +155,10 @@ def local_gpu(environment: Environment, visible: int) -> int:
 def _cuda_device(
     device: torch.device, environment: Environment, chosen_by_script: bool
 ) -> torch.device:
-    """The device with its index; a script that made its own group has chosen its GPU before."""
+    """The device with its index."""
     if device != torch.device("cuda"):  # it has an index
         return device
+    # Without a launcher's local rank, a script with a group of its own has set its current device.
     if chosen_by_script and environment.source == "none":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cuda", local_gpu(environment, torch.cuda.device_count()))
@@ -173,10 +171,10 @@ def _init_world(environment: Environment, device: torch.device, timeout: timedel
     # tcp:// and not env://: Slurm and Open MPI do not set the variables that env:// reads.
     url = f"tcp://{bracketed}:{environment.master_port}"
     try:
-        if url not in _meeting_places:
+        if url not in _stores:
             store, *_ = next(rendezvous(url, *ranks, timeout=timeout))
-            _meeting_places[url] = store, count()
-        store, meetings = _meeting_places[url]
+            _stores[url] = store, count()
+        store, meetings = _stores[url]
         store.set_timeout(timeout)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -186,12 +184,12 @@ def _init_world(environment: Environment, device: torch.device, timeout: timedel
             timeout=timeout,
         )
     except (RuntimeError, OSError, ValueError) as error:
-        _meeting_places.pop(url, None)
+        _stores.pop(url, None)
         raise ClusterError(_rendezvous_advice(environment, timeout, error)) from error
 
 
 def _rendezvous_advice(environment: Environment, timeout: timedelta, error: Exception) -> str:
-    """Who waited where, for how long, and what to check."""
+    """Which rank waited where and for how long, and what to check."""
     where = f"{environment.master_addr}:{environment.master_port}"
     text = (
         f"rank {environment.rank} of {environment.world_size} on {environment.host} could not join "
@@ -221,7 +219,7 @@ def _gather_hosts(host: str) -> tuple[str, ...]:
 
 
 def _as_in_world(environment: Environment, hosts: tuple[str, ...]) -> Environment:
-    """``environment``, unless the script's own group differs: then that group's ranks by host."""
+    """``environment`` with rank, world size and neighbours of the script's group, if it differs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if (environment.rank, environment.world_size) == (rank, world_size):
         return environment

@@ -1,21 +1,21 @@
-"""The rank, its neighbours and the rendezvous, read from the variables that a launcher sets.
+"""Rank, neighbours and rendezvous of this process, from the variables that a launcher sets.
 
-Never reads ``os.environ``, the network or torch: everything here is a function of its arguments.
+Everything here is a function of its arguments: ``connect.from_environ`` passes ``os.environ`` in.
 
-Launchers in order of precedence; the first whose variables are present is the one that started us:
+Launchers in order of precedence; the first one whose variables are set has started this process:
 
     torchrun  RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT [LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK]
     mpi       OMPI_COMM_WORLD_{RANK, SIZE, LOCAL_RANK, LOCAL_SIZE}
     slurm     SLURM_{PROCID, NTASKS, LOCALID, NODEID, NNODES} inside a step that ``srun`` started
-    none      nothing of these: one process. So are a shell of ``salloc`` and the script of
-              ``sbatch``: they have SLURM_NTASKS, but no step of their own.
+    none      none of these: one process. The shell of ``salloc`` and the script of ``sbatch`` count
+              as such, too: they have SLURM_NTASKS, but are no step.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from slipstream.cluster.slurm import expand_counts, expand_hosts
@@ -28,10 +28,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True)
 class Environment:
-    """Who this process is among its ranks, and where rank 0 waits for the others.
+    """The place of this process among the ranks, and the address of the rendezvous on rank 0.
 
-    ``node_rank`` and ``local_rank`` count nodes and the ranks on this node from 0. A process that
-    no launcher started has ``source="none"``, world size 1 and no address.
+    ``node_rank`` and ``local_rank`` count nodes and the ranks on this node from 0. Without a
+    launcher ``source`` is "none", the world size 1, and there is no address.
 
     Example:
         >>> Environment.read({})
@@ -52,7 +52,7 @@ num_nodes=1, host='localhost', source='none', master_addr=None, master_port=None
 
     @classmethod
     def read(cls, environ: Mapping[str, str], host: str = "localhost") -> Environment:
-        """The environment that ``environ`` describes, for a process on ``host``.
+        """The environment of a process on ``host`` with the variables ``environ``.
 
         Raises:
             ClusterError: variables are missing, contradict each other or are not numbers; names
@@ -65,18 +65,20 @@ num_nodes=1, host='localhost', source='none', master_addr=None, master_port=None
             1
         """
         variables = _Variables({name: value for name, value in environ.items() if value})
-        if variables.any("RANK", "WORLD_SIZE"):
-            return _read_torchrun(variables, host)
-        if variables.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
-            return _read_mpi(variables, host)
         steps = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST")
-        if variables.any("SLURM_PROCID") and variables.any(*steps):
-            return _read_slurm(variables, host)
-        return cls(host=host)
+        if variables.any("RANK", "WORLD_SIZE"):
+            environment = _read_torchrun(variables)
+        elif variables.any("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+            environment = _read_mpi(variables)
+        elif variables.any("SLURM_PROCID") and variables.any(*steps):
+            environment = _read_slurm(variables)
+        else:
+            environment = cls()
+        return replace(environment, host=host)
 
 
 class _Variables:
-    """Typed look-ups in a mapping of variables; every error names variables and values."""
+    """Typed look-ups of variables; errors name the variables and their values."""
 
     def __init__(self, values: Mapping[str, str]) -> None:
         self.values = values
@@ -108,20 +110,19 @@ class _Variables:
         return port
 
 
-def _read_torchrun(variables: _Variables, host: str) -> Environment:
-    """RANK and its companions; the local ones may be absent (ranks that were started by hand)."""
+def _read_torchrun(variables: _Variables) -> Environment:
+    """RANK and its companions; the local ones are absent where ranks were started by hand."""
     rank, world_size = _rank_and_size(variables, "RANK", "WORLD_SIZE")
-    why = f"RANK={rank} and WORLD_SIZE={world_size} are: rank 0 and the others must meet somewhere"
+    why = f"RANK={rank} and WORLD_SIZE={world_size} are: the ranks meet there"
     address = variables.needed("MASTER_ADDR", why)
-    local_size = variables.number(
-        "LOCAL_WORLD_SIZE", world_size if address in LOOPBACK else 1, least=1
-    )
+    one_node = address in LOOPBACK
+    local_size = variables.number("LOCAL_WORLD_SIZE", world_size if one_node else 1, least=1)
     local_rank = variables.number("LOCAL_RANK", rank % local_size)
-    _check_below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
-    _check_fits("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", world_size)
+    _check_range("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
+    _check_range("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", world_size, first=1)
     node_rank = variables.number("GROUP_RANK", rank // local_size)
-    num_nodes = variables.number("GROUP_WORLD_SIZE", -(-world_size // local_size), least=1)
-    _check_below("GROUP_RANK", node_rank, "GROUP_WORLD_SIZE", num_nodes)
+    num_nodes = variables.number("GROUP_WORLD_SIZE", _ceil(world_size, local_size), least=1)
+    _check_range("GROUP_RANK", node_rank, "GROUP_WORLD_SIZE", num_nodes)
     return Environment(
         rank,
         world_size,
@@ -129,22 +130,21 @@ def _read_torchrun(variables: _Variables, host: str) -> Environment:
         local_size,
         node_rank,
         num_nodes,
-        host=host,
         source="torchrun",
         master_addr=address,
         master_port=variables.port(why=why),
     )
 
 
-def _read_mpi(variables: _Variables, host: str) -> Environment:
-    """Open MPI names no host of rank 0, and no node: nodes are taken to be filled one by one."""
+def _read_mpi(variables: _Variables) -> Environment:
+    """Open MPI names neither rank 0's host nor nodes: ranks are taken to fill node after node."""
     prefix = "OMPI_COMM_WORLD_"
     rank, world_size = _rank_and_size(variables, prefix + "RANK", prefix + "SIZE")
     why = f"{prefix}RANK={rank} is"
     local_size = variables.number(prefix + "LOCAL_SIZE", least=1, why=why)
     local_rank = variables.number(prefix + "LOCAL_RANK", why=why)
-    _check_below(prefix + "LOCAL_RANK", local_rank, prefix + "LOCAL_SIZE", local_size)
-    _check_fits(prefix + "LOCAL_SIZE", local_size, prefix + "SIZE", world_size)
+    _check_range(prefix + "LOCAL_RANK", local_rank, prefix + "LOCAL_SIZE", local_size)
+    _check_range(prefix + "LOCAL_SIZE", local_size, prefix + "SIZE", world_size, first=1)
     if local_size == world_size:
         address = variables.text("MASTER_ADDR") or "127.0.0.1"
     else:
@@ -160,32 +160,32 @@ def _read_mpi(variables: _Variables, host: str) -> Environment:
         local_rank,
         local_size,
         node_rank=rank // local_size,
-        num_nodes=-(-world_size // local_size),
-        host=host,
+        num_nodes=_ceil(world_size, local_size),
         source="mpi",
         master_addr=address,
         master_port=variables.port(_job_port(job)),
     )
 
 
-def _read_slurm(variables: _Variables, host: str) -> Environment:
+def _read_slurm(variables: _Variables) -> Environment:
     """A task of a step; rank 0 is on the first host of the step's node list."""
+    # The SLURM_STEP_* variables come first: a step may be smaller than its job.
     size_name = "SLURM_STEP_NUM_TASKS" if variables.any("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     rank, world_size = _rank_and_size(variables, "SLURM_PROCID", size_name)
     why = f"SLURM_PROCID={rank} is"
     nodes_name = "SLURM_STEP_NUM_NODES" if variables.any("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
     num_nodes = variables.number(nodes_name, least=1, why=why)
     node_rank = variables.number("SLURM_NODEID", why=why)
-    _check_below("SLURM_NODEID", node_rank, nodes_name, num_nodes)
+    _check_range("SLURM_NODEID", node_rank, nodes_name, num_nodes)
     counts = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    tasks = expand_counts(counts) if counts else (-(-world_size // num_nodes),) * num_nodes
+    tasks = expand_counts(counts) if counts else (_ceil(world_size, num_nodes),) * num_nodes
     if len(tasks) != num_nodes:
         raise ClusterError(
-            f"Slurm's tasks per node, {counts!r}, are those of {len(tasks)} nodes: "
+            f"Slurm's tasks per node, {counts!r}, describe {len(tasks)} nodes: "
             f"this contradicts {nodes_name}={num_nodes}"
         )
     local_rank = variables.number("SLURM_LOCALID", why=why)
-    _check_below("SLURM_LOCALID", local_rank, "tasks on this node", tasks[node_rank])
+    _check_range("SLURM_LOCALID", local_rank, "tasks on this node", tasks[node_rank])
     nodelist = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     address = variables.text("MASTER_ADDR") or expand_hosts(nodelist or "")[0]
     job = f"{variables.text('SLURM_JOB_ID')}.{variables.text('SLURM_STEP_ID', 'SLURM_STEPID')}"
@@ -196,7 +196,6 @@ def _read_slurm(variables: _Variables, host: str) -> Environment:
         tasks[node_rank],
         node_rank,
         num_nodes,
-        host=host,
         source="slurm",
         master_addr=address,
         master_port=variables.port(_job_port(job)),
@@ -208,22 +207,21 @@ def _rank_and_size(variables: _Variables, rank_name: str, size_name: str) -> tup
     why = f"{' and '.join(present)} is (both or neither)"
     rank = variables.number(rank_name, why=why)
     size = variables.number(size_name, least=1, why=why)
-    _check_below(rank_name, rank, size_name, size)
+    _check_range(rank_name, rank, size_name, size)
     return rank, size
 
 
-def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
-    if value >= limit:
+def _check_range(name: str, value: int, limit_name: str, limit: int, first: int = 0) -> None:
+    """``limit`` values are allowed, from ``first`` on."""
+    if not first <= value < first + limit:
         raise ClusterError(
-            f"{name}={value} contradicts {limit_name}={limit}: {name} must be 0..{limit - 1}"
+            f"{name}={value} contradicts {limit_name}={limit}: {name} must be "
+            f"{first}..{first + limit - 1}"
         )
 
 
-def _check_fits(name: str, value: int, limit_name: str, limit: int) -> None:
-    if value > limit:
-        raise ClusterError(
-            f"{name}={value} contradicts {limit_name}={limit}: {name} must be 1..{limit}"
-        )
+def _ceil(count: int, per_group: int) -> int:
+    return -(-count // per_group)
 
 
 def _job_port(job: str) -> int:

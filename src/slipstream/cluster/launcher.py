@@ -1,6 +1,6 @@
-"""Start the ranks of one node on torch's elastic agent, one log a rank, and say which failed first.
+"""Start the ranks of one node with torch's elastic agent, one log a rank; report the first failure.
 
-Never prints but rank 0's output, and imports torch only when ranks start: a wrong specification
+Prints rank 0's output alone. Imports torch only when ranks start, so that a wrong specification
 fails at once.
 """
 
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-MONITOR_INTERVAL = 0.05  # seconds; below the time a rank takes to die of another one's death
+# Seconds between two looks at the ranks: shorter than ranks take to fail because another one has,
+# so that the first failure is seen first.
+MONITOR_INTERVAL = 0.05
 EXCERPT_BYTES = 64 * 1024
-JOIN_TIMEOUT = 600  # seconds in which all nodes must come to the rendezvous
+JOIN_TIMEOUT = 600  # seconds until all nodes must have joined the rendezvous
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +36,16 @@ class LaunchSpec:
     """What to start on this node: ``nproc`` ranks of ``script args``.
 
     Several nodes (``nnodes``) meet at ``rdzv_endpoint``, HOST:PORT on one of them. With
-    ``node_rank`` the nodes are ranked as given, and HOST is the one of node 0; without, the
-    rendezvous ranks them, and ranks can be restarted (``max_restarts``).
+    ``node_rank`` HOST must be node 0; without it the rendezvous assigns node ranks, and failed
+    ranks can be restarted (``max_restarts``). ``variables`` are set for every rank.
 
     Raises:
-        LaunchError: there is no such script, or the numbers do not make sense.
+        LaunchError: the script does not exist, or a number is out of range or contradicts another.
 
     Example:
         >>> LaunchSpec(script="train.py", nproc=0, log_dir=Path("logs"))
         Traceback (most recent call last):
-        slipstream.errors.LaunchError: --nproc 0: a node starts at least 1 rank
+        slipstream.errors.LaunchError: --nproc 0: must be at least 1
     """
 
     script: str
@@ -58,43 +60,33 @@ class LaunchSpec:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.nproc < 1:
-            raise LaunchError(f"--nproc {self.nproc}: a node starts at least 1 rank")
-        if self.max_restarts < 0:
-            raise LaunchError(f"--max-restarts {self.max_restarts}: must be 0 (none) or more")
-        self._check_nodes()
+        nodes = f"--nnodes {self.nnodes}"
+        node_rank = f"--node-rank {self.node_rank}"
+        restarts = f"--max-restarts {self.max_restarts}"
+        several, fixed = self.nnodes > 1, self.node_rank is not None
+        problems = {
+            f"--nproc {self.nproc}: must be at least 1": self.nproc < 1,
+            f"{restarts}: must be at least 0": self.max_restarts < 0,
+            f"{nodes}: must be at least 1": self.nnodes < 1,
+            f"{node_rank} with {nodes}: must be 0..{self.nnodes - 1}": (
+                self.node_rank is not None and not 0 <= self.node_rank < self.nnodes
+            ),
+            f"--rdzv-endpoint {self.rdzv_endpoint!r} is not HOST:PORT, e.g. node0:29500": (
+                self.rdzv_endpoint is not None and not _is_endpoint(self.rdzv_endpoint)
+            ),
+            f"{nodes} needs --rdzv-endpoint HOST:PORT, where the nodes meet and the same on each, "
+            "e.g. node0:29500": several and self.rdzv_endpoint is None,
+            f"{node_rank} with {restarts}: nodes of fixed rank cannot be restarted; leave out one "
+            "of the two": several and fixed and self.max_restarts > 0,
+        }
+        for problem, present in problems.items():
+            if present:
+                raise LaunchError(problem)
         if not self.module and not Path(self.script).is_file():
             kind = "is not a file" if Path(self.script).exists() else "does not exist"
             raise LaunchError(
-                f"the script {self.script!r} {kind} (seen from {Path.cwd()}); name a Python file, "
+                f"the script {self.script!r} {kind} (in {Path.cwd()}); name a Python file, "
                 "or a module with -m"
-            )
-
-    def _check_nodes(self) -> None:
-        if self.nnodes < 1:
-            raise LaunchError(f"--nnodes {self.nnodes}: there is at least 1 node")
-        if self.node_rank is not None and not 0 <= self.node_rank < self.nnodes:
-            raise LaunchError(
-                f"--node-rank {self.node_rank} with --nnodes {self.nnodes}: must be "
-                f"0..{self.nnodes - 1}"
-            )
-        if self.rdzv_endpoint is not None:
-            host, _, port = self.rdzv_endpoint.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise LaunchError(
-                    f"--rdzv-endpoint {self.rdzv_endpoint!r} is not HOST:PORT, e.g. node0:29500"
-                )
-        if self.nnodes == 1:
-            return
-        if self.rdzv_endpoint is None:
-            raise LaunchError(
-                f"--nnodes {self.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every node: "
-                "where the nodes meet, e.g. node0:29500"
-            )
-        if self.node_rank is not None and self.max_restarts:
-            raise LaunchError(
-                f"--node-rank {self.node_rank} with --max-restarts {self.max_restarts}: nodes of "
-                "fixed rank cannot restart together; leave out one of the two"
             )
 
     @property
@@ -107,9 +99,14 @@ class LaunchSpec:
         return "c10d" if self.nnodes == 1 or self.node_rank is None else "static"
 
 
+def _is_endpoint(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
 @dataclass(frozen=True)
 class RankFailure:
-    """The first rank of this node that failed; a ``returncode`` of -n is the signal n."""
+    """The first rank of this node that failed; a ``returncode`` of -n means signal n."""
 
     rank: int
     local_rank: int
@@ -119,7 +116,7 @@ class RankFailure:
 
     @property
     def exit_code(self) -> int:
-        """What a shell would report: 128 + n for signal n."""
+        """The exit code as of a shell: 128 + n for signal n."""
         return self.returncode if self.returncode >= 0 else 128 - self.returncode
 
     @property
@@ -138,11 +135,11 @@ class RankFailure:
         return f"was killed by {name}{' (maybe out of memory)' if name == 'SIGKILL' else ''}"
 
     def excerpt(self) -> str:
-        """The traceback that ended the rank, from its log; without one the log's last lines."""
+        """The last traceback in the rank's log, or its last lines."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - EXCERPT_BYTES))
             text = file.read().decode(errors="replace")
-        # A signal leaves no traceback: one in the log is of an error that was dealt with.
+        # A rank killed by a signal writes no traceback; one in its log belongs to a caught error.
         return last_traceback(text) if self.returncode > 0 else last_lines(text)
 
 
@@ -155,11 +152,11 @@ class Outcome:
 
 
 def run(spec: LaunchSpec) -> Outcome:
-    """Start the ranks of this node and wait for all of them; none is left when this returns.
+    """Start the ranks of this node and wait for them; none is running when this returns.
 
     Rank ``r`` logs to ``log_dir/rank<r>.log`` (``.restart<n>.log`` after restart n); rank 0's
-    output is copied to stdout as it comes. SIGINT, SIGTERM, SIGHUP and SIGQUIT go to all ranks;
-    those that do not end within 30 s are killed. Call it in the main thread.
+    output is copied to stdout as it comes. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed to all
+    ranks, which are killed if they run for 30 s more. Call it in the main thread.
 
     Raises:
         LaunchError: the log folder cannot be written, or the nodes do not meet.
@@ -172,7 +169,7 @@ def run(spec: LaunchSpec) -> Outcome:
 
     logs = RankLogs(spec.log_dir, spec.variables)
     arguments = ["-m"] * spec.module + [spec.script, *spec.args]
-    # The agent expands ${local_rank} in arguments; a doubled $ hands them on as they are.
+    # The agent substitutes ${local_rank} in arguments (string.Template); $$ stands for a plain $.
     arguments = [argument.replace("$", "$$") for argument in arguments]
     python = ("-I", "-S", _rank.__file__)
     try:
@@ -213,7 +210,8 @@ def _config(spec: LaunchSpec, logs: RankLogs) -> LaunchConfig:
 
 
 def _first_failure(failures: Mapping[int, Any], logs: RankLogs) -> RankFailure:
-    """The failure seen first, other than of a rank that the agent stopped because of another."""
+    """The earliest failure."""
+    # After a failure the agent ends the other ranks by SIGTERM: those come last.
     stopped = -signal.SIGTERM
     rank = min(failures, key=lambda r: (failures[r].exitcode == stopped, failures[r].timestamp))
     failed = failures[rank]
@@ -224,7 +222,7 @@ def _first_failure(failures: Mapping[int, Any], logs: RankLogs) -> RankFailure:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the agent's log lines: `run` says what matters of them."""
+    """Without the agent's log messages: `run` reports what matters."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -235,9 +233,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Lets Ctrl-C end a process that waits for other nodes, deep in torch, before ranks start.
+    """Let Ctrl-C end a process that waits for other nodes.
 
-    Python would deliver it only when torch returns. The agent sets its own handlers with the ranks.
+    Python's own handler would run only when torch's C++ code returns. Once the ranks start, the
+    agent installs handlers of its own.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

@@ -1,6 +1,6 @@
-"""Slurm's two list notations, ``n[01-03,7],gpu5`` and ``2(x3),1``, written out.
+"""Expand Slurm's two list notations, ``n[01-03,7],gpu5`` and ``2(x3),1``.
 
-Never asks Slurm (no ``scontrol``): both functions read nothing but their argument.
+Both functions parse their argument alone, so ``scontrol`` is not needed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from slipstream.errors import ClusterError
 def expand_hosts(nodelist: str) -> tuple[str, ...]:
     """Host names of a Slurm node list, in its order.
 
-    Numbers keep the width of their range's first number, as in Slurm.
+    Numbers have the width of their range's first number, as in Slurm.
 
     Raises:
-        ClusterError: the text is not a node list; names the part that is not understood.
+        ClusterError: not a node list; names the part that cannot be parsed.
 
     Example:
         >>> expand_hosts("n[01-03,7],gpu5")
@@ -29,7 +29,7 @@ def expand_hosts(nodelist: str) -> tuple[str, ...]:
     for item in re.split(r",(?![^\[]*\])", nodelist.strip()):
         pieces = re.split(r"\[([^\[\]]*)\]", item)  # name, ranges, name, ranges, ..., name
         if not item or re.search(r"[\[\]\s]", "".join(pieces[::2])):
-            raise _not_understood(nodelist, item)
+            raise _unparsable(nodelist, item)
         choices = [_numbers(p, nodelist) if i % 2 else [p] for i, p in enumerate(pieces)]
         hosts.extend("".join(choice) for choice in itertools.product(*choices))
     return tuple(hosts)
@@ -39,7 +39,7 @@ def expand_counts(tasks_per_node: str) -> tuple[int, ...]:
     """Tasks of each node of a Slurm count list, in node order.
 
     Raises:
-        ClusterError: the text is not a count list.
+        ClusterError: not a count list.
 
     Example:
         >>> expand_counts("2(x3),1")
@@ -50,8 +50,8 @@ def expand_counts(tasks_per_node: str) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if not match:
             raise ClusterError(
-                f"Slurm's tasks per node are {tasks_per_node!r}, of which {item!r} is not "
-                "understood; counts look like 4 or 2(x3),1"
+                f"Slurm's tasks per node are {tasks_per_node!r}: {item!r} cannot be parsed; "
+                "expected counts such as 4 or 2(x3),1"
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return tuple(counts)
@@ -64,13 +64,13 @@ def _numbers(ranges: str, nodelist: str) -> list[str]:
         first, dash, last = part.partition("-")
         last = last if dash else first
         if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-            raise _not_understood(nodelist, part)
+            raise _unparsable(nodelist, part)
         numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last) + 1)]
     return numbers
 
 
-def _not_understood(nodelist: str, part: str) -> ClusterError:
+def _unparsable(nodelist: str, part: str) -> ClusterError:
     return ClusterError(
-        f"Slurm's node list is {nodelist!r}, of which {part!r} is not understood; "
-        "node lists look like n1 or n[01-03,7],gpu5"
+        f"Slurm's node list is {nodelist!r}: {part!r} cannot be parsed; expected hosts such as n1 "
+        "or n[01-03,7],gpu5"
     )

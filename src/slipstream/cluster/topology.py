@@ -1,4 +1,4 @@
-"""Which ranks share a host: a pure function of the hosts of all ranks. Never asks a rank."""
+"""Which ranks share a host, computed from the hosts of all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def ranks_by_host(hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Ranks of each host, where ``hosts[rank]`` is the host of a rank.
 
-    Hosts come in the order of their lowest rank, ranks ascend.
+    Hosts are ordered by their lowest rank; their ranks ascend.
 
     Example:
         >>> ranks_by_host(["a", "b", "a"])

@@ -47,7 +47,7 @@ def overview(strategy: Setting, resolved: Sequence[Row] = ()) -> Table:
     if any(row.changed for row in rows):
         table.caption = "* differs from the default"
     for heading in ("setting", "value", "exactness", "note"):
-        table.add_column(heading)
+        table.add_column(heading, no_wrap=heading in ("setting", "exactness"))
     for row in rows:
         _add(table, row)
     table.add_section()

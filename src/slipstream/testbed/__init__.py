@@ -1,10 +1,10 @@
-"""Several hosts with shaped links on one Linux machine, for trying a slow network without one.
+"""Emulated hosts with shaped links on one Linux machine, to try a training on a slow network.
 
     with Testbed(nodes=4, rate="1gbit") as bed:
-        bed.check()                                        # what the links really carry
-        bed.popen(bed.nodes[0], ["hostname"]).wait()       # a program on one host
+        bed.check()                                        # measure the links
+        bed.popen(bed.nodes[0], ["hostname"]).wait()       # run a program on one host
 
-Never touches the machine's own network, and needs neither torch nor, on most machines, root.
+The machine's own network stays as it is. Needs no torch and, on most machines, no root.
 """
 
 from slipstream.testbed.link_check import LinkCheck

@@ -1,8 +1,8 @@
 """Program that runs a command on a host: ``_enter.py PID COMMAND...``, where PID holds the host.
 
-It enters the namespaces of that process, starts the command in them, passes signals on to it and
-ends as it ends. If it is killed, the command is killed. It never imports slipstream: it must start
-fast, as any user.
+It enters the namespaces of that process, starts the command in them, forwards signals to it and
+exits with its status. If it is killed, the command is killed. It does not import slipstream, so
+that it starts fast, and runs as any user.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import subprocess
 import sys
 
 PR_SET_PDEATHSIG = 1
-# The user namespace first: being root in it is what allows to enter the others. The PID namespace
-# is that of children only.
+# The user namespace comes first: entering the others needs root in it. Entering a PID namespace
+# affects children only.
 NAMESPACES = {
     "user": 0x10000000,
     "net": 0x40000000,
@@ -23,7 +23,7 @@ NAMESPACES = {
     "pid": 0x20000000,
     "mnt": 0x00020000,
 }
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -34,17 +34,18 @@ def main() -> None:
     here = os.getcwd()
     enter(holder)
     os.chdir(here)  # entering a mount namespace moves to its root
-    signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+    # Blocked until there is a child to forward them to.
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     try:
         child = subprocess.Popen(command, close_fds=False, preexec_fn=prepare)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         sys.exit(127)
-    for number in PASSED_ON:
+    for number in FORWARDED:
         signal.signal(number, lambda number, _: child.send_signal(number))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     status = child.wait()
-    if status < 0:  # ended by a signal, so end by it too
+    if status < 0:  # the command was ended by a signal: end by the same one
         if -status != signal.SIGKILL:
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
@@ -52,13 +53,13 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """In the child: die with the parent, and receive signals again."""
+    """In the child: be killed with the parent, and unblock signals."""
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
 
 
 def enter(holder: str) -> None:
-    """Move into all namespaces of the process ``holder`` that are not this process's own."""
+    """Enter all namespaces of the process ``holder`` that this process is not in."""
     opened = []
     for name, flag in NAMESPACES.items():
         theirs, ours = f"/proc/{holder}/ns/{name}", f"/proc/self/ns/{name}"

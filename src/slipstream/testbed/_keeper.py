@@ -1,12 +1,12 @@
-"""Program that makes the hosts of a testbed, keeps them, and ends them by ending itself.
+"""Program that creates the hosts of a testbed, keeps them, and ends them by ending itself.
 
-It runs as process 1 of a PID namespace: when it ends, however it ends, the kernel kills every
+It runs as process 1 of a PID namespace: when it ends, for whatever reason, the kernel kills every
 process of every host and drops their namespaces, links and queues. It ends when stdin closes or
-when the owner, whose pidfd is the argument, is gone. It never imports slipstream: it must start
-fast, as any user.
+when the owner, whose pidfd is the argument, is gone. It does not import slipstream, so that it
+starts fast, and runs as any user.
 
 stdin: one line of JSON, the ``Plan`` and the paths of the tools. stdout: one line of JSON, the
-process that holds each host, as the owner numbers processes; or the error.
+process that holds each host, numbered as the owner sees processes; or the error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 
 
 def main() -> None:
-    """Build what stdin says, answer, and wait for the end."""
+    """Build the plan from stdin, answer, and wait for the end."""
     owner = int(sys.argv[1])
     order = json.loads(sys.stdin.readline())
     try:
@@ -37,21 +37,21 @@ def main() -> None:
     except (OSError, RuntimeError) as error:
         result = {"error": str(error)}
     print(json.dumps(result), flush=True)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # process 1 adopts orphans; this buries them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans become children of process 1: reap them
     select.select([sys.stdin, owner], [], [])
     os._exit(0)
 
 
 def build(plan: dict[str, Any], tools: dict[str, str]) -> list[int]:
-    """Start a process a host, join them by the switch; returns those processes."""
+    """Start one process for each host and join them by the switch; returns those processes."""
     hosts = [start_host(host, tools) for host in plan["hosts"]]
     pids = [answer(host) for host in hosts]
     set_up(plan["switch"], tools)
     for host in hosts:
-        print("the switch is on", file=host, flush=True)
+        print("the switch is up", file=host, flush=True)
     for host in hosts:
         answer(host)
-    # Only now: the hosts have read from the outer /proc how the owner numbers them.
+    # Not earlier: the hosts read from the outer /proc which numbers the owner sees.
     run([tools["mount"], "-t", "proc", "proc", "/proc"])
     with tempfile.NamedTemporaryFile("w") as names:
         names.write(plan["names"])
@@ -62,15 +62,15 @@ def build(plan: dict[str, Any], tools: dict[str, str]) -> list[int]:
 
 
 def answer(host: TextIO) -> int:
-    """What a host's process says it is; an error if it says anything else."""
-    said = host.readline().strip()
-    if not said.isdecimal():
-        raise RuntimeError(said or "a host ended while it was set up")
-    return int(said)
+    """The process number that a host answers; anything else is its error."""
+    reply = host.readline().strip()
+    if not reply.isdecimal():
+        raise RuntimeError(reply or "a host ended during its setup")
+    return int(reply)
 
 
 def start_host(host: dict[str, Any], tools: dict[str, str]) -> TextIO:
-    """Fork a process that sets up its own namespaces and stays; returns the line to it."""
+    """Fork a process that sets up its namespaces and stays; returns the connection to it."""
     ours, theirs = socket.socketpair()
     if os.fork() == 0:
         ours.close()
@@ -80,7 +80,7 @@ def start_host(host: dict[str, Any], tools: dict[str, str]) -> TextIO:
 
 
 def be_host(host: dict[str, Any], tools: dict[str, str], line: TextIO) -> NoReturn:
-    """Set up namespaces in two steps, say after each who this is, and hold them to the end."""
+    """Set up the namespaces in two steps, each answered with this process's number; hold them."""
     try:
         unshare(CLONE_NEWNET | CLONE_NEWUTS)
         socket.sethostname(host["name"])
@@ -96,20 +96,20 @@ def be_host(host: dict[str, Any], tools: dict[str, str], line: TextIO) -> NoRetu
 
 
 def set_up(namespace: dict[str, Any], tools: dict[str, str]) -> None:
-    """Set up the network namespace that this process is in."""
-    # Without IPv6 link-local addresses: an interface that has one waits for duplicates of it.
+    """Set up the network namespace of this process."""
+    # Without IPv6 link-local addresses: duplicate address detection would delay the interface.
     ipv6 = Path("/proc/sys/net/ipv6/conf/default/addr_gen_mode")
     if ipv6.exists():
         ipv6.write_text("1")
-    # The default of Linux, not of this machine: another machine's trial should show the same.
-    with contextlib.suppress(OSError):  # an ordinary user may choose only what root allows
+    # Linux's default congestion control instead of this machine's, for comparable measurements.
+    with contextlib.suppress(OSError):  # an ordinary user may set only algorithms that root allows
         Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
     for tool in ("ip", "tc"):
         run([tools[tool], "-batch", "-"], namespace[tool])
 
 
 def run(argv: list[str], lines: Sequence[str] = ()) -> None:
-    """Run a tool on ``lines``; its words become the error."""
+    """Run a tool with ``lines`` as input; its messages become the error."""
     text = "".join(line + "\n" for line in lines)
     done = subprocess.run(argv, input=text, capture_output=True, text=True)
     if done.returncode:
@@ -117,7 +117,7 @@ def run(argv: list[str], lines: Sequence[str] = ()) -> None:
 
 
 def unshare(flags: int) -> None:
-    """``unshare(2)``; ``os.unshare`` is there from Python 3.12 on."""
+    """``unshare(2)``; Python has ``os.unshare`` from 3.12 on."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(flags):
         raise OSError(ctypes.get_errno(), "unshare: " + os.strerror(ctypes.get_errno()))

@@ -1,7 +1,4 @@
-"""What the links of a testbed really carry, measured from node 0 (by ``_blast.py``).
-
-Never trusts the queue's settings: it sends bytes and takes the time.
-"""
+"""Measure the links of a testbed from node 0, by TCP connections of ``_link_probe.py``."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from slipstream.errors import TestbedError
 from slipstream.testbed.network import Node
 
 TOLERANCE = 0.15
-_BLAST = (sys.executable, "-I", "-S", str(Path(__file__).with_name("_blast.py")))
-# Shared by both directions to all peers; of each share the first quarter is warm-up: the buckets
-# start full, and TCP has to find the rate.
+_PROBE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("_link_probe.py")))
+# Divided among both directions to all peers. The first quarter of each share is warm-up: token
+# buckets start full, and TCP's window has to grow.
 _SECONDS, _LEAST_SECONDS = 1.0, 0.06
 
 
@@ -39,7 +36,7 @@ class LinkCheck:
     round_trip: float
 
     def off(self, rate: int) -> float:
-        """Share by which the worse direction misses ``rate``.
+        """Relative error of the worse direction against ``rate``.
 
         Ethernet, IP and TCP headers take 4 to 5 percent of a perfect link.
 
@@ -52,17 +49,21 @@ class LinkCheck:
 
 
 def check_links(nodes: tuple[Node, ...], popen: _Popen) -> list[LinkCheck]:
-    """Measure between the first node and each other one, one after the other."""
+    """Measure between the first node and each other one, one after the other.
+
+    Raises:
+        TestbedError: the client failed.
+    """
     first, *peers = nodes
     if not peers:
         return []
     share = max(_SECONDS / (2 * len(peers)), _LEAST_SECONDS)
     times = [str(share / 4), str(share * 3 / 4)]
-    servers = [popen(peer, [*_BLAST, "serve", peer.address, *times]) for peer in peers]
+    servers = [popen(peer, [*_PROBE, "serve", peer.address, *times]) for peer in peers]
     try:
         client = popen(
             first,
-            [*_BLAST, "measure", ",".join(peer.address for peer in peers), *times],
+            [*_PROBE, "measure", ",".join(peer.address for peer in peers), *times],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -72,5 +73,7 @@ def check_links(nodes: tuple[Node, ...], popen: _Popen) -> list[LinkCheck]:
             server.kill()
             server.wait()
     if client.returncode:
-        raise TestbedError(f"node 0 cannot measure its links: code {client.returncode}, see above")
+        raise TestbedError(
+            f"measuring on node 0 failed with code {client.returncode}; its error is above"
+        )
     return [LinkCheck(p, **m) for p, m in zip(peers, json.loads(measured), strict=True)]

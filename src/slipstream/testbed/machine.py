@@ -1,6 +1,6 @@
-"""What this machine offers for emulating hosts: its tools, and namespaces as root or as anyone.
+"""Find out whether this machine can emulate hosts: its tools, its namespaces, its traffic shaping.
 
-Never changes anything: it tries things out in namespaces that end with the attempt.
+Changes nothing: each attempt runs in a namespace that ends with it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def unavailable() -> str | None:
 
 
 def find_machine() -> Machine:
-    """The tools, and how this user gets namespaces: as root, or inside a user namespace of its own.
+    """The tools, and how this user gets namespaces: as root, or inside a user namespace.
 
     Raises:
-        TestbedError: not Linux, no such tool, namespaces are refused, or the kernel lacks ``tbf``.
+        TestbedError: not Linux, a tool is missing, namespaces are refused, or no ``tbf``.
     """
     if not sys.platform.startswith("linux"):
         raise TestbedError(f"hosts are emulated on Linux only; this is {sys.platform}")
@@ -64,13 +64,12 @@ def find_machine() -> Machine:
 def _find_tools() -> dict[str, str]:
     path = os.environ.get("PATH", "")
     tools = {tool: shutil.which(tool, path=path) for tool in _PACKAGES}
-    if tools["ip"]:  # Debian keeps tc where ordinary users do not look
+    if tools["ip"]:  # Debian installs tc in a folder that is not on an ordinary user's PATH
         tools["tc"] = tools["tc"] or shutil.which("tc", path="/usr/sbin:/sbin")
-    found = {tool: where for tool, where in tools.items() if where}
-    if missing := [tool for tool in tools if tool not in found]:
+    if missing := [tool for tool, path in tools.items() if path is None]:
         packages = " ".join(sorted({_PACKAGES[tool] for tool in missing}))
         raise TestbedError(f"no program {' or '.join(missing)} on this machine: install {packages}")
-    return found
+    return {tool: path for tool, path in tools.items() if path is not None}
 
 
 def _works(argv: list[str]) -> bool:

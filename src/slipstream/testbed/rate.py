@@ -1,7 +1,4 @@
-"""Link rates as people write them, ``1gbit``, in bits per second and back.
-
-Never touches a network.
-"""
+"""Parse and format link rates, such as ``1gbit``, in bits per second."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ def parse_rate(text: str) -> int:
 
 
 def format_rate(bits_per_second: float) -> str:
-    """A rate for people, three significant digits.
+    """A rate with its unit and three significant digits.
 
     Example:
         >>> format_rate(956_300_000), format_rate(2.5e9)

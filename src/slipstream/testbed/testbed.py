@@ -1,8 +1,8 @@
 """``Testbed``: several hosts with shaped links on one Linux machine, for the length of a ``with``.
 
-Never touches the machine's own network, never leaves anything behind: all lives in namespaces that
+Leaves nothing behind and the machine's own network as it is: everything lives in namespaces, which
 the kernel drops when the keeper (``_keeper.py``) ends, and the keeper ends with the testbed or with
-the process that owns it, whatever ended that.
+the process that owns it, even if that is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from slipstream.testbed.machine import find_machine
 from slipstream.testbed.network import Node, make_nodes, plan
 from slipstream.testbed.rate import parse_rate
 
-# Without site-packages and the environment's wishes: starts in 20 ms.
+# Isolated and without site-packages: starts in 20 ms.
 _PYTHON = (sys.executable, "-I", "-S")
 _ENTER = str(Path(__file__).with_name("_enter.py"))
 _KEEPER = str(Path(__file__).with_name("_keeper.py"))
@@ -40,7 +40,7 @@ class Testbed:
     machine. An ordinary user gets the hosts inside a user namespace, where the kernel allows it.
 
     Raises:
-        TestbedError: a wrong number of nodes or rate; on entering, when this machine cannot do it.
+        TestbedError: wrong number of nodes or rate; on entering, if this machine cannot emulate.
 
     Example:
         >>> with Testbed(nodes=2, rate="1gbit") as bed:  # doctest: +SKIP
@@ -84,7 +84,7 @@ class Testbed:
     def __exit__(self, *_: object) -> None:
         if self._keeper is None:
             return
-        self._keeper.communicate()  # closes stdin: the keeper ends, and all it kept is killed
+        self._keeper.communicate()  # closes stdin: the keeper ends, and the kernel kills the rest
         for process in self._started:
             process.wait()
         self._keeper, self._pids, self._started = None, [], []
@@ -96,19 +96,19 @@ class Testbed:
         env: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> subprocess.Popen[Any]:
-        """Start ``argv`` on ``node``; a ``subprocess.Popen`` in every respect, signals included.
+        """Start ``argv`` on ``node``; returns a ``subprocess.Popen``, which forwards signals, too.
 
         Args:
             node: one of ``nodes``.
             argv: the program and its arguments.
-            env: variables to add to this process's own.
-            kwargs: anything else that ``subprocess.Popen`` takes.
+            env: variables added to this process's own.
+            kwargs: other arguments of ``subprocess.Popen``.
 
-        gloo and NCCL are told the node's interface, and ``OMP_NUM_THREADS`` is 1 unless it is set:
-        the hosts share the machine's cores. Leaving the testbed kills what still runs.
+        gloo and NCCL get the node's interface, and ``OMP_NUM_THREADS`` is 1 unless it is set,
+        because the hosts share the machine's cores. Leaving the testbed kills what still runs.
 
         Raises:
-            TestbedError: the testbed is not up.
+            TestbedError: the testbed has not been entered.
         """
         if self._keeper is None:
             raise TestbedError("the testbed is not up: use it inside `with Testbed(...) as bed:`")
@@ -127,19 +127,19 @@ class Testbed:
         """Measure rate and round trip between node 0 and each other node, in about a second.
 
         Raises:
-            TestbedError: nothing comes through.
+            TestbedError: the measurement failed.
         """
         return check_links(self.nodes, self.popen)
 
     def run(self, argvs: Sequence[Sequence[str]], env: Mapping[str, str] | None = None) -> int:
         """Run one command on each node; returns 0, or the code of the node that failed first.
 
-        Node 0 writes to this process's stdout and stderr. What another node writes is shown, on
-        stderr, only if it is the one that fails. When a node fails, the others are stopped. A
-        signal ``n`` that ends a node counts as code ``128 + n``.
+        Node 0 writes to this process's stdout and stderr; the output of another node is shown, on
+        stderr, only if that node fails. When a node fails, the others are stopped. Signal ``n``
+        counts as code ``128 + n``.
 
         Raises:
-            TestbedError: not as many commands as nodes.
+            TestbedError: the number of commands is not the number of nodes.
         """
         if len(argvs) != len(self.nodes):
             raise TestbedError(
@@ -162,17 +162,17 @@ class Testbed:
 
 
 def _ask(keeper: subprocess.Popen[str], order: dict[str, Any]) -> list[int]:
-    """Have the keeper build the hosts: the process that holds each."""
+    """Let the keeper build the hosts; returns the process that holds each."""
     assert keeper.stdin is not None
     assert keeper.stdout is not None
-    with suppress(BrokenPipeError):  # it has ended early: its last words are in stdout
+    with suppress(BrokenPipeError):  # the keeper has ended; its error is in stdout
         keeper.stdin.write(json.dumps(order) + "\n")
         keeper.stdin.flush()
-    said = keeper.stdout.readline().strip()
+    line = keeper.stdout.readline().strip()
     try:
-        answer = json.loads(said)
+        answer = json.loads(line)
     except ValueError:
-        answer = {"error": said or "the keeper ended without a word"}
+        answer = {"error": line or "the keeper ended without a message"}
     if "error" in answer:
         raise TestbedError(f"the hosts could not be built: {answer['error']}")
     return list(answer["pids"])
@@ -195,11 +195,11 @@ def _show(node: Node, code: int, log: IO[bytes]) -> None:
     log.seek(0)
     text = log.read().decode(errors="replace")
     print(f"{node.name} ended with code {code}", end="", file=sys.stderr)
-    print(f"; it wrote:\n{text.rstrip()}" if text else "", file=sys.stderr, flush=True)
+    print(f"; its output:\n{text.rstrip()}" if text else "", file=sys.stderr, flush=True)
 
 
 def _stop(processes: list[subprocess.Popen[Any]]) -> None:
-    """End those that still run: first asked, then forced."""
+    """End those that still run: SIGTERM, then SIGKILL after the grace period."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + GRACE_SECONDS

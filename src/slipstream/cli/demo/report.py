@@ -1,7 +1,4 @@
-"""What the demo measured, and the table and the sentence that say what it means.
-
-Never trains and never imports torch: numbers in, words out.
-"""
+"""The demo's measurements as a value, and the tables and the sentence that compare them."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from statistics import median, quantiles
 
 from rich.table import Table
 
+from slipstream.cli.table import compact
 from slipstream.errors import TraceError
 from slipstream.tuner.significance import median_interval
 
@@ -20,16 +18,19 @@ ALONE, DDP, SLIPSTREAM = "no exchange", "DDP", "slipstream"
 METHOD = (
     "Exposed exchange: the median iteration minus the median iteration of the same model without "
     "any exchange, measured between the others ({:.3f} s). Faster and slower: the median of the "
-    "iterations' ratios in pairs. After one step: the largest relative difference of a parameter; "
-    "sums in another order are rounded otherwise, and training lets that grow. Loss: mean over all "
+    "ratios of paired iterations. After one step: the largest relative difference of a parameter; "
+    "sums in another order round differently, and training amplifies that. Loss: mean over all "
     "ranks and the last ten steps."
 )
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The split that was planned, by the last gradient of each segment, and seconds an iteration:
-    of the default as predicted and as measured in the trace, and of the plan as predicted."""
+    """The planned split and its prediction, next to those of the default; in seconds an iteration.
+
+    ``last`` is the last gradient of each planned segment. ``default_measured`` comes from the
+    trace, ``predicted`` is the prediction for the plan.
+    """
 
     last: list[int]
     default_segments: int
@@ -40,7 +41,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks measured; mappings are by variant, seconds those of the slowest rank."""
+    """What the ranks measured; mappings are by training, seconds those of the slowest rank."""
 
     nodes: int
     network: str
@@ -57,7 +58,7 @@ class Measured:
     versions: dict[str, str]
 
     def write(self, path: Path) -> None:
-        """Write the numbers, and what follows from them, as JSON."""
+        """Write the numbers and their comparison as JSON."""
         path.write_text(json.dumps(asdict(self) | {"results": asdict(compare(self))}, indent=1))
 
     @classmethod
@@ -65,10 +66,10 @@ class Measured:
         """The inverse of ``write``.
 
         Raises:
-            TraceError: the ranks have left no such file.
+            TraceError: the ranks wrote no such file.
         """
         if not path.is_file():
-            raise TraceError(f"the demo has left no numbers in {path}; what it printed says why")
+            raise TraceError(f"the demo wrote no numbers to {path}; its output says why")
         document = json.loads(path.read_text())
         document.pop("results")
         return cls(**document | {"plan": Planned(**document["plan"])})
@@ -76,10 +77,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results, by variant where both have one; ``ratio`` is slipstream's time over DDP's.
+    """The results; mappings are by training, ``ratio`` is slipstream's time over DDP's.
 
-    Triples are first quartile, median, third quartile; ``ratio_interval`` holds the median with a
-    confidence of 95 %, and is None where there are too few iterations for that.
+    Triples are first quartile, median, third quartile; ``ratio_interval`` is the 95 % confidence
+    interval of the median, None where there are too few iterations for one.
     """
 
     alone: float
@@ -92,7 +93,7 @@ class Comparison:
 
 
 def compare(measured: Measured) -> Comparison:
-    """What the numbers say of slipstream against DDP."""
+    """Compare slipstream with DDP."""
     both = (DDP, SLIPSTREAM)
     seconds, loss, accuracy = measured.seconds, measured.final_loss, measured.accuracy
     alone = median(seconds[ALONE])
@@ -111,57 +112,53 @@ def compare(measured: Measured) -> Comparison:
 
 
 def table(measured: Measured) -> Table:
-    """DDP and slipstream side by side, for a terminal of 80 to 100 columns."""
-    found = compare(measured)
-    drawn = Table(
-        title=f"{measured.model} on {measured.nodes} {measured.network}: "
+    """DDP and slipstream side by side."""
+    comparison = compare(measured)
+    table = compact(
+        f"{measured.model} on {measured.nodes} {measured.network}: "
         f"{len(measured.seconds[DDP])} iterations of each, in turn",
-        caption=METHOD.format(found.alone),
-        title_justify="left",
-        caption_justify="left",
+        *("", "plain DDP", "slipstream", "difference"),
+        left=[""],
+        caption=METHOD.format(comparison.alone),
     )
-    for heading in ("", "plain DDP", "slipstream", "difference"):
-        drawn.add_column(heading, justify="right" if heading else "left")
-    (low, middle, high), (our_low, ours, our_high) = found.iteration.values()
-    drawn.add_row(
-        "iteration, median", _seconds(middle), _seconds(ours), _change(found.ratio[1]), style="bold"
-    )
-    drawn.add_row("  its quartiles", _range(low, high), _range(our_low, our_high))
-    theirs, ours = found.exposed.values()
-    drawn.add_row(
-        "exposed exchange", _seconds(theirs), _seconds(ours), f"{1e3 * (ours - theirs):+.0f} ms"
-    )
-    collectives = [measured.all_reduces[name] for name in (DDP, SLIPSTREAM)]
+    both = (DDP, SLIPSTREAM)
+    low, middle, high = zip(*(comparison.iteration[name] for name in both), strict=True)
+    faster = _change(comparison.ratio[1])
+    table.add_row("iteration, median", *map(_seconds, middle), faster, style="bold")
+    table.add_row("  its quartiles", *map(_range, low, high))
+    theirs, ours = (comparison.exposed[name] for name in both)
+    change = f"{1e3 * (ours - theirs):+.0f} ms"
+    table.add_row("exposed exchange", _seconds(theirs), _seconds(ours), change)
+    collectives = [measured.all_reduces[name] for name in both]
     fused = [f"{measured.gradients} -> {count}" for count in collectives]
-    drawn.add_row("gradients -> all-reduces", *fused, f"{collectives[1] - collectives[0]:+d}")
+    table.add_row("gradients -> all-reduces", *fused, f"{collectives[1] - collectives[0]:+d}")
     apart = f"{far:.1e} apart" if (far := measured.apart_after_one_step) else "identical"
-    drawn.add_row("parameters after one step", "", "", apart)
-    losses = [f"{measured.final_loss[name]:.4f}" for name in (DDP, SLIPSTREAM)]
-    drawn.add_row("final loss", *losses, f"{found.loss_difference:+.4f}")
-    right = [f"{measured.accuracy[name]:.1%}" for name in (DDP, SLIPSTREAM)]
-    points = f"{100 * found.accuracy_difference:+.1f} points"
-    drawn.add_row("held-out accuracy", *right, points)
-    return drawn
+    table.add_row("parameters after one step", "", "", apart)
+    losses = [f"{measured.final_loss[name]:.4f}" for name in both]
+    table.add_row("final loss", *losses, f"{comparison.loss_difference:+.4f}")
+    right = [f"{measured.accuracy[name]:.1%}" for name in both]
+    points = f"{100 * comparison.accuracy_difference:+.1f} points"
+    table.add_row("held-out accuracy", *right, points)
+    return table
 
 
 def plan_table(measured: Measured) -> Table:
-    """Predicted next to measured, for the default and for what was planned."""
-    plan, found = measured.plan, compare(measured)
-    ours = found.iteration[SLIPSTREAM][1]
-    drawn = Table(title="Predicted next to measured", title_justify="left")
-    for heading in ("", "segments", "predicted", "measured", "error"):
-        drawn.add_column(heading, justify="right" if heading else "left")
+    """Predicted next to measured times, for the default and for the plan."""
+    plan = measured.plan
+    planned = median(measured.seconds[SLIPSTREAM])
+    headings = ("", "segments", "predicted", "measured", "error")
+    table = compact("Predicted next to measured", *headings, left=[""])
     for name, segments, predicted, seconds in (
-        ("default", str(plan.default_segments), plan.default_predicted, plan.default_measured),
-        ("planned", str(len(plan.last)), plan.predicted, ours),
+        ("default", plan.default_segments, plan.default_predicted, plan.default_measured),
+        ("planned", len(plan.last), plan.predicted, planned),
     ):
         error = f"{predicted / seconds - 1:+.1%}"
-        drawn.add_row(name, segments, _seconds(predicted), _seconds(seconds), error)
-    return drawn
+        table.add_row(name, str(segments), _seconds(predicted), _seconds(seconds), error)
+    return table
 
 
 def verdict(measured: Measured) -> str:
-    """One honest sentence: faster, slower, or too close to say, by the interval of the median.
+    """Faster, slower, or too close to say, by the confidence interval of the median.
 
     Example:
         >>> seconds = {ALONE: [0.5], DDP: [1.0, 1.1, 1.2], SLIPSTREAM: [1.0, 1.0, 1.2]}
@@ -171,17 +168,19 @@ def verdict(measured: Measured) -> str:
         >>> print(verdict(run))
         Too few iterations to say: slipstream took 1.000 of DDP's time.
     """
-    found = compare(measured)
-    if found.ratio_interval is None:
-        return f"Too few iterations to say: slipstream took {found.ratio[1]:.3f} of DDP's time."
-    low, high = found.ratio_interval
+    comparison = compare(measured)
+    if comparison.ratio_interval is None:
+        return (
+            f"Too few iterations to say: slipstream took {comparison.ratio[1]:.3f} of DDP's time."
+        )
+    low, high = comparison.ratio_interval
     if high < 1:
         words = "slipstream was faster in this run: it"
     elif low > 1:
         words = "slipstream was NOT faster in this run: it"
     else:
         words = "Too close to say: slipstream"
-    return f"{words} took {found.ratio[1]:.3f} of DDP's time (95 %: {low:.3f} to {high:.3f})."
+    return f"{words} took {comparison.ratio[1]:.3f} of DDP's time (95 %: {low:.3f} to {high:.3f})."
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

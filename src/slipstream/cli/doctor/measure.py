@@ -1,7 +1,4 @@
-"""What every rank runs for ``slipstream doctor network``: join, measure; rank 0 shows and saves.
-
-Never starts a rank: ``doctor`` does, or a launcher has.
-"""
+"""What every rank of ``slipstream doctor network`` runs: measure; rank 0 prints and saves."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from slipstream.strategy import Dgc, Half, Int8, OneBit, PowerSgd
 
 
 def main(argument: str) -> None:
-    """Do the job, a JSON document; a user mistake ends in its text and exit code 2."""
+    """Run the job, a JSON document; a user mistake prints its message and exits with code 2."""
     job = Job(**json.loads(argument))
     try:
         measure(job)
@@ -32,7 +29,7 @@ def main(argument: str) -> None:
 
 
 def measure(job: Job) -> None:
-    """Measure on all ranks; rank 0 draws what was found and writes the file."""
+    """Measure on all ranks; rank 0 prints the report and writes the file."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = connect.connect(connect.from_environ(), device)
     console = Console(force_terminal=job.terminal, width=job.columns, quiet=ranks.rank != 0)
@@ -48,7 +45,7 @@ def measure(job: Job) -> None:
     task = bar.add_task("", total=1.0)
     try:
         with bar:
-            found = calibrate(
+            profile = calibrate(
                 ranks,
                 seconds=job.seconds,
                 codecs=(Half(), Int8(), OneBit(), Dgc(), PowerSgd()),
@@ -57,8 +54,8 @@ def measure(job: Job) -> None:
     finally:
         ranks.close()
     if ranks.rank == 0:
-        console.print(report(found))
-        found.save(job.file)
+        console.print(report(profile))
+        profile.save(job.file)
         console.print(Text(f"written to {job.file}"), soft_wrap=True)
 
 

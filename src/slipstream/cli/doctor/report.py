@@ -1,28 +1,28 @@
-"""A measured cluster as tables and a verdict. Never measures."""
+"""Draw the measured costs of a network: what they mean in sentences, then tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli.table import compact
 from slipstream.planner.cost import Collective, Network, NetworkProfile
 from slipstream.planner.curve import WORST_ERROR, Curve
 
 FEW = 9
-"""Points of which all are shown; the file has the others, too."""
+"""Points of which all are shown; of more, every fourth. The file has them all."""
 
 CODED = 8 * 2**20
-"""Bytes of gradients for which the table of codecs speaks."""
+"""Bytes of gradients in the table of codecs."""
 
 DOUBTFUL = (
-    f"warning: lines fit the points worse than {WORST_ERROR:.0%}. Between these sizes the points "
-    "count, but what is predicted beyond them, on other links and for other numbers of ranks is "
-    "doubtful. If something else ran meanwhile, measure again."
+    f"warning: the fitted lines miss measured points by more than {WORST_ERROR:.0%}. Between the "
+    "measured sizes predictions use the points; beyond them, on other links and for other numbers "
+    "of ranks, they are doubtful. If something else ran meanwhile, measure again."
 )
 
 PLACES = {
@@ -32,24 +32,24 @@ PLACES = {
 }
 
 
-def report(cluster: NetworkProfile) -> Group:
-    """Tables 80 columns wide, a sentence for each network, and what is not to be trusted."""
-    tables = [_table(network) for network in cluster.networks.values()]
-    tables += [_codecs_table(cluster)] if cluster.codecs else []
-    said = [_networks_verdict(network) for network in cluster.networks.values()]
-    said.append(
-        f"Beside an exchange computing takes {1 + cluster.compute_slowdown:.2f} times as long, "
-        f"beside computing the bytes of an exchange {1 + cluster.exchange_slowdown:.2f} times and "
-        f"its latency {1 + cluster.latency_slowdown:.2f} times. A small exchange beside a large "
-        f"one takes {cluster.queue_share:.0%} of its time, {cluster.queue_seconds:.3f} s at most."
+def report(profile: NetworkProfile) -> Group:
+    """What was measured: a sentence for each network, warnings, and tables of 80 columns."""
+    sentences = [_verdict(network) for network in profile.networks.values()]
+    sentences.append(
+        f"Beside an exchange computing takes {1 + profile.compute_slowdown:.2f} times as long, "
+        f"beside computing the bytes of an exchange {1 + profile.exchange_slowdown:.2f} times and "
+        f"its latency {1 + profile.latency_slowdown:.2f} times. A small exchange beside a large "
+        f"one takes {profile.queue_share:.0%} of its time, {profile.queue_seconds:.3f} s at most."
     )
-    doubts = "".join(f"\n  {doubt}" for doubt in cluster.doubts)
+    doubts = "".join(f"\n  {doubt}" for doubt in profile.doubts)
     warning = [Text(DOUBTFUL + doubts, style="yellow")] if doubts else []
-    return Group(*(Padding(t, (0, 0, 1, 0)) for t in tables), *map(Text, said), *warning)
+    tables = [_table(network) for network in profile.networks.values()]
+    tables += [_codecs_table(profile)] if profile.codecs else []
+    return Group(*map(Text, sentences), *warning, *(Padding(t, (1, 0, 0, 0)) for t in tables))
 
 
 def bus_bandwidth(name: Collective, ranks: int, num_bytes: int, seconds: float) -> float:
-    """Bits per second over the link of each rank if the collective is a ring, as it mostly is.
+    """Bits per second over the link of each rank, if the collective runs as a ring.
 
     Example:
         >>> bus_bandwidth("all_reduce", 4, 10**6, 0.012), bus_bandwidth("all_gather", 2, 10**6, 1)
@@ -59,38 +59,28 @@ def bus_bandwidth(name: Collective, ranks: int, num_bytes: int, seconds: float) 
     return rounds * (ranks - 1) / ranks * num_bytes * 8 / seconds
 
 
-def _codecs_table(cluster: NetworkProfile) -> Table:
-    drawn = Table(
-        title="codecs: of 8 MB of gradients, on each rank",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-    )
-    for heading in ("codec", "sent MB", "encode ms", "decode ms", "all-reduces save ms"):
-        drawn.add_column(heading, justify="left" if heading == "codec" else "right")
-    curve = cluster.groups("world").all_reduce
-    for kind, cost in cluster.codecs.items():
+def _codecs_table(profile: NetworkProfile) -> Table:
+    headings = ("codec", "all-reduces save ms", "encode ms", "decode ms", "sent MB")
+    table = compact("codecs: of 8 MB of gradients, on each rank", *headings, left=["codec"])
+    curve = profile.groups("world").all_reduce
+    for kind, cost in profile.codecs.items():
         encode, decode = (cost.startup + rate * CODED for rate in (cost.encode, cost.decode))
         saved = curve.seconds(CODED) - curve.seconds(max(CODED * cost.ratio, 1.0))
-        drawn.add_row(
-            kind,
-            f"{CODED * cost.ratio / 2**20:.3f}",
-            *(f"{1e3 * seconds:.1f}" for seconds in (encode, decode, saved)),
-        )
-    return drawn
+        times = (f"{1e3 * seconds:.1f}" for seconds in (saved, encode, decode))
+        table.add_row(kind, *times, f"{CODED * cost.ratio / 2**20:.3f}")
+    return table
 
 
 def _table(network: Network) -> Table:
-    drawn = Table(
-        title=f"{network.kind}: {network.ranks} ranks, {PLACES[network.kind]}, {_range(network)}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
+    table = compact(
+        f"{network.kind}: {network.ranks} ranks, {PLACES[network.kind]}, {_range(network)}",
+        *("collective", "bytes", "ms", "Gbit/s", "bus Gbit/s", "fit error"),
+        left=["collective"],
     )
-    for heading in ("", "bytes", "ms", "Gbit/s", "bus Gbit/s", "fit error"):
-        drawn.add_column(heading, justify="right" if heading else "left")
     for name, curve in network.curves.items():
         for index, (num_bytes, seconds) in enumerate(_some(curve)):
             bus = bus_bandwidth(name, network.ranks, num_bytes, seconds)
-            drawn.add_row(
+            table.add_row(
                 "" if index else name.replace("_", "-"),
                 _size(num_bytes),
                 f"{seconds * 1e3:,.3f}",
@@ -98,8 +88,8 @@ def _table(network: Network) -> Table:
                 f"{bus / 1e9:.3f}",
                 f"{curve.fitted(num_bytes) / seconds - 1:+.1%}",
             )
-        drawn.add_section()
-    return drawn
+        table.add_section()
+    return table
 
 
 def _some(curve: Curve) -> Sequence[tuple[int, float]]:
@@ -108,8 +98,8 @@ def _some(curve: Curve) -> Sequence[tuple[int, float]]:
     return points if len(points) <= FEW else points[(len(points) - 1) % 4 :: 4]
 
 
-def _networks_verdict(network: Network) -> str:
-    """The link's speed, from where on it is used, and what small exchanges cost."""
+def _verdict(network: Network) -> str:
+    """The speed of a rank's link, the size that reaches half of it, and the latency."""
     curve, ranks = network.all_reduce, network.ranks
     speeds = {m: bus_bandwidth("all_reduce", ranks, m, t) for m, t in curve.points}
     best = max(speeds.values())

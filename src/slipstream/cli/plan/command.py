@@ -1,12 +1,11 @@
-"""``slipstream plan``: what each strategy would bring, here and on clusters that are not there yet.
+"""``slipstream plan``: predict strategies, here and on other clusters, from a trace.
 
-Never trains: a trace and a measured cluster are all it takes.
+Needs no training: a trace and a measured network are enough.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from slipstream.cli.options import AsJson, ExactOnly, check_writable
 from slipstream.cli.plan.memory import plan_memory
 from slipstream.cli.plan.tables import curve, ranking, ranks
 from slipstream.errors import ClusterError, StrategyError
@@ -43,34 +43,35 @@ PREDICTED_STEPS = 3
 
 def plan(
     trace: Annotated[
-        Path | None, typer.Option(help="A trace of the training: .json or .json.gz.")
+        Path | None, typer.Option(help="Trace of the training: .json or .json.gz.")
     ] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="cluster.yaml of `slipstream doctor network`.")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Another number of hosts.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each.")] = None,
-    rate: Annotated[str | None, typer.Option(help="Other links: 300mbit, 25gbit ...")] = None,
-    exact_only: Annotated[
-        bool,
-        typer.Option(
-            "--exact-only/--allow-lossy",
-            help="Only what leaves the mathematics as it is, or larger batches (accumulate), too.",
-        ),
-    ] = True,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Predict for this number of hosts.")
+    ] = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Predict for this number of ranks on each.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Predict for links of this rate: 300mbit, 25gbit.")
+    ] = None,
+    exact_only: ExactOnly = True,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the best strategy: .yaml.")
+        Path | None, typer.Option("--output", "-o", help="Write the best strategy here: .yaml.")
     ] = None,
     predicted: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Write the trace that the best strategy would leave, for `slipstream report`.",
+            help="Write the predicted trace of the best strategy, for `slipstream report`.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The numbers as JSON.")] = False,
+    as_json: AsJson = False,
     memory: Annotated[
-        str | None, typer.Option(help="Of a rank's device: the largest batch that fits instead.")
+        str | None,
+        typer.Option(help="Memory of a rank's device, 32GiB: find the largest batch instead."),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="With --memory: a known model, or FILE.py:FUNCTION.")
@@ -79,31 +80,29 @@ def plan(
         int | None, typer.Option(min=1, help="With --memory: tokens of a text, or pixels a side.")
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="With --memory: adamw (the default), sgd, momentum, lamb ...")
+        str | None, typer.Option(help="With --memory: adamw (the default), sgd, momentum, lamb.")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
-            help="With --memory: fp32; or bf16 or fp16, as precision half_weights computes."
-        ),
+        typer.Option(help="With --memory: fp32, or the bf16 or fp16 of precision half_weights."),
     ] = None,
 ) -> None:
-    """Predict what each strategy would bring, and rank them; or how large a batch may be.
+    """Predict and rank strategies, or find the largest batch that fits.
 
-    The cluster is the one that was measured, or, with --nodes, --ranks-per-node or --rate, another
-    one: the numbers are then extrapolated, and say so.
+    Predictions are for the measured cluster or, with --nodes, --ranks-per-node or --rate, for
+    another one; those are extrapolated, and marked so.
 
     [dim]slipstream plan --trace trace.json --cluster cluster.yaml -o strategy.yaml[/dim]
     [dim]slipstream plan --trace trace.json --cluster cluster.yaml --nodes 64 --rate 25gbit[/dim]
 
-    With --memory no trace is needed: the model is counted on shapes, without memory. FUNCTION
-    returns it and a function that makes its arguments by name for a batch of so many samples.
+    --memory needs no trace: it estimates a model from shapes, without allocating it. FUNCTION
+    returns the model and a function from a batch size to the model's arguments by name.
 
     [dim]slipstream plan --memory 32GiB --model bert-large[/dim]
     [dim]slipstream plan --memory 80GB --model train.py:build --optimizer lamb --dtype bf16[/dim]
     """
     if memory is not None:
-        _must_be_left_out(
+        _refuse(
             {
                 "--trace": trace, "--cluster": cluster, "--nodes": nodes,
                 "--ranks-per-node": ranks_per_node, "--rate": rate, "--output": output,
@@ -113,18 +112,19 @@ def plan(
         )  # fmt: skip
         plan_memory(memory, model, length, optimizer or "adamw", dtype or "fp32", as_json)
         return
-    _must_be_left_out(
+    _refuse(
         {"--model": model, "--length": length, "--optimizer": optimizer, "--dtype": dtype},
-        "--trace and --cluster, which predict times; give --memory, too, for the largest batch",
+        "--trace and --cluster, which predict times; add --memory to find the largest batch",
     )
     if trace is None or cluster is None:
         raise StrategyError(
             "plan needs --trace and --cluster, to predict times; or --memory and --model, to find "
             "the largest batch"
         )
-    check_output(output)
+    if output is not None:
+        check_writable("--output", output, SUFFIXES)
     if predicted is not None:
-        check_place("--predicted", predicted)
+        check_writable("--predicted", predicted)
     bits = None if rate is None else float(parse_rate(rate))
     recorded = chrome.read(trace)
     base = traced_strategy(recorded)
@@ -132,156 +132,115 @@ def plan(
     if nodes is not None or ranks_per_node is not None:
         measured = _as_traced(measured, recorded)
     workload, here = prepare(recorded, measured)
-    where = here
     if bits is not None and (nodes or here.hosts) == 1:
         raise ClusterError(
             f"--rate {rate}: all ranks are on one host, and use no link; give --nodes, too"
         )
+    target = here
     if any(option is not None for option in (nodes, ranks_per_node, rate)):
-        where = here.scaled(nodes or here.hosts, ranks_per_node or here.ranks_per_host, bits)
-        workload = workload.for_ranks(where.world_size)
-    found = rank(candidates(workload, where, exact_only, base), workload, where, base)
-    best = found[0].strategy
-    by_nodes, by_rate = _elsewhere(best, workload, here, where, bits)
+        target = here.scaled(nodes or here.hosts, ranks_per_node or here.ranks_per_host, bits)
+        workload = workload.for_ranks(target.world_size)
+    predictions = rank(candidates(workload, target, exact_only, base), workload, target, base)
+    best = predictions[0].strategy
+    by_nodes, by_rate = _curves(best, workload, here, target, bits)
     if output is not None:
         write_strategy(best, output)
     if predicted is not None:
-        future = simulate(
-            workload, Plan.of(best, workload.gradients, where.codecs), where, steps=PREDICTED_STEPS
-        )
-        chrome.write(future, predicted)
+        exchange = Plan.of(best, workload.gradients, target.codecs)
+        chrome.write(simulate(workload, exchange, target, steps=PREDICTED_STEPS), predicted)
     if as_json:
-        typer.echo(json.dumps(_document(found, by_nodes, by_rate, where), indent=2))
+        typer.echo(json.dumps(_document(predictions, by_nodes, by_rate, target), indent=2))
         return
     console = Console()
-    console.print(ranking(found, base, where))
-    _print_beside(console, label(best), where, by_nodes, by_rate)
-    if output is not None:
-        console.print(Text(f"The best one is in {output}."), soft_wrap=True)
-
-
-def _print_beside(
-    console: Console,
-    name: str,
-    where: NetworkProfile,
-    by_nodes: Sequence[Point],
-    by_rate: Sequence[Point],
-) -> None:
-    """What to doubt, and curves of the best strategy on other clusters."""
-    for doubt in where.doubts:
+    console.print(ranking(predictions, base, target))
+    for doubt in target.doubts:
         console.print(Text(f"warning: {doubt}", style="yellow"))
-    if where.extrapolated:
-        console.print(Text(f"Extrapolated: {where.extrapolated}", style="yellow"))
+    if target.extrapolated:
+        console.print(Text(f"Extrapolated: {target.extrapolated}", style="yellow"))
     if by_nodes:
-        title = f"{name}: more and fewer nodes, {ranks(where.ranks_per_host)} each"
-        console.print(curve(title, by_nodes, "nodes"))
+        title = f"{label(best)}: more and fewer nodes, {ranks(target.ranks_per_host)} each"
+        console.print("", curve(title, by_nodes, "nodes"))
     if by_rate:
-        title = f"{name}: other links, {ranks(where.world_size)}"
-        console.print(curve(title, by_rate, "rate"))
+        title = f"{label(best)}: other links, {ranks(target.world_size)}"
+        console.print("", curve(title, by_rate, "rate"))
+    if output is not None:
+        console.print(Text(f"The best strategy is in {output}."), soft_wrap=True)
 
 
-def _must_be_left_out(options: Mapping[str, object], where: str) -> None:
-    """Refuse options that say nothing there.
+def _refuse(options: Mapping[str, object], context: str) -> None:
+    """Refuse options that have no effect.
 
     Raises:
         StrategyError: names the option.
     """
     for option, value in options.items():
         if value is not None:
-            raise StrategyError(f"{option} means nothing with {where}")
+            raise StrategyError(f"{option} has no effect with {context}")
 
 
-def _elsewhere(
+def _curves(
     best: Strategy,
     workload: Workload,
     here: NetworkProfile,
-    where: NetworkProfile,
+    target: NetworkProfile,
     bits: float | None,
 ) -> tuple[list[Point], list[Point]]:
-    """Predictions over nodes, and over rates; none where they would say nothing."""
-    per_node = where.ranks_per_host
+    """Predictions of the best strategy over nodes and over rates; empty where not possible."""
     if here.hosts * here.ranks_per_host != here.world_size:  # hosts of different size
         return [], []
+    per_node = target.ranks_per_host
     by_nodes = what_if(best, workload, here, ranks_per_node=per_node, rates=(bits,))
-    if where.hosts == 1:  # there is no link
+    if target.hosts == 1:  # there is no link whose rate could change
         return by_nodes, []
-    nodes = (where.hosts,)
-    return by_nodes, what_if(
-        best, workload, here, nodes=nodes, ranks_per_node=per_node, rates=RATES
-    )
+    nodes = (target.hosts,)
+    by_rate = what_if(best, workload, here, nodes=nodes, ranks_per_node=per_node, rates=RATES)
+    return by_nodes, by_rate
 
 
-def _as_traced(cluster: NetworkProfile, trace: Trace) -> NetworkProfile:
-    """The cluster with as many ranks as the trace has: extrapolated, if it was measured on others.
+def _as_traced(network: NetworkProfile, trace: Trace) -> NetworkProfile:
+    """The network with as many ranks as the trace has, extrapolated if it was measured on others.
 
-    Only for those who ask for an extrapolation anyway; else another number is a mistake.
+    Only where an extrapolation was asked for; otherwise a different number is a mistake.
     """
     ranks = int(trace.meta.get("world_size", 1))
-    if ranks in (1, cluster.world_size):
-        return cluster
+    if ranks in (1, network.world_size):
+        return network
     hosts = len(set(trace.meta.get("hosts") or [""]))
-    return cluster.scaled(hosts, ranks // hosts)
-
-
-def check_output(output: Path | None) -> None:
-    """Find out before the work that a strategy cannot be written there.
-
-    Raises:
-        StrategyError: another suffix, or no such folder.
-    """
-    if output is None:
-        return
-    if output.suffix.lower() not in SUFFIXES:
-        raise StrategyError(
-            f"--output {output}: a strategy file ends in {', '.join(SUFFIXES)}; rename it"
-        )
-    check_place("--output", output)
-
-
-def check_place(option: str, file: Path) -> None:
-    """Find out before the work that a file cannot be written.
-
-    Raises:
-        StrategyError: no such folder, or the file is a folder or may not be written.
-    """
-    place = file if file.exists() else file.parent
-    if file.is_dir() or not os.access(place, os.W_OK):
-        raise StrategyError(f"{option} {file}: cannot be written; choose another place")
+    return network.scaled(hosts, ranks // hosts)
 
 
 def write_strategy(strategy: Strategy, output: Path) -> None:
-    """As YAML or JSON, by the suffix."""
+    """Write YAML or JSON, by the suffix."""
     is_json = output.suffix.lower() == ".json"
     output.write_text(strategy.to_json() if is_json else strategy.to_yaml())
 
 
 def _document(
-    found: Sequence[Prediction],
+    predictions: Sequence[Prediction],
     by_nodes: Sequence[Point],
     by_rate: Sequence[Point],
-    where: NetworkProfile,
+    network: NetworkProfile,
 ) -> dict[str, Any]:
-    """Everything that the tables show, and every strategy in full."""
+    """The numbers of all tables, with every strategy in full."""
     return {
-        "world_size": where.world_size,
-        "extrapolated": where.extrapolated,
-        "strategies": [_row(one) for one in found],
+        "world_size": network.world_size,
+        "extrapolated": network.extrapolated,
+        "strategies": [
+            {"name": label(p.strategy), **asdict(p), "strategy": p.strategy.document()}
+            for p in predictions
+        ],
         "nodes": [_point(point) for point in by_nodes],
         "rates": [_point(point) for point in by_rate],
     }
 
 
-def _row(one: Prediction) -> dict[str, Any]:
-    return {"name": label(one.strategy), **asdict(one), "strategy": one.strategy.document()}
-
-
 def _point(point: Point) -> dict[str, Any]:
-    one = point.prediction
+    prediction = point.prediction
     return {
         "nodes": point.nodes,
         "ranks": point.ranks,
         "rate": point.rate,
-        "seconds": one.seconds,
-        "samples_per_second": one.samples_per_second,
-        "efficiency": one.efficiency,
+        "seconds": prediction.seconds,
+        "samples_per_second": prediction.samples_per_second,
+        "efficiency": prediction.efficiency,
     }

@@ -1,7 +1,7 @@
-"""What a model takes in training, counted on shapes: run by ``slipstream plan --memory`` as a
-process of its own, since it imports torch; writes JSON to a file, as models print.
+"""The process of ``slipstream plan --memory``: estimates the memory of a training on shapes.
 
-Never draws anything, and never allocates a model that can be built of shapes.
+Writes JSON to a file, because the user's code may print. A model is built on the ``meta`` device,
+without memory, unless its code needs values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] 
 
 
 def bert(width: int, layers: int, heads: int, length: int) -> Built:
-    """BERT with a classification head and eager attention, on texts of so many tokens."""
+    """BERT with a classification head and eager attention, on texts of ``length`` tokens."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -59,7 +59,7 @@ def bert(width: int, layers: int, heads: int, length: int) -> Built:
 
 
 def gpt2(width: int, layers: int, heads: int, length: int) -> Built:
-    """GPT-2 with its language-model head and eager attention, on texts of so many tokens."""
+    """GPT-2 with its language-model head and eager attention, on texts of ``length`` tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -88,7 +88,7 @@ def _images(model: nn.Module, length: int) -> Built:
 
 
 def resnet50(length: int) -> Built:
-    """ResNet-50 on images of so many pixels a side."""
+    """ResNet-50 on square images of ``length`` pixels a side."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig()
@@ -97,7 +97,7 @@ def resnet50(length: int) -> Built:
 
 
 def swin_tiny(length: int) -> Built:
-    """Swin-T on images of so many pixels a side."""
+    """Swin-T on square images of ``length`` pixels a side."""
     from transformers import SwinConfig, SwinForImageClassification
 
     config = SwinConfig(image_size=length)
@@ -114,52 +114,53 @@ KNOWN: Mapping[str, tuple[Callable[[int], Built], int]] = {
     "resnet50": (resnet50, 224),
     "swin-tiny": (swin_tiny, 224),
 }
-"""Builders of models, and the length of what they are trained on if nothing else is said."""
+"""Builders of models, and the default length of their inputs."""
 
 
 def builder(name: str, length: int | None) -> Callable[[], Any]:
-    """What makes a known model, or the function of a file.
+    """The function that builds a known model, or the one that ``FILE.py:FUNCTION`` names.
 
     Raises:
         ModelError: there is no such model, file or function.
     """
     if name in KNOWN:
-        build, usual = KNOWN[name]
-        return lambda: build(length or usual)
+        build, default_length = KNOWN[name]
+        return lambda: build(length or default_length)
     file, _, function = name.rpartition(":")
     if not file:
         raise ModelError(
-            f"--model {name}: no such model; allowed: {', '.join(KNOWN)}, or FILE.py:FUNCTION"
+            f"--model {name}: unknown; allowed: {', '.join(KNOWN)}, or FILE.py:FUNCTION"
         )
     if not Path(file).is_file():
-        raise ModelError(f"--model {name}: there is no file {file}")
+        raise ModelError(f"--model {name}: the file {file} does not exist")
     sys.argv = [file]
-    sys.path.insert(0, str(Path(file).resolve().parent))  # as where a script is run
+    # As for a script: the user's file may import modules that lie beside it.
+    sys.path.insert(0, str(Path(file).resolve().parent))
     with _stage(name, "running the file"):
-        made = run_path(file).get(function)
-    if not callable(made):
+        from_file = run_path(file).get(function)
+    if not callable(from_file):
         raise ModelError(f"--model {name}: {file} has no function {function}")
-    build_own: Callable[[], Any] = made
-    return build_own
+    build_model: Callable[[], Any] = from_file
+    return build_model
 
 
-def counted(job: Mapping[str, Any]) -> Estimate:
-    """What a model takes: built of shapes, or on the CPU where a function looks at values.
+def estimate_job(job: Mapping[str, Any]) -> Estimate:
+    """The memory of a model: built on ``meta``, or on the CPU if its code needs values.
 
     Raises:
-        ModelError: it cannot be built, makes no inputs, or does not go forward; says which.
+        ModelError: building it, making inputs or its forward failed; says which.
     """
     build = builder(job["model"], job["length"])
     try:
-        return _counted(job, build, "meta")
+        return _estimate_on("meta", job, build)
     except ModelError:
         if job["model"] in KNOWN:
             raise
-        return _counted(job, build, "cpu")
+        # Code that looks at values fails on meta; on the CPU it runs, and takes memory.
+        return _estimate_on("cpu", job, build)
 
 
-def _counted(job: Mapping[str, Any], build: Callable[[], Any], device: str) -> Estimate:
-    """With everything on a device."""
+def _estimate_on(device: str, job: Mapping[str, Any], build: Callable[[], Any]) -> Estimate:
     name = job["model"]
     with torch.device(device), _stage(name, "building it"):
         pair = build()
@@ -169,7 +170,7 @@ def _counted(job: Mapping[str, Any], build: Callable[[], Any], device: str) -> E
         case _:
             raise ModelError(
                 f"--model {name}: it returned {type(pair).__name__}; it must return the model and "
-                "a function that makes the model's arguments by name for a batch of so many samples"
+                "a function from a batch size to the model's arguments by name"
             )
     with _stage(name, "making its optimizer"):
         optimizer = OPTIMIZERS[job["optimizer"]](list(model.parameters()))
@@ -178,13 +179,13 @@ def _counted(job: Mapping[str, Any], build: Callable[[], Any], device: str) -> E
 
     def inputs(batch: int) -> Mapping[str, Any]:
         with torch.device(device), _stage(name, "making inputs"):
-            found = inputs_of(batch)
-        if not isinstance(found, Mapping):
+            arguments = inputs_of(batch)
+        if not isinstance(arguments, Mapping):
             raise ModelError(
-                f"--model {name}: the inputs are a {type(found).__name__}; they must be a mapping, "
-                "of the names of the model's arguments"
+                f"--model {name}: the inputs are a {type(arguments).__name__}; they must be a "
+                "mapping from names of the model's arguments"
             )
-        return found
+        return arguments
 
     with _stage(name, "its forward"):
         return estimate(model.train(), inputs, optimizer)
@@ -192,7 +193,7 @@ def _counted(job: Mapping[str, Any], build: Callable[[], Any], device: str) -> E
 
 @contextmanager
 def _stage(name: str, stage: str) -> Iterator[None]:
-    """Inside, what a model raises becomes a ModelError that says where it was raised."""
+    """Turn an exception of the user's code into a ModelError that names the stage and the line."""
     try:
         yield
     except SlipstreamError:
@@ -208,55 +209,55 @@ def _stage(name: str, stage: str) -> Iterator[None]:
         ) from error
 
 
-def document(found: Estimate, memory_bytes: int) -> dict[str, Any]:
-    """The estimate as plain numbers."""
-    singles = [[path] for path in found.blocks]
-    products = ("matmul", "convolution")
-    ways: dict[str, dict[str, Any]] = {"keep all": {}}
-    if len(found.blocks) > 1:
-        ways |= {
+def document(memory: Estimate, memory_bytes: int) -> dict[str, Any]:
+    """The estimate as plain numbers, with the largest batch for each technique."""
+    techniques: dict[str, dict[str, Any]] = {"keep all": {}}
+    if len(memory.blocks) > 1:
+        singles = [[path] for path in memory.blocks]
+        products = ("matmul", "convolution")
+        techniques |= {
             "offload": {"offload": Offload()},
-            "recompute every block but products": {"regions": singles, "keep": products},
-            "recompute every block": {"regions": singles},
-            **_best_every(found),
-            "recompute every block + offload": {"regions": singles, "offload": Offload()},
+            "recompute all but products": {"regions": singles, "keep": products},
+            "recompute all": {"regions": singles},
+            **_best_groups(memory),
+            "recompute all + offload": {"regions": singles, "offload": Offload()},
         }
     return {
         "memory": memory_bytes,
-        "parameters": found.parameters,
-        "gradients": found.gradients,
-        "optimizer": found.optimizer,
-        "passing": found.passing._asdict(),
-        "blocks": [{"path": p, **found.of_block(p)._asdict()} for p in (*found.blocks, None)],
-        "ways": [
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "passing": memory.passing._asdict(),
+        "blocks": [{"path": p, **memory.of_block(p)._asdict()} for p in (*memory.blocks, None)],
+        "techniques": [
             {
                 "name": name,
-                "activations": found.activations(**way)._asdict(),
-                "batch": found.max_batch(memory_bytes, **way),
+                "activations": memory.activations(**settings)._asdict(),
+                "batch": memory.max_batch(memory_bytes, **settings),
             }
-            for name, way in ways.items()
+            for name, settings in techniques.items()
         ],
     }
 
 
-def _best_every(found: Estimate) -> dict[str, dict[str, Regions]]:
-    """Regions of several blocks, where those take less than single ones."""
+def _best_groups(memory: Estimate) -> dict[str, dict[str, Regions]]:
+    """Recomputing groups of several blocks, if the best size saves more than single blocks do."""
     by_size = {
-        every: [found.blocks[i : i + every] for i in range(0, len(found.blocks), every)]
-        for every in range(1, len(found.blocks))
+        every: [memory.blocks[i : i + every] for i in range(0, len(memory.blocks), every)]
+        for every in range(1, len(memory.blocks))
     }
-    best = min(by_size, key=lambda every: found.activations(by_size[every]).each)
+    best = min(by_size, key=lambda every: memory.activations(by_size[every]).each)
     return {f"recompute every {best} blocks": {"regions": by_size[best]}} if best > 1 else {}
 
 
 def main() -> None:
-    """Take a job as JSON, and a file for the document, or for why there is none."""
+    """Estimate the job in the first argument; write the document, or the error, to the second."""
     job, answer = json.loads(sys.argv[1]), Path(sys.argv[2])
     try:
-        found = document(counted(job), job["memory"])
+        result = document(estimate_job(job), job["memory"])
     except SlipstreamError as error:
-        found = {"error": str(error)}
-    answer.write_text(json.dumps(found))
+        result = {"error": str(error)}
+    answer.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""``slipstream plan --memory``: what a model takes in training, and the largest batch that fits.
+"""``slipstream plan --memory``: the memory of a training, and the largest batch that fits.
 
-Never imports torch: ``_plan_count`` counts, in a process of its own.
+Starts ``count`` as a process, since it imports torch and runs the user's code; draws its numbers.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli.table import compact
 from slipstream.errors import ModelError, StrategyError
 
 COUNT = "slipstream.cli.plan.count"
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "lamb", "lars")
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _MEANING = (
-    "Counted on shapes, before anything trains; with a gradient as large as the largest tensor "
-    "that is saved, a rule of thumb. Left out are buffers of libraries and what an allocator "
-    "loses. Offload: the last block stays, one is fetched ahead. Products: of matrices (keep "
-    "matmul) and convolutions. bf16 and fp16: precision half_weights; autocast saves more."
+    "Against: the batch of the first line. Activations and total: at the batch; where none fits, "
+    "the total is of parameters, gradients and optimizer. Estimated on shapes, before training. A "
+    "gradient counts as the largest saved tensor. Not counted: buffers of libraries, and "
+    "fragmentation. Offload: the last block stays, one block is prefetched. Products: of matrices "
+    "(keep matmul) and convolutions. bf16 and fp16: precision half_weights; autocast saves more."
 )
 
 
 def parse_bytes(text: str) -> int:
-    """A size as people write it.
+    """Bytes of a size with its unit.
 
     Raises:
-        StrategyError: it is none.
+        StrategyError: not a size.
 
     Example:
         >>> parse_bytes("32GiB"), parse_bytes("500 MB")
@@ -52,11 +54,11 @@ def parse_bytes(text: str) -> int:
 def plan_memory(
     memory: str, model: str | None, length: int | None, optimizer: str, dtype: str, as_json: bool
 ) -> None:
-    """Count, and print tables or JSON.
+    """Estimate the memory, and print tables or JSON.
 
     Raises:
-        StrategyError: an option is wrong.
-        ModelError: the model cannot be counted.
+        StrategyError: an option has a wrong value.
+        ModelError: the model cannot be built, or does not run.
     """
     job = {"memory": parse_bytes(memory), "model": model, "length": length}
     if model is None:
@@ -65,73 +67,73 @@ def plan_memory(
         raise StrategyError(f"--optimizer {optimizer}: allowed: {', '.join(OPTIMIZERS)}")
     if dtype not in ("fp32", "bf16", "fp16"):
         raise StrategyError(f"--dtype {dtype}: allowed: fp32, bf16, fp16")
-    told = json.dumps(job | {"optimizer": optimizer, "dtype": dtype})
+    argument = json.dumps(job | {"optimizer": optimizer, "dtype": dtype})
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        count = [sys.executable, "-m", COUNT, told, str(answer)]
-        code = subprocess.run(count, stdout=subprocess.DEVNULL).returncode
+        command = [sys.executable, "-m", COUNT, argument, str(answer)]
+        code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
         if not answer.exists():
             raise ModelError(
-                f"--model {model}: the process that counts ended with code {code}; what it said is "
-                "above"
+                f"--model {model}: the process that builds it ended with code {code}; its messages "
+                "are above"
             )
-        found = json.loads(answer.read_text())
-    if "error" in found:
-        raise ModelError(found["error"])
+        document = json.loads(answer.read_text())
+    if "error" in document:
+        raise ModelError(document["error"])
     if as_json:
-        typer.echo(json.dumps(found, indent=2))
+        typer.echo(json.dumps(document, indent=2))
         return
     console = Console()
-    console.print(by_way(found, f"{model}: the largest batch in {memory}"))
-    console.print(by_kind(found, optimizer))
+    console.print(by_technique(document, f"{model}: the largest batch in {memory}"))
+    console.print("", by_part(document, optimizer))
 
 
-def by_way(found: Mapping[str, Any], title: str) -> Table:
-    """The largest batch with each way of holding activations, and what takes how much then."""
-    table = Table(title=title, title_justify="left", caption=_MEANING, caption_justify="left")
-    table.add_column("activations")
-    for heading in ("a sample", "largest batch", "against", "activations then", "all then"):
-        table.add_column(heading, justify="right")
-    state = found["parameters"] + found["gradients"] + found["optimizer"]
-    first = found["ways"][0]["batch"]
-    for way in found["ways"]:
-        batch, own, passing = way["batch"], way["activations"], found["passing"]
-        then = own["fixed"] + own["each"] * batch
-        every = state + then + passing["fixed"] + passing["each"] * batch
+def by_technique(document: Mapping[str, Any], title: str) -> Table:
+    """The largest batch with each technique for activations, and the memory that it takes."""
+    table = compact(
+        title,
+        *("batch", "against", "a sample", "activations", "total", "technique"),
+        left=["technique"],
+        caption=_MEANING,
+    )
+    state = document["parameters"] + document["gradients"] + document["optimizer"]
+    passing = document["passing"]
+    first = document["techniques"][0]["batch"]
+    for technique in document["techniques"]:
+        batch, saved = technique["batch"], technique["activations"]
+        activations = saved["fixed"] + saved["each"] * batch
+        total = state + activations + passing["fixed"] + passing["each"] * batch
         table.add_row(
-            Text(way["name"]),
-            size(own["each"]),
             str(batch) if batch else "none",
             f"{batch / first:.1f}x" if first else "-",
-            size(then),
-            size(every) if batch else f"{size(state)} without any",
+            size(saved["each"]),
+            size(activations) if batch else "-",
+            size(total if batch else state),
+            Text(technique["name"]),
         )
     return table
 
 
-def by_kind(found: Mapping[str, Any], optimizer: str) -> Table:
-    """What does not depend on the batch, and what each block saves of a sample."""
-    table = Table(title="What takes memory", title_justify="left")
-    table.add_column("")
-    table.add_column("fixed", justify="right")
-    table.add_column("a sample", justify="right")
-    table.add_row("parameters, with masters", size(found["parameters"]), "")
-    table.add_row("gradients", size(found["gradients"]), "")
-    table.add_row(f"state of {optimizer}", size(found["optimizer"]), "")
+def by_part(document: Mapping[str, Any], optimizer: str) -> Table:
+    """The memory that is independent of the batch, and what each block saves of a sample."""
+    table = compact("What takes memory", "fixed", "a sample", "part", left=["part"])
+    table.add_row(size(document["parameters"]), "", "parameters, with masters")
+    table.add_row(size(document["gradients"]), "", "gradients")
+    table.add_row(size(document["optimizer"]), "", f"state of {optimizer}")
     table.add_section()
-    for (fixed, each), group in groupby(found["blocks"], lambda b: (b["fixed"], b["each"])):
+    for (fixed, each), group in groupby(document["blocks"], lambda b: (b["fixed"], b["each"])):
         paths = [block["path"] for block in group]
         name = paths[0] or "outside of blocks"
         if len(paths) > 1:
-            name = f"{paths[0]} to {paths[-1]}, each of {len(paths)}"
-        table.add_row(Text(name), size(fixed), size(each))
-    passing = found["passing"]
-    table.add_row("a gradient in backward", size(passing["fixed"]), size(passing["each"]))
+            name = f"each of {len(paths)}: {paths[0]} .. {paths[-1].rpartition('.')[2]}"
+        table.add_row(size(fixed), size(each), Text(name))
+    passing = document["passing"]
+    table.add_row(size(passing["fixed"]), size(passing["each"]), "a gradient in backward")
     return table
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as people read them.
+    """Bytes with a unit.
 
     Example:
         >>> size(3 * 2**30), size(2**20 * 1.5), size(12), size(0)

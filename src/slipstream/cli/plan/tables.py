@@ -1,7 +1,4 @@
-"""The tables of ``slipstream plan``: strategies, and one of them on other clusters.
-
-Never predicts anything.
-"""
+"""The tables of ``slipstream plan``: ranked strategies, and one strategy on other clusters."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from rich.bar import Bar
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli.table import compact
 from slipstream.planner.candidates import TOLERANCE, label
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import Point, Prediction
@@ -19,58 +17,54 @@ from slipstream.testbed import format_rate
 
 SHOWN = 12
 _MEANING = (
-    "Predicted. Efficiency: the speed of all ranks over the sum of the speeds that they would have "
-    "alone, without any exchange. Memory: gradients and their flags, on each rank. Of strategies "
-    f"within {TOLERANCE:.1%} of each other the one with the fewest segments comes first. * the "
-    "strategy of the trace."
+    "Predicted. Efficiency: the speed of all ranks over the sum of their speeds alone, without any "
+    "exchange. MB: memory of gradients and their flags on each rank. Among strategies within "
+    f"{TOLERANCE:.1%} of each other the one with the fewest segments comes first. * strategy of "
+    "the trace. Exactness, unless a line says otherwise: "
 )
 
 
-def ranking(found: Sequence[Prediction], base: Strategy, where: NetworkProfile) -> Table:
-    """The strategies, the fastest first; that of the trace is always among those shown."""
-    per_node = f" on {where.hosts} hosts" if where.hosts > 1 else ""
-    table = Table(
-        title=f"{len(found)} strategies, {ranks(where.world_size)}{per_node}",
-        caption=_MEANING,
-        title_justify="left",
-        caption_justify="left",
+def ranking(predictions: Sequence[Prediction], base: Strategy, network: NetworkProfile) -> Table:
+    """The strategies, fastest first; that of the trace is always among the rows."""
+    on_hosts = f" on {network.hosts} hosts" if network.hosts > 1 else ""
+    exactness = next((p.exactness for p in predictions if p.strategy == base), base.exactness)
+    table = compact(
+        f"{len(predictions)} strategies, {ranks(network.world_size)}{on_hosts}",
+        *("iteration", "samples/s", "efficiency", "segments", "MB", "strategy"),
+        left=["strategy"],
+        caption=_MEANING + exactness,
     )
-    table.add_column("strategy")
-    for heading in ("segments", "iteration", "samples/s", "efficiency", "memory"):
-        table.add_column(heading, justify="right")
-    table.add_column("exactness")
-    for place, one in enumerate(found):
-        is_base = one.strategy == base
+    for place, prediction in enumerate(predictions):
+        is_base = prediction.strategy == base
         if place >= SHOWN and not is_base:
             continue
+        name = label(prediction.strategy) + (" *" if is_base else "")
+        if prediction.exactness != exactness:
+            name += f"\n  {prediction.exactness}"
         table.add_row(
-            Text(label(one.strategy) + (" *" if is_base else "")),
-            str(one.segments),
-            _seconds(one.seconds),
-            _speed(one.samples_per_second),
-            f"{one.efficiency:.1%}",
-            f"{one.memory_bytes / 2**20:.1f} MB",
-            one.exactness,
+            _seconds(prediction.seconds),
+            _speed(prediction.samples_per_second),
+            f"{prediction.efficiency:.1%}",
+            str(prediction.segments),
+            f"{prediction.memory_bytes / 2**20:.1f}",
+            Text(name),
             style="bold" if is_base or place == 0 else None,
         )
     return table
 
 
 def curve(title: str, points: Sequence[Point], over: str) -> Table:
-    """One strategy on other clusters, with a bar of its efficiency."""
-    table = Table(title=title, title_justify="left")
-    for heading in (over, "ranks", "iteration", "samples/s", "efficiency"):
-        table.add_column(heading, justify="right")
-    table.add_column("", min_width=20)
+    """One strategy on clusters with other ``nodes`` or another ``rate``, with efficiency bars."""
+    table = compact(title, over, "ranks", "efficiency", "iteration", "samples/s", "")
     for point in points:
-        one = point.prediction
+        prediction = point.prediction
         table.add_row(
             str(point.nodes) if over == "nodes" else format_rate(point.rate or 0),
             str(point.ranks),
-            _seconds(one.seconds),
-            _speed(one.samples_per_second),
-            f"{one.efficiency:.1%}",
-            Bar(1.0, 0.0, min(one.efficiency, 1.0), width=20),
+            f"{prediction.efficiency:.1%}",
+            _seconds(prediction.seconds),
+            _speed(prediction.samples_per_second),
+            Bar(1.0, 0.0, min(prediction.efficiency, 1.0), width=20),
         )
     return table
 
@@ -84,4 +78,5 @@ def _speed(samples_per_second: float) -> str:
 
 
 def ranks(count: int) -> str:
+    """A number of ranks in words."""
     return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -1,7 +1,4 @@
-"""What ``slipstream tune`` shows: the run under way and the budget left, then a table of all runs.
-
-Never runs anything.
-"""
+"""The output of ``slipstream tune``: the current trial and the budget left, then a table."""
 
 from __future__ import annotations
 
@@ -14,26 +11,24 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from slipstream.cli.table import compact
 from slipstream.tuner.trial_log import Trial
 from slipstream.tuner.tune import Tuned
 
 
 def table(tuned: Tuned) -> Table:
-    """Every candidate with its first measurement; the pairs of the comparison are in the log."""
-    table = Table(title="trials", title_justify="left")
-    table.add_column("strategy")
-    for heading in ("predicted", "measured", "spread"):
-        table.add_column(heading, justify="right")
-    table.add_column("what")
+    """Each strategy with its first measurement; the pairs of the comparison are in the log."""
+    headings = ("measured", "spread", "predicted", "strategy", "why")
+    table = compact("trials", *headings, left=["strategy", "why"])
     shown: set[str] = set()
     for trial in tuned.trials:
         if trial.name in shown or trial.status == "not measured":
             continue
         shown.add(trial.name)
-        cells = (_ms(trial.predicted), _ms(trial.measured), _ms(trial.spread))
-        what = trial.reason if trial.status == "measured" else f"{trial.status}: {trial.reason}"
+        cells = (_ms(trial.measured), _ms(trial.spread), _ms(trial.predicted))
+        reason = trial.reason if trial.status == "measured" else f"{trial.status}: {trial.reason}"
         chosen = tuned.strategy.document() == trial.strategy
-        table.add_row(Text(trial.name), *cells, Text(what), style="bold" if chosen else None)
+        table.add_row(*cells, Text(trial.name), Text(reason), style="bold" if chosen else None)
     if left := sum(trial.status == "not measured" for trial in tuned.trials):
         table.caption = f"{left} more were predicted and not measured"
     return table
@@ -44,7 +39,7 @@ def _ms(seconds: float | None) -> str:
 
 
 class _Left(ProgressColumn):
-    """What is left of the budget, as a bar and as a time; it moves by itself."""
+    """The budget left, as a bar and as a time; redrawn with the spinner."""
 
     def __init__(self, budget: float, left: Callable[[], float]) -> None:
         super().__init__()
@@ -59,7 +54,7 @@ class _Left(ProgressColumn):
 
 
 class Display:
-    """A line with what is being done and the budget that is left; above it a line for each run."""
+    """A line with the current activity and the budget left; above it a line for each trial."""
 
     def __init__(self, budget: float, console: Console) -> None:
         self._deadline = time.monotonic() + budget
@@ -75,19 +70,19 @@ class Display:
         self._progress.stop()
 
     def left(self) -> float:
-        """Seconds of the budget that are left."""
+        """Seconds left of the budget."""
         return max(0.0, self._deadline - time.monotonic())
 
     def doing(self, words: str) -> None:
-        """What is being done from now on."""
+        """Show another activity."""
         self._progress.update(self._task, description=words)
 
     def warn(self, words: str) -> None:
-        """Something that the numbers rest on is doubtful."""
+        """Print a warning above the line."""
         self._progress.print(Text(f"warning: {words}", style="yellow"), soft_wrap=True)
 
     def show(self, trial: Trial) -> None:
-        """A run is over."""
+        """Print the result of a trial above the line."""
         if trial.status == "not measured":
             return
         result = _ms(trial.measured) if trial.status == "measured" else trial.status

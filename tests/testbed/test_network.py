@@ -41,7 +41,7 @@ def test_rates(text: str, bits: int) -> None:
         "1 gbit x",
     ],
 )
-def test_what_is_no_rate_is_refused_with_examples(text: str) -> None:
+def test_a_wrong_rate_is_refused_with_examples(text: str) -> None:
     with pytest.raises(TestbedError, match=r"1mbit to 100gbit, such as 300mbit") as refused:
         parse_rate(text)
     assert repr(text) in str(refused.value)
@@ -78,8 +78,8 @@ def test_a_plan_joins_every_node_to_the_switch_and_shapes_both_ends(count: int) 
 
 
 @pytest.mark.parametrize("count", [-1, 0, MOST_NODES + 1])
-def test_a_network_without_room_is_refused(count: int) -> None:
-    with pytest.raises(TestbedError, match=f"{count} nodes asked for; a testbed has 1 to"):
+def test_a_wrong_number_of_nodes_is_refused(count: int) -> None:
+    with pytest.raises(TestbedError, match=f"{count} nodes: a testbed has 1 to"):
         make_nodes(count)
 
 

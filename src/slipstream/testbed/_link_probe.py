@@ -1,8 +1,8 @@
-"""Program that measures links by plain TCP: it serves on one host, or measures from another.
+"""Program that measures links by plain TCP: a server on each host, a client that measures them.
 
-The measuring side makes three connections to each serving one: for echoes, for bytes towards
-itself, for bytes towards the server. Whoever receives takes the time. It never imports slipstream:
-it must start fast, on every host.
+The client makes three connections to each server: for echoes, for bytes from the server, and for
+bytes to the server. The receiving side takes the time. It does not import slipstream, so that it
+starts fast on every host.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ def main() -> None:
 
 
 def serve(address: str, warmup: float, window: float) -> None:
-    """Answer one measuring peer, then end."""
+    """Serve one client, then end."""
     with socket.create_server((address, PORT)) as listener:
         with accept(listener) as sock:
             while byte := sock.recv(1):
                 sock.sendall(byte)
         with accept(listener) as sock:
-            blast(sock)
+            send_until_stopped(sock)
         with accept(listener) as sock:
-            sock.sendall(RESULT.pack(carried(sock, warmup, window)))
+            sock.sendall(RESULT.pack(bandwidth(sock, warmup, window)))
             drain(sock)
 
 
@@ -51,33 +51,33 @@ def measure(address: str, warmup: float, window: float) -> dict[str, float]:
     with connect(address) as sock:
         round_trip = statistics.median(echo(sock) for _ in range(ECHOES))
     with connect(address) as sock:
-        back = carried(sock, warmup, window)
+        back = bandwidth(sock, warmup, window)
         abort(sock)
     with connect(address) as sock:
-        blast(sock)
+        send_until_stopped(sock)
         (there,) = RESULT.unpack(sock.recv(RESULT.size, socket.MSG_WAITALL))
         abort(sock)
     return {"there": there, "back": back, "round_trip": round_trip}
 
 
 def echo(sock: socket.socket) -> float:
-    """Seconds for one byte to go and come back."""
+    """Seconds of the round trip of one byte."""
     start = time.perf_counter()
     sock.sendall(b"x")
     sock.recv(1)
     return time.perf_counter() - start
 
 
-def blast(sock: socket.socket) -> None:
-    """Send until the peer answers or hangs up."""
+def send_until_stopped(sock: socket.socket) -> None:
+    """Send until the peer answers or closes the connection."""
     block = bytes(BLOCK)
     with suppress(ConnectionError):
         while not select.select([sock], [], [], 0)[0]:
             sock.send(block)
 
 
-def receive(sock: socket.socket, seconds: float) -> float:
-    """Bits per second that arrive within ``seconds``."""
+def receive_for(sock: socket.socket, seconds: float) -> float:
+    """Bits per second that arrive in ``seconds``."""
     buffer = bytearray(BLOCK)
     count, start = 0, time.perf_counter()
     now = start
@@ -87,17 +87,17 @@ def receive(sock: socket.socket, seconds: float) -> float:
     return count * 8 / (now - start)
 
 
-def carried(sock: socket.socket, warmup: float, window: float) -> float:
-    """Bits per second of the link behind ``sock``: the median over parts of ``window``.
+def bandwidth(sock: socket.socket, warmup: float, window: float) -> float:
+    """Bits per second that ``sock`` receives: the median over parts of ``window``.
 
-    The median passes over the parts in which a busy machine lets the sender or this process wait.
+    The median ignores the parts in which a busy machine delays the sender or this process.
     """
-    receive(sock, warmup)
-    return statistics.median(receive(sock, window / PARTS) for _ in range(PARTS))
+    receive_for(sock, warmup)
+    return statistics.median(receive_for(sock, window / PARTS) for _ in range(PARTS))
 
 
 def drain(sock: socket.socket) -> None:
-    """Read until the peer hangs up, so that what was sent to it is not lost."""
+    """Read until the peer closes: closing with unread data would reset the connection."""
     buffer = bytearray(BLOCK)
     with suppress(ConnectionError):
         while sock.recv_into(buffer):
@@ -105,19 +105,19 @@ def drain(sock: socket.socket) -> None:
 
 
 def abort(sock: socket.socket) -> None:
-    """Hang up and drop what is queued: it must not fill the link under the next measurement."""
+    """Let closing drop the queued data, which would fill the link during the next measurement."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def accept(listener: socket.socket) -> socket.socket:
-    """The next connection, without delays for small messages."""
+    """The next connection, with small messages sent at once."""
     sock, _ = listener.accept()
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 def connect(address: str, patience: float = 10.0) -> socket.socket:
-    """A connection, tried again while the peer is still starting."""
+    """A connection, retried while the server is still starting."""
     end = time.perf_counter() + patience
     while True:
         try:

@@ -1,0 +1,112 @@
+"""How commands start ranks: the command line of ``slipstream launch``, threads, hosts and logs.
+
+Never trains and never measures: whatever runs on the ranks is passed in.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from slipstream.cluster.environment import Environment
+from slipstream.cluster.launcher import LaunchSpec, run
+from slipstream.errors import LaunchError
+from slipstream.testbed import Testbed, format_rate
+
+PORT = 29500
+"""Where the ranks of emulated hosts meet; the hosts' networks are their own, so it is free."""
+
+
+def log_folder(prefix: str = "") -> Path:
+    """A folder for the logs of this run: ``slipstream-logs/[PREFIX-]TIME-PID``."""
+    return Path("slipstream-logs", f"{prefix}{time.strftime('%F_%H-%M-%S')}-{os.getpid()}")
+
+
+def threads_per_rank(ranks: int) -> str:
+    """``OMP_NUM_THREADS`` if it is set, else the cores of this host shared out among its ranks."""
+    cores = len(os.sched_getaffinity(0))
+    return os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // max(ranks, 1)))
+
+
+def refuse_launcher(command: str) -> None:
+    """Refuse to run as one of several ranks; ``command`` is the right way to run it.
+
+    Raises:
+        LaunchError: a launcher has started this process.
+    """
+    here = Environment.read(os.environ, socket.gethostname())
+    if here.source != "none":
+        raise LaunchError(
+            f"a launcher ({here.source}) has started this as rank {here.rank}, but this command "
+            f"starts the ranks itself. Run it once, without a launcher: {command}"
+        )
+
+
+def launch_command(words: Sequence[str], **options: object) -> list[str]:
+    """The command line that launches ``words``, a script or ``-m MODULE`` with its arguments.
+
+    Example:
+        >>> launch_command(["train.py"], nproc=2, log_dir="logs", strategy=None)[3:]
+        ['launch', '--nproc', '2', '--log-dir', 'logs', 'train.py']
+    """
+    given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
+    flags = [str(w) for name, value in given.items() if value is not None for w in (name, value)]
+    return [sys.executable, "-m", "slipstream", "launch", *flags, *words]
+
+
+def run_on_this_host(module: str, argument: str, ranks: int, console: Console) -> int:
+    """Run ``python -m MODULE ARGUMENT`` as so many ranks; say which failed, return its code."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-logs-") as folder:
+        outcome = run(
+            LaunchSpec(
+                script=module,
+                module=True,
+                args=(argument,),
+                nproc=ranks,
+                log_dir=Path(folder),
+                variables={"OMP_NUM_THREADS": threads_per_rank(ranks)},
+            )
+        )
+        if failure := outcome.failure:
+            # What rank 0 wrote has been shown as it came.
+            excerpt = "" if failure.rank == 0 else f":\n{failure.excerpt()}"
+            console.print(Text(f"rank {failure.rank} {failure.cause}{excerpt}"))
+    return outcome.exit_code
+
+
+def run_on_hosts(
+    bed: Testbed, words: Sequence[str], ranks_per_node: int, logs: Path, strategy: str | None = None
+) -> int:
+    """Launch ``words`` on all hosts of a testbed; returns 0, or the code of the first to fail."""
+    endpoint = f"{bed.nodes[0].address}:{PORT}"
+    return bed.run(
+        [
+            launch_command(
+                words,
+                nnodes=len(bed.nodes),
+                node_rank=node.index,
+                nproc=ranks_per_node,
+                rdzv_endpoint=endpoint,
+                log_dir=logs,
+                strategy=strategy,
+            )
+            for node in bed.nodes
+        ]
+    )
+
+
+def describe_hosts(bed: Testbed) -> str:
+    """Measure the first link of a testbed that is up, and say what the hosts are."""
+    link = bed.check()[0]
+    return (
+        f"{len(bed.nodes)} emulated hosts, links of {format_rate(bed.rate)}; {link.node.name} "
+        f"reads {format_rate(link.there)}, round trip {link.round_trip * 1e6:.0f} us"
+    )

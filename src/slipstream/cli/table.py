@@ -1,0 +1,31 @@
+"""The look of the commands' tables: they fit 80 columns, and no heading is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from rich import box
+from rich.table import Table
+
+
+def compact(
+    title: str, *headings: str, left: Collection[str] = (), caption: str | None = None
+) -> Table:
+    """A table without a frame: numbers to the right, and text in the columns named in ``left``.
+
+    Numbers keep their width; where the terminal is narrow, text takes more lines.
+    """
+    table = Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in headings:
+        is_text = heading in left
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
+    return table
