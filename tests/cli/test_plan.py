@@ -15,8 +15,8 @@ from slipstream.planner.exchange import Plan
 from slipstream.planner.simulate import simulate
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, read, write
+from tests.harness.traces import by_hand
 from tests.planner.test_plan import UNEVEN, cluster
-from tests.trace.traces import by_hand
 
 ONE_HOST = {"hosts": 1, "ranks_per_host": 4}
 

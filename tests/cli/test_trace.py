@@ -14,8 +14,8 @@ from slipstream.cli import main
 from slipstream.planner.cost import Curve, Network, NetworkProfile
 from slipstream.strategy import Strategy
 from slipstream.trace import write
-from tests.trace.traces import by_hand
-from tests.trace.training import Training
+from tests.harness.traces import by_hand
+from tests.harness.training import Training
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.planner.split import finish_time, improve, lower_bound, optimal_cuts
+from slipstream.planner.split import finish_time, improve, optimal_cuts
 
 CLOSE = 1e-9
 MB = 2**20
@@ -45,6 +45,17 @@ def brute_force(ready, sizes, cost, *, borders=(), cap_bytes=None, overhead=0.0,
         ends.append((len(cuts), end))
     best = min(end for _, end in ends)
     return min(m for m, end in ends if end <= best * (1 + tolerance) + CLOSE), best
+
+
+def lower_bound(ready, sizes, startup, per_byte):
+    """No cuts end before this where an exchange costs ``startup + per_byte * bytes``.
+
+    Gradient ``k`` and all behind it must be sent after ``k`` is ready:
+    ``startup + max over k of max(0, ready_k) + per_byte * bytes of gradients k .. n``.
+    """
+    from_here = np.cumsum(np.asarray(sizes, dtype=np.float64)[::-1])[::-1]
+    starts = np.maximum(np.asarray(ready, dtype=np.float64), 0.0)
+    return startup + float(np.max(starts + per_byte * from_here))
 
 
 def affine(startup, per_byte):
@@ -101,6 +112,24 @@ def test_no_cuts_end_earlier_and_none_that_end_so_early_are_fewer(instance) -> N
     if rules["cap_bytes"] is not None:
         for start, stop in pairwise((0, *cuts)):
             assert stop - start == 1 or sum(sizes[start:stop]) <= rules["cap_bytes"]
+
+
+@settings(deadline=None, max_examples=500)
+@given(instances(), st.integers(1, 8))
+def test_a_bound_on_segments_gives_the_best_cuts_within_it(instance, most) -> None:
+    ready, sizes, cost, rules, overhead = instance
+    tolerance = rules["tolerance"]
+    ends = {
+        cuts: finish_time(cuts, ready, sizes, cost, compute_overhead=overhead)
+        for cuts in all_cuts(len(ready))
+        if len(cuts) <= most
+    }
+    bound = min(ends.values()) * (1 + tolerance) + CLOSE
+    found = optimal_cuts(
+        ready, sizes, cost, compute_overhead=overhead, tolerance=tolerance, max_segments=most
+    )
+    assert ends[found] <= bound
+    assert len(found) == min(len(cuts) for cuts, end in ends.items() if end <= bound)
 
 
 @settings(deadline=None, max_examples=200)

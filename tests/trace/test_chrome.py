@@ -12,7 +12,7 @@ from hypothesis import given
 
 from slipstream.errors import TraceError
 from slipstream.trace import Event, Trace, read, write
-from tests.trace.traces import by_hand, many, random_traces
+from tests.harness.traces import by_hand, many, random_traces
 
 
 def _entries(path) -> list[dict]:

@@ -1,6 +1,6 @@
-"""From a trace to findings: what slows the run down, what to do, and what that should bring.
+"""Turns a trace into findings: what slows the run down, what to do, and what that should gain.
 
-Never measures and never changes a strategy: every finding may carry a patch, to be merged.
+Changes no strategy: a finding may carry a patch for the caller to merge.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from slipstream.advisor.split_rules import (
     overlap_exchange,
     start_earlier,
 )
-from slipstream.advisor.trace_stats import TraceStats, facts
+from slipstream.advisor.trace_stats import TraceStats, trace_stats
 from slipstream.analysis.throughput import compute_share
+from slipstream.planner.split import SizeCost
 from slipstream.trace.event import Trace
 
 RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
@@ -50,18 +51,19 @@ RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
 )
 
 
-def advise(trace: Trace, seconds_of: Callable[[float], float] | None = None) -> list[Finding]:
-    """Findings by gain, the largest first; one that says "good" where there is nothing to mend.
+def advise(trace: Trace, seconds_of: SizeCost | None = None) -> list[Finding]:
+    """Findings by gain, the largest first; one of severity "good" if nothing needs a change.
 
-    Rules that come to the same patch make one finding with the evidence of all.
+    Rules that propose the same patch make one finding with the evidence of all.
 
     Args:
-        trace: Of one run; of several iterations, if it is to be trusted.
-        seconds_of: Seconds of one all-reduce over the bytes of its tensor on one rank; None: fitted
-            to the exchanges of the trace, which tells less of sizes that are not among them.
+        trace: Of one run. Several iterations make the findings reliable.
+        seconds_of: Seconds of one all-reduce, from an array of bytes (of the tensor on one rank) to
+            an array of seconds. None: a line fitted to the exchanges of the trace, which is less
+            reliable for other sizes.
 
     Raises:
-        TraceError: there is no iteration that all ranks recorded, or ranks disagree about what they
+        TraceError: There is no iteration that all ranks recorded, or ranks disagree about what they
             exchanged.
 
     Example:
@@ -70,33 +72,33 @@ def advise(trace: Trace, seconds_of: Callable[[float], float] | None = None) -> 
         >>> [(finding.severity, finding.where, finding.gain) for finding in advise(trace)]
         [('problem', 'data', 0.3)]
     """
-    known = facts(trace, seconds_of)
-    found = _joined(finding for rule in RULES if (finding := rule(known)) is not None)
-    if all(finding.severity == "note" for finding in found):
-        found.append(_nothing_to_do(known))
-    grave = get_args(Severity)
-    return sorted(found, key=lambda f: (f.gain, grave.index(f.severity)), reverse=True)
+    stats = trace_stats(trace, seconds_of)
+    findings = _joined(finding for rule in RULES if (finding := rule(stats)) is not None)
+    if all(finding.severity == "note" for finding in findings):
+        findings.append(_nothing_to_do(stats))
+    severities = get_args(Severity)
+    return sorted(findings, key=lambda f: (f.gain, severities.index(f.severity)), reverse=True)
 
 
 def _joined(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings with the same patch as one."""
-    found: list[Finding] = []
+    """Findings with equal patches become one."""
+    joined: list[Finding] = []
     for finding in findings:
-        for index, earlier in enumerate(found):
+        for index, earlier in enumerate(joined):
             if finding.patch and finding.patch == earlier.patch:
-                found[index] = replace(earlier, evidence=f"{earlier.evidence} {finding.evidence}")
+                joined[index] = replace(earlier, evidence=f"{earlier.evidence} {finding.evidence}")
                 break
         else:
-            found.append(finding)
-    return found
+            joined.append(finding)
+    return joined
 
 
-def _nothing_to_do(known: TraceStats) -> Finding:
+def _nothing_to_do(stats: TraceStats) -> Finding:
     return Finding(
         "good",
         "iteration",
-        f"Forward, backward and optimizer take {compute_share(known.typical):.0%} of an iteration; "
-        f"exposed exchange is {known.share(known.median('exposed'))}, the wait for data "
-        f"{known.share(known.median('data_wait'))}.",
-        "Nothing here promises another 1 %. More would come from faster compute.",
+        f"Forward, backward and optimizer take {compute_share(stats.typical):.0%} of an iteration; "
+        f"exposed exchange is {stats.share(stats.median('exposed'))}, the wait for data "
+        f"{stats.share(stats.median('data_wait'))}.",
+        "No change promises a gain of 1 %. Faster compute would.",
     )

@@ -22,13 +22,13 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.analysis.ascii_timeline import unit
-from slipstream.analysis.breakdown import typical
+from slipstream.analysis.breakdown import typical_iteration
 from slipstream.analysis.throughput import (
     compute_share,
     iterations_per_second,
     samples_per_second,
 )
+from slipstream.analysis.time_unit import TimeUnit
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy
@@ -157,7 +157,7 @@ def curve(traces: Mapping[int, Trace]) -> tuple[list[Point], str]:
     fewest = next(iter(rates))
     points = []
     for count, run in runs.items():
-        middle, speed_up = typical(run), rates[count] / rates[fewest]
+        middle, speed_up = typical_iteration(run), rates[count] / rates[fewest]
         points.append(
             Point(
                 ranks=count,
@@ -225,7 +225,7 @@ def _progress() -> Progress:
 
 
 def _table(points: Sequence[Point], what: str) -> Table:
-    name, scale, digits = unit(max(point.iteration for point in points))
+    name, scale, digits = TimeUnit.of(max(point.iteration for point in points))
     table = Table(title="Scaling on this machine", title_justify="left")
     headings = (f"iteration {name}", f"{what}/s", "speed-up", "efficiency", "compute", "exposed")
     for heading in ("ranks", *headings):
