@@ -9,46 +9,30 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import get_args
 
+from slipstream.advisor import rules, split_rules
 from slipstream.advisor.findings import Finding, Severity
-from slipstream.advisor.rules import (
-    accumulate,
-    distrust_clocks,
-    even_ranks,
-    feed_faster,
-    lighten_optimizer,
-    miss_sizes,
-    miss_steps,
-    send_less,
-)
-from slipstream.advisor.split_rules import (
-    add_segments,
-    join_segments,
-    move_cut_earlier,
-    move_cut_later,
-    overlap_exchange,
-    start_earlier,
-)
 from slipstream.advisor.trace_stats import TraceStats, trace_stats
 from slipstream.analysis.throughput import compute_share
 from slipstream.planner.split import SizeCost
 from slipstream.trace.event import Trace
 
 RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
-    move_cut_later,
-    move_cut_earlier,
-    add_segments,
-    join_segments,
-    start_earlier,
-    overlap_exchange,
-    feed_faster,
-    even_ranks,
-    lighten_optimizer,
-    accumulate,
-    send_less,
-    distrust_clocks,
-    miss_steps,
-    miss_sizes,
+    split_rules.move_cut_later,
+    split_rules.move_cut_earlier,
+    split_rules.add_segments,
+    split_rules.join_segments,
+    split_rules.start_earlier,
+    split_rules.overlap_exchange,
+    rules.feed_faster,
+    rules.even_ranks,
+    rules.lighten_optimizer,
+    rules.accumulate,
+    rules.send_less,
+    rules.distrust_clocks,
+    rules.miss_steps,
+    rules.miss_sizes,
 )
+"""Findings of equal gain and severity appear in this order."""
 
 
 def advise(trace: Trace, seconds_of: SizeCost | None = None) -> list[Finding]:
