@@ -36,7 +36,6 @@ def move_cut_later(stats: TraceStats) -> Finding | None:
         return None
     return _resplit(
         stats,
-        exchanges,
         f"All exchanges but the last end within backward. The last one, of "
         f"{exchanges.num_bytes[-1] / 1e6:.2f} MB, continues for {format_seconds(exchanges.tail)} "
         "after it.",
@@ -59,7 +58,6 @@ def move_cut_earlier(stats: TraceStats) -> Finding | None:
     late = exchanges.spans[index][1] - exchanges.backward
     return _resplit(
         stats,
-        exchanges,
         f"Exchange {index + 1} of {len(exchanges.cuts)} ends {format_seconds(late)} after "
         f"backward, the last one {format_seconds(exchanges.tail)}.",
         "Move cuts earlier, so that exchanges start sooner",
@@ -77,7 +75,6 @@ def add_segments(stats: TraceStats) -> Finding | None:
         return None
     return _resplit(
         stats,
-        exchanges,
         f"Exchanges continue for {format_seconds(exchanges.tail)} after backward, and no place of "
         f"the cuts makes {_segments(exchanges.cuts)} as good as {len(exchanges.best_cuts)}.",
         "Use more segments",
@@ -93,13 +90,13 @@ def join_segments(stats: TraceStats) -> Finding | None:
     exchanges = _splittable(stats)
     if exchanges is None or len(exchanges.best_cuts) >= len(exchanges.cuts):
         return None
-    model = _model(exchanges)
+    model = exchanges.model
+    assert model is not None, "without a model there is no gain"
     startups, total = len(exchanges.cuts) * model.seconds([1]), model.seconds(exchanges.num_bytes)
     if startups <= LATENCY_BOUND * total:
         return None
     return _resplit(
         stats,
-        exchanges,
         f"{_segments(exchanges.cuts)} take {format_seconds(total)}, of which "
         f"{min(startups / total, 1):.0%} is startup, the same for every size.",
         "Put more gradients into one exchange",
@@ -117,7 +114,6 @@ def start_earlier(stats: TraceStats) -> Finding | None:
         return None
     return _resplit(
         stats,
-        exchanges,
         f"In {format_seconds(exchanges.idle)} of the {format_seconds(exchanges.backward)} of "
         "backward, gradients wait for their segment to fill while no exchange runs.",
         "Let the first exchange start sooner",
@@ -169,20 +165,14 @@ def _first_exposed(stats: TraceStats, exchanges: Exchanges) -> int | None:
     return next(index for index, end in enumerate(ends) if end > 0)
 
 
-def _resplit(stats: TraceStats, exchanges: Exchanges, evidence: str, advice: str) -> Finding:
-    return Finding(
-        stats.severity(exchanges.gain),
-        "gradients.split",
-        evidence,
-        f"{advice}: {_described(_model(exchanges), exchanges.best_cuts)}.",
-        exchanges.gain,
-        _split_patch(exchanges.best_cuts),
-    )
-
-
-def _model(exchanges: Exchanges) -> SplitModel:
-    assert exchanges.model is not None, "a gain is predicted by a model"
-    return exchanges.model
+def _resplit(stats: TraceStats, evidence: str, advice: str) -> Finding:
+    """The finding that advises the best split."""
+    exchanges = stats.exchanges
+    assert exchanges is not None
+    assert exchanges.model is not None, "without a model there is no gain"
+    advice = f"{advice}: {_described(exchanges.model, exchanges.best_cuts)}."
+    patch, gain = _split_patch(exchanges.best_cuts), exchanges.gain
+    return Finding(stats.severity(gain), "gradients.split", evidence, advice, gain, patch)
 
 
 def _split_patch(cuts: Cuts) -> dict[str, Any]:

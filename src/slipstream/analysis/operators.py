@@ -40,23 +40,20 @@ def typical_operators(
         >>> typical_operators(timeline(spans))
         (TypicalOperator(name='all_gather', ranks=2, calls=2, bytes=16, seconds=0.5),)
     """
-    calls_by_iteration: dict[tuple[str, int], dict[tuple[int, int], list[Event]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
-    for iteration in iterations:
+    calls: dict[tuple[str, int], dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for number, iteration in enumerate(iterations):
         if rank is None or iteration.rank == rank:
             for event in iteration.events:
                 if "ranks" in event.args:
-                    operator = event.name, event.args["ranks"]
-                    calls_by_iteration[operator][event.rank, event.step].append(event)
+                    calls[event.name, event.args["ranks"]][number].append(event)
     operators = (
         TypicalOperator(
             name,
             ranks,
-            calls=round(median(map(len, calls.values()))),
-            bytes=round(median(sum(e.args["bytes"] for e in own) for own in calls.values())),
-            seconds=median(sum(e.duration for e in own) for own in calls.values()),
+            calls=round(median(map(len, by_iteration.values()))),
+            bytes=round(median(sum(e.args["bytes"] for e in es) for es in by_iteration.values())),
+            seconds=median(sum(e.duration for e in es) for es in by_iteration.values()),
         )
-        for (name, ranks), calls in calls_by_iteration.items()
+        for (name, ranks), by_iteration in calls.items()
     )
     return tuple(sorted(operators, key=lambda operator: -operator.seconds))

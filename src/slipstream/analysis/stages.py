@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from slipstream.errors import TraceError
@@ -112,13 +112,6 @@ def _of_step(rank: int, events: Sequence[Event], window: float) -> TypicalStages
 
 
 def _median(steps: Sequence[TypicalStages]) -> TypicalStages:
-    first = steps[0]
-    return TypicalStages(
-        first.rank,
-        first.stages,
-        first.micro_batches,
-        forward=median(s.forward for s in steps),
-        backward=median(s.backward for s in steps),
-        waits=median(s.waits for s in steps),
-        bubble=median(s.bubble for s in steps),
-    )
+    fields = ("forward", "backward", "waits", "bubble")
+    middle = {field: median(getattr(step, field) for step in steps) for field in fields}
+    return replace(steps[0], **middle)
