@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -33,11 +34,11 @@ class Case:
     last: tuple[int, ...] | None = None  # the split in the patch
 
 
-def _late(seconds: float, rank: int = 1):
+def _late(seconds: float, rank: int = 1) -> Callable[[int, int], float]:
     return lambda at, step: seconds if at == rank else 0.0
 
 
-def _in_turn(seconds: float):
+def _in_turn(seconds: float) -> Callable[[int, int], float]:
     return lambda rank, step: seconds if rank == step % 3 else 0.0
 
 
@@ -221,7 +222,7 @@ def test_every_rule_has_a_case():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
-def test_advice_comes_by_gain_and_its_patches_fit_the_strategy(case):
+def test_findings_are_sorted_by_gain_and_patches_are_valid_strategies(case):
     trace = case.fires.trace
     found = advise(trace, case.fires.seconds_of)
     assert case.where in {finding.where for finding in found}
@@ -233,7 +234,7 @@ def test_advice_comes_by_gain_and_its_patches_fit_the_strategy(case):
         assert after.gradients != before.gradients
 
 
-def test_a_patch_does_what_it_promises():
+def test_a_patch_gains_what_the_finding_says():
     training = Training(cuts=(9, 10), startup=5.0, per_mb=8.0)
     [finding] = [f for f in advise(training.trace, training.seconds_of) if "split" in f.where]
     last = finding.patch["gradients"]["split"]["last"]
@@ -246,7 +247,7 @@ def test_a_patch_does_what_it_promises():
     assert not [f for f in advise(after.trace, training.seconds_of) if "split" in f.where]
 
 
-def test_without_overlap_the_patch_brings_a_split_where_the_present_one_hides_nothing():
+def test_without_overlap_the_patch_adds_a_split_if_the_present_one_hides_nothing():
     found = _apply("overlap_exchange", Training(cuts=(10,), overlap=False))
     assert found is not None
     assert found.patch == {
@@ -255,7 +256,7 @@ def test_without_overlap_the_patch_brings_a_split_where_the_present_one_hides_no
     assert found.gain == pytest.approx(10 * MS)
 
 
-def test_rules_with_one_remedy_make_one_finding():
+def test_rules_with_the_same_patch_make_one_finding():
     found = advise(Training(cuts=(10,)).trace, Training().seconds_of)
     [split] = [finding for finding in found if finding.where == "gradients.split"]
     assert "1 segment as good as 2" in split.evidence
@@ -270,7 +271,7 @@ def test_rules_with_one_remedy_make_one_finding():
     ],
     ids=["hidden", "one process"],
 )
-def test_where_nothing_is_to_be_mended_it_says_good(training):
+def test_a_run_without_problems_is_good(training):
     [finding] = advise(training.trace)
     assert (finding.severity, finding.gain, finding.patch) == ("good", 0.0, {})
     assert "of an iteration" in finding.evidence
@@ -283,7 +284,7 @@ def test_the_cost_can_be_fitted_to_the_trace_itself():
     assert [f.gain for f in alone] == pytest.approx([f.gain for f in told])
 
 
-def test_exchanges_of_one_size_do_not_have_gradients_cut_ever_smaller():
+def test_exchanges_of_one_size_do_not_lead_to_ever_smaller_segments():
     training = Training(cuts=(5, 10), startup=1.0, per_mb=10.0)
     assert [f for f in advise(training.trace, training.seconds_of) if "split" in f.where]
     assert not [f for f in advise(training.trace) if "split" in f.where]
@@ -298,7 +299,7 @@ def test_steps_before_the_segments_changed_do_not_count():
     assert stats.exchanges.cuts == (5, 10)
 
 
-def test_a_step_that_a_rank_lacks_is_named_and_left_out():
+def test_a_step_that_a_rank_misses_is_named_and_omitted():
     trace = Training(steps=4).trace
     cut = tuple(e for e in trace.events if e.rank == 0 or e.step < 4)
     found = advise(Trace(cut, trace.meta))
@@ -336,12 +337,12 @@ def _apart() -> Trace:
         (Training(meta={"gradients": 3}).trace, "list of gradients cannot be read"),
     ],
 )
-def test_what_cannot_be_one_run_is_refused(trace, reason):
+def test_traces_of_different_runs_are_refused(trace, reason):
     with pytest.raises(TraceError, match=reason):
         advise(trace)
 
 
-def test_older_traces_get_the_advice_that_needs_no_sizes():
+def test_older_traces_without_sizes_get_all_other_advice():
     found = advise(by_hand())
     assert [f.where for f in found if f.severity == "note"] == ["trace"]
     assert "gradients.split" not in {finding.where for finding in found}

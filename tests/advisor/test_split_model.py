@@ -19,7 +19,7 @@ GRADIENTS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 30)), min_size
 COSTS = st.lists(st.integers(0, 40), min_size=241, max_size=241)  # any function of the bytes
 
 
-def _model(gradients, costs) -> SplitModel:
+def _model(gradients: list[tuple[int, int]], costs: list[int]) -> SplitModel:
     ready, sizes = zip(*gradients, strict=True)
     table = np.array(costs, dtype=float)
     return SplitModel(
@@ -27,7 +27,7 @@ def _model(gradients, costs) -> SplitModel:
     )
 
 
-def _all_cuts(n: int, count: int):
+def _all_cuts(n: int, count: int) -> list[tuple[int, ...]]:
     return [(*inner, n) for inner in combinations(range(1, n), count - 1)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from tests.harness.traces import many
 from tests.harness.training import MS, Training
 
 
-def _found(clock_error: float = 0.0, **settings):
+def _found(clock_error: float = 0.0, **settings: Any) -> list[tuple[int, str, int, int]]:
     iterations = timeline(Training(**{"ranks": 4, "steps": 5} | settings).trace.events)
     return [(s.rank, s.phase, s.iterations, s.of) for s in stragglers(iterations, clock_error)]
 

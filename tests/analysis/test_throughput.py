@@ -13,11 +13,11 @@ from slipstream.analysis.throughput import (
 )
 from slipstream.errors import TraceError
 from slipstream.trace.event import Event
-from slipstream.trace.timeline import timeline
+from slipstream.trace.timeline import Iteration, timeline
 from tests.harness.training import Training
 
 
-def _steps(ranks: int, seconds: tuple[float, ...], samples: int | None = 8):
+def _steps(ranks: int, seconds: tuple[float, ...], samples: int | None = 8) -> list[Iteration]:
     args = {} if samples is None else {"samples": samples}
     return timeline(
         Event("iteration", rank, step, 0.0, took, args)

@@ -1,7 +1,8 @@
-"""Cuts against brute force over all cuts, their lower bound, and the search near them."""
+"""Optimal cuts against brute force and a lower bound; the local search around cuts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import chain, combinations, pairwise
 from math import inf
@@ -18,7 +19,7 @@ MB = 2**20
 
 
 @cache
-def all_cuts(count):
+def all_cuts(count: int) -> tuple[tuple[int, ...], ...]:
     """Every way to cut ``count`` gradients."""
     inner = range(1, count)
     chosen = chain.from_iterable(combinations(inner, size) for size in range(count))
@@ -47,7 +48,7 @@ def brute_force(ready, sizes, cost, *, borders=(), cap_bytes=None, overhead=0.0,
     return min(m for m, end in ends if end <= best * (1 + tolerance) + CLOSE), best
 
 
-def lower_bound(ready, sizes, startup, per_byte):
+def lower_bound(ready, sizes, startup: float, per_byte: float) -> float:
     """No cuts end before this where an exchange costs ``startup + per_byte * bytes``.
 
     Gradient ``k`` and all behind it must be sent after ``k`` is ready:
@@ -58,7 +59,7 @@ def lower_bound(ready, sizes, startup, per_byte):
     return startup + float(np.max(starts + per_byte * from_here))
 
 
-def affine(startup, per_byte):
+def affine(startup: float, per_byte: float) -> Callable[[np.ndarray], np.ndarray]:
     return lambda size: startup + per_byte * size
 
 
@@ -101,7 +102,7 @@ def instances(draw):
 
 @settings(deadline=None, max_examples=2000)
 @given(instances())
-def test_no_cuts_end_earlier_and_none_that_end_so_early_are_fewer(instance) -> None:
+def test_no_cuts_end_earlier_or_as_early_with_fewer_segments(instance) -> None:
     ready, sizes, cost, rules, overhead = instance
     count, best = brute_force(ready, sizes, cost, overhead=overhead, **rules)
     cuts = optimal_cuts(ready, sizes, cost, compute_overhead=overhead, **rules)
@@ -138,7 +139,7 @@ def test_a_bound_on_segments_gives_the_best_cuts_within_it(instance, most) -> No
     st.floats(0, 5),
     st.floats(0, 2),
 )
-def test_nothing_ends_before_the_lower_bound_nor_after_one_exchange(rows, startup, rate) -> None:
+def test_the_end_lies_between_the_lower_bound_and_one_single_exchange(rows, startup, rate) -> None:
     ready, sizes = zip(*rows, strict=True)
     cost = affine(startup, rate)
     end = finish_time(optimal_cuts(ready, sizes, cost), ready, sizes, cost)
@@ -171,7 +172,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("ready", "sizes", "cost", "rules", "cuts"), CASES.values(), ids=CASES)
-def test_cases_told_by_hand(ready, sizes, cost, rules, cuts) -> None:
+def test_cases_known_by_hand(ready, sizes, cost, rules, cuts) -> None:
     assert optimal_cuts(ready, sizes, cost, **rules) == cuts
 
 
