@@ -1,7 +1,8 @@
-"""The advisor: each rule speaks at its bound and not below, and what it advises can be done."""
+"""The advisor: each rule fires above its bound and not below, and its patches are valid."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -11,21 +12,21 @@ from hypothesis import given
 from slipstream.advisor import rules, split_rules
 from slipstream.advisor.advise import RULES, advise
 from slipstream.advisor.findings import Finding, merged
-from slipstream.advisor.trace_stats import facts
+from slipstream.advisor.trace_stats import trace_stats
 from slipstream.errors import TraceError
 from slipstream.strategy import Strategy
 from slipstream.trace.event import Event, Trace
-from tests.trace.traces import by_hand, many, random_traces
-from tests.trace.training import MS, Training
+from tests.harness.traces import by_hand, many, random_traces
+from tests.harness.training import MS, Training
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training on which a rule speaks, one on which it just does not, and what it says."""
+    """A training on which a rule fires, one on which it just does not, and the finding."""
 
     rule: str
-    speaks: Training
-    silent: Training
+    fires: Training
+    just_not: Training
     where: str
     severity: str
     gain: float  # ms
@@ -33,11 +34,11 @@ class Case:
     last: tuple[int, ...] | None = None  # the split in the patch
 
 
-def _late(seconds: float, rank: int = 1):
+def _late(seconds: float, rank: int = 1) -> Callable[[int, int], float]:
     return lambda at, step: seconds if at == rank else 0.0
 
 
-def _in_turn(seconds: float):
+def _in_turn(seconds: float) -> Callable[[int, int], float]:
     return lambda rank, step: seconds if rank == step % 3 else 0.0
 
 
@@ -60,7 +61,7 @@ CASES = (
         "gradients.split",
         "warning",
         2.0,
-        ("The last one, of 6.00 MB", "goes on for 52.00 ms", "5.00, 5.00 MB"),
+        ("The last one, of 6.00 MB", "continues for 52.00 ms", "5.00, 5.00 MB"),
         (4, 9),
     ),
     Case(
@@ -119,7 +120,7 @@ CASES = (
         "data",
         "problem",
         17.9,
-        ("17.90 ms, 10.1% of an iteration",),
+        ("17.90 ms for the loader, 10.1% of an iteration",),
     ),
     Case(
         "even_ranks",
@@ -155,7 +156,7 @@ CASES = (
         "gradients.accumulate",
         "note",
         105.0,
-        ("200.00 ms at the best split, compute 399.00 ms", "batch 2 times as large"),
+        ("200.00 ms at the best split, compute 399.00 ms", "is 2 times as large"),
     ),
     Case(
         "send_less",
@@ -198,12 +199,12 @@ CASES = (
 
 def _apply(name: str, training: Training) -> Finding | None:
     rule = getattr(split_rules, name, None) or getattr(rules, name)
-    return rule(facts(training.trace, training.seconds_of))
+    return rule(trace_stats(training.trace, training.seconds_of))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
-def test_a_rule_speaks_at_its_bound_and_not_below(case):
-    found = _apply(case.rule, case.speaks)
+def test_a_rule_fires_above_its_bound_and_not_below(case):
+    found = _apply(case.rule, case.fires)
     assert found is not None
     assert (found.where, found.severity) == (case.where, case.severity)
     assert found.gain / MS == pytest.approx(case.gain)
@@ -213,7 +214,7 @@ def test_a_rule_speaks_at_its_bound_and_not_below(case):
         assert found.patch == {
             "gradients": {"split": {"kind": "by_index", "last": list(case.last)}}
         }
-    assert _apply(case.rule, case.silent) is None
+    assert _apply(case.rule, case.just_not) is None
 
 
 def test_every_rule_has_a_case():
@@ -221,9 +222,9 @@ def test_every_rule_has_a_case():
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
-def test_advice_comes_by_gain_and_its_patches_fit_the_strategy(case):
-    trace = case.speaks.trace
-    found = advise(trace, case.speaks.seconds_of)
+def test_findings_are_sorted_by_gain_and_patches_are_valid_strategies(case):
+    trace = case.fires.trace
+    found = advise(trace, case.fires.seconds_of)
     assert case.where in {finding.where for finding in found}
     assert all(a.gain >= b.gain >= 0 for a, b in pairwise(found))
     for patch in (finding.patch for finding in found if finding.patch):
@@ -233,20 +234,20 @@ def test_advice_comes_by_gain_and_its_patches_fit_the_strategy(case):
         assert after.gradients != before.gradients
 
 
-def test_a_patch_does_what_it_promises():
+def test_a_patch_gains_what_the_finding_says():
     training = Training(cuts=(9, 10), startup=5.0, per_mb=8.0)
     [finding] = [f for f in advise(training.trace, training.seconds_of) if "split" in f.where]
     last = finding.patch["gradients"]["split"]["last"]
     after = replace(training, cuts=tuple(index + 1 for index in last))
 
     def took(one: Training) -> float:
-        return facts(one.trace).iteration
+        return trace_stats(one.trace).iteration
 
     assert took(training) - took(after) == pytest.approx(finding.gain)
     assert not [f for f in advise(after.trace, training.seconds_of) if "split" in f.where]
 
 
-def test_without_overlap_the_patch_brings_a_split_where_the_present_one_hides_nothing():
+def test_without_overlap_the_patch_adds_a_split_if_the_present_one_hides_nothing():
     found = _apply("overlap_exchange", Training(cuts=(10,), overlap=False))
     assert found is not None
     assert found.patch == {
@@ -255,11 +256,11 @@ def test_without_overlap_the_patch_brings_a_split_where_the_present_one_hides_no
     assert found.gain == pytest.approx(10 * MS)
 
 
-def test_rules_with_one_remedy_make_one_finding():
+def test_rules_with_the_same_patch_make_one_finding():
     found = advise(Training(cuts=(10,)).trace, Training().seconds_of)
     [split] = [finding for finding in found if finding.where == "gradients.split"]
     assert "1 segment as good as 2" in split.evidence
-    assert "waited for their segment to fill" in split.evidence
+    assert "wait for their segment to fill" in split.evidence
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def test_rules_with_one_remedy_make_one_finding():
     ],
     ids=["hidden", "one process"],
 )
-def test_where_nothing_is_to_be_mended_it_says_good(training):
+def test_a_run_without_problems_is_good(training):
     [finding] = advise(training.trace)
     assert (finding.severity, finding.gain, finding.patch) == ("good", 0.0, {})
     assert "of an iteration" in finding.evidence
@@ -283,7 +284,7 @@ def test_the_cost_can_be_fitted_to_the_trace_itself():
     assert [f.gain for f in alone] == pytest.approx([f.gain for f in told])
 
 
-def test_exchanges_of_one_size_do_not_have_gradients_cut_ever_smaller():
+def test_exchanges_of_one_size_do_not_lead_to_ever_smaller_segments():
     training = Training(cuts=(5, 10), startup=1.0, per_mb=10.0)
     assert [f for f in advise(training.trace, training.seconds_of) if "split" in f.where]
     assert not [f for f in advise(training.trace) if "split" in f.where]
@@ -292,18 +293,18 @@ def test_exchanges_of_one_size_do_not_have_gradients_cut_ever_smaller():
 def test_steps_before_the_segments_changed_do_not_count():
     old, new = Training(cuts=(10,), steps=2), Training(cuts=(5, 10), steps=3)
     moved = [replace(event, step=event.step + 100) for event in new.trace.events]
-    seen = facts(Trace((*old.trace.events, *moved), new.trace.meta))
-    assert seen.typical.iterations == 3
-    assert seen.exchanges is not None
-    assert seen.exchanges.cuts == (5, 10)
+    stats = trace_stats(Trace((*old.trace.events, *moved), new.trace.meta))
+    assert stats.typical.iterations == 3
+    assert stats.exchanges is not None
+    assert stats.exchanges.cuts == (5, 10)
 
 
-def test_a_step_that_a_rank_lacks_is_named_and_left_out():
+def test_a_step_that_a_rank_misses_is_named_and_omitted():
     trace = Training(steps=4).trace
     cut = tuple(e for e in trace.events if e.rank == 0 or e.step < 4)
     found = advise(Trace(cut, trace.meta))
     assert any("rank 1 has 2 of 4 steps" in finding.evidence for finding in found)
-    assert facts(Trace(cut, trace.meta)).typical.iterations == 2
+    assert trace_stats(Trace(cut, trace.meta)).typical.iterations == 2
 
 
 def test_a_prediction_may_hold_the_events_of_some_ranks_only():
@@ -329,19 +330,19 @@ def _apart() -> Trace:
     ("trace", "reason"),
     [
         (_foreign((3, 10)), r"disagree in step 2: rank 0 .* of \[5, 5\] gradients, rank 1 of \[3"),
-        (_foreign((10,)), r"of \[5, 5\] gradients, rank 1 of \[10\]\. This cannot be one run"),
+        (_foreign((10,)), r"of \[5, 5\] gradients, rank 1 of \[10\]\. These are different runs"),
         (_apart(), r"no step was recorded by every rank \(rank 0 has 3 of 6 steps; rank 1"),
         (Trace((Event("forward", 0, 2, 0.0, 1.0),)), "no iteration"),
         (Training(meta={"gradients": ["g0"]}).trace, "list of gradients cannot be read"),
         (Training(meta={"gradients": 3}).trace, "list of gradients cannot be read"),
     ],
 )
-def test_what_cannot_be_one_run_is_refused(trace, reason):
+def test_traces_of_different_runs_are_refused(trace, reason):
     with pytest.raises(TraceError, match=reason):
         advise(trace)
 
 
-def test_older_traces_get_the_advice_that_needs_no_sizes():
+def test_older_traces_without_sizes_get_all_other_advice():
     found = advise(by_hand())
     assert [f.where for f in found if f.severity == "note"] == ["trace"]
     assert "gradients.split" not in {finding.where for finding in found}

@@ -1,4 +1,4 @@
-"""The exchanges of the typical iteration: when gradients are ready, what moved, what it cost."""
+"""The exchanges of the typical iteration: when gradients are ready, and when exchanges run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from slipstream.advisor.exchanges import Exchanges
-from slipstream.advisor.trace_stats import facts
+from slipstream.advisor.trace_stats import trace_stats
 from slipstream.trace.event import Trace
-from tests.trace.training import MS, Training
+from tests.harness.training import MS, Training
 
 
 def _of(training: Training, trace: Trace | None = None) -> Exchanges:
-    found = facts(trace or training.trace, training.seconds_of).exchanges
+    found = trace_stats(trace or training.trace, training.seconds_of).exchanges
     assert found is not None
     return found
 
@@ -28,29 +28,29 @@ def test_times_are_those_of_the_last_rank():
     assert found.backward == pytest.approx(108 * MS)
     assert (found.skew, found.lag) == pytest.approx((8 * MS, 4 * MS))
     assert (found.tail, found.busy) == pytest.approx((50 * MS, 100 * MS))
-    assert found.queue is not None
-    assert found.queue.ready == pytest.approx([(18 + 10 * index) * MS for index in range(10)])
+    assert found.model is not None
+    assert found.model.ready == pytest.approx([(18 + 10 * index) * MS for index in range(10)])
 
 
-def test_a_gradient_that_never_came_is_ready_when_backward_ends():
+def test_a_gradient_without_a_value_is_ready_when_backward_ends():
     offsets = (None, *Training().offsets[1:])
     found = _of(Training(offsets=offsets))
-    assert found.queue is not None
-    assert found.queue.ready == pytest.approx([100 * MS] * 10)
+    assert found.model is not None
+    assert found.model.ready == pytest.approx([100 * MS] * 10)
     assert found.spans[0] == pytest.approx((100 * MS, 150 * MS))
 
 
-def test_ready_times_that_are_not_told_lie_between_those_of_segments_by_bytes():
+def test_unknown_ready_times_are_interpolated_by_bytes_between_full_segments():
     training = Training(cuts=(2, 4), sizes=(3, 1, 0, 0), offsets=(10, 20, 30, 60))
     trace = training.trace
     bare = [replace(e, args={}) if e.name == "backward" else e for e in trace.events]
     found = _of(training, Trace(tuple(bare), trace.meta))
-    assert found.queue is not None
-    assert found.queue.ready == pytest.approx([15 * MS, 20 * MS, 60 * MS, 60 * MS])
+    assert found.model is not None
+    assert found.model.ready == pytest.approx([15 * MS, 20 * MS, 60 * MS, 60 * MS])
 
 
-def test_idle_is_time_in_which_gradients_wait_and_nothing_moves():
-    # The first gradient waits from 10 to 30, then 3 MB move till 36; the next one waits from 40.
+def test_idle_is_time_in_which_gradients_wait_and_no_exchange_runs():
+    # The first gradient waits from 10 to 30, then 3 MB take until 36; the next one waits from 40.
     found = _of(Training(cuts=(3, 10), startup=0, per_mb=2))
     assert found.idle == pytest.approx((20 + 60) * MS)
 
@@ -77,4 +77,4 @@ def test_of_an_accumulation_window_the_last_backward_counts():
         if event.name == "backward"
     ]
     found = _of(Training(), Trace((*earlier, *trace.events), trace.meta))
-    assert found == replace(_of(Training()), seconds_of=found.seconds_of, queue=found.queue)
+    assert found == replace(_of(Training()), model=found.model)

@@ -7,11 +7,11 @@ from dataclasses import asdict
 import pytest
 from hypothesis import given
 
-from slipstream.analysis.breakdown import Spread, breakdown, typical
+from slipstream.analysis.breakdown import Spread, breakdown, typical_iteration
 from slipstream.errors import TraceError
 from slipstream.trace.event import Event
 from slipstream.trace.timeline import timeline
-from tests.trace.traces import by_hand, many, random_traces
+from tests.harness.traces import by_hand, many, random_traces
 
 
 @many
@@ -41,7 +41,7 @@ def test_an_exchange_is_hidden_or_exposed(trace):
 @given(random_traces())
 def test_typical_numbers_cover_every_rank_and_exchange(trace):
     iterations = timeline(trace.events)
-    found = typical(iterations)
+    found = typical_iteration(iterations)
     assert list(found.ranks) == sorted({iteration.rank for iteration in iterations})
     assert {e.name for e in found.exchanges} == {
         e.name for iteration in iterations for e in iteration.exchanges
@@ -50,7 +50,7 @@ def test_typical_numbers_cover_every_rank_and_exchange(trace):
 
 
 def test_numbers_known_by_hand():
-    found = typical(timeline(by_hand().events))
+    found = typical_iteration(timeline(by_hand().events))
     assert found.iterations == 3
     rank0 = {name: round(1e3 * seconds, 6) for name, seconds in asdict(found.ranks[0]).items()}
     assert rank0 == {
@@ -79,7 +79,7 @@ def test_numbers_known_by_hand():
 
 
 def test_the_spread_over_ranks_names_the_slowest():
-    found = typical(timeline(by_hand(ranks=3).events))
+    found = typical_iteration(timeline(by_hand(ranks=3).events))
     forward = found.spread("forward")
     assert forward.slowest == 2
     assert [forward.median, forward.low, forward.high] == pytest.approx([0.027, 0.025, 0.029])
@@ -87,11 +87,11 @@ def test_the_spread_over_ranks_names_the_slowest():
 
 def test_one_rank_alone_keeps_the_skew_over_all():
     iterations = timeline(by_hand(ranks=3).events)
-    found = typical(iterations, rank=1)
+    found = typical_iteration(iterations, rank=1)
     assert list(found.ranks) == [1]
     assert found.exchanges[0].skew == pytest.approx(0.004)
     with pytest.raises(TraceError, match=r"rank 7 is not in the trace\. Ranks in it: 0, 1, 2"):
-        typical(iterations, rank=7)
+        typical_iteration(iterations, rank=7)
 
 
 def test_simultaneous_exchanges_count_once():
@@ -110,7 +110,7 @@ def test_simultaneous_exchanges_count_once():
 
 def test_medians_ignore_one_odd_iteration():
     spans = [Event("iteration", 0, step, 0.0, 1.0 if step else 50.0) for step in range(3)]
-    assert typical(timeline(spans)).spread("iteration") == Spread(1.0, 1.0, 1.0, 0)
+    assert typical_iteration(timeline(spans)).spread("iteration") == Spread(1.0, 1.0, 1.0, 0)
 
 
 def test_an_unfinished_step_is_left_out_and_no_step_at_all_is_an_error():

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from statistics import median
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.analysis.stragglers import _median_of_others, stragglers
+from slipstream.analysis.stragglers import median_of_others, stragglers
 from slipstream.trace.timeline import timeline
-from tests.trace.traces import many
-from tests.trace.training import MS, Training
+from tests.harness.traces import many
+from tests.harness.training import MS, Training
 
 
-def _found(clock_error: float = 0.0, **settings):
+def _found(clock_error: float = 0.0, **settings: Any) -> list[tuple[int, str, int, int]]:
     iterations = timeline(Training(**{"ranks": 4, "steps": 5} | settings).trace.events)
     return [(s.rank, s.phase, s.iterations, s.of) for s in stragglers(iterations, clock_error)]
 
@@ -63,4 +64,4 @@ def test_one_rank_is_no_straggler():
 def test_the_median_of_the_others_leaves_one_out(values):
     for index, value in enumerate(values):
         others = values[:index] + values[index + 1 :]
-        assert _median_of_others(sorted(values), value) == median(others)
+        assert median_of_others(sorted(values), value) == median(others)

@@ -1,10 +1,10 @@
-"""Speed and efficiency: known by hand, and refused where the traces do not tell."""
+"""Speed and efficiency: known by hand, and refused if a trace lacks its samples."""
 
 from __future__ import annotations
 
 import pytest
 
-from slipstream.analysis.breakdown import typical
+from slipstream.analysis.breakdown import typical_iteration
 from slipstream.analysis.throughput import (
     compute_share,
     iterations_per_second,
@@ -13,11 +13,11 @@ from slipstream.analysis.throughput import (
 )
 from slipstream.errors import TraceError
 from slipstream.trace.event import Event
-from slipstream.trace.timeline import timeline
-from tests.trace.training import Training
+from slipstream.trace.timeline import Iteration, timeline
+from tests.harness.training import Training
 
 
-def _steps(ranks: int, seconds: tuple[float, ...], samples: int | None = 8):
+def _steps(ranks: int, seconds: tuple[float, ...], samples: int | None = 8) -> list[Iteration]:
     args = {} if samples is None else {"samples": samples}
     return timeline(
         Event("iteration", rank, step, 0.0, took, args)
@@ -31,7 +31,7 @@ def test_rates_are_medians_of_iterations_summed_over_ranks():
     assert iterations_per_second(_steps(3, (0.5, 0.5, 9.0))) == pytest.approx(6)
 
 
-def test_one_iteration_that_does_not_tell_is_enough_to_know_nothing():
+def test_one_iteration_without_its_samples_makes_the_rate_unknown():
     known, unknown = _steps(1, (0.5, 0.5)), _steps(1, (0.5,), samples=None)
     assert samples_per_second([*known, *unknown]) is None
 
@@ -47,8 +47,8 @@ def test_the_efficiency_of_a_linear_speed_up_is_one():
     ("many", "one", "reason"),
     [
         (_steps(4, (0.5,)), _steps(2, (0.5,)), "the baseline has 2 ranks; allowed: 1"),
-        (_steps(4, (0.5,), None), _steps(1, (0.5,)), "the trace does not tell"),
-        (_steps(4, (0.5,)), _steps(1, (0.5,), 0), "the baseline does not tell"),
+        (_steps(4, (0.5,), None), _steps(1, (0.5,)), "the trace does not hold"),
+        (_steps(4, (0.5,)), _steps(1, (0.5,), 0), "the baseline does not hold"),
     ],
 )
 def test_no_efficiency_without_a_base(many, one, reason):
@@ -57,6 +57,6 @@ def test_no_efficiency_without_a_base(many, one, reason):
 
 
 def test_compute_is_forward_backward_and_optimizer():
-    middle = typical(timeline(Training().trace.events))
+    middle = typical_iteration(timeline(Training().trace.events))
     assert compute_share(middle) == pytest.approx((50 + 100 + 10) / 210)
-    assert compute_share(typical(_steps(1, (0.0,)))) == 0
+    assert compute_share(typical_iteration(_steps(1, (0.0,)))) == 0

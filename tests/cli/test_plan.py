@@ -15,9 +15,9 @@ from slipstream.planner.comm_plan import Plan
 from slipstream.planner.simulate import simulate
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, read, write
+from tests.harness.traces import by_hand
 from tests.planner.networks import ethernet_profile as cluster
 from tests.planner.test_ranking import UNEVEN
-from tests.trace.traces import by_hand
 
 ONE_HOST = {"hosts": 1, "ranks_per_host": 4}
 

@@ -12,7 +12,7 @@ from slipstream.cli import main
 from slipstream.cli.report import names
 from slipstream.errors import TraceError
 from slipstream.trace import Trace, write
-from tests.trace.traces import by_hand
+from tests.harness.traces import by_hand
 
 pytest.importorskip("plotly")
 pytest.importorskip("matplotlib")

@@ -14,7 +14,7 @@ import pytest
 
 from slipstream.cli.scale import curve, parse_ranks, plot
 from slipstream.errors import LaunchError
-from tests.trace.training import Training
+from tests.harness.training import Training
 
 SCALE = [
     sys.executable,

@@ -15,8 +15,8 @@ from slipstream.planner.cost import Network, NetworkProfile
 from slipstream.planner.curve import Curve
 from slipstream.strategy import Strategy
 from slipstream.trace import write
-from tests.trace.traces import by_hand
-from tests.trace.training import Training
+from tests.harness.traces import by_hand
+from tests.harness.training import Training
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_advise_warns_of_a_curve_that_does_not_fit(tmp_path):
         (["summary", "two.json", "--rank", "9"], None, "TraceError rank 9 is not in the trace"),
         (["summary", "two.json", "--baseline", "two.json"], None, "the baseline has 2 ranks"),
         (["advise", "two.json"], lambda text: text[:-100], "TraceError two.json is not JSON"),
-        (["advise", "two.json"], lambda text: "{}", "no trace of slipstream"),
+        (["advise", "two.json"], lambda text: "{}", "not a trace of slipstream"),
         (["advise", "two.json", "--cluster", "four.yaml"], None, "ClusterError"),
         (["advise", "two.json", "--cluster", "two.json"], None, "ClusterError"),
     ],

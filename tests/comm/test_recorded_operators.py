@@ -51,4 +51,4 @@ def test_every_operator_of_a_recorded_step_is_a_span(check) -> None:
         console.print(summary(trace))
     table = shown.get().partition("Operators between ranks")[2]
     for name in ("all_gather", "backward of all_gather", "scatter", "backward of scatter"):
-        assert re.search(rf"^ ?{name} +2 +1 +0\.00", table, re.MULTILINE), table
+        assert re.search(rf"^ ?{name} +[\d.]+ +0\.00 +1 +2", table, re.MULTILINE), table

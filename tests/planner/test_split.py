@@ -1,7 +1,8 @@
-"""Cuts against brute force over all cuts, their lower bound, and the search near them."""
+"""Optimal cuts against brute force and a lower bound; the local search around cuts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import chain, combinations, pairwise
 from math import inf
@@ -11,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.planner.split import finish_time, improve, lower_bound, optimal_cuts
+from slipstream.planner.split import finish_time, improve, optimal_cuts
 
 CLOSE = 1e-9
 MB = 2**20
 
 
 @cache
-def all_cuts(count):
+def all_cuts(count: int) -> tuple[tuple[int, ...], ...]:
     """Every way to cut ``count`` gradients."""
     inner = range(1, count)
     chosen = chain.from_iterable(combinations(inner, size) for size in range(count))
@@ -47,7 +48,18 @@ def brute_force(ready, sizes, cost, *, borders=(), cap_bytes=None, overhead=0.0,
     return min(m for m, end in ends if end <= best * (1 + tolerance) + CLOSE), best
 
 
-def affine(startup, per_byte):
+def lower_bound(ready, sizes, startup: float, per_byte: float) -> float:
+    """No cuts end before this where an exchange costs ``startup + per_byte * bytes``.
+
+    Gradient ``k`` and all behind it must be sent after ``k`` is ready:
+    ``startup + max over k of max(0, ready_k) + per_byte * bytes of gradients k .. n``.
+    """
+    from_here = np.cumsum(np.asarray(sizes, dtype=np.float64)[::-1])[::-1]
+    starts = np.maximum(np.asarray(ready, dtype=np.float64), 0.0)
+    return startup + float(np.max(starts + per_byte * from_here))
+
+
+def affine(startup: float, per_byte: float) -> Callable[[np.ndarray], np.ndarray]:
     return lambda size: startup + per_byte * size
 
 
@@ -90,7 +102,7 @@ def instances(draw):
 
 @settings(deadline=None, max_examples=2000)
 @given(instances())
-def test_no_cuts_end_earlier_and_none_that_end_so_early_are_fewer(instance) -> None:
+def test_no_cuts_end_earlier_or_as_early_with_fewer_segments(instance) -> None:
     ready, sizes, cost, rules, overhead = instance
     count, best = brute_force(ready, sizes, cost, overhead=overhead, **rules)
     cuts = optimal_cuts(ready, sizes, cost, compute_overhead=overhead, **rules)
@@ -103,13 +115,31 @@ def test_no_cuts_end_earlier_and_none_that_end_so_early_are_fewer(instance) -> N
             assert stop - start == 1 or sum(sizes[start:stop]) <= rules["cap_bytes"]
 
 
+@settings(deadline=None, max_examples=500)
+@given(instances(), st.integers(1, 8))
+def test_a_bound_on_segments_gives_the_best_cuts_within_it(instance, most) -> None:
+    ready, sizes, cost, rules, overhead = instance
+    tolerance = rules["tolerance"]
+    ends = {
+        cuts: finish_time(cuts, ready, sizes, cost, compute_overhead=overhead)
+        for cuts in all_cuts(len(ready))
+        if len(cuts) <= most
+    }
+    bound = min(ends.values()) * (1 + tolerance) + CLOSE
+    found = optimal_cuts(
+        ready, sizes, cost, compute_overhead=overhead, tolerance=tolerance, max_segments=most
+    )
+    assert ends[found] <= bound
+    assert len(found) == min(len(cuts) for cuts, end in ends.items() if end <= bound)
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.tuples(numbers, st.integers(0, 9)), min_size=1, max_size=60),
     st.floats(0, 5),
     st.floats(0, 2),
 )
-def test_nothing_ends_before_the_lower_bound_nor_after_one_exchange(rows, startup, rate) -> None:
+def test_the_end_lies_between_the_lower_bound_and_one_single_exchange(rows, startup, rate) -> None:
     ready, sizes = zip(*rows, strict=True)
     cost = affine(startup, rate)
     end = finish_time(optimal_cuts(ready, sizes, cost), ready, sizes, cost)
@@ -142,7 +172,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("ready", "sizes", "cost", "rules", "cuts"), CASES.values(), ids=CASES)
-def test_cases_told_by_hand(ready, sizes, cost, rules, cuts) -> None:
+def test_cases_known_by_hand(ready, sizes, cost, rules, cuts) -> None:
     assert optimal_cuts(ready, sizes, cost, **rules) == cuts
 
 

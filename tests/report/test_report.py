@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from slipstream.advisor.findings import Finding
 from slipstream.errors import TraceError
 from slipstream.report import report as report_module
-from slipstream.report.bars import MOST_BARS, MOST_RANKS, chosen_ranks
-from slipstream.report.look import LOOKS
-from slipstream.report.plots import breakdown_plot, compared_plot, timeline_plot
+from slipstream.report.bars import MOST_RANKS, chosen_ranks, lay_out
+from slipstream.report.palette import PALETTE
+from slipstream.report.plots import breakdown_plot, comparison_plot, timeline_plot
 from slipstream.report.report import html, png, read_trials
-from slipstream.report.subject import Subject, compared, pairs
+from slipstream.report.runs import Run, comparisons, pairs
 from slipstream.strategy.yaml import parse_yaml
 from slipstream.trace import Event, Trace
-from tests.trace.traces import MS, by_hand, many, random_traces
+from tests.harness.traces import MS, by_hand, many, random_traces
 
 EVIL = "</script><script>document.title='broken'</script>$\\alpha <b>&amp; %{x}"
 FINDINGS = [
@@ -49,8 +49,8 @@ def with_meta(trace: Trace, **meta: object) -> Trace:
     return Trace(trace.events, trace.meta | meta)
 
 
-def subject(trace: Trace, name: str = "one", *, predicted: bool = False) -> Subject:
-    return Subject.of(name, trace, predicted=predicted)
+def run_of(trace: Trace, name: str = "one", *, predicted: bool = False) -> Run:
+    return Run.of(name, trace, predicted=predicted)
 
 
 def alone() -> Trace:
@@ -93,7 +93,7 @@ CASES = {
 
 
 def test_the_bars_are_the_spans():
-    drawing = subject(by_hand(ranks=2)).drawing(MOST_BARS)
+    drawing = lay_out(run_of(by_hand(ranks=2)))
     first = [(b.kind, b.start / MS, b.length / MS) for b in drawing.bars if "rank 0" in b.tip[0]]
     expected = [
         ("data_wait", 0, 5),
@@ -118,8 +118,8 @@ def test_the_bars_are_the_spans():
 @many
 @given(trace=random_traces())
 def test_pieces_of_an_exchange_make_the_whole_and_nothing_overlaps(trace):
-    one = subject(trace)
-    drawing = one.drawing(MOST_BARS)
+    one = run_of(trace)
+    drawing = lay_out(one)
     drawn: dict[tuple[str, ...], float] = {}
     for bar in drawing.bars:
         assert bar.length > 0
@@ -152,13 +152,13 @@ def test_chosen_ranks_are_few_and_hold_the_extremes(seconds, most):
 @pytest.mark.parametrize("trace", CASES.values(), ids=CASES)
 def test_plotly_accepts_every_plot(trace):
     graph_objects = pytest.importorskip("plotly.graph_objects")
-    one = subject(trace)
-    drawing = one.drawing(MOST_BARS)
-    found = compared([(one, one)], TRIALS)
+    one = run_of(trace)
+    drawing = lay_out(one)
+    compared = comparisons([(one, one)], TRIALS)
     for figure in (
         timeline_plot(drawing, drawing.end),
-        breakdown_plot([one.stack(), one.stack()]),
-        compared_plot(found),
+        breakdown_plot([one, one]),
+        comparison_plot(compared),
     ):
         assert len(graph_objects.Figure(figure).data) == len(figure["data"])
         assert "<script" not in json.dumps(figure)
@@ -214,8 +214,8 @@ def test_the_page_says_what_is_asked_of_it(page):
     assert parse_yaml(unescape(patch[1])) == FINDINGS[0].patch
     for name in ("timeline", "breakdown", "findings", "predictions", "trials"):
         assert f'<section id="{name}">' in body
-    for look in LOOKS.values():
-        assert look.name in body
+    for swatch in PALETTE.values():
+        assert swatch.name in body
 
 
 def test_a_page_of_one_trace_has_no_empty_sections():
@@ -245,27 +245,27 @@ def test_a_prediction_meets_its_measurement():
     by_index = {"gradients": {"split": {"kind": "by_index", "last": [2]}}}  # the same by default
     segments = [{"bytes": 12, "gradients": ["a"]}]
     traced = base | {"trace": {"steps": 5}}
-    real = subject(with_meta(by_hand(4), strategy=traced, segments=segments), "real")
-    same = subject(
+    real = run_of(with_meta(by_hand(4), strategy=traced, segments=segments), "real")
+    same = run_of(
         with_meta(by_hand(4), strategy=by_index, segments=segments), "plan", predicted=True
     )
     others = [
-        subject(with_meta(by_hand(2), strategy=base, segments=segments), "few", predicted=True),
-        subject(with_meta(by_hand(4), strategy=base, segments=[]), "split", predicted=True),
-        subject(
+        run_of(with_meta(by_hand(2), strategy=base, segments=segments), "few", predicted=True),
+        run_of(with_meta(by_hand(4), strategy=base, segments=[]), "split", predicted=True),
+        run_of(
             with_meta(by_hand(4), strategy={"gradients": {"overlap": False}}, segments=segments),
             "after backward",
             predicted=True,
         ),
     ]
     assert pairs([real, same, *others]) == [(same, real)]
-    named = subject(with_meta(by_hand(4), strategy=None), "real", predicted=True)
+    named = run_of(with_meta(by_hand(4), strategy=None), "real", predicted=True)
     assert pairs([real, named]) == [(named, real)]
 
 
 def test_samples_count_over_all_ranks_though_few_are_in_the_trace():
     spans = [Event("iteration", rank, 0, 0.0, 0.5, {"samples": 8}) for rank in range(2)]
-    assert subject(Trace(tuple(spans), {"world_size": 64})).samples_per_second == 64 * 8 / 0.5
+    assert run_of(Trace(tuple(spans), {"world_size": 64})).samples_per_second == 64 * 8 / 0.5
 
 
 def test_the_picture_shows_the_colours_of_what_ran():
@@ -274,8 +274,8 @@ def test_the_picture_shows_the_colours_of_what_ran():
     data = png([("one", by_hand()), ("evil $\\alpha", CASES["evil names"])])
     with image.open(io.BytesIO(data)) as picture:
         shades = {colour[:3] for _, colour in picture.getcolors(1 << 20)}
-    for kind, look in LOOKS.items():
-        shade = tuple(bytes.fromhex(look.colour.removeprefix("#")))
+    for kind, swatch in PALETTE.items():
+        shade = tuple(bytes.fromhex(swatch.colour.removeprefix("#")))
         assert (shade in shades) == (kind != "other"), kind
 
 
@@ -312,14 +312,14 @@ def test_trials_are_read(tmp_path):
     [
         (None, "cannot be read: No such file"),
         ("[", "is not JSON"),
-        ('{"traceEvents": []}', "it is no list"),
+        ('{"traceEvents": []}', "it is not a list"),
         ('[{"name": "a"}, 3]', "entry 2 has no name"),
         ('[{"name": 3}]', "entry 1 has no name"),
         ('[{"name": "a", "measured": "fast"}]', "measured of entry 1 is 'fast'"),
         ('[{"name": "a", "spread": true}]', "spread of entry 1 is True"),
     ],
 )
-def test_other_files_are_no_trials(tmp_path, text, reason):
+def test_a_file_that_is_not_a_log_is_refused_with_a_reason(tmp_path, text, reason):
     path = tmp_path / "trials.json"
     if text is not None:
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""The file: round trips, what Perfetto demands, and files that are no trace."""
+"""The file: round trips, what Perfetto demands, and files that are not a trace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 
 from slipstream.errors import TraceError
 from slipstream.trace import Event, Trace, read, write
-from tests.trace.traces import by_hand, many, random_traces
+from tests.harness.traces import by_hand, many, random_traces
 
 
 def _entries(path) -> list[dict]:
@@ -21,7 +21,7 @@ def _entries(path) -> list[dict]:
 
 
 @many
-@given(random_traces(scale=1 / 7))  # 1/7 s is no whole number of nanoseconds
+@given(random_traces(scale=1 / 7))  # 1/7 s is not a whole number of nanoseconds
 def test_a_trace_comes_back_to_the_nanosecond(tmp_path, trace):
     write(trace, tmp_path / "t.json")
     back = read(tmp_path / "t.json")
@@ -79,14 +79,14 @@ def test_times_of_the_file_are_microseconds(tmp_path):
     assert exchange["args"] == {"step": 4, "ready": 2_050_000.0}
 
 
-def test_a_compressed_file_is_known_by_its_content(tmp_path):
+def test_a_compressed_file_is_recognized_by_its_content(tmp_path):
     write(by_hand(), tmp_path / "t.json.gz")
     (tmp_path / "t.json.gz").rename(tmp_path / "renamed.json")
     assert read(tmp_path / "renamed.json").meta == by_hand().meta
 
 
 def test_another_ending_is_refused(tmp_path):
-    with pytest.raises(TraceError, match=r"trace\.yaml: let it end in \.json"):
+    with pytest.raises(TraceError, match=r"trace\.yaml: the name must end in \.json"):
         write(by_hand(), tmp_path / "trace.yaml")
 
 
@@ -104,15 +104,15 @@ BAD = {
     "text": (b"loss 0.3", "is not JSON"),
     "binary": (b"\xff\xfe\x00", "is not JSON"),
     "cut JSON": (_ours([])[:-5], "is not JSON"),
-    "cut gzip": (_compressed()[:-20], "cut short or damaged"),
-    "broken gzip": (b"\x1f\x8b" + b"\0" * 40, "cut short or damaged"),
+    "cut gzip": (_compressed()[:-20], "truncated or damaged"),
+    "broken gzip": (b"\x1f\x8b" + b"\0" * 40, "truncated or damaged"),
     "a list": (b"[]", "otherData.format is missing"),
     "another program": (b'{"traceEvents": [], "schemaVersion": 1}', "otherData.format is missing"),
     "another format": (
         b'{"traceEvents": [], "otherData": {"format": "slipstream trace 2"}}',
         "otherData.format",
     ),
-    "no list": (_ours({"a": 1}), "no list traceEvents"),
+    "no list": (_ours({"a": 1}), "traceEvents is not a list"),
     "no phase": (_ours([{"name": "x"}]), "cannot be read .*'ph'"),
     "no object": (_ours([7]), "cannot be read"),
     "no time": (_ours([{"ph": "X", "name": "x", "args": {"step": 1}}]), "cannot be read .*'ts'"),
@@ -126,7 +126,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_trace_is_refused_with_a_reason(tmp_path, case):
+def test_a_file_that_is_not_a_trace_is_refused_with_a_reason(tmp_path, case):
     content, reason = BAD[case]
     path = tmp_path / "t.json"
     path.write_bytes(content)
@@ -135,7 +135,7 @@ def test_what_is_no_trace_is_refused_with_a_reason(tmp_path, case):
     assert str(path) in str(caught.value)
 
 
-def test_a_path_that_is_no_file_is_refused(tmp_path):
+def test_a_path_that_is_not_a_file_is_refused(tmp_path):
     for path in (tmp_path / "missing.json", tmp_path):
         with pytest.raises(TraceError, match=f"{path} cannot be read"):
             read(path)

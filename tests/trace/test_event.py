@@ -1,4 +1,4 @@
-"""Marks, and the promise that reading a trace needs no torch."""
+"""Marks, names of exchanges, and that reading a trace needs no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from slipstream.trace.event import Event, allreduce, exchange_order, marks
-from tests.trace.traces import by_hand
+from tests.harness.traces import by_hand
 
 
 def test_marks_have_the_names_of_hccl():
-    found = [mark.name for mark in marks(by_hand(ranks=1, steps=1).events)]
-    assert found == [
+    names = [mark.name for mark in marks(by_hand(ranks=1, steps=1).events)]
+    assert names == [
         "fp_start",
         "allreduce1_start",
         "allreduce1_end",
@@ -33,8 +33,8 @@ def test_marks_of_an_accumulation_window_span_all_its_passes():
         Event("forward", 0, 6, 9.0, 10.0),
         Event("forward", 1, 5, 0.5, 1.0),
     ]
-    found = {(m.name, m.rank, m.step): m.time for m in marks(window)}
-    assert found == {
+    times = {(m.name, m.rank, m.step): m.time for m in marks(window)}
+    assert times == {
         ("fp_start", 0, 5): 0.0,
         ("fp_start", 1, 5): 0.5,
         ("bp_end", 0, 5): 4.0,
@@ -44,19 +44,19 @@ def test_marks_of_an_accumulation_window_span_all_its_passes():
 
 
 @pytest.mark.parametrize("number", [1, 9, 10, 161])
-def test_exchanges_are_known_by_name(number):
+def test_exchanges_are_recognized_by_name(number):
     assert exchange_order(allreduce(number)) == number
 
 
 @pytest.mark.parametrize("name", ["allreduce", "allreduce0", "allreduce1x", "Allreduce1", ""])
-def test_other_names_are_no_exchange(name):
+def test_other_names_are_not_exchanges(name):
     assert exchange_order(name) is None
 
 
-READERS = ["", ".event", ".chrome", ".intervals", ".timeline", ".breakdown", ".strip", ".summary"]
+READERS = ("trace", "trace.timeline", "analysis.summary", "advisor.advise", "report.report")
 
 
 def test_reading_a_trace_needs_no_torch():
-    imports = "; ".join(f"import slipstream.trace{name}" for name in READERS)
+    imports = "; ".join(f"import slipstream.{name}" for name in READERS)
     check = f"{imports}; import slipstream.cli.trace, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "error", "-c", check]).returncode == 0

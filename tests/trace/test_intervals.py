@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.trace.intervals import lanes, length, subtract, touching, union
-from tests.trace.traces import many
+from tests.harness.traces import many
 
 _spans = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(sorted).map(tuple))
 

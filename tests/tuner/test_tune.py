@@ -22,8 +22,8 @@ from slipstream.tuner import trials
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS
 from slipstream.tuner.trials import Failure, Measurement, Trials, iterations, measure
 from slipstream.tuner.tune import Tuned, Tuner
+from tests.harness.traces import by_hand
 from tests.testbed.traces import marked
-from tests.trace.traces import by_hand
 
 TRACE = by_hand(ranks=2, steps=4)
 WALL = 10.0

@@ -1,6 +1,6 @@
-"""From a trace to findings: what slows the run down, what to do, and what that should bring.
+"""Turns a trace into findings: what slows the run down, what to do, and what that should gain.
 
-Never measures and never changes a strategy: every finding may carry a patch, to be merged.
+Changes no strategy: a finding may carry a patch for the caller to merge.
 """
 
 from __future__ import annotations
@@ -9,59 +9,45 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import get_args
 
+from slipstream.advisor import rules, split_rules
 from slipstream.advisor.findings import Finding, Severity
-from slipstream.advisor.rules import (
-    accumulate,
-    distrust_clocks,
-    even_ranks,
-    feed_faster,
-    lighten_optimizer,
-    miss_sizes,
-    miss_steps,
-    send_less,
-)
-from slipstream.advisor.split_rules import (
-    add_segments,
-    join_segments,
-    move_cut_earlier,
-    move_cut_later,
-    overlap_exchange,
-    start_earlier,
-)
-from slipstream.advisor.trace_stats import TraceStats, facts
+from slipstream.advisor.trace_stats import TraceStats, trace_stats
 from slipstream.analysis.throughput import compute_share
+from slipstream.planner.split import SizeCost
 from slipstream.trace.event import Trace
 
 RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
-    move_cut_later,
-    move_cut_earlier,
-    add_segments,
-    join_segments,
-    start_earlier,
-    overlap_exchange,
-    feed_faster,
-    even_ranks,
-    lighten_optimizer,
-    accumulate,
-    send_less,
-    distrust_clocks,
-    miss_steps,
-    miss_sizes,
+    split_rules.move_cut_later,
+    split_rules.move_cut_earlier,
+    split_rules.add_segments,
+    split_rules.join_segments,
+    split_rules.start_earlier,
+    split_rules.overlap_exchange,
+    rules.feed_faster,
+    rules.even_ranks,
+    rules.lighten_optimizer,
+    rules.accumulate,
+    rules.send_less,
+    rules.distrust_clocks,
+    rules.miss_steps,
+    rules.miss_sizes,
 )
+"""Findings of equal gain and severity appear in this order."""
 
 
-def advise(trace: Trace, seconds_of: Callable[[float], float] | None = None) -> list[Finding]:
-    """Findings by gain, the largest first; one that says "good" where there is nothing to mend.
+def advise(trace: Trace, seconds_of: SizeCost | None = None) -> list[Finding]:
+    """Findings by gain, the largest first; one of severity "good" if nothing needs a change.
 
-    Rules that come to the same patch make one finding with the evidence of all.
+    Rules that propose the same patch make one finding with the evidence of all.
 
     Args:
-        trace: Of one run; of several iterations, if it is to be trusted.
-        seconds_of: Seconds of one all-reduce over the bytes of its tensor on one rank; None: fitted
-            to the exchanges of the trace, which tells less of sizes that are not among them.
+        trace: Of one run. Several iterations make the findings reliable.
+        seconds_of: Seconds of one all-reduce, from an array of bytes (of the tensor on one rank) to
+            an array of seconds. None: a line fitted to the exchanges of the trace, which is less
+            reliable for other sizes.
 
     Raises:
-        TraceError: there is no iteration that all ranks recorded, or ranks disagree about what they
+        TraceError: There is no iteration that all ranks recorded, or ranks disagree about what they
             exchanged.
 
     Example:
@@ -70,33 +56,33 @@ def advise(trace: Trace, seconds_of: Callable[[float], float] | None = None) -> 
         >>> [(finding.severity, finding.where, finding.gain) for finding in advise(trace)]
         [('problem', 'data', 0.3)]
     """
-    known = facts(trace, seconds_of)
-    found = _joined(finding for rule in RULES if (finding := rule(known)) is not None)
-    if all(finding.severity == "note" for finding in found):
-        found.append(_nothing_to_do(known))
-    grave = get_args(Severity)
-    return sorted(found, key=lambda f: (f.gain, grave.index(f.severity)), reverse=True)
+    stats = trace_stats(trace, seconds_of)
+    findings = _joined(finding for rule in RULES if (finding := rule(stats)) is not None)
+    if all(finding.severity == "note" for finding in findings):
+        findings.append(_nothing_to_do(stats))
+    severities = get_args(Severity)
+    return sorted(findings, key=lambda f: (f.gain, severities.index(f.severity)), reverse=True)
 
 
 def _joined(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings with the same patch as one."""
-    found: list[Finding] = []
+    """Findings with equal patches become one."""
+    joined: list[Finding] = []
     for finding in findings:
-        for index, earlier in enumerate(found):
+        for index, earlier in enumerate(joined):
             if finding.patch and finding.patch == earlier.patch:
-                found[index] = replace(earlier, evidence=f"{earlier.evidence} {finding.evidence}")
+                joined[index] = replace(earlier, evidence=f"{earlier.evidence} {finding.evidence}")
                 break
         else:
-            found.append(finding)
-    return found
+            joined.append(finding)
+    return joined
 
 
-def _nothing_to_do(known: TraceStats) -> Finding:
+def _nothing_to_do(stats: TraceStats) -> Finding:
     return Finding(
         "good",
         "iteration",
-        f"Forward, backward and optimizer take {compute_share(known.typical):.0%} of an iteration; "
-        f"exposed exchange is {known.share(known.median('exposed'))}, the wait for data "
-        f"{known.share(known.median('data_wait'))}.",
-        "Nothing here promises another 1 %. More would come from faster compute.",
+        f"Forward, backward and optimizer take {compute_share(stats.typical):.0%} of an iteration; "
+        f"exposed exchange is {stats.share(stats.median('exposed'))}, the wait for data "
+        f"{stats.share(stats.median('data_wait'))}.",
+        "No change promises a gain of 1 %. Faster compute would.",
     )

@@ -1,42 +1,41 @@
-"""The exchanges of the typical iteration as the last rank sees them, and the model made of them.
-
-Never judges: the advisor's rules do.
-"""
+"""Reduces a trace to the exchanges of one typical iteration, as the last rank sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, chain
 from statistics import median
 
-from slipstream.advisor.splits import MOST, Cost, Cuts, Queue, fit, shares
+from slipstream.advisor.exchange_cost import fitted_line, time_shares
+from slipstream.advisor.split_model import MAX_SEGMENTS, SplitModel
 from slipstream.errors import TraceError
+from slipstream.planner.split import Cuts, SizeCost
 from slipstream.trace.event import BACKWARD, Event, exchange_order
 from slipstream.trace.intervals import Interval, length, subtract, union
 from slipstream.trace.timeline import Iteration
 
 Step = Mapping[int, Iteration]
-"""The iterations of one step by rank."""
+"""The iterations of one step, by rank."""
+
+TOLERANCE = 0.005
+"""A split that ends later than the best by at most this share is as good: fewer segments win."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """Medians over steps, in seconds from when the first rank starts the backward that exchanges.
+    """Medians over steps, in seconds since the first rank started the backward that exchanges.
 
     Attributes:
-        cuts: the split that was traced.
-        num_bytes: of each segment.
-        spans: when each segment moved, from the last rank's start to the last rank's end.
-        backward: when the last rank ends backward.
-        skew: from the first to the last rank's having all gradients.
-        lag: from the median to the last rank's having all gradients.
-        seconds_of: the cost of an exchange.
-        queue: the model of this network; None where the gradients' sizes are not known.
-        wanted: the split that the model prefers: of as many segments as now, if that is as good as
-            any but for less than what is worthwhile; of no more, if the trace does not tell what a
-            small exchange costs.
+        cuts: The traced split.
+        num_bytes: Of each segment.
+        spans: When each segment was exchanged: from the last rank's start to the last rank's end.
+        backward: When the last rank ends backward.
+        skew: Seconds between the first and the last rank having all gradients.
+        lag: Seconds between the median and the last rank having all gradients.
+        model: Predicts other splits; None if the gradients' sizes are unknown.
+        best_cuts: The split the model prefers: with no more segments than now, unless more gain
+            what is worthwhile and the cost of small exchanges is known.
     """
 
     cuts: Cuts
@@ -45,9 +44,8 @@ class Exchanges:
     backward: float
     skew: float
     lag: float
-    seconds_of: Cost
-    queue: Queue | None
-    wanted: Cuts
+    model: SplitModel | None
+    best_cuts: Cuts
 
     @property
     def tail(self) -> float:
@@ -56,68 +54,65 @@ class Exchanges:
 
     @property
     def busy(self) -> float:
-        """Seconds in which anything moved."""
+        """Seconds in which any exchange ran."""
         return length(union(self.spans))
 
     @property
     def gain(self) -> float:
-        """Seconds by which ``wanted`` ends sooner than the split that was traced, in the model."""
-        if self.queue is None:
+        """Seconds by which ``best_cuts`` end sooner than the traced split, in the model."""
+        if self.model is None:
             return 0.0
-        return min(self.tail, self.queue.finish(self.cuts) - self.queue.finish(self.wanted))
+        return min(self.tail, self.model.finish(self.cuts) - self.model.finish(self.best_cuts))
 
     @property
     def idle(self) -> float:
-        """Seconds of backward in which a gradient was there, not sent, and nothing moved."""
-        if self.queue is None:
+        """Seconds of backward in which a ready gradient waited and no exchange ran."""
+        if self.model is None:
             return 0.0
-        ready = [self.queue.ready[start] for start in (0, *self.cuts[:-1])]
+        ready = [self.model.ready[start] for start in (0, *self.cuts[:-1])]
         until = [min(start, self.backward) for start, _ in self.spans]
         return length(subtract(union(zip(ready, until, strict=True)), union(self.spans)))
 
-    def sizes_of(self, cuts: Cuts) -> list[int]:
-        """Bytes of the segments of a split; none where the gradients' sizes are not known."""
-        return self.queue.sizes_of(cuts) if self.queue else []
 
-
-def exchanges(
-    steps: Sequence[Step], sizes: Sequence[int], seconds_of: Cost | None, worthwhile: float
+def typical_exchanges(
+    steps: Sequence[Step], sizes: Sequence[int], seconds_of: SizeCost | None, worthwhile: float
 ) -> Exchanges | None:
-    """The exchanges of steps of one layout; None where nothing was exchanged.
+    """The exchanges of steps with one layout; None if nothing was exchanged.
 
     Args:
-        steps: all ranks of each.
-        sizes: bytes of each gradient in ready order; empty where they are not known.
-        seconds_of: the cost of an exchange; None: a line through the exchanges themselves.
-        worthwhile: the gain in seconds from which on a split of another length is wanted.
+        steps: Each with all ranks.
+        sizes: Bytes of each gradient in ready order; empty if unknown.
+        seconds_of: The cost of an exchange; None: a line through the exchanges of the trace.
+        worthwhile: The least gain in seconds for which a split with more segments is preferred.
     """
     layout = layout_of(steps[0])
-    seen = [_seen(step, sizes) for step in steps if all(map(_backward, step.values()))]
-    if not layout or not seen:
+    measured = [_measure(step, sizes) for step in steps if all(map(_backward, step.values()))]
+    if not layout or not measured:
         return None
     cuts = tuple(accumulate(layout))
     spans = tuple(
         (median(start for start, _ in spans), median(end for _, end in spans))
-        for spans in zip(*(one.spans for one in seen), strict=True)
+        for spans in zip(*(one.spans for one in measured), strict=True)
     )
     num_bytes = _bytes_of(next(iter(steps[0].values())))
-    cost = _remembered(seconds_of or fit(num_bytes, shares(spans)))
-    queue, wanted = None, cuts
+    model, best_cuts = None, cuts
     if sizes and len(sizes) == cuts[-1]:
-        ready = [median(times) for times in zip(*(one.ready for one in seen), strict=True)]
-        queue = Queue.of(ready, sizes, cost)
-        most = MOST if seconds_of or _tell_startup(num_bytes) else max(2, len(cuts))
-        wanted = _wanted(queue, len(cuts), min(most, MOST), worthwhile)
+        times = zip(*(one.ready for one in measured), strict=True)
+        ready = tuple(accumulate(map(median, times), max))
+        model = SplitModel(ready, sizes, seconds_of or fitted_line(num_bytes, time_shares(spans)))
+        most = MAX_SEGMENTS
+        if seconds_of is None and not _tell_startup(num_bytes):
+            most = min(most, max(2, len(cuts)))
+        best_cuts = _preferred(model, len(cuts), most, worthwhile)
     return Exchanges(
         cuts=cuts,
         num_bytes=num_bytes,
         spans=spans,
-        backward=median(one.backward for one in seen),
-        skew=median(max(one.whole) - min(one.whole) for one in seen),
-        lag=median(max(one.whole) - median(one.whole) for one in seen),
-        seconds_of=cost,
-        queue=queue,
-        wanted=wanted,
+        backward=median(one.backward for one in measured),
+        skew=median(max(one.all_ready) - min(one.all_ready) for one in measured),
+        lag=median(max(one.all_ready) - median(one.all_ready) for one in measured),
+        model=model,
+        best_cuts=best_cuts,
     )
 
 
@@ -125,7 +120,7 @@ def layout_of(step: Step) -> tuple[int, ...]:
     """How many gradients each segment has.
 
     Raises:
-        TraceError: ranks disagree.
+        TraceError: Ranks disagree.
     """
     layouts = {rank: _layout(iteration) for rank, iteration in step.items()}
     first_rank, first = next(iter(layouts.items()))
@@ -133,34 +128,37 @@ def layout_of(step: Step) -> tuple[int, ...]:
         if layout != first:
             raise TraceError(
                 f"ranks disagree in step {step[rank].step}: rank {first_rank} exchanged segments "
-                f"of {list(first)} gradients, rank {rank} of {list(layout)}. This cannot be one "
-                "run: give the trace of one run, or record it again."
+                f"of {list(first)} gradients, rank {rank} of {list(layout)}. These are different "
+                "runs: give the trace of one run, or record it again."
             )
     return first
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    """What ``Exchanges`` is the median of; ``whole`` by rank: when all gradients were there."""
+class _Measured:
+    """One step, in seconds since the first rank's start of backward.
+
+    ``all_ready`` is by rank, ``ready`` by gradient (on the last rank).
+    """
 
     spans: list[Interval]
     backward: float
-    whole: list[float]
+    all_ready: list[float]
     ready: list[float]
 
 
-def _seen(step: Step, sizes: Sequence[int]) -> _Seen:
-    """One step; all times count from the first rank's start of backward."""
+def _measure(step: Step, sizes: Sequence[int]) -> _Measured:
     backwards = {rank: _backward(iteration) for rank, iteration in step.items()}
     zero = min(backward.start for backward in backwards.values() if backward)
     by_rank = [_segments(iteration) for iteration in step.values()]
     spans = []
     for of_ranks in zip(*by_rank, strict=True):
+        # A rank that starts early only waits: the data moves once the last rank has started.
         start = max(min(event.start for event in events) for events in of_ranks)
         end = max(event.end for event in chain(*of_ranks))
         spans.append((min(start, end) - zero, end - zero))
     ready = [_ready(step[rank], b, sizes) for rank, b in backwards.items() if b and sizes]
-    return _Seen(
+    return _Measured(
         spans,
         max(backward.end for backward in backwards.values() if backward) - zero,
         [max(map(_ready_of, segments[-1])) - zero for segments in by_rank if segments],
@@ -170,20 +168,17 @@ def _seen(step: Step, sizes: Sequence[int]) -> _Seen:
 
 def _backward(iteration: Iteration) -> Event | None:
     """The backward that exchanges: the last one of an accumulation window."""
-    return max((e for e in iteration.events if e.name == BACKWARD), key=_end, default=None)
-
-
-def _end(event: Event) -> float:
-    return event.end
+    backwards = (event for event in iteration.events if event.name == BACKWARD)
+    return max(backwards, key=lambda event: event.end, default=None)
 
 
 def _segments(iteration: Iteration) -> list[list[Event]]:
-    """The exchanges of each segment, one for each dtype."""
-    found: dict[int, list[Event]] = {}
+    """The exchanges of each segment: one for each dtype in it."""
+    by_order: dict[int, list[Event]] = {}
     for event in iteration.exchanges:
         if order := exchange_order(event.name):
-            found.setdefault(order, []).append(event)
-    return [found[order] for order in sorted(found)]
+            by_order.setdefault(order, []).append(event)
+    return [by_order[order] for order in sorted(by_order)]
 
 
 def _layout(iteration: Iteration) -> tuple[int, ...]:
@@ -195,12 +190,12 @@ def _bytes_of(iteration: Iteration) -> tuple[int, ...]:
 
 
 def _ready_of(event: Event) -> float:
-    """When the segment was full, or, where that is not known, on its way."""
+    """When the segment was full, or, if that is unknown, when its exchange started."""
     return float(event.args.get("ready", event.start))
 
 
 def _ready(iteration: Iteration, backward: Event, sizes: Sequence[int]) -> list[float]:
-    """When each gradient was there; one that never came is sent when backward ends."""
+    """When each gradient was ready; one without a value in this step goes when backward ends."""
     offsets = backward.args.get("gradients_ready") or ()
     if len(offsets) == len(sizes):
         return [backward.end if o is None else backward.start + o for o in offsets]
@@ -208,7 +203,7 @@ def _ready(iteration: Iteration, backward: Event, sizes: Sequence[int]) -> list[
 
 
 def _interpolated(iteration: Iteration, start: float, sizes: Sequence[int]) -> Iterator[float]:
-    """Times by bytes, between those at which segments were full."""
+    """Ready times by bytes, between the times at which segments were full."""
     done = 0
     for events in _segments(iteration):
         full = max(start, max(map(_ready_of, events)))
@@ -220,25 +215,18 @@ def _interpolated(iteration: Iteration, start: float, sizes: Sequence[int]) -> I
         start, done = full, done + count
 
 
-def _remembered(seconds_of: Cost) -> Cost:
-    """The cost, looked up once a size; a curve may end at 1 byte, sparse gradients count 0."""
-
-    @cache
-    def cost(size: float) -> float:
-        return seconds_of(max(size, 1))
-
-    return cost
-
-
 def _tell_startup(num_bytes: Sequence[int]) -> bool:
-    """Whether exchanges differ enough for a line through them to say what small ones cost.
+    """Whether the sizes differ enough for a fitted line to tell the cost of small exchanges.
 
-    If not, the line starts at zero, and would have gradients cut ever smaller.
+    Otherwise the line starts at zero, and ever smaller segments would look ever better.
     """
     return max(num_bytes) >= 2 * min(num_bytes)
 
 
-def _wanted(queue: Queue, count: int, most: int, worthwhile: float) -> Cuts:
-    splits = queue.splits(most)
-    same, best = min(splits[:count], key=queue.finish), splits[-1]
-    return same if queue.finish(same) - queue.finish(best) < worthwhile else best
+def _preferred(model: SplitModel, count: int, most: int, worthwhile: float) -> Cuts:
+    """The best split of at most ``most`` segments, or of ``count`` if that is nearly as good."""
+    best = model.best_cuts(most, TOLERANCE)
+    if len(best) <= count:
+        return best
+    same = model.best_cuts(count)
+    return same if model.finish(same) - model.finish(best) < worthwhile else best

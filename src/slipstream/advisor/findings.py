@@ -1,7 +1,4 @@
-"""What was found in a trace, a strategy or a cluster: what was seen, what to do, what it brings.
-
-Never looks for anything: other rooms find, this is the value they hand on.
-"""
+"""The value that a rule or a check returns: what was seen, what to do, what it gains."""
 
 from __future__ import annotations
 
@@ -10,16 +7,22 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Severity = Literal["good", "note", "warning", "problem"]
-"""From "leave it as it is" to "this is what the run suffers from"."""
+"""In ascending order: "good" needs no action, a "problem" dominates the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One finding.
 
-    ``gain`` is the time that an iteration is expected to take less, in seconds; 0 means none or
-    unknown. ``patch`` holds nested settings of a strategy, for ``merged``; it may be empty. Patches
-    of the same setting are alternatives, and gains do not add up.
+    Attributes:
+        severity: How grave it is.
+        where: The setting, rank or part of the iteration.
+        evidence: What was seen.
+        advice: What to do.
+        gain: Expected saving in seconds of an iteration; 0: none or unknown. Gains of several
+            findings do not add up.
+        patch: Nested settings to merge into a strategy with ``merged``; may be empty. Patches of
+            the same setting are alternatives.
 
     Example:
         >>> Finding("warning", "gradients.overlap", "it is off", "turn it on", gain=0.1).patch
@@ -35,7 +38,7 @@ class Finding:
 
 
 def merged(settings: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with a patch over them; a variant, which is told by its ``kind``, is replaced whole.
+    """The settings updated with a patch, recursively; a variant (with ``kind``) is replaced whole.
 
     Example:
         >>> merged({"split": {"kind": "by_layers", "layers": 5}, "overlap": False},

@@ -1,6 +1,7 @@
-"""The advisor's other rules: from the facts of a run to a finding, or None.
+"""The advisor's rules about data, ranks, optimizer, bytes and the trace itself.
 
-Never measures and never acts. Each rule says when it speaks, and how it computes the gain.
+A rule maps ``TraceStats`` to a ``Finding`` or None. Each docstring says when the rule fires and how
+it computes the gain.
 """
 
 from __future__ import annotations
@@ -8,174 +9,179 @@ from __future__ import annotations
 from slipstream.advisor.exchanges import Exchanges
 from slipstream.advisor.findings import Finding
 from slipstream.advisor.trace_stats import TraceStats
-from slipstream.analysis.ascii_timeline import timing
+from slipstream.analysis.time_unit import format_seconds
 
-STARVED = 0.1
-"""Share of an iteration in which data is waited for."""
-UNEVEN = 0.05
-"""Share of an iteration between the first and the last rank."""
+DATA_WAIT = 0.1
+"""Wait for data, as a share of an iteration."""
+SKEW = 0.05
+"""Time between the first and the last rank having all gradients, as a share of an iteration."""
 OPTIMIZER_HEAVY = 0.1
-"""Share of an iteration."""
+"""Optimizer, as a share of an iteration."""
 EXPOSED = 0.5
-"""Exposed exchange as a share of compute, from which on to exchange less often."""
-MOST_PASSES = 8
-CLOCKS_OFF = 0.01
-"""Share of an iteration."""
+"""Exposed exchange, as a share of compute."""
+MAX_PASSES = 8
+"""Backward passes an update that ``accumulate`` proposes at most."""
+CLOCK_ERROR = 0.01
+"""Clock error, as a share of an iteration."""
 
 
-def feed_faster(facts: TraceStats) -> Finding | None:
-    """Data is waited for in more than a tenth of an iteration. Gain: the wait."""
-    wait = facts.typical.spread("data_wait")
-    if wait.median <= STARVED * facts.iteration:
+def feed_faster(stats: TraceStats) -> Finding | None:
+    """Fires when the wait for data takes more than a tenth of an iteration. Gain: the wait."""
+    wait = stats.typical.spread("data_wait")
+    if wait.median <= DATA_WAIT * stats.iteration:
         return None
     return Finding(
-        facts.severity(wait.median),
+        stats.severity(wait.median),
         "data",
-        f"The loader lets the model wait for {timing(wait.median)}, {facts.share(wait.median)}; "
-        f"{timing(wait.high)} on rank {wait.slowest}.",
-        "Load in more worker processes that stay alive (num_workers, persistent_workers), prefetch "
-        "further, or do less for each sample: decode and resize the data once, beforehand.",
+        f"The model waits {format_seconds(wait.median)} for the loader, "
+        f"{stats.share(wait.median)}; {format_seconds(wait.high)} on rank {wait.slowest}.",
+        "Load with more worker processes that stay alive (num_workers, persistent_workers), "
+        "prefetch more batches, or do less work for each sample: decode and resize the data once, "
+        "in advance.",
         wait.median,
     )
 
 
-def even_ranks(facts: TraceStats) -> Finding | None:
-    """Ranks wait for the last one, at more than 5 % of an iteration between first and last.
+def even_ranks(stats: TraceStats) -> Finding | None:
+    """Fires when ranks wait more than 5 % of an iteration for the last one's gradients.
 
-    Gain: the excess of the worst straggler over the median of the others; where no rank is
-    persistently slow, how much later than the median the last rank has its gradients.
+    Gain: what the worst straggler takes longer than the median of the others; if no rank is
+    persistently slow, how much later than the median rank the last one has its gradients.
     """
-    found = facts.exchanges
-    if found is None or found.skew <= max(UNEVEN * facts.iteration, facts.clock_error):
+    exchanges = stats.exchanges
+    if exchanges is None or exchanges.skew <= max(SKEW * stats.iteration, stats.clock_error):
         return None
-    seen = f"The first rank waits {timing(found.skew)} for the last one's gradients"
-    if not facts.stragglers:
+    evidence = (
+        f"The first rank waits {format_seconds(exchanges.skew)} for the last one's gradients, "
+        f"{stats.share(exchanges.skew)}"
+    )
+    if not stats.stragglers:
         return Finding(
-            facts.severity(found.lag),
+            stats.severity(exchanges.lag),
             "ranks",
-            f"{seen}, {facts.share(found.skew)}; which rank is last changes.",
-            "Give all ranks the same work in each step: equal batches, samples of varying length "
-            "dealt out by their cost. Ranks that share a host need cores of their own.",
-            found.lag,
+            f"{evidence}; which rank is last changes.",
+            "Give all ranks equal work in each step: equal batches, samples of varying length "
+            "distributed by their cost. Ranks that share a host need cores of their own.",
+            exchanges.lag,
         )
-    worst = facts.stragglers[0]
+    worst = stats.stragglers[0]
     phase = worst.phase.replace("_", " ")
     return Finding(
-        facts.severity(worst.seconds),
+        stats.severity(worst.seconds),
         f"rank {worst.rank}, {phase}",
-        f"{seen}, {facts.share(found.skew)}. Rank {worst.rank} takes "
-        f"{timing(worst.usual + worst.seconds)} for {phase}, the others {timing(worst.usual)}, in "
-        f"{worst.iterations} of {worst.of} steps.",
-        "Give this rank the same batch as the others, and see what else its host does: other "
-        "processes, fewer cores, a hot or slower processor, a slower disk.",
+        f"{evidence}. Rank {worst.rank} takes {format_seconds(worst.usual + worst.seconds)} for "
+        f"{phase}, the others {format_seconds(worst.usual)}, in {worst.iterations} of {worst.of} "
+        "steps.",
+        "Give this rank the same batch as the others, and check its host for other processes, "
+        "fewer cores, a throttled or slower processor, a slower disk.",
         worst.seconds,
     )
 
 
-def lighten_optimizer(facts: TraceStats) -> Finding | None:
-    """The optimizer takes more than a tenth of an iteration. Gain: not known from a trace."""
-    seconds = facts.median("optimizer")
-    if seconds <= OPTIMIZER_HEAVY * facts.iteration:
+def lighten_optimizer(stats: TraceStats) -> Finding | None:
+    """Fires when the optimizer takes more than a tenth of an iteration. Gain: unknown."""
+    seconds = stats.median("optimizer")
+    if seconds <= OPTIMIZER_HEAVY * stats.iteration:
         return None
-    parameters = f" for {facts.num_gradients} parameters" if facts.num_gradients else ""
+    parameters = f" for {stats.num_gradients} parameters" if stats.num_gradients else ""
     return Finding(
         "warning",
         "optimizer",
-        f"The optimizer takes {timing(seconds)}{parameters}, {facts.share(seconds)}.",
-        "Let it update all parameters in one go: fused=True (or foreach=True) where torch's "
-        "optimizer has it.",
+        f"The optimizer takes {format_seconds(seconds)}{parameters}, {stats.share(seconds)}.",
+        "Update all parameters in one call: fused=True (or foreach=True), where the optimizer "
+        "supports it.",
     )
 
 
-def accumulate(facts: TraceStats) -> Finding | None:
-    """Even at the best split, exchanges that nothing hides take more than half of compute.
+def accumulate(stats: TraceStats) -> Finding | None:
+    """Fires when exposed exchanges take more than half of compute, even at the best split.
 
-    Speaks with the smallest of 2, 4, 8 passes after which they take no more than that of the
-    compute of a window, or with 8. Gain, for each of today's batches: ``(1 - 1 / passes) * (exposed
-    + optimizer)``. It is a note: a larger batch is another training recipe.
+    Proposes the fewest of 2, 4, 8 passes after which they take no more than half of the compute of
+    a window, else 8. Gain, for each of today's batches: ``(1 - 1 / passes) * (exposed +
+    optimizer)``. Only a note: a larger batch is another training recipe.
     """
-    found = facts.exchanges
-    if found is None:
+    if stats.exchanges is None:
         return None
-    exposed = min(facts.median("exposed"), _exposed_at_best(found))
-    if exposed <= EXPOSED * facts.compute or not facts.compute:
+    exposed = min(stats.median("exposed"), _exposed_at_best(stats.exchanges))
+    if exposed <= EXPOSED * stats.compute or not stats.compute:
         return None
-    enough = (n for n in (2, 4) if exposed <= EXPOSED * n * facts.compute)
-    passes = next(enough, MOST_PASSES)
+    enough = (n for n in (2, 4) if exposed <= EXPOSED * n * stats.compute)
+    passes = next(enough, MAX_PASSES)
     return Finding(
         "note",
         "gradients.accumulate",
-        f"Exchanges that nothing hides take {timing(exposed)} at the best split, compute "
-        f"{timing(facts.compute)}.",
+        f"Exposed exchanges take {format_seconds(exposed)} at the best split, compute "
+        f"{format_seconds(stats.compute)}.",
         f"Exchange once in {passes} backward passes, if the training allows it. This changes the "
-        f"recipe: an update sees a batch {passes} times as large, there are that many fewer of "
-        "them, and learning rate and warm-up have to be chosen anew.",
-        (1 - 1 / passes) * (exposed + facts.median("optimizer")),
-        {"gradients": {"accumulate": passes * facts.accumulate}},
+        f"recipe: the batch of an update is {passes} times as large, there are {passes} times "
+        "fewer updates, and learning rate and warm-up need new values.",
+        (1 - 1 / passes) * (exposed + stats.median("optimizer")),
+        {"gradients": {"accumulate": passes * stats.accumulate}},
     )
 
 
-def send_less(facts: TraceStats) -> Finding | None:
-    """Exchanges take longer than compute: no split hides them.
+def send_less(stats: TraceStats) -> Finding | None:
+    """Fires when exchanges take longer than compute, so that no split can hide them.
 
     Gain: half of their time, at most the tail, as if gradients had half the bytes.
     """
-    found = facts.exchanges
-    if found is None or found.busy <= facts.compute:
+    exchanges = stats.exchanges
+    if exchanges is None or exchanges.busy <= stats.compute:
         return None
     return Finding(
         "note",
         "network",
-        f"The network is busy for {timing(found.busy)}, compute takes {timing(facts.compute)}: "
-        "no split hides all of it.",
-        "Only fewer bytes or faster links help. The gain is that of half the bytes, as with "
-        "gradients in 16 bits, which rounds them.",
-        min(found.tail, found.busy / 2),
+        f"The network is busy for {format_seconds(exchanges.busy)}, compute takes "
+        f"{format_seconds(stats.compute)}: no split can hide all of it.",
+        "Send fewer bytes or use faster links. The gain is that of half the bytes, as with "
+        "gradients rounded to 16 bits.",
+        min(exchanges.tail, exchanges.busy / 2),
     )
 
 
-def distrust_clocks(facts: TraceStats) -> Finding | None:
-    """The clocks of two ranks may be off by more than 1 % of an iteration."""
-    if facts.clock_error <= CLOCKS_OFF * facts.iteration:
+def distrust_clocks(stats: TraceStats) -> Finding | None:
+    """Fires when the clocks of two ranks may be off by more than 1 % of an iteration."""
+    if stats.clock_error <= CLOCK_ERROR * stats.iteration:
         return None
     return Finding(
         "warning",
         "clocks",
-        f"Times of two ranks may be off by {timing(facts.clock_error)}, "
-        f"{facts.share(facts.clock_error)}.",
-        "Do not trust what compares ranks: skew, stragglers, and when the last rank is ready. "
-        "Record again while the network carries nothing else.",
+        f"Times of two ranks may be off by {format_seconds(stats.clock_error)}, "
+        f"{stats.share(stats.clock_error)}.",
+        "Do not trust comparisons of ranks: skew, stragglers, and when the last rank is ready. "
+        "Record again while the network is otherwise idle.",
     )
 
 
-def miss_steps(facts: TraceStats) -> Finding | None:
-    """Ranks recorded other steps than the others, or none."""
-    if not facts.lacking:
+def miss_steps(stats: TraceStats) -> Finding | None:
+    """Fires when ranks recorded fewer steps than others, or none."""
+    missing = stats.missing_steps
+    if not missing:
         return None
-    more = f", and {len(facts.lacking) - 3} more ranks" if len(facts.lacking) > 3 else ""
+    more = f", and {len(missing) - 3} more ranks" if len(missing) > 3 else ""
     return Finding(
         "problem",
         "trace",
-        f"Ranks are missing: {', '.join(facts.lacking[:3])}{more}.",
-        "All else here is about the steps that every rank has. See the logs of these ranks for "
-        "why they stopped, and record again.",
+        f"Ranks are missing: {', '.join(missing[:3])}{more}.",
+        "All other findings use the steps that every rank recorded. See the logs of these ranks "
+        "for why they stopped, and record again.",
     )
 
 
-def miss_sizes(facts: TraceStats) -> Finding | None:
-    """The trace does not tell the gradients' sizes, so there is no advice about the split."""
-    if facts.exchanges is None or facts.exchanges.queue is not None:
+def miss_sizes(stats: TraceStats) -> Finding | None:
+    """Fires when the trace lacks the gradients' sizes, so that no split can be advised."""
+    if stats.exchanges is None or stats.exchanges.model is not None:
         return None
     return Finding(
         "note",
         "trace",
-        "The trace does not tell the size of each gradient, as older ones do not.",
-        "Record again for advice about the split.",
+        "The trace does not hold the size of each gradient; traces of older versions do not.",
+        "Record again to get advice about the split.",
     )
 
 
-def _exposed_at_best(found: Exchanges) -> float:
-    """What the best split would leave after backward; the tail where there is no model."""
-    if found.queue is None:
-        return found.tail
-    return max(0.0, found.queue.finish(found.wanted) - found.backward)
+def _exposed_at_best(exchanges: Exchanges) -> float:
+    """Seconds of exchange after backward at the best split; the measured tail without a model."""
+    if exchanges.model is None:
+        return exchanges.tail
+    return max(0.0, exchanges.model.finish(exchanges.best_cuts) - exchanges.backward)

@@ -1,173 +1,186 @@
-"""The advisor's rules about splits: from the facts of a run to a finding with a new split, or None.
+"""The advisor's rules about how gradients are split into segments.
 
-Never measures and never acts. Each rule says when it speaks, and how it computes the gain. What a
-split that was not traced would take comes from the model in ``splits.Queue``: ready times as they
-were, one exchange at a time, in order. It does not know that exchanges slow down compute.
+Each docstring says when the rule fires and how it computes the gain. What an untraced split would
+take comes from ``SplitModel``: ready times as traced, one exchange at a time, in order. It does not
+model that exchanges slow down compute.
 Source: Huawei, CANN TensorFlow tuning guide, gradient segmentation (the three scenarios).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.advisor.exchanges import Exchanges
 from slipstream.advisor.findings import Finding, merged
-from slipstream.advisor.splits import Cuts, by_index
+from slipstream.advisor.split_model import SplitModel
 from slipstream.advisor.trace_stats import TraceStats
-from slipstream.analysis.ascii_timeline import timing
+from slipstream.analysis.time_unit import format_seconds
+from slipstream.planner.split import Cuts
 
 LATENCY_BOUND = 0.5
-"""Share of the startups in the time of all exchanges."""
+"""Startups, as a share of the time of all exchanges."""
 LATE = 0.25
-"""Share of backward in which nothing moves though gradients wait."""
+"""Time in which gradients wait and no exchange runs, as a share of backward."""
 
 
-def move_cut_later(facts: TraceStats) -> Finding | None:
-    """Scenario 1: all before the last exchange is hidden, and the last one is long.
+def move_cut_later(stats: TraceStats) -> Finding | None:
+    """Scenario 1: all exchanges but the last are hidden, and the last one is long.
 
-    Speaks where that is so and a split of no more segments brings what is worthwhile. Gain:
-    ``finish(traced) - finish(wanted)``, at most the tail.
+    Fires when a split with no more segments gains enough. Gain: ``finish(traced) - finish(best)``,
+    at most the tail.
     """
-    found = _worth_splitting(facts)
-    if found is None or len(found.wanted) > len(found.cuts) or _runs_over(facts, found):
+    exchanges = _splittable(stats)
+    if exchanges is None or len(exchanges.best_cuts) > len(exchanges.cuts):
+        return None
+    if _first_exposed(stats, exchanges) is not None:
         return None
     return _resplit(
-        facts,
-        found,
+        stats,
         f"All exchanges but the last end within backward. The last one, of "
-        f"{found.num_bytes[-1] / 1e6:.2f} MB, goes on for {timing(found.tail)} after it.",
-        "Move the cut later, so that the last exchange carries less",
+        f"{exchanges.num_bytes[-1] / 1e6:.2f} MB, continues for {format_seconds(exchanges.tail)} "
+        "after it.",
+        "Move the cut later, so that the last exchange has fewer bytes",
     )
 
 
-def move_cut_earlier(facts: TraceStats) -> Finding | None:
-    """Scenario 2: an exchange before the last runs past the end of backward.
+def move_cut_earlier(stats: TraceStats) -> Finding | None:
+    """Scenario 2: an exchange before the last one ends after backward.
 
-    Speaks where that is so and a split of no more segments brings what is worthwhile. Gain:
-    ``finish(traced) - finish(wanted)``, at most the tail.
+    Fires when a split with no more segments gains enough. Gain: ``finish(traced) - finish(best)``,
+    at most the tail.
     """
-    found = _worth_splitting(facts)
-    if found is None or len(found.wanted) > len(found.cuts) or not _runs_over(facts, found):
+    exchanges = _splittable(stats)
+    if exchanges is None or len(exchanges.best_cuts) > len(exchanges.cuts):
         return None
-    ends = [end for _, end in found.spans[:-1]]
-    late = next(index for index, end in enumerate(ends) if end > found.backward)
+    index = _first_exposed(stats, exchanges)
+    if index is None:
+        return None
+    late = exchanges.spans[index][1] - exchanges.backward
     return _resplit(
-        facts,
-        found,
-        f"Exchange {late + 1} of {len(found.cuts)} ends {timing(ends[late] - found.backward)} "
-        f"after backward, the last one {timing(found.tail)}.",
+        stats,
+        f"Exchange {index + 1} of {len(exchanges.cuts)} ends {format_seconds(late)} after "
+        f"backward, the last one {format_seconds(exchanges.tail)}.",
         "Move cuts earlier, so that exchanges start sooner",
     )
 
 
-def add_segments(facts: TraceStats) -> Finding | None:
-    """Scenario 3: compute is long, and as many segments as now do not serve, wherever they end.
+def add_segments(stats: TraceStats) -> Finding | None:
+    """Scenario 3: compute is long, and no split with as many segments as now is good enough.
 
-    Speaks where more segments bring what is worthwhile beyond the best split of as many as now.
-    Gain: ``finish(traced) - finish(wanted)``, at most the tail.
+    Fires when more segments gain enough beyond the best split with as many as now. Gain:
+    ``finish(traced) - finish(best)``, at most the tail.
     """
-    found = _worth_splitting(facts)
-    if found is None or len(found.wanted) <= len(found.cuts):
+    exchanges = _splittable(stats)
+    if exchanges is None or len(exchanges.best_cuts) <= len(exchanges.cuts):
         return None
     return _resplit(
-        facts,
-        found,
-        f"Exchanges go on for {timing(found.tail)} after backward, and no place of the cuts "
-        f"makes {_segments(found.cuts)} as good as {len(found.wanted)}.",
-        "Cut more often",
+        stats,
+        f"Exchanges continue for {format_seconds(exchanges.tail)} after backward, and no place of "
+        f"the cuts makes {_segments(exchanges.cuts)} as good as {len(exchanges.best_cuts)}.",
+        "Use more segments",
     )
 
 
-def join_segments(facts: TraceStats) -> Finding | None:
+def join_segments(stats: TraceStats) -> Finding | None:
     """Segments are too small: startups take more than half of the time of all exchanges.
 
-    Speaks where that is so and fewer segments bring what is worthwhile. Gain:
-    ``finish(traced) - finish(wanted)``, at most the tail.
+    Fires when fewer segments gain enough. Gain: ``finish(traced) - finish(best)``, at most the
+    tail.
     """
-    found = _worth_splitting(facts)
-    if found is None or len(found.wanted) >= len(found.cuts):
+    exchanges = _splittable(stats)
+    if exchanges is None or len(exchanges.best_cuts) >= len(exchanges.cuts):
         return None
-    startups = len(found.cuts) * found.seconds_of(1)
-    total = sum(map(found.seconds_of, found.num_bytes))
+    model = exchanges.model
+    assert model is not None, "without a model there is no gain"
+    startups, total = len(exchanges.cuts) * model.seconds([1]), model.seconds(exchanges.num_bytes)
     if startups <= LATENCY_BOUND * total:
         return None
     return _resplit(
-        facts,
-        found,
-        f"{_segments(found.cuts)} take {timing(total)}, of which {min(startups / total, 1):.0%} is "
-        "startup, the same for every size.",
-        "Let more gradients share an exchange",
+        stats,
+        f"{_segments(exchanges.cuts)} take {format_seconds(total)}, of which "
+        f"{min(startups / total, 1):.0%} is startup, the same for every size.",
+        "Put more gradients into one exchange",
     )
 
 
-def start_earlier(facts: TraceStats) -> Finding | None:
-    """Segments are too large: in much of backward gradients wait, and nothing moves.
+def start_earlier(stats: TraceStats) -> Finding | None:
+    """Segments are too large: ready gradients wait in more than a quarter of backward.
 
-    Speaks where that is more than a quarter of backward and another split brings what is
-    worthwhile. Gain: ``finish(traced) - finish(wanted)``, at most the tail.
+    Fires when another split gains enough. Gain: ``finish(traced) - finish(best)``, at most the
+    tail.
     """
-    found = _worth_splitting(facts)
-    if found is None or found.idle <= LATE * found.backward:
+    exchanges = _splittable(stats)
+    if exchanges is None or exchanges.idle <= LATE * exchanges.backward:
         return None
     return _resplit(
-        facts,
-        found,
-        f"In {timing(found.idle)} of the {timing(found.backward)} of backward gradients waited for "
-        "their segment to fill, and nothing moved.",
+        stats,
+        f"In {format_seconds(exchanges.idle)} of the {format_seconds(exchanges.backward)} of "
+        "backward, gradients wait for their segment to fill while no exchange runs.",
         "Let the first exchange start sooner",
     )
 
 
-def overlap_exchange(facts: TraceStats) -> Finding | None:
-    """Exchanges wait for the end of backward.
+def overlap_exchange(stats: TraceStats) -> Finding | None:
+    """Fires when overlap is off and turning it on gains enough.
 
-    Speaks where overlap is off, and on it brings what is worthwhile. Gain: ``backward +
-    total(traced) - finish(traced)``, at most the tail; with ``finish(wanted)``, and its split in
-    the patch, where that is worth more.
+    Gain: ``backward + total(traced) - finish(traced)``, at most the tail; with ``finish(best)``,
+    and its split in the patch, if that gains enough more.
     """
-    found = facts.exchanges
-    if facts.overlap or found is None or found.queue is None:
+    exchanges = stats.exchanges
+    if stats.overlap or exchanges is None or exchanges.model is None:
         return None
-    queue, cuts, patch = found.queue, found.cuts, {"gradients": {"overlap": True}}
-    advice = "Exchange while backward still runs"
-    if queue.finish(cuts) - queue.finish(found.wanted) >= facts.worthwhile:
-        cuts, patch = found.wanted, merged(patch, by_index(found.wanted))
-        advice += f", as {_described(found, cuts)}"
-    gain = min(found.tail, found.backward + queue.total(found.cuts) - queue.finish(cuts))
-    if gain < facts.worthwhile:
+    model, cuts = exchanges.model, exchanges.cuts
+    patch: dict[str, Any] = {"gradients": {"overlap": True}}
+    advice = "Exchange during backward"
+    if model.finish(cuts) - model.finish(exchanges.best_cuts) >= stats.worthwhile:
+        cuts = exchanges.best_cuts
+        patch = merged(patch, _split_patch(cuts))
+        advice += f", as {_described(model, cuts)}"
+    total = model.seconds(model.sizes_of(exchanges.cuts))
+    gain = min(exchanges.tail, exchanges.backward + total - model.finish(cuts))
+    if gain < stats.worthwhile:
         return None
     return Finding(
-        facts.severity(gain),
+        stats.severity(gain),
         "gradients.overlap",
-        f"Overlap is off: exchanges take {timing(found.tail)} after backward.",
+        f"Overlap is off: exchanges take {format_seconds(exchanges.tail)} after backward.",
         f"{advice}.",
         gain,
         patch,
     )
 
 
-def _worth_splitting(facts: TraceStats) -> Exchanges | None:
-    """The exchanges, where they overlap and another split brings what is worthwhile."""
-    found = facts.exchanges
-    return found if found and facts.overlap and found.gain >= facts.worthwhile else None
+def _splittable(stats: TraceStats) -> Exchanges | None:
+    """The exchanges, if they overlap backward and another split gains enough."""
+    exchanges = stats.exchanges
+    enough = exchanges is not None and exchanges.gain >= stats.worthwhile
+    return exchanges if stats.overlap and enough else None
 
 
-def _runs_over(facts: TraceStats, found: Exchanges) -> bool:
-    """Whether an exchange before the last ends after backward."""
-    return any(end > found.backward + facts.clock_error for _, end in found.spans[:-1])
+def _first_exposed(stats: TraceStats, exchanges: Exchanges) -> int | None:
+    """The first exchange before the last that ends after backward, beyond the clocks' error."""
+    ends = [end - exchanges.backward for _, end in exchanges.spans[:-1]]
+    if not any(end > stats.clock_error for end in ends):
+        return None
+    return next(index for index, end in enumerate(ends) if end > 0)
 
 
-def _resplit(facts: TraceStats, found: Exchanges, evidence: str, advice: str) -> Finding:
-    return Finding(
-        facts.severity(found.gain),
-        "gradients.split",
-        evidence,
-        f"{advice}: {_described(found, found.wanted)}.",
-        found.gain,
-        by_index(found.wanted),
-    )
+def _resplit(stats: TraceStats, evidence: str, advice: str) -> Finding:
+    """The finding that advises the best split."""
+    exchanges = stats.exchanges
+    assert exchanges is not None
+    assert exchanges.model is not None, "without a model there is no gain"
+    advice = f"{advice}: {_described(exchanges.model, exchanges.best_cuts)}."
+    patch, gain = _split_patch(exchanges.best_cuts), exchanges.gain
+    return Finding(stats.severity(gain), "gradients.split", evidence, advice, gain, patch)
 
 
-def _described(found: Exchanges, cuts: Cuts) -> str:
-    sizes = [f"{size / 1e6:.2f}" for size in found.sizes_of(cuts)]
+def _split_patch(cuts: Cuts) -> dict[str, Any]:
+    return {"gradients": {"split": {"kind": "by_index", "last": [cut - 1 for cut in cuts]}}}
+
+
+def _described(model: SplitModel, cuts: Cuts) -> str:
+    sizes = [f"{size / 1e6:.2f}" for size in model.sizes_of(cuts)]
     shown = ", ".join(sizes[:8]) + (" ..." if len(sizes) > 8 else "")
     return f"{_segments(cuts)} of {shown} MB"
 

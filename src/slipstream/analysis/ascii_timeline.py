@@ -1,12 +1,10 @@
-"""Draws one iteration as rows of letters, so that a plain terminal shows what overlaps what.
-
-Never computes a statistic.
-"""
+"""Draws one iteration as rows of letters, to show in a terminal what overlaps what."""
 
 from __future__ import annotations
 
 from rich.text import Text
 
+from slipstream.analysis.time_unit import format_seconds
 from slipstream.trace.event import (
     BACKWARD,
     BUFFERS,
@@ -25,60 +23,38 @@ _LEGEND = "d data wait, f forward, b backward, o optimizer, v buffers, 1-9 excha
 _LABEL = 10
 
 
-def strip(iteration: Iteration, width: int = 80) -> Text:
-    """The iteration as a drawing ``width`` columns wide, time going right.
+def ascii_timeline(iteration: Iteration, width: int = 80) -> Text:
+    """The iteration as a drawing ``width`` columns wide, with time from left to right.
 
     The row ``compute`` shows letters, the row ``exchange`` the last digit of the segment's number
-    (``v``: buffers); exchanges that overlap each other take further rows. Every span gets a column
-    at least.
+    (``v``: buffers). Exchanges that overlap each other take further rows. Every span gets at least
+    one column.
 
     Example:
         >>> from slipstream.trace.timeline import timeline
         >>> [iteration] = timeline([
-        ...     Event("iteration", 0, 2, 0.0, 1.0),
-        ...     Event("forward", 0, 2, 0.0, 0.2),
-        ...     Event("backward", 0, 2, 0.2, 0.6),
-        ...     Event("allreduce1", 0, 2, 0.4, 0.8),
-        ...     Event("optimizer", 0, 2, 0.8, 1.0),
+        ...     Event("iteration", 0, 2, 0.0, 0.5),
+        ...     Event("forward", 0, 2, 0.0, 0.1),
+        ...     Event("backward", 0, 2, 0.1, 0.3),
+        ...     Event("allreduce1", 0, 2, 0.2, 0.4),
+        ...     Event("optimizer", 0, 2, 0.4, 0.5),
         ... ])
-        >>> print(strip(iteration, width=31))
-        rank 0, step 2: 1000.00 ms
+        >>> print(ascii_timeline(iteration, width=31))
+        rank 0, step 2: 500.00 ms
         compute  |ffffbbbbbbbb    oooo|
         exchange |        11111111    |
         d data wait, f forward, b backward, o optimizer, v buffers, 1-9 exchange
     """
-    known = [event for event in iteration.events if event.name in _LETTERS]
-    drawing = Text(f"rank {iteration.rank}, step {iteration.step}: {timing(iteration.duration)}\n")
-    drawing.append_text(_row("compute", known, iteration, width))
+    drawing = Text(f"rank {iteration.rank}, step {iteration.step}: ")
+    drawing.append(f"{format_seconds(iteration.duration)}\n")
+    compute = [event for event in iteration.events if event.name in _LETTERS]
+    drawing.append_text(_row("compute", compute, iteration, width))
     exchanges = iteration.exchanges
-    placed = lanes([(event.start, event.end) for event in exchanges])
-    for lane in range(max(placed, default=-1) + 1):
-        inside = [event for event, at in zip(exchanges, placed, strict=True) if at == lane]
-        drawing.append_text(_row("" if lane else "exchange", inside, iteration, width))
+    lane_of = lanes([(event.start, event.end) for event in exchanges])
+    for lane in range(max(lane_of, default=-1) + 1):
+        in_lane = [event for event, at in zip(exchanges, lane_of, strict=True) if at == lane]
+        drawing.append_text(_row("" if lane else "exchange", in_lane, iteration, width))
     return drawing.append(_LEGEND, style="dim")
-
-
-def unit(largest: float) -> tuple[str, float, int]:
-    """Name, factor and decimals of the unit for times up to ``largest`` seconds.
-
-    Example:
-        >>> unit(0.25)
-        ('ms', 1000.0, 2)
-    """
-    if largest < 1e-3:
-        return "us", 1e6, 1
-    return ("ms", 1e3, 2) if largest < 10 else ("s", 1.0, 3)
-
-
-def timing(seconds: float) -> str:
-    """A time with the unit that fits it.
-
-    Example:
-        >>> timing(0.25), timing(12.0)
-        ('250.00 ms', '12.000 s')
-    """
-    name, scale, digits = unit(seconds)
-    return f"{seconds * scale:.{digits}f} {name}"
 
 
 def _row(label: str, events: list[Event], iteration: Iteration, width: int) -> Text:

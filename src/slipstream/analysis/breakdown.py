@@ -1,6 +1,6 @@
-"""Says where the time of an iteration went, and what is typical over iterations and ranks.
+"""Splits the time of an iteration into parts, and takes medians over iterations and ranks.
 
-Never reads a file and never draws a table: iterations in, numbers out. All times are seconds.
+Iterations in, numbers out. All times are seconds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slipstream.trace.timeline import Iteration
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Where the time of one iteration went.
+    """The parts of one iteration.
 
-    ``data_wait + forward + backward + exposed + optimizer + other == iteration``. Time that several
-    spans cover counts once: for forward, else backward, else an exchange, else the optimizer, else
-    the wait for data. So ``exposed`` is the time in which an exchange ran and compute did not.
-    ``other`` is idle time, in which nothing of what is recorded ran. ``tail``, from the end of
-    backward to the end of the last exchange, lies across these parts.
+    ``data_wait + forward + backward + exposed + optimizer + other == iteration``. Time covered by
+    several spans counts once: as forward, else backward, else exchange, else optimizer, else wait
+    for data. So ``exposed`` is the time in which an exchange ran without compute beside it.
+    ``other`` is time in which nothing that is recorded ran. ``tail``, from the end of backward to
+    the end of the last exchange, overlaps these parts.
     """
 
     data_wait: float
@@ -41,7 +41,7 @@ class Parts:
 class Exchange:
     """One exchange of one iteration of one rank; ``hidden + exposed == event.duration``.
 
-    ``hidden`` is what ran beside forward or backward of this rank; ``start`` counts from the start
+    ``hidden`` is the time beside forward or backward of this rank; ``start`` counts from the start
     of the iteration.
     """
 
@@ -53,7 +53,7 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """The numbers of one iteration of one rank."""
+    """The parts and exchanges of one iteration of one rank."""
 
     iteration: Iteration
     parts: Parts
@@ -61,7 +61,7 @@ class Breakdown:
 
 
 def breakdown(iteration: Iteration) -> Breakdown:
-    """Where the time of this iteration went.
+    """The parts and exchanges of this iteration.
 
     Example:
         >>> from slipstream.trace.timeline import timeline
@@ -76,22 +76,22 @@ def breakdown(iteration: Iteration) -> Breakdown:
         (3.0, 5.0, 1.0, 1.0, 1.0)
     """
     exchanges, compute = iteration.exchanges, iteration.compute
-    covers = {
+    covers = {  # in the order in which time covered by several counts
         "forward": iteration.during(FORWARD),
         "backward": iteration.during(BACKWARD),
         "exposed": union((event.start, event.end) for event in exchanges),
         "optimizer": iteration.during(OPTIMIZER),
         "data_wait": iteration.during(DATA_WAIT),
     }
-    left = union([(iteration.start, iteration.end)])
+    remaining = union([(iteration.start, iteration.end)])
     seconds = {}
     for part, covered in covers.items():
-        rest = subtract(left, covered)
-        seconds[part] = length(left) - length(rest)
-        left = rest
+        rest = subtract(remaining, covered)
+        seconds[part] = length(remaining) - length(rest)
+        remaining = rest
     parts = Parts(
         **seconds,
-        other=length(left),
+        other=length(remaining),
         iteration=iteration.duration,
         tail=_tail(covers["backward"], exchanges),
     )
@@ -102,7 +102,7 @@ def breakdown(iteration: Iteration) -> Breakdown:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One number over ranks."""
+    """One part over ranks: median, extremes, and the slowest rank."""
 
     median: float
     low: float
@@ -114,8 +114,8 @@ class Spread:
 class TypicalExchange:
     """Medians of one exchange over iterations and ranks.
 
-    ``skew`` is the time between the first and the last rank's gradients being ready (or, where that
-    is not known, the exchange being started): until then an all-reduce can only wait.
+    ``skew`` is the time between the first and the last rank having the segment's gradients ready
+    (or starting the exchange, if ready times are unknown): until then an all-reduce can only wait.
     """
 
     name: str
@@ -130,8 +130,8 @@ class TypicalExchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Typical:
-    """What is typical of many iterations: medians by rank, and of each exchange."""
+class TypicalIteration:
+    """Medians over iterations: the parts by rank, and each exchange."""
 
     iterations: int
     ranks: Mapping[int, Parts]
@@ -145,8 +145,8 @@ class Typical:
         return Spread(median(values), min(values), max(values), slowest)
 
 
-def typical(iterations: Iterable[Iteration], rank: int | None = None) -> Typical:
-    """Medians over the iterations of each rank; of ``rank`` alone if it is given.
+def typical_iteration(iterations: Iterable[Iteration], rank: int | None = None) -> TypicalIteration:
+    """Medians over the iterations of each rank, or of ``rank`` alone.
 
     Raises:
         TraceError: The rank has no iteration.
@@ -154,20 +154,23 @@ def typical(iterations: Iterable[Iteration], rank: int | None = None) -> Typical
     Example:
         >>> from slipstream.trace.timeline import timeline
         >>> spans = [Event("iteration", rank, 2, 0.0, 1.0 + rank) for rank in range(2)]
-        >>> typical(timeline(spans)).spread("iteration")
+        >>> typical_iteration(timeline(spans)).spread("iteration")
         Spread(median=1.5, low=1.0, high=2.0, slowest=1)
     """
-    every = [breakdown(iteration) for iteration in iterations]
+    breakdowns = [breakdown(iteration) for iteration in iterations]
     by_rank: dict[int, list[Breakdown]] = defaultdict(list)
-    for one in every:
+    for one in breakdowns:
         by_rank[one.iteration.rank].append(one)
-    chosen = by_rank if rank is None else {rank: by_rank.get(rank, [])}
-    if not all(chosen.values()):
-        raise TraceError(f"rank {rank} is not in the trace. Ranks in it: {_listed(by_rank)}.")
-    return Typical(
+    if rank is not None and rank not in by_rank:
+        ranks = ", ".join(map(str, sorted(by_rank)))
+        raise TraceError(f"rank {rank} is not in the trace. Ranks in it: {ranks}.")
+    chosen = by_rank if rank is None else {rank: by_rank[rank]}
+    return TypicalIteration(
         iterations=max(map(len, chosen.values())),
-        ranks={r: _median_parts(own) for r, own in sorted(chosen.items())},
-        exchanges=_typical_exchanges([one for own in chosen.values() for one in own], every),
+        ranks={r: _median_parts(of_rank) for r, of_rank in sorted(chosen.items())},
+        exchanges=_typical_exchanges(
+            [one for of_rank in chosen.values() for one in of_rank], breakdowns
+        ),
     )
 
 
@@ -185,41 +188,39 @@ def _exchange(event: Event, zero: float, compute: Intervals) -> Exchange:
 
 
 def _median_parts(breakdowns: Sequence[Breakdown]) -> Parts:
-    def middle(part: str) -> float:
-        return median(float(getattr(one.parts, part)) for one in breakdowns)
-
-    return Parts(**{field.name: middle(field.name) for field in fields(Parts)})
+    names = (field.name for field in fields(Parts))
+    return Parts(**{n: median(getattr(one.parts, n) for one in breakdowns) for n in names})
 
 
 def _typical_exchanges(
-    breakdowns: Sequence[Breakdown], every: Sequence[Breakdown]
+    breakdowns: Sequence[Breakdown], of_all_ranks: Sequence[Breakdown]
 ) -> tuple[TypicalExchange, ...]:
-    """What ``breakdowns`` say of each exchange, in order; its skew is that of ``every`` rank."""
-    found: dict[str, dict[int, list[Exchange]]] = defaultdict(lambda: defaultdict(list))
+    """The exchanges of ``breakdowns``, in order; their skew is that of all ranks."""
+    by_rank: dict[str, dict[int, list[Exchange]]] = defaultdict(lambda: defaultdict(list))
     for one in breakdowns:
         for exchange in one.exchanges:
-            found[exchange.event.name][one.iteration.rank].append(exchange)
+            by_rank[exchange.event.name][one.iteration.rank].append(exchange)
     ready: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for one in every:
+    for one in of_all_ranks:
         for event in (exchange.event for exchange in one.exchanges):
             ready[event.name][event.step].append(event.args.get("ready", event.start))
     return tuple(
         _typical_exchange(
             name,
-            list(found[name].values()),
+            list(by_rank[name].values()),
             median(max(times) - min(times) for times in ready[name].values()),
         )
-        for name in sorted(found, key=lambda name: exchange_order(name) or 0)
+        for name in sorted(by_rank, key=lambda name: exchange_order(name) or 0)
     )
 
 
-def _typical_exchange(name: str, found: list[list[Exchange]], skew: float) -> TypicalExchange:
+def _typical_exchange(name: str, by_rank: list[list[Exchange]], skew: float) -> TypicalExchange:
     """Medians over iterations by rank, then over ranks."""
 
     def middle(value: Callable[[Exchange], float]) -> float:
-        return median(median(map(value, own)) for own in found)
+        return median(median(map(value, of_rank)) for of_rank in by_rank)
 
-    args = found[0][0].event.args
+    args = by_rank[0][0].event.args
     return TypicalExchange(
         name=name,
         bytes=args.get("bytes", 0),
@@ -231,7 +232,3 @@ def _typical_exchange(name: str, found: list[list[Exchange]], skew: float) -> Ty
         exposed=middle(lambda e: e.exposed),
         skew=skew,
     )
-
-
-def _listed(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))

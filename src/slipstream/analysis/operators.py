@@ -1,12 +1,12 @@
-"""Says what the operators of ``slipstream.comm`` cost an iteration: where a layer waits for others.
+"""Sums up what the operators of ``slipstream.comm`` cost an iteration.
 
-Never reads a file and never draws a table: iterations in, numbers out. All times are seconds.
+Iterations in, numbers out. All times are seconds.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -16,9 +16,9 @@ from slipstream.trace.timeline import Iteration
 
 @dataclass(frozen=True, slots=True)
 class TypicalOperator:
-    """Medians over iterations of the sums in one of them: of one operator, in groups of one size.
+    """One operator in groups of ``ranks`` ranks: sums over an iteration, medians over iterations.
 
-    ``seconds`` includes the wait for the other ranks of the group, which have so many ``ranks``.
+    ``seconds`` includes the wait for the other ranks of the group.
     """
 
     name: str
@@ -40,24 +40,20 @@ def typical_operators(
         >>> typical_operators(timeline(spans))
         (TypicalOperator(name='all_gather', ranks=2, calls=2, bytes=16, seconds=0.5),)
     """
-    chosen = [one for one in iterations if rank is None or one.rank == rank]
-    found: dict[tuple[str, int], list[list[Event]]] = defaultdict(list)
-    for one in chosen:
-        spans: dict[tuple[str, int], list[Event]] = defaultdict(list)
-        for event in one.events:
-            if "ranks" in event.args:
-                spans[event.name, event.args["ranks"]].append(event)
-        for key, own in spans.items():
-            found[key].append(own)
-    typical = [_typical(*key, every) for key, every in found.items()]
-    return tuple(sorted(typical, key=lambda operator: -operator.seconds))
-
-
-def _typical(name: str, ranks: int, every: Sequence[Sequence[Event]]) -> TypicalOperator:
-    return TypicalOperator(
-        name,
-        ranks,
-        calls=round(median(map(len, every))),
-        bytes=round(median(sum(event.args["bytes"] for event in own) for own in every)),
-        seconds=median(sum(event.duration for event in own) for own in every),
+    calls: dict[tuple[str, int], dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
+    for number, iteration in enumerate(iterations):
+        if rank is None or iteration.rank == rank:
+            for event in iteration.events:
+                if "ranks" in event.args:
+                    calls[event.name, event.args["ranks"]][number].append(event)
+    operators = (
+        TypicalOperator(
+            name,
+            ranks,
+            calls=round(median(map(len, by_iteration.values()))),
+            bytes=round(median(sum(e.args["bytes"] for e in es) for es in by_iteration.values())),
+            seconds=median(sum(e.duration for e in es) for es in by_iteration.values()),
+        )
+        for (name, ranks), by_iteration in calls.items()
     )
+    return tuple(sorted(operators, key=lambda operator: -operator.seconds))

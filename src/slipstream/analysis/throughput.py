@@ -1,6 +1,6 @@
-"""How fast the ranks of a trace train, alone and against one rank: samples a second, efficiency.
+"""Computes how fast the ranks of a trace train: samples a second, compute share, efficiency.
 
-Never reads a file and never draws a table: iterations in, numbers out.
+Iterations in, numbers out.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from slipstream.analysis.breakdown import Typical
+from slipstream.analysis.breakdown import TypicalIteration
 from slipstream.errors import TraceError
 from slipstream.trace.timeline import Iteration
 
@@ -17,7 +17,7 @@ from slipstream.trace.timeline import Iteration
 def samples_per_second(iterations: Sequence[Iteration]) -> float | None:
     """Sum over ranks of the median over iterations of samples / seconds.
 
-    None where an iteration does not tell its samples.
+    None if an iteration does not hold its number of samples.
 
     Example:
         >>> from slipstream.trace.event import Event
@@ -35,25 +35,25 @@ def samples_per_second(iterations: Sequence[Iteration]) -> float | None:
 
 
 def iterations_per_second(iterations: Sequence[Iteration]) -> float:
-    """Sum over ranks of 1 / the median iteration: the batches that all ranks train on a second."""
+    """Sum over ranks of 1 / the median iteration: batches a second, over all ranks."""
     seconds: dict[int, list[float]] = defaultdict(list)
     for iteration in iterations:
         seconds[iteration.rank].append(iteration.duration)
-    return sum(1 / median(own) for own in seconds.values())
+    return sum(1 / median(of_rank) for of_rank in seconds.values())
 
 
-def compute_share(middle: Typical) -> float:
+def compute_share(typical: TypicalIteration) -> float:
     """``(forward + backward + optimizer) / iteration``, of medians over ranks."""
     parts = ("forward", "backward", "optimizer")
-    whole = middle.spread("iteration").median
-    return sum(middle.spread(part).median for part in parts) / whole if whole else 0.0
+    whole = typical.spread("iteration").median
+    return sum(typical.spread(part).median for part in parts) / whole if whole else 0.0
 
 
 def scaling_efficiency(many: Sequence[Iteration], one: Sequence[Iteration]) -> float:
     """``(samples/s on N ranks) / (N * samples/s on 1 rank)``: 1 is a linear speed-up.
 
     Raises:
-        TraceError: ``one`` has several ranks, or a trace does not tell its samples.
+        TraceError: ``one`` has several ranks, or a trace does not hold its numbers of samples.
 
     Example:
         >>> from slipstream.trace.event import Event
@@ -63,17 +63,17 @@ def scaling_efficiency(many: Sequence[Iteration], one: Sequence[Iteration]) -> f
         >>> scaling_efficiency(timeline(two), timeline(one))
         0.8
     """
-    alone, ranks = ({iteration.rank for iteration in own} for own in (one, many))
-    if len(alone) != 1:
+    ranks_of_one, ranks = ({iteration.rank for iteration in run} for run in (one, many))
+    if len(ranks_of_one) != 1:
         raise TraceError(
-            f"the baseline has {len(alone)} ranks; allowed: 1. Record the same training on one "
-            "rank: slipstream launch --nproc 1."
+            f"the baseline has {len(ranks_of_one)} ranks; allowed: 1. Record the same training on "
+            "one rank: slipstream launch --nproc 1."
         )
     rate, base = samples_per_second(many), samples_per_second(one)
     if rate is None or base is None:
         which = "the baseline" if base is None else "the trace"
         raise TraceError(
-            f"{which} does not tell how many samples an iteration had, so there is no efficiency. "
-            "Give the model's forward a batch as its first tensor, and record again."
+            f"{which} does not hold the number of samples of each iteration, which the efficiency "
+            "needs. Pass the batch as the first tensor of the model's forward, and record again."
         )
     return rate / (len(ranks) * base)

@@ -20,13 +20,13 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.analysis.ascii_timeline import unit as time_unit
-from slipstream.analysis.breakdown import typical
+from slipstream.analysis.breakdown import typical_iteration
 from slipstream.analysis.throughput import (
     compute_share,
     iterations_per_second,
     samples_per_second,
 )
+from slipstream.analysis.time_unit import TimeUnit
 from slipstream.cli.options import Script, ScriptArgs, StrategySource
 from slipstream.cli.ranks import launch_command, log_folder, refuse_launcher, threads_per_rank
 from slipstream.cli.table import compact
@@ -147,7 +147,7 @@ def curve(traces: Mapping[int, Trace]) -> tuple[list[Point], str]:
     fewest = next(iter(rates))
     points = []
     for count, run in runs.items():
-        middle, speed_up = typical(run), rates[count] / rates[fewest]
+        middle, speed_up = typical_iteration(run), rates[count] / rates[fewest]
         points.append(
             Point(
                 ranks=count,
@@ -217,7 +217,7 @@ def _progress() -> Progress:
 
 
 def _table(points: Sequence[Point], unit: str) -> Table:
-    name, scale, digits = time_unit(max(point.iteration for point in points))
+    name, scale, digits = TimeUnit.of(max(point.iteration for point in points))
     headings = ("speed-up", "efficiency", f"{unit}/s", f"iteration {name}", "compute", "exposed")
     table = compact("Scaling on this machine", "ranks", *headings)
     for point in points:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -15,11 +15,12 @@ from rich.text import Text
 
 from slipstream.advisor.advise import advise as find
 from slipstream.advisor.findings import Finding
-from slipstream.analysis.ascii_timeline import timing
 from slipstream.analysis.summary import document
 from slipstream.analysis.summary import summary as draw
+from slipstream.analysis.time_unit import format_seconds
 from slipstream.cli.options import AsJson
 from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.split import SizeCost
 from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
 from slipstream.trace.event import Trace
@@ -107,17 +108,17 @@ def _drawn(finding: Finding) -> Group:
     head = Text(finding.severity, style=f"bold {COLOURS[finding.severity]}")
     head.append(f"  {finding.where}", style="bold not dim")
     if finding.gain:
-        head.append(f"  up to {timing(finding.gain)} an iteration", style="not bold")
+        head.append(f"  up to {format_seconds(finding.gain)} an iteration", style="not bold")
     lines = [Text(finding.evidence), Text(finding.advice)]
     if finding.patch:
         lines += [Text("strategy:"), Text(format_yaml(finding.patch).rstrip(), style="cyan")]
     return Group(head, *(Padding(line, (0, 0, 0, 2)) for line in lines))
 
 
-def _cost(path: Path, trace: Trace) -> Callable[[float], float]:
-    """The measured seconds of an all-reduce over all ranks; warns of a doubtful measurement."""
+def _cost(path: Path, trace: Trace) -> SizeCost:
+    """Seconds of an all-reduce over all ranks, as they were measured; warns of doubtful ones."""
     cluster = NetworkProfile.load(path)
     cluster.check_world(trace.meta.get("world_size", 1))
     for doubt in cluster.doubts:
         Console(stderr=True).print(Text(f"warning: {path}: {doubt}"), style="yellow")
-    return cluster.groups("world").all_reduce.seconds
+    return cluster.groups("world").all_reduce.seconds_of

@@ -1,7 +1,7 @@
-"""Where to cut the ready order into segments, so that the last exchange ends first.
+"""Where to cut the gradients, in ready order, into segments so that the last exchange ends first.
 
-Never sees a model, a trace or a cluster: ready times, bytes and a cost go in, cuts come out. A cut
-is the index after the last gradient of a segment; the last cut is the number of gradients.
+Works on ready times, bytes and a cost alone: no model, no trace, no cluster. A cut is the index
+after the last gradient of a segment; the last cut is the number of gradients.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
 Cuts = tuple[int, ...]
-Cost = Callable[[Array], ArrayLike] | Array
-"""Seconds of one exchange: a function from an array of bytes to an array of seconds, or a table of
-``n + 1`` rows and columns that holds at ``[i, j]`` the seconds of the segment of gradients
-``i .. j - 1``. Both may be anything: concave, measured, not even monotone."""
+SizeCost = Callable[[Array], ArrayLike]
+"""Seconds of one exchange: from an array of bytes to an array of seconds of the same shape."""
+
+Cost = SizeCost | Array
+"""A ``SizeCost``, or a table of ``n + 1`` rows and columns whose entry ``[i, j]`` is the seconds of
+the segment of gradients ``i .. j - 1``. Any values are allowed: concave, measured, not monotone."""
 
 _ROUNDING = 1e-9
 
@@ -31,39 +33,43 @@ def optimal_cuts(
     cap_bytes: float | None = None,
     compute_overhead: float = 0.0,
     tolerance: float = 0.0,
+    max_segments: int | None = None,
 ) -> Cuts:
-    """The cuts under which the last exchange ends first; the fewest segments if several do.
+    """The cuts under which the last exchange ends first; of equally good ones the fewest segments.
 
     Exchanges run one at a time in ready order, as in ``finish_time``. With ``F(0) = 0``,
     ``F(j) = min over i < j of max(F(i), R(i, j)) + C(i, j)`` is the earliest end of the exchanges
     of the first ``j`` gradients, where ``R`` is the latest ready time in a segment and ``C`` its
-    cost: an earlier end of what comes before never makes what follows later, so this is exact for
-    any cost and any ready times. O(n^2), then O(n^2) for each segment to find the fewest of them.
+    cost. An earlier end of a prefix never delays what follows, so the result is exact for any cost
+    and any ready times. Takes O(n^2), then O(n^2) for each segment to find the fewest segments.
 
     Args:
-        ready: seconds at which each gradient is there, in ready order; need not ascend.
-        num_bytes: bytes of each gradient.
-        seconds: what an exchange costs.
-        borders: places where there must be a cut (another dtype begins).
-        cap_bytes: most bytes of a segment; a larger gradient is a segment of its own.
-        compute_overhead: seconds that each segment costs the thread that computes: segment ``m``
-            and all behind it are ready ``m`` times as much later.
-        tolerance: how much later, as a share, the end may come if that saves segments.
+        ready: Seconds at which each gradient is ready, in ready order; need not ascend.
+        num_bytes: Bytes of each gradient.
+        seconds: The cost of an exchange.
+        borders: Indices where a segment must end (the dtype changes there).
+        cap_bytes: Most bytes of a segment; a larger gradient becomes a segment of its own.
+        compute_overhead: Seconds by which each segment delays the computing thread: segment ``m``
+            is ready ``m`` times this overhead later.
+        tolerance: Share by which the end may come later if that saves segments.
+        max_segments: Search among at most this many segments. ``borders`` and ``cap_bytes`` must
+            allow so few.
 
     Example:
         >>> optimal_cuts([1.0, 2.0, 3.0], [8, 8, 1], lambda size: 1.0 + 0.1 * size)
         (1, 3)
     """
-    ready_at = np.asarray(ready, dtype=np.float64)
-    count = len(ready_at)
-    if count == 0:
+    ready_at, sizes = np.asarray(ready, dtype=np.float64), np.asarray(num_bytes, dtype=np.float64)
+    if len(ready_at) == 0:
         return ()
-    costs = _costs(np.asarray(num_bytes, dtype=np.float64), seconds, borders, cap_bytes)
+    costs = _costs(sizes, seconds, borders, cap_bytes)
     latest = _latest_ready(ready_at)
-    first = _earliest(latest, costs)
-    deadline = _finish(first, latest, costs, compute_overhead)
-    limit = deadline + abs(deadline) * (tolerance + _ROUNDING)
-    return _fewest(latest, costs, limit, compute_overhead, tolerance)
+    limit = np.inf
+    if max_segments is None:
+        first = _earliest(latest, costs)
+        deadline = finish_time(first, ready_at, sizes, costs, compute_overhead=compute_overhead)
+        limit = deadline + abs(deadline) * (tolerance + _ROUNDING)
+    return _fewest(latest, costs, limit, compute_overhead, tolerance, max_segments)
 
 
 def finish_time(
@@ -74,9 +80,10 @@ def finish_time(
     *,
     compute_overhead: float = 0.0,
 ) -> float:
-    """When the last of the exchanges ends, if each starts when the one before has ended.
+    """When the last exchange ends, if each one starts when the one before has ended.
 
     Segment ``g`` ends at ``f_g = max(f_{g-1}, R_g) + C_g``, where ``f_0 = 0``.
+    Source: Shi, Chu, Li, "MG-WFBP", https://arxiv.org/abs/1811.11141
 
     Example:
         >>> finish_time((1, 3), [1.0, 2.0, 3.0], [8, 8, 1], lambda size: 1.0 + 0.1 * size)
@@ -93,26 +100,6 @@ def finish_time(
     return end
 
 
-def lower_bound(
-    ready: Sequence[float] | Array,
-    num_bytes: Sequence[int] | Array,
-    startup: float,
-    per_byte: float,
-) -> float:
-    """No cuts end before this where an exchange costs ``startup + per_byte * bytes``.
-
-    What is not there before gradient ``k`` is, and all behind it, must be sent after that:
-    ``startup + max over k of max(0, ready_k) + per_byte * bytes of gradients k .. n``.
-
-    Example:
-        >>> lower_bound([1.0, 2.0, 3.0], [8, 8, 1], 1.0, 0.1)
-        4.1
-    """
-    from_here = np.cumsum(np.asarray(num_bytes, dtype=np.float64)[::-1])[::-1]
-    starts = np.maximum(np.asarray(ready, dtype=np.float64), 0.0)
-    return startup + float(np.max(starts + per_byte * from_here))
-
-
 def improve(
     cuts: Sequence[int],
     evaluate: Callable[[Cuts], float],
@@ -120,12 +107,12 @@ def improve(
     borders: Collection[int] = (),
     max_evaluations: int = 400,
 ) -> Cuts:
-    """Better cuts near these, as far as ``evaluate`` (seconds, less is better) tells.
+    """Better cuts near these, where ``evaluate`` gives the seconds of a split (less is better).
 
-    Local search: a cut is taken away if that is no worse; moved by 1, 2, 4 ... gradients or added
-    if that is better. Ends where nothing near is better, or after ``max_evaluations``. For what
-    the exact program cannot know: an exchange that slows the compute it hides behind. Never takes
-    away a cut of ``borders``.
+    Local search for what the exact program cannot model, such as exchanges that slow down the
+    compute they hide behind. A step removes a cut if that is no worse, or moves a cut by 1, 2, 4
+    ... gradients or adds one if that is better. It stops where no step helps, or after
+    ``max_evaluations``. Cuts in ``borders`` are never moved or removed.
 
     Example:
         >>> improve((3, 9), lambda cuts: abs(sum(cuts[:-1]) - 5) + 0.1 * len(cuts))
@@ -144,16 +131,17 @@ def improve(
                 return best
             seen.add(near)
             left -= 1
-            found = evaluate(near)
+            near_value = evaluate(near)
             margin = _ROUNDING * abs(value)
-            if found < value - margin or (len(near) < len(best) and found <= value + margin):
-                best, value, better = near, found, True
+            fewer = len(near) < len(best)
+            if near_value < value - margin or (fewer and near_value <= value + margin):
+                best, value, better = near, near_value, True
                 break
     return best
 
 
 def _neighbours(cuts: Cuts, borders: frozenset[int]) -> Iterator[Cuts]:
-    """Cuts less one, with one moved, with one more: what is likely to help comes first."""
+    """Cuts with one removed, one moved, one added: the most promising changes first."""
     free = [position for position, cut in enumerate(cuts[:-1]) if cut not in borders]
     for position in free:
         yield cuts[:position] + cuts[position + 1 :]
@@ -168,7 +156,7 @@ def _neighbours(cuts: Cuts, borders: frozenset[int]) -> Iterator[Cuts]:
 
 
 def _by_halves(cuts: Cuts) -> Iterator[int]:
-    """Every index that is no cut yet: the middles of all segments, then of their halves ..."""
+    """Every index that is not a cut yet: the middle of each segment, then of its halves ..."""
     spans = list(pairwise((0, *cuts)))
     while spans:
         halves = []
@@ -181,17 +169,19 @@ def _by_halves(cuts: Cuts) -> Iterator[int]:
 
 
 def _costs(sizes: Array, seconds: Cost, borders: Collection[int], cap_bytes: float | None) -> Array:
-    """Seconds of each segment ``[i, j]``; infinite where it is not allowed, and for ``i >= j``."""
+    """Seconds of segment ``[i, j]``; infinite where it is not allowed, and for ``i >= j``."""
     count = len(sizes)
-    behind = np.concatenate([[0.0], np.cumsum(sizes)])
+    total = np.concatenate([[0.0], np.cumsum(sizes)])  # bytes before each index
+    # The loops of this file run over columns (the end of a segment): Fortran order keeps each
+    # column contiguous.
     costs = np.full((count + 1, count + 1), np.inf, order="F")
     for stop in range(1, count + 1):
         if callable(seconds):
-            costs[:stop, stop] = seconds(behind[stop] - behind[:stop])
+            costs[:stop, stop] = seconds(total[stop] - total[:stop])
         else:
             costs[:stop, stop] = seconds[:stop, stop]
         if cap_bytes is not None:
-            over = behind[stop] - behind[: stop - 1] > cap_bytes
+            over = total[stop] - total[: stop - 1] > cap_bytes
             costs[: stop - 1, stop][over] = np.inf
     for border in borders:
         costs[:border, border + 1 :] = np.inf
@@ -208,63 +198,69 @@ def _latest_ready(ready: Array) -> Array:
 
 
 def _earliest(latest: Array, costs: Array) -> Cuts:
-    """Cuts of the earliest end, without a thought of how many they are."""
+    """The cuts of the earliest end, however many they are."""
     count = len(costs) - 1
     ends, before = np.zeros(count + 1), np.zeros(count + 1, dtype=np.intp)
     for stop in range(1, count + 1):
-        found = np.maximum(ends[:stop], latest[:stop, stop]) + costs[:stop, stop]
-        before[stop] = np.argmin(found)
-        ends[stop] = found[before[stop]]
+        candidates = np.maximum(ends[:stop], latest[:stop, stop]) + costs[:stop, stop]
+        before[stop] = np.argmin(candidates)
+        ends[stop] = candidates[before[stop]]
     cuts = [count]
     while before[cuts[-1]]:
         cuts.append(int(before[cuts[-1]]))
     return tuple(reversed(cuts))
 
 
-def _finish(cuts: Cuts, latest: Array, costs: Array, overhead: float) -> float:
-    end = 0.0
-    for number, (start, stop) in enumerate(pairwise((0, *cuts)), 1):
-        end = max(end, float(latest[start, stop]) + number * overhead) + float(costs[start, stop])
-    return end
+def _fewest(
+    latest: Array,
+    costs: Array,
+    limit: float,
+    overhead: float,
+    tolerance: float,
+    max_segments: int | None,
+) -> Cuts:
+    """The fewest segments that end within ``tolerance`` of the best.
 
+    In round ``m``, ``ends[j]`` is the earliest end of the first ``j`` gradients in exactly ``m``
+    segments. A prefix is extended only if the remaining gradients can still end by ``limit`` and if
+    it ends earlier than with fewer segments. Ends before the next gradient is ready count as that
+    ready time: being earlier gains nothing.
 
-def _fewest(latest: Array, costs: Array, limit: float, overhead: float, tolerance: float) -> Cuts:
-    """The fewest segments that end within ``tolerance`` of the best, which ends by ``limit``.
-
-    ``ends[j]`` is the earliest end of the first ``j`` gradients in exactly ``m`` segments. Only
-    those prefixes go on that end early enough for the rest, and earlier than with fewer segments;
-    what ends before the next gradient is ready might as well end when it is.
+    Args:
+        limit: Later ends are useless. Infinite if the best end is not known yet.
     """
     count = len(costs) - 1
     latest, costs = np.ascontiguousarray(latest), np.ascontiguousarray(costs)
     next_ready = latest.diagonal(1)
     latest_end = _latest_end(latest, costs, limit)
+    # With an overhead or a bound on segments, the best end is known only after all rounds.
+    limit_is_best = overhead == 0.0 and max_segments is None
     ends = np.full(count + 1, np.inf)
     ends[0] = 0.0
-    least = np.full(count, np.inf)
-    parents: list[NDArray[np.intp]] = []
-    of_all: list[float] = []
+    earliest_so_far = np.full(count, np.inf)
+    parents: list[NDArray[np.intp]] = []  # of each round: where the last segment starts
+    totals: list[float] = []  # of each round: when all gradients have been exchanged
     active = np.array([0])
-    while len(active):
+    while len(active) and len(parents) != max_segments:
         number = len(parents) + 1
         low = int(active[0]) + 1
         rows = latest[active, low:] + number * overhead
-        found = np.maximum(ends[active, None], rows) + costs[active, low:]
-        choice = np.argmin(found, axis=0)
+        candidates = np.maximum(ends[active, None], rows) + costs[active, low:]
+        choice = np.argmin(candidates, axis=0)
         parent = np.zeros(count + 1, dtype=np.intp)
         parent[low:] = active[choice]
         ends = np.full(count + 1, np.inf)
-        ends[low:] = found[choice, np.arange(count + 1 - low)]
+        ends[low:] = candidates[choice, np.arange(count + 1 - low)]
         parents.append(parent)
-        of_all.append(float(ends[count]))
-        if overhead == 0.0 and of_all[-1] <= limit:
+        totals.append(float(ends[count]))
+        if limit_is_best and totals[-1] <= limit:
             break
-        enough = np.maximum(ends[:count], next_ready)
-        active = np.flatnonzero((enough < least) & (ends[:count] <= latest_end))
-        least = np.minimum(least, enough)
-    best = min(of_all)
-    bound = limit if overhead == 0.0 else best + abs(best) * (tolerance + _ROUNDING)
-    number = next(m for m, end in enumerate(of_all) if end <= bound)
+        useful = np.maximum(ends[:count], next_ready)
+        active = np.flatnonzero((useful < earliest_so_far) & (ends[:count] <= latest_end))
+        earliest_so_far = np.minimum(earliest_so_far, useful)
+    best = min(totals)
+    bound = limit if limit_is_best else best + abs(best) * (tolerance + _ROUNDING)
+    number = next(m for m, end in enumerate(totals) if end <= bound)
     cuts = [count]
     for parent in reversed(parents[1 : number + 1]):
         cuts.append(int(parent[cuts[-1]]))
@@ -272,8 +268,10 @@ def _fewest(latest: Array, costs: Array, limit: float, overhead: float, toleranc
 
 
 def _latest_end(latest: Array, costs: Array, limit: float) -> Array:
-    """The latest end of the first ``i`` gradients after which the rest can end by ``limit``."""
+    """The latest end of the first ``i`` gradients after which the others can end by ``limit``."""
     count = len(costs) - 1
+    if limit == np.inf:
+        return np.full(count, np.inf)
     slack = _ROUNDING * abs(limit)
     ends = np.full(count + 1, -np.inf)
     ends[count] = limit + slack

@@ -1,25 +1,26 @@
-"""Lays out one iteration of several ranks as bars: compute, and below it the exchanges.
+"""Lays out one iteration of several ranks as bars: a row of compute, and its exchanges below.
 
-Never draws: the page and the picture both draw what stands here.
+Draws nothing: the page and the picture both draw these bars.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from slipstream.analysis.breakdown import Typical
-from slipstream.report.look import LOOKS, Unit, shortened
+from slipstream.analysis.time_unit import TimeUnit
+from slipstream.report.palette import PALETTE, chart_unit, shortened
+from slipstream.report.runs import Run
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
-from slipstream.trace.intervals import Interval, Intervals, lanes, length, subtract, union
+from slipstream.trace.intervals import Intervals, lanes, length, subtract, union
 from slipstream.trace.timeline import Iteration
 
 MOST_RANKS = 16
 MOST_BARS = 6000
-"""Spans that the timelines of one report draw, so that it stays quick to open."""
+"""Spans that the timelines of one report draw at most, so that it opens quickly."""
 
 _COMPUTE = (DATA_WAIT, FORWARD, BACKWARD, OPTIMIZER)
 _GAP = 0.55
@@ -28,9 +29,9 @@ _GAP = 0.55
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One rectangle; times in seconds from the start of the step, places in rows from the top.
+    """One rectangle: times in seconds since the start of the step, places in rows from the top.
 
-    ``wide`` bars have room for a border, which in narrow ones would hide the colour.
+    ``wide`` bars have room for a border; in narrow ones it would hide the colour.
     """
 
     kind: str
@@ -45,7 +46,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The bars of one step, the label and the place of each rank, and what was left out."""
+    """The bars of one step, label and place of each rank, and a note of what was left out."""
 
     bars: tuple[Bar, ...]
     ranks: tuple[tuple[str, float], ...]
@@ -54,48 +55,44 @@ class Drawing:
     note: str
 
 
-def lay_out(
-    iterations: Sequence[Iteration],
-    middle: Typical,
-    meta: Mapping[str, Any],
-    most_bars: int = MOST_BARS,
-) -> Drawing:
-    """The typical step of a trace; of many ranks and of many exchanges only some.
+def lay_out(run: Run, most_bars: int = MOST_BARS) -> Drawing:
+    """The typical step of a run; of many ranks and of many exchanges only some.
 
     Example:
-        >>> from slipstream.analysis.breakdown import typical
-        >>> from slipstream.trace.timeline import timeline
-        >>> its = timeline([
+        >>> from slipstream.trace.event import Trace
+        >>> trace = Trace((
         ...     Event("iteration", 0, 2, 0.0, 1.0),
         ...     Event("backward", 0, 2, 0.25, 0.75),
         ...     Event("allreduce1", 0, 2, 0.5, 1.0),
-        ... ])
-        >>> [(bar.kind, bar.start, bar.length) for bar in lay_out(its, typical(its), {}).bars]
+        ... ))
+        >>> drawing = lay_out(Run.of("run", trace, predicted=False))
+        >>> [(bar.kind, bar.start, bar.length) for bar in drawing.bars]
         [('backward', 0.25, 0.5), ('hidden', 0.5, 0.25), ('exposed', 0.75, 0.25)]
     """
-    step = typical_step(iterations)
-    own = {iteration.rank: iteration for iteration in iterations if iteration.step == step}
-    busiest = max(len(iteration.events) for iteration in own.values())
-    compute = {r: middle.ranks[r].forward + middle.ranks[r].backward for r in own}
+    step = typical_step(run.iterations)
+    by_rank = {iteration.rank: iteration for iteration in run.iterations if iteration.step == step}
+    busiest = max(len(iteration.events) for iteration in by_rank.values())
+    compute = {r: run.typical.ranks[r].forward + run.typical.ranks[r].backward for r in by_rank}
     ranks = chosen_ranks(compute, max(3, min(MOST_RANKS, most_bars // max(busiest, 1))))
-    zero = min(own[rank].start for rank in ranks)
-    end = max(own[rank].end for rank in ranks) - zero
-    frame = _Frame(meta, zero, Unit.of(end), most_bars // len(ranks), blur=end / 400)
+    zero = min(by_rank[rank].start for rank in ranks)
+    end = max(by_rank[rank].end for rank in ranks) - zero
+    frame = _Frame(run.meta, zero, chart_unit(end), most_bars // len(ranks), blur=end / 400)
     bars: list[Bar] = []
     labels, top = [], 0.0
     for rank in ranks:
-        drawn, height = frame.rank(own[rank], top)
-        bars += drawn
-        labels.append((_label(rank, compute, meta), top + height / 2))
+        of_rank, height = frame.rank(by_rank[rank], top)
+        bars += of_rank
+        labels.append((_label(rank, compute, run.meta), top + height / 2))
         top += height + _GAP
-    steps = len({iteration.step for iteration in iterations})
-    whole = max(len(compute), meta.get("world_size") or 0)  # a simulated trace may hold few ranks
-    note = _note(step, steps, len(ranks), whole, frame.most if busiest > frame.most else 0)
+    steps = len({iteration.step for iteration in run.iterations})
+    world = max(len(compute), run.meta.get("world_size") or 0)  # a simulated trace may hold fewer
+    cut_exchanges = frame.most if busiest > frame.most else 0
+    note = _note(step, steps, len(ranks), world, cut_exchanges)
     return Drawing(tuple(bars), tuple(labels), top - _GAP, end, note)
 
 
 def typical_step(iterations: Sequence[Iteration]) -> int:
-    """Of the steps that most ranks have: the one whose slowest rank is nearest to the median.
+    """Of the steps that most ranks recorded, the one whose slowest rank is nearest to the median.
 
     Example:
         >>> typical_step([Iteration(0, step, 0, end, ()) for step, end in ((2, 5), (3, 9), (4, 6))])
@@ -105,7 +102,7 @@ def typical_step(iterations: Sequence[Iteration]) -> int:
     for iteration in iterations:
         durations[iteration.step].append(iteration.duration)
     most = max(map(len, durations.values()))
-    slowest = {step: max(own) for step, own in durations.items() if len(own) == most}
+    slowest = {step: max(times) for step, times in durations.items() if len(times) == most}
     usual = median(slowest.values())
     return min(slowest, key=lambda step: abs(slowest[step] - usual))
 
@@ -134,79 +131,76 @@ def chosen_ranks(seconds: Mapping[int, float], most: int) -> list[int]:
 class _Frame:
     """What the bars of all ranks share.
 
-    ``most`` is how many exchanges of a rank are drawn. Within ``blur`` seconds, which nobody can
-    see, two of one row may overlap.
+    ``most`` bounds the exchanges drawn of a rank. Two bars of a row may overlap by ``blur``
+    seconds, which is less than a pixel or two.
     """
 
     meta: Mapping[str, Any]
     zero: float
-    unit: Unit
+    unit: TimeUnit
     most: int
     blur: float
 
     def rank(self, iteration: Iteration, top: float) -> tuple[list[Bar], float]:
-        """The bars of one rank and how high they are: a row of compute, then exchanges.
+        """The bars of one rank and their total height: a row of compute, then exchanges.
 
         Up to two rows of exchanges are as high as compute; more share the height of two.
         """
-        bars = [
-            self._bar(event, event.name, (event.start, event.end), top + 0.5, 1.0)
-            for event in iteration.events
-            if event.name in _COMPUTE and event.duration > 0
-        ]
+        bars = []
+        for event in iteration.events:
+            if event.name in _COMPUTE and event.duration > 0:
+                label = PALETTE[event.name].name
+                tip = self._tip(label, event)
+                span = event.start, event.end
+                bars.append(self._bar(event.name, span, (top + 0.5, 1.0), label, tip))
         exchanges = _longest(iteration.exchanges, self.most)
-        placed = lanes([(e.start, max(e.start, e.end - self.blur)) for e in exchanges])
-        rows = max(placed, default=-1) + 1
-        each = min(rows, 2) / max(rows, 1)
+        lane_of = lanes([(e.start, max(e.start, e.end - self.blur)) for e in exchanges])
+        rows = max(lane_of, default=-1) + 1
+        height = min(rows, 2) / max(rows, 1)
         compute = iteration.compute
-        for event, lane in zip(exchanges, placed, strict=True):
-            bars += self._exchange(event, compute, top + 1.0 + (lane + 0.5) * each, each)
+        for event, lane in zip(exchanges, lane_of, strict=True):
+            bars += self._exchange(event, compute, (top + 1.0 + (lane + 0.5) * height, height))
         return bars, 1.0 + min(rows, 2)
 
     def _exchange(
-        self, event: Event, compute: Intervals, middle: float, height: float
+        self, event: Event, compute: Intervals, place: tuple[float, float]
     ) -> Iterator[Bar]:
         """The pieces of an exchange with and without compute beside them; the longest is named."""
         whole = union([(event.start, event.end)])
         exposed = subtract(whole, compute)
-        tip = self._tip(event, length(exposed))
+        tip = (*self._tip(event.name, event), *self._exchange_tip(event, length(exposed)))
         pieces = [("hidden", piece) for piece in subtract(whole, exposed)]
         pieces += [("exposed", piece) for piece in exposed]
         longest = max((end - start for _, (start, end) in pieces), default=0.0)
         for kind, (start, end) in pieces:
-            bar = self._bar(event, kind, (start, end), middle, height, tip)
-            named = str(exchange_order(event.name) or event.name) if end - start == longest else ""
-            yield replace(bar, label=named)
+            label = str(exchange_order(event.name) or event.name) if end - start == longest else ""
+            yield self._bar(kind, (start, end), place, label, tip)
 
     def _bar(
         self,
-        event: Event,
         kind: str,
-        span: Interval,
-        middle: float,
-        height: float,
-        tip: tuple[str, ...] = (),
+        span: tuple[float, float],
+        place: tuple[float, float],
+        label: str,
+        tip: tuple[str, ...],
     ) -> Bar:
-        start, end = span
-        name = LOOKS[kind].name
-        what = event.name if tip else name
-        when = f"from {self.unit(event.start - self.zero)}, for {self.unit(event.duration)}"
-        head = f"{what}, rank {event.rank}"
-        length, wide = end - start, end - start > self.blur
-        lines = (head, when, *tip)
-        return Bar(kind, start - self.zero, length, middle, height, wide, name, lines)
+        (start, end), (middle, height) = span, place
+        wide = end - start > self.blur
+        return Bar(kind, start - self.zero, end - start, middle, height, wide, label, tip)
 
-    def _tip(self, event: Event, exposed: float) -> tuple[str, ...]:
-        """What an exchange is asked for when it is pointed at."""
-        lines = [f"{self.unit(event.duration - exposed)} hidden, {self.unit(exposed)} exposed"]
+    def _tip(self, name: str, event: Event) -> tuple[str, ...]:
+        when = f"from {self.unit(event.start - self.zero)}, for {self.unit(event.duration)}"
+        return f"{name}, rank {event.rank}", when
+
+    def _exchange_tip(self, event: Event, exposed: float) -> Iterator[str]:
+        yield f"{self.unit(event.duration - exposed)} hidden, {self.unit(exposed)} exposed"
         if num_bytes := event.args.get("bytes", 0):
             speed = f", {num_bytes * 8e-9 / event.duration:.2f} Gbit/s" if event.duration else ""
-            lines.append(f"{num_bytes / 1e6:.2f} MB{speed}")
+            yield f"{num_bytes / 1e6:.2f} MB{speed}"
         if count := event.args.get("gradients", 0):
-            lines.append(f"{count} gradient{'s' * (count != 1)}{self._names(event)}")
+            yield f"{count} gradient{'s' * (count != 1)}{self._names(event)}"
         if (waited := event.start - event.args.get("ready", event.start)) > 0:
-            lines.append(f"started {self.unit(waited)} after its gradients were ready")
-        return tuple(lines)
+            yield f"started {self.unit(waited)} after its gradients were ready"
 
     def _names(self, event: Event) -> str:
         """The first gradients of a segment, if the trace names them."""
@@ -220,13 +214,13 @@ class _Frame:
 
 
 def _longest(exchanges: Sequence[Event], most: int) -> list[Event]:
-    """The ``most`` longest, in the order they came."""
+    """The ``most`` longest, in their order."""
     by_duration = sorted(range(len(exchanges)), key=lambda i: -exchanges[i].duration)
     return [exchanges[i] for i in sorted(by_duration[:most])]
 
 
 def _label(rank: int, compute: Mapping[int, float], meta: Mapping[str, Any]) -> str:
-    """Rank, whether it computes the longest or the shortest of many, and below them its host."""
+    """The rank, whether it is the slowest or fastest of many, and below them its host."""
     words = f"rank {rank}"
     if len(compute) > MOST_RANKS and len(set(compute.values())) > 1:
         words += ", slowest" * (compute[rank] == max(compute.values()))
@@ -235,13 +229,13 @@ def _label(rank: int, compute: Mapping[int, float], meta: Mapping[str, Any]) -> 
     return f"{words}\n{shortened(str(hosts[rank]), 18)}" if rank < len(hosts) else words
 
 
-def _note(step: int, steps: int, ranks: int, of_ranks: int, most_exchanges: int) -> str:
-    """Which step is shown, and what was left out of it."""
+def _note(step: int, steps: int, ranks: int, world: int, most_exchanges: int) -> str:
+    """Which step is shown, and what was left out."""
     words = f"Step {step}"
     words += f", the nearest to the median of {steps} steps." if steps > 1 else "."
-    if ranks < of_ranks:
+    if ranks < world:
         words += (
-            f" {ranks} of {of_ranks:,} ranks: the first, and evenly from the fastest in compute to "
+            f" {ranks} of {world:,} ranks: the first, and evenly from the fastest in compute to "
             "the slowest."
         )
     if most_exchanges:

@@ -1,6 +1,6 @@
 """The timelines of the report as a PNG picture, for places without a browser.
 
-Never imports matplotlib before it draws, and never its ``pyplot``, which looks for a display.
+Imports matplotlib only when it draws (it is optional), and never ``pyplot``: that needs a display.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from slipstream.report.bars import Bar, Drawing
-from slipstream.report.look import FAINT, LINE, LOOKS, PAPER, TEXT, Unit
+from slipstream.report.palette import FAINT, LINE, PALETTE, PAPER, TEXT, chart_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 _WIDTH, _DPI = 12.0, 110
 _ROW = 0.27
-"""Inches that a row is high."""
+"""Height of a row in inches."""
 
 
 def picture(drawings: Sequence[tuple[str, Drawing]]) -> bytes:
-    """The drawings, each under its title, on one scale of time; PNG."""
+    """PNG data: the drawings, each under its title, on one scale of time."""
     from matplotlib.figure import Figure
 
     end = max(drawing.end for _, drawing in drawings) or 1e-6
@@ -41,16 +41,16 @@ def picture(drawings: Sequence[tuple[str, Drawing]]) -> bytes:
 
 
 def _draw(axes: Axes, drawing: Drawing, end: float) -> None:
-    """The bars, and their names where they fit."""
+    """The bars, with their labels where they fit."""
     from matplotlib.collections import PolyCollection
 
-    unit = Unit.of(end)
-    for kind, look in LOOKS.items():
+    unit = chart_unit(end)
+    for kind, swatch in PALETTE.items():
         bars = [bar for bar in drawing.bars if bar.kind == kind]
         corners = [_corners(bar, unit.scale) for bar in bars]
         borders = [0.4 if bar.wide else 0.0 for bar in bars]
         axes.add_collection(
-            PolyCollection(corners, facecolors=look.colour, edgecolors=PAPER, linewidths=borders)
+            PolyCollection(corners, facecolors=swatch.colour, edgecolors=PAPER, linewidths=borders)
         )
         for bar in bars:
             if _fits(bar, end):
@@ -62,7 +62,7 @@ def _draw(axes: Axes, drawing: Drawing, end: float) -> None:
                     ha="center",
                     va="center",
                     fontsize=8,
-                    color=look.ink,
+                    color=swatch.ink,
                 )
     axes.set_xlim(0, end * unit.scale * 1.005)
     axes.set_ylim(drawing.height + 0.1, -0.1)
@@ -83,7 +83,7 @@ def _fits(bar: Bar, end: float) -> bool:
 
 
 def _describe(axes: Axes, title: str, drawing: Drawing) -> None:
-    """Title, note, ranks; no frame. What a trace brings is never read as mathematics."""
+    """Title, note and ranks, without a frame. ``$`` in text from a trace is no mathematics."""
     note = wrap(drawing.note, 150)
     axes.set_title(
         title,
@@ -116,8 +116,8 @@ def _describe(axes: Axes, title: str, drawing: Drawing) -> None:
 def _add_key(figure: Figure, kinds: set[str]) -> None:
     from matplotlib.patches import Patch
 
-    looks = [look for kind, look in LOOKS.items() if kind in kinds]
-    patches = [Patch(color=look.colour, label=look.name) for look in looks]
+    swatches = [swatch for kind, swatch in PALETTE.items() if kind in kinds]
+    patches = [Patch(color=swatch.colour, label=swatch.name) for swatch in swatches]
     if patches:
         figure.legend(
             handles=patches,

@@ -1,73 +1,47 @@
-"""The plots of the report as plotly figures in plain mappings.
+"""The plots of the report, as plotly figures in plain mappings.
 
-Never imports plotly: the page does. Text that a trace brings is escaped, for plotly reads a little
-HTML.
+Does not import plotly (the page does). Text from a trace is escaped: plotly interprets some HTML.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
+from slipstream.analysis.time_unit import TimeUnit
 from slipstream.report.bars import Bar, Drawing
-from slipstream.report.look import (
+from slipstream.report.palette import (
     FAINT,
     LINE,
-    LOOKS,
     MEASURED,
+    PALETTE,
     PAPER,
+    PARTS,
     PREDICTED,
     TEXT,
-    Look,
-    Unit,
+    Swatch,
+    chart_unit,
     shortened,
 )
+from slipstream.report.runs import Comparison, Run
 
 Figure = dict[str, Any]
-PARTS = tuple(kind for kind in LOOKS if kind != "hidden")
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif"
 _ROW = 27
-"""Pixels that a row of the timeline is high."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The parts of an iteration, in seconds; one bar."""
-
-    name: str
-    parts: Mapping[str, float]
-    iteration: float
-    predicted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Seconds an iteration: what was predicted, what was measured, and how far that spreads."""
-
-    name: str
-    predicted: float
-    measured: float
-    spread: float = 0.0
-
-    @property
-    def error(self) -> float:
-        """By how much the prediction is too long, as a share of what was measured."""
-        return self.predicted / self.measured - 1 if self.measured else 0.0
+"""Height of a row of the timeline in pixels."""
 
 
 def timeline_plot(drawing: Drawing, end: float) -> Figure:
     """Bars over time, from 0 to ``end`` seconds; zooms along time only."""
-    unit = Unit.of(end)
-    kinds = [kind for kind in LOOKS if any(bar.kind == kind for bar in drawing.bars)]
+    unit = chart_unit(end)
     data = [
-        _timeline_bars(LOOKS[kind], [bar for bar in drawing.bars if bar.kind == kind], unit)
-        for kind in kinds
+        _timeline_bars(swatch, [bar for bar in drawing.bars if bar.kind == kind], unit)
+        for kind, swatch in PALETTE.items()
+        if any(bar.kind == kind for bar in drawing.bars)
     ]
-    height = drawing.height * _ROW + 64
     layout = _layout(
-        height=round(height),
+        height=round(drawing.height * _ROW + 64),
         barmode="overlay",
         margin={"l": 8, "r": 14, "t": 6, "b": 52},
         xaxis=_axis(f"{unit.name} since the step began", range=[0, end * unit.scale * 1.005]),
@@ -76,142 +50,134 @@ def timeline_plot(drawing: Drawing, end: float) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def breakdown_plot(stacks: Sequence[Stack]) -> Figure:
-    """One stacked bar for each trace, its whole iteration written behind it."""
-    longest = max(sum(stack.parts.values()) for stack in stacks)
-    unit = Unit.of(longest)
-    data = [_breakdown_bars(part, stacks, unit) for part in PARTS]
+def breakdown_plot(runs: Sequence[Run]) -> Figure:
+    """One stacked bar for each run, with its whole iteration written after it."""
+    longest = max(sum(run.parts.values()) for run in runs)
+    unit = chart_unit(longest)
     totals = [
         {
-            "x": sum(stack.parts.values()) * unit.scale,
+            "x": sum(run.parts.values()) * unit.scale,
             "y": place,
-            "text": f"<b>{unit(stack.iteration)}</b>",
+            "text": f"<b>{unit(run.iteration)}</b>",
             "showarrow": False,
             "xanchor": "left",
             "xshift": 6,
         }
-        for place, stack in enumerate(stacks)
+        for place, run in enumerate(runs)
     ]
     layout = _layout(
-        height=46 * len(stacks) + 70,
+        height=46 * len(runs) + 70,
         barmode="stack",
         bargap=0.3,
         margin={"l": 8, "r": 84, "t": 6, "b": 52},
         xaxis=_axis(f"{unit.name} an iteration", range=[0, longest * unit.scale * 1.02]),
-        yaxis=_rows([_bar_name(stack) for stack in stacks]),
+        yaxis=_rows([shortened(run.name, 24) + "\npredicted" * run.predicted for run in runs]),
         annotations=totals,
     )
-    return {"data": data, "layout": layout}
+    return {"data": [_breakdown_bars(part, runs, unit) for part in PARTS], "layout": layout}
 
 
-def compared_plot(compared: Sequence[Compared]) -> Figure:
+def comparison_plot(comparisons: Sequence[Comparison]) -> Figure:
     """Predicted beside measured, each pair of bars under its name."""
-    longest = max(max(one.predicted, one.measured + one.spread) for one in compared)
-    unit = Unit.of(longest)
-    spreads = [one.spread * unit.scale for one in compared]
+    longest = max(max(one.predicted, one.measured + one.spread) for one in comparisons)
+    unit = chart_unit(longest)
+    spreads = [one.spread * unit.scale for one in comparisons]
     data = [
-        _compared_bars(PREDICTED, [one.predicted for one in compared], unit, 0.21),
-        _compared_bars(MEASURED, [one.measured for one in compared], unit, -0.21)
+        _comparison_bars(PREDICTED, [one.predicted for one in comparisons], unit, 0.21),
+        _comparison_bars(MEASURED, [one.measured for one in comparisons], unit, -0.21)
         | {"error_x": {"array": spreads, "color": TEXT, "thickness": 1.2, "visible": any(spreads)}},
     ]
     layout = _layout(
-        height=56 * len(compared) + 92,
+        height=56 * len(comparisons) + 92,
         barmode="overlay",
         margin={"l": 8, "r": 14, "t": 34, "b": 52},
         showlegend=True,
         legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom", "traceorder": "normal"},
         xaxis=_axis(f"{unit.name} an iteration", range=[0, longest * unit.scale * 1.04]),
-        yaxis=_rows([shortened(one.name, 26) for one in compared]),
+        yaxis=_rows([shortened(one.name, 26) for one in comparisons]),
     )
     return {"data": data, "layout": layout}
 
 
-def _timeline_bars(look: Look, bars: Sequence[Bar], unit: Unit) -> Figure:
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": look.name,
-        "base": [_round(bar.start * unit.scale) for bar in bars],
-        "x": [_round(bar.length * unit.scale) for bar in bars],
-        "y": [_round(bar.middle) for bar in bars],
-        "width": [_round(bar.height * 0.94) for bar in bars],
-        "marker": {
-            "color": look.colour,
+def _timeline_bars(swatch: Swatch, bars: Sequence[Bar], unit: TimeUnit) -> Figure:
+    tips = [list(map(escape, bar.tip)) for bar in bars]
+    return _bars(
+        swatch,
+        x=[_round(bar.length * unit.scale) for bar in bars],
+        y=[_round(bar.middle) for bar in bars],
+        text=[escape(bar.label) for bar in bars],
+        base=[_round(bar.start * unit.scale) for bar in bars],
+        width=[_round(bar.height * 0.94) for bar in bars],
+        marker={
+            "color": swatch.colour,
             "line": {"color": PAPER, "width": [0.7 if bar.wide else 0 for bar in bars]},
         },
-        "text": [escape(bar.label) for bar in bars],
-        "customdata": [_tip(bar.tip) for bar in bars],
-        "hovertemplate": "%{customdata}<extra></extra>",
-        **_inside(look),
-    }
+        customdata=["<br>".join([f"<b>{head}</b>", *rest]) for head, *rest in tips],
+    )
 
 
-def _breakdown_bars(part: str, stacks: Sequence[Stack], unit: Unit) -> Figure:
-    look = LOOKS[part]
-    seconds = [stack.parts[part] for stack in stacks]
+def _breakdown_bars(part: str, runs: Sequence[Run], unit: TimeUnit) -> Figure:
+    swatch = PALETTE[part]
+    seconds = [run.parts[part] for run in runs]
     shares = [
-        100 * s / stack.iteration if stack.iteration else 0.0
-        for s, stack in zip(seconds, stacks, strict=True)
+        100 * value / run.iteration if run.iteration else 0.0
+        for value, run in zip(seconds, runs, strict=True)
     ]
-    return {
-        "type": "bar",
-        "orientation": "h",
-        "name": look.name,
-        "x": [_round(value * unit.scale) for value in seconds],
-        "y": list(range(len(stacks))),
-        "marker": {
-            "color": look.colour,
+    return _bars(
+        swatch,
+        x=[_round(value * unit.scale) for value in seconds],
+        y=list(range(len(runs))),
+        text=[f"{share:.0f} %" if share >= 3 else "" for share in shares],
+        marker={
+            "color": swatch.colour,
             "line": {"color": PAPER, "width": 1},
             "pattern": {
-                "shape": ["/" if stack.predicted else "" for stack in stacks],
+                "shape": ["/" if run.predicted else "" for run in runs],
                 "fgcolor": "rgba(255,255,255,0.55)",
                 "size": 7,
                 "solidity": 0.25,
                 "fillmode": "overlay",
             },
         },
-        "text": [f"{share:.0f} %" if share >= 3 else "" for share in shares],
-        "customdata": [
-            f"<b>{look.name}</b><br>{unit(value)}, {share:.1f} % of an iteration"
+        customdata=[
+            f"<b>{swatch.name}</b><br>{unit(value)}, {share:.1f} % of an iteration"
             for value, share in zip(seconds, shares, strict=True)
         ],
-        "hovertemplate": "%{customdata}<extra></extra>",
-        **_inside(look),
-    }
+    )
 
 
-def _compared_bars(look: Look, seconds: Sequence[float], unit: Unit, shift: float) -> Figure:
+def _comparison_bars(
+    swatch: Swatch, seconds: Sequence[float], unit: TimeUnit, shift: float
+) -> Figure:
+    return _bars(
+        swatch,
+        x=[_round(value * unit.scale) for value in seconds],
+        y=[place - shift for place in range(len(seconds))],
+        text=[unit(value) for value in seconds],
+        width=0.38,
+        marker={"color": swatch.colour},
+        customdata=[f"{swatch.name}: {unit(value)}" for value in seconds],
+        insidetextanchor="start",
+    )
+
+
+def _bars(swatch: Swatch, **more: Any) -> Figure:
+    """Horizontal bars of one kind, with text inside where it fits."""
     return {
         "type": "bar",
         "orientation": "h",
-        "name": look.name,
-        "x": [_round(value * unit.scale) for value in seconds],
-        "y": [place - shift for place in range(len(seconds))],
-        "width": 0.38,
-        "marker": {"color": look.colour},
-        "text": [unit(value) for value in seconds],
-        "hovertemplate": f"{look.name}: %{{text}}<extra></extra>",
-        **_inside(look),
-        "insidetextanchor": "start",
-    }
-
-
-def _inside(look: Look) -> Figure:
-    """Text in bars, lying, where it fits."""
-    return {
+        "name": swatch.name,
+        "hovertemplate": "%{customdata}<extra></extra>",
         "textposition": "inside",
         "insidetextanchor": "middle",
         "textangle": 0,
-        "insidetextfont": {"color": look.ink, "size": 12},
+        "insidetextfont": {"color": swatch.ink, "size": 12},
+        **more,
     }
 
 
-def _bar_name(stack: Stack) -> str:
-    return shortened(stack.name, 24) + "\npredicted" * stack.predicted
-
-
 def _names(places: Sequence[tuple[str, float]], extent: Sequence[float]) -> Figure:
-    """A vertical axis of names; it does not zoom."""
+    """A vertical axis of names, without zoom."""
     return {
         "range": extent,
         "tickvals": [place for _, place in places],
@@ -256,11 +222,6 @@ def _layout(**more: Any) -> Figure:
     }
 
 
-def _tip(lines: Sequence[str]) -> str:
-    head, *rest = map(escape, lines)
-    return "<br>".join([f"<b>{head}</b>", *rest])
-
-
 def _round(value: float) -> float:
-    """Six significant digits: less to load, and more than a screen shows."""
+    """Six significant digits: a smaller page, and still more than a screen shows."""
     return float(f"{value:.6g}")

@@ -1,6 +1,6 @@
-"""Draws traces as one HTML page that needs nothing else, and as a PNG picture.
+"""Draws traces as one self-contained HTML page, and as a PNG picture.
 
-Never measures and never judges: findings and trials are handed in, numbers come from ``breakdown``.
+Measures nothing: the caller passes findings and trials; numbers come from ``slipstream.analysis``.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from slipstream.advisor.findings import Finding
 from slipstream.errors import TraceError
-from slipstream.report import sections as sections
-from slipstream.report.bars import MOST_BARS
+from slipstream.report import sections
+from slipstream.report.bars import MOST_BARS, lay_out
 from slipstream.report.page import page
 from slipstream.report.picture import picture
-from slipstream.report.subject import Subject
+from slipstream.report.runs import Run
 from slipstream.trace.event import Trace
 
 Named = Sequence[tuple[str, Trace]]
-"""Traces, each under the name that the report calls it by."""
+"""Traces, each with the name that the report gives it."""
 
 
 def html(
@@ -32,16 +32,16 @@ def html(
 ) -> str:
     """One page: the iteration of each trace, breakdowns, findings, predictions and trials.
 
-    It holds all it needs (most of it plotly's script) and loads nothing. Of many ranks it shows 16.
-    A predicted trace is compared with the measured one of its name, else of the same strategy and
-    segments.
+    The page is self-contained (plotly's script is most of it) and loads nothing. Of many ranks it
+    shows 16. A predicted trace is compared with the measured one of its name, else of the same
+    strategy and segments.
 
     Args:
-        measured: Traces of runs in the order of display; others are compared to the first.
-        predicted: Traces that were simulated.
-        findings: By the name of the trace that they were found in.
+        measured: Recorded traces in the order of display; all are compared with the first.
+        predicted: Simulated traces.
+        findings: By the name of the trace in which they were found.
         trials: A tuner's log, ``{"name", "strategy", "predicted", "measured", "spread", "reason",
-            "status"}``, in seconds an iteration; only ``name`` must be there.
+            "status"}``, in seconds an iteration; only ``name`` is required.
 
     Raises:
         TraceError: There is no trace, or one without an iteration, or plotly is not installed.
@@ -53,21 +53,21 @@ def html(
         True
     """
     _require("plotly", "a page")
-    subjects = _subjects(measured, predicted)
-    title = f"{subjects[0].model} on {subjects[0].ranks:,} rank{'s' * (subjects[0].ranks != 1)}"
-    names = ", ".join(map(sections.title, subjects))
+    runs = _runs(measured, predicted)
+    title = f"{runs[0].model} on {runs[0].ranks:,} rank{'s' * (runs[0].ranks != 1)}"
+    names = ", ".join(run.title for run in runs)
     content = [
-        sections.timelines(subjects),
-        sections.breakdowns(subjects),
-        sections.findings(subjects, findings or {}),
-        sections.predictions(subjects, trials),
+        sections.timelines(runs),
+        sections.breakdowns(runs),
+        sections.findings(runs, findings or {}),
+        sections.predictions(runs, trials),
         sections.trials(trials),
     ]
-    return page(title, f"slipstream report: {names}", sections.cards(subjects), "".join(content))
+    return page(title, f"slipstream report: {names}", sections.cards(runs), "".join(content))
 
 
 def png(measured: Named, predicted: Named = ()) -> bytes:
-    """The timelines alone, one below the other on one scale of time.
+    """PNG data: the timelines alone, one below the other on one scale of time.
 
     Raises:
         TraceError: There is no trace, or one without an iteration, or matplotlib is not installed.
@@ -79,16 +79,15 @@ def png(measured: Named, predicted: Named = ()) -> bytes:
         b'PNG'
     """
     _require("matplotlib", "a picture")
-    subjects = _subjects(measured, predicted)
-    most_bars = MOST_BARS // len(subjects)
-    return picture([(sections.title(subject), subject.drawing(most_bars)) for subject in subjects])
+    runs = _runs(measured, predicted)
+    return picture([(run.title, lay_out(run, MOST_BARS // len(runs))) for run in runs])
 
 
 def read_trials(path: str | Path) -> list[dict[str, Any]]:
-    """The log of a tuner, as ``html`` takes it.
+    """Read the log of a tuner, in the form ``html`` takes.
 
     Raises:
-        TraceError: The file cannot be read, or is no such log.
+        TraceError: The file cannot be read, or is not such a log.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -103,21 +102,22 @@ def read_trials(path: str | Path) -> list[dict[str, Any]]:
         trials = json.loads(path.read_bytes())
     except OSError as error:
         raise TraceError(
-            f"{path} cannot be read: {error.strerror}. Give the path of a log of trials."
+            f"{path} cannot be read: {error.strerror}. Give the path of a tuner's log."
         ) from error
     except ValueError as error:
-        raise TraceError(f"{path} is not JSON: {error!s:.80}. Give a log of trials.") from error
-    wrong = "it is no list" if not isinstance(trials, list) else next(_mistakes(trials), "")
-    if wrong:
+        raise TraceError(f"{path} is not JSON: {error!s:.80}. Give a tuner's log.") from error
+    mistake = next(_mistakes(trials), "") if isinstance(trials, list) else "it is not a list"
+    if mistake:
         raise TraceError(
-            f"{path} is no log of trials: {wrong}. Give the file that slipstream tune --log wrote: "
-            'a list of {"name", "strategy", "predicted", "measured", "spread", "reason", "status"}.'
+            f"{path} is not a tuner's log: {mistake}. Give the file written by slipstream "
+            'tune --log: a list of {"name", "strategy", "predicted", "measured", "spread", '
+            '"reason", "status"}.'
         )
     return list(trials)
 
 
 def _mistakes(trials: list[Any]) -> Iterator[str]:
-    """What keeps entries from being trials."""
+    """Why entries are not trials."""
     for number, trial in enumerate(trials, 1):
         if not isinstance(trial, dict) or not isinstance(trial.get("name"), str):
             yield f"entry {number} has no name"
@@ -131,14 +131,14 @@ def _mistakes(trials: list[Any]) -> Iterator[str]:
 def _require(package: str, purpose: str) -> None:
     if find_spec(package) is None:
         raise TraceError(
-            f"{purpose} of the report needs {package}, which is not installed: "
-            "in the checkout, pip install '.[report]'"
+            f"{purpose} of the report needs {package}, which is not installed. Run this in the "
+            "checkout: pip install '.[report]'"
         )
 
 
-def _subjects(measured: Named, predicted: Named) -> list[Subject]:
-    subjects = [Subject.of(name, trace, predicted=False) for name, trace in measured]
-    subjects += [Subject.of(name, trace, predicted=True) for name, trace in predicted]
-    if not subjects:
-        raise TraceError("a report needs a trace, and there is none: give one or more.")
-    return subjects
+def _runs(measured: Named, predicted: Named) -> list[Run]:
+    runs = [Run.of(name, trace, predicted=False) for name, trace in measured]
+    runs += [Run.of(name, trace, predicted=True) for name, trace in predicted]
+    if not runs:
+        raise TraceError("a report needs a trace, but there is none: give one or more.")
+    return runs

@@ -1,6 +1,6 @@
-"""What happened in an iteration, on every rank, on one clock: events, their file, their numbers.
+"""Records what happens in an iteration on every rank, on one clock, and stores it in a file.
 
-Never imports torch; only ``slipstream.trace.recorder``, which is not imported here, does.
+Does not import torch: only ``slipstream.trace.recorder`` needs it, and is not imported here.
 """
 
 from slipstream.trace.chrome import read, write

@@ -1,6 +1,6 @@
 """Writes a trace as Chrome trace JSON, for ui.perfetto.dev and chrome://tracing; reads it back.
 
-Never computes anything about the trace. Format: Google, "Trace Event Format" (the object form).
+Format: Google, "Trace Event Format" (the object form).
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _Json = dict[str, Any]
 
 
 def write(trace: Trace, path: str | Path) -> None:
-    """Write ``path`` (``.json`` or ``.json.gz``), and the folders above it.
+    """Write ``path`` (``.json`` or ``.json.gz``), and create the folders above it.
 
-    A process is a rank. Its threads are the rows iteration, marks, data, compute and exchange;
-    spans that overlap each other get further rows, since slices of one thread must nest. Times
-    are microseconds to the nanosecond.
+    Each rank is a process. Its threads are the rows iteration, marks, data, compute and exchange.
+    Spans that overlap get further rows, since slices of one thread must nest. Times are
+    microseconds, rounded to nanoseconds.
 
     Raises:
-        TraceError: Another ending.
+        TraceError: The path has another ending.
 
     Example:
         >>> import tempfile
@@ -67,7 +67,9 @@ def write(trace: Trace, path: str | Path) -> None:
     """
     path = Path(path)
     if not path.name.endswith((".json", ".json.gz")):
-        raise TraceError(f"a trace cannot be written to {path}: let it end in .json or .json.gz.")
+        raise TraceError(
+            f"a trace cannot be written to {path}: the name must end in .json or .json.gz."
+        )
     rows = _rows(trace.events)
     tids = _tids(set(rows) | {(event.rank, "marks", 0) for event in trace.events})
     timed = [_slice(event, tids[row]) for event, row in zip(trace.events, rows, strict=True)]
@@ -86,7 +88,7 @@ def write(trace: Trace, path: str | Path) -> None:
 
 
 def read(path: str | Path) -> Trace:
-    """The trace that ``write`` wrote, times to the nanosecond.
+    """Read a trace that ``write`` wrote; times come back rounded to nanoseconds.
 
     Raises:
         TraceError: The file cannot be read, is damaged, comes from another program, or holds no
@@ -96,28 +98,28 @@ def read(path: str | Path) -> Trace:
     other = content.get("otherData") if isinstance(content, dict) else None
     if not isinstance(other, dict) or other.get("format") != _FORMAT:
         raise TraceError(
-            f"{path} is JSON, but no trace of slipstream: otherData.format is missing or is not "
-            f'"{_FORMAT}". Give a file that was recorded with trace.steps in the strategy.'
+            f"{path} is JSON, but not a trace of slipstream: otherData.format is missing or is not "
+            f'"{_FORMAT}". Give a file recorded with trace.steps in the strategy.'
         )
     entries = content.get("traceEvents")
     if not isinstance(entries, list):
-        raise TraceError(f"{path} is damaged: it holds no list traceEvents. Record it again.")
+        raise TraceError(f"{path} is damaged: traceEvents is not a list. Record the trace again.")
     try:
         events = tuple(_event(entry) for entry in entries if entry["ph"] == "X")
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(
-            f"{path} is damaged: an event in it cannot be read ({error!r:.80}). Record it again."
+            f"{path} is damaged: an event cannot be read ({error!r:.80}). Record the trace again."
         ) from error
     if not any(event.name == ITERATION for event in events):
         raise TraceError(
-            f"{path} holds no iteration ({len(events)} other events). Let trace.steps in the "
-            "strategy name steps that the training reaches."
+            f"{path} holds no iteration ({len(events)} other events). Set trace.steps in the "
+            "strategy to steps that the training reaches."
         )
     return Trace(events, {key: value for key, value in other.items() if key != "format"})
 
 
 def _load(path: Path) -> Any:
-    """The JSON value in a file, which may be compressed."""
+    """The JSON value in a file, compressed or not."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -130,7 +132,7 @@ def _load(path: Path) -> Any:
         return json.loads(data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TraceError(
-            f"{path} is cut short or damaged: gzip says {error!s:.80}. Copy or record it again."
+            f"{path} is truncated or damaged: gzip says {error!s:.80}. Copy or record it again."
         ) from error
     except ValueError as error:
         raise TraceError(
@@ -143,7 +145,7 @@ def _ns(seconds: float) -> int:
 
 
 def _rows(events: Iterable[Event]) -> list[_Row]:
-    """The row of each event, such that no two events of a row overlap."""
+    """The row of each event; no two events of a row overlap."""
     rows: dict[int, _Row] = {}
     grouped: dict[tuple[int, str], list[tuple[int, Event]]] = defaultdict(list)
     for index, event in enumerate(events):
@@ -158,7 +160,7 @@ def _rows(events: Iterable[Event]) -> list[_Row]:
 
 
 def _tids(rows: set[_Row]) -> dict[_Row, int]:
-    """Thread numbers from 1 for the rows of each rank, in the order of display."""
+    """Thread numbers from 1 for the rows of each rank, in display order."""
     tids: dict[_Row, int] = {}
     last: dict[int, int] = defaultdict(int)
     for rank, name, lane in sorted(rows, key=lambda row: (row[0], _ROWS.index(row[1]), row[2])):
@@ -187,7 +189,7 @@ def _label(kind: str, rank: int, tid: int = 0, **args: Any) -> _Json:
 
 
 def _slice(event: Event, tid: int) -> _Json:
-    """A span; its end, not its length, is rounded, so that neighbours still touch."""
+    """A span. Rounds its end, not its length, so that adjacent spans still touch."""
     start, end = _ns(event.start), _ns(event.end)
     args = {"step": event.step, **event.args}
     if "ready" in args:
@@ -216,7 +218,7 @@ def _instant(mark: Mark, tid: int) -> _Json:
 
 
 def _event(entry: _Json) -> Event:
-    """The span that ``_slice`` wrote."""
+    """The inverse of ``_slice``."""
     args = dict(entry["args"])
     step = args.pop("step")
     if "ready" in args:

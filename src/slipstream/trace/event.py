@@ -1,7 +1,4 @@
-"""What one event of a trace is: the names of the spans, their marks, and the trace that holds them.
-
-Never measures, never reads or writes a file, and never sees torch: values only.
-"""
+"""The values of a trace: the names of spans, events, marks, and the trace itself."""
 
 from __future__ import annotations
 
@@ -12,37 +9,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ITERATION = "iteration"
-"""From the wait for a batch to the end of the update; every other span of a step lies inside."""
+"""From the wait for a batch to the end of the update; contains all other spans of the step."""
 
 DATA_WAIT = "data_wait"
-"""The loader has not delivered yet."""
+"""Waiting for the loader."""
 
 BUFFERS = "buffers"
-"""Broadcast of the model's buffers (batch norm statistics): an exchange, too."""
+"""Broadcast of the model's buffers (batch norm statistics). Counts as an exchange."""
 
 FORWARD = "forward"
 """The model and the loss."""
 
 BACKWARD = "backward"
-"""Compute of backward alone; a wait for exchanges after it is not part of it."""
+"""The computation of backward, without the wait for exchanges after it."""
 
 OPTIMIZER = "optimizer"
 """The update of the parameters."""
 
 STAGE_FORWARD = "stage_forward"
-"""The forward of one pipeline stage on one micro-batch; the last stage computes the loss, too."""
+"""The forward of one pipeline stage on one micro-batch; in the last stage with the loss."""
 
 STAGE_BACKWARD = "stage_backward"
-"""The backward of one pipeline stage on one micro-batch, or the part of it for the inputs."""
+"""The backward of one pipeline stage on one micro-batch, or only its part for the inputs."""
 
 STAGE_WEIGHT = "stage_weight"
-"""The part of a stage's backward for its parameters, where the schedule runs it apart."""
+"""The part of a stage's backward for its parameters, if the schedule runs it separately."""
 
 _ALLREDUCE = re.compile(r"allreduce([1-9][0-9]*)\Z")
 
 
 def allreduce(number: int) -> str:
-    """Name of the span in which segment ``number`` (1 is exchanged first) is exchanged.
+    """Name of the exchange of segment ``number``; segment 1 is exchanged first.
 
     Example:
         >>> allreduce(2)
@@ -52,7 +49,7 @@ def allreduce(number: int) -> str:
 
 
 def exchange_order(name: str) -> int | None:
-    """Place of an exchange in its iteration: 0 for buffers, else its segment; None: no exchange.
+    """Position of an exchange in its iteration: 0 for buffers, else its segment; None for others.
 
     Example:
         >>> [exchange_order(name) for name in ("buffers", "allreduce12", "forward")]
@@ -68,15 +65,17 @@ def exchange_order(name: str) -> int | None:
 class Event:
     """A span of time in one step of one rank.
 
-    Times are seconds on the ``perf_counter`` clock of rank 0. An ``allreduceN`` carries the
-    arguments ``segment``, ``bytes``, ``gradients`` (how many), ``collectives`` (how many) and
-    ``ready``, the time at which the last gradient of its segment was there. ``ready`` is the one
-    argument that is a time. A ``backward`` that ends in exchanges carries ``gradients_ready``: for
-    each gradient, in ready order, the seconds from its start until it was there (None: it never
-    came). The spans of a pipeline stage carry its number, ``stage``, and ``micro_batch``. An
-    ``iteration`` carries ``samples``, how many this rank trained on (its share, where ranks share
-    a model), where it is known. An operator
-    of ``slipstream.comm`` carries ``bytes`` and ``ranks``, how many its group has.
+    Times are seconds on the ``perf_counter`` clock of rank 0. Arguments by span:
+
+    - ``allreduceN``: ``segment`` (from 0), ``bytes``, the numbers of ``gradients`` and
+      ``collectives``, and ``ready``, the time at which the last gradient of the segment was ready.
+      No other argument is a time.
+    - ``backward`` that ends in exchanges: ``gradients_ready``, for each gradient in ready order the
+      seconds from the start of backward until it was ready; None for one without a value.
+    - spans of a pipeline stage: ``stage`` and ``micro_batch``, their numbers.
+    - ``iteration``: ``samples`` that this rank trained on (its share, if several ranks hold one
+      model), if known.
+    - operators of ``slipstream.comm``: ``bytes``, and ``ranks``, the size of the group.
 
     Example:
         >>> Event("allreduce1", rank=0, step=2, start=0.5, end=0.75, args={"bytes": 4096}).duration
@@ -98,7 +97,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A point in time of one step of one rank; see ``marks`` for the names."""
+    """A point in time of one step of one rank; ``marks`` lists the names."""
 
     name: str
     rank: int
@@ -108,13 +107,17 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Every event of every rank, ordered by start, and what they were measured on.
+    """The events of all ranks, ordered by start, and what they were measured on.
 
-    ``meta`` holds plain JSON values, each of which may be missing: ``world_size``, ``hosts`` (by
-    rank), ``model`` (its name), ``strategy`` (as a mapping), ``segments`` (a list of ``{"bytes",
-    "gradients": [names]}``), ``gradients`` (in ready order, a list of ``{"name", "layer", "bytes",
-    "dtype"}``; 0 bytes for a sparse one), ``versions`` (of torch and slipstream) and
-    ``clock_error`` (by rank: the most by which a time of that rank can be off, in seconds).
+    ``meta`` holds plain JSON values; any of these may be missing:
+
+    - ``world_size``, ``hosts`` (by rank), ``model`` (name), ``strategy`` (a mapping)
+    - ``segments``: a list of ``{"bytes", "gradients": [names]}``
+    - ``gradients``: in ready order, a list of ``{"name", "layer", "bytes", "dtype"}``; a sparse
+      gradient has 0 bytes
+    - ``versions`` of torch and slipstream
+    - ``clock_error``: by rank, the most by which its times can be off, in seconds
+    - ``predicted``: true if the trace was simulated; it may then hold few of its ranks
     """
 
     events: tuple[Event, ...]
@@ -122,11 +125,12 @@ class Trace:
 
 
 def marks(events: Iterable[Event]) -> list[Mark]:
-    """The points of Huawei's HCCL iteration trace that these spans imply, ordered by time.
+    """The marks of an HCCL iteration trace that follow from these spans, ordered by time.
 
-    ``fp_start`` and ``bp_end`` (first forward, last backward of the step), ``allreduceN_start`` and
-    ``allreduceN_end`` for every segment, ``iteration_end``. A point whose span is missing is left
-    out. Source: the gradient segmentation chapter of the CANN TensorFlow tuning guide.
+    ``fp_start`` (start of the first forward of the step), ``bp_end`` (end of the last backward),
+    ``allreduceN_start`` and ``allreduceN_end`` of each segment, ``iteration_end``. A mark whose
+    span is missing is omitted.
+    Source: Huawei, CANN TensorFlow tuning guide, gradient segmentation.
 
     Example:
         >>> step = [Event("forward", 0, 2, 1.0, 2.0), Event("backward", 0, 2, 2.0, 4.0)]
@@ -137,15 +141,15 @@ def marks(events: Iterable[Event]) -> list[Mark]:
     for event in events:
         for name, time in _points(event):
             times[event.rank, event.step, name].append(time)
-    found = [
+    points = [
         Mark(name, rank, step, min(at) if name.endswith("_start") else max(at))
         for (rank, step, name), at in times.items()
     ]
-    return sorted(found, key=lambda mark: (mark.time, mark.rank, mark.name))
+    return sorted(points, key=lambda mark: (mark.time, mark.rank, mark.name))
 
 
 def _points(event: Event) -> list[tuple[str, float]]:
-    """Candidates for marks in one span."""
+    """The marks that one span may become."""
     if event.name == FORWARD:
         return [("fp_start", event.start)]
     if event.name == BACKWARD:

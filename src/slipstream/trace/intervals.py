@@ -1,7 +1,4 @@
-"""Sets of points in time as sorted, disjoint intervals: union, difference, length, lanes.
-
-Never knows what happens in them.
-"""
+"""Arithmetic on sorted, disjoint intervals of time: union, difference, length, lanes."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from collections.abc import Iterable, Sequence
 
 Interval = tuple[float, float]
 Intervals = tuple[Interval, ...]
-"""Sorted, disjoint, none of them empty."""
+"""Sorted and disjoint, none of them empty."""
 
 
 def union(spans: Iterable[Interval]) -> Intervals:
-    """The points that lie in any of the spans, which may overlap and come in any order.
+    """The points inside any of the spans, which may overlap and be in any order.
 
     Example:
         >>> union([(4, 5), (0, 2), (1, 3), (7, 7)])
@@ -32,14 +29,14 @@ def union(spans: Iterable[Interval]) -> Intervals:
 
 
 def subtract(whole: Intervals, holes: Intervals) -> Intervals:
-    """The points of ``whole`` that do not lie in ``holes``.
+    """The points of ``whole`` outside ``holes``.
 
     Example:
         >>> subtract(((0, 4), (6, 8)), ((1, 2), (3, 7)))
         ((0, 1), (2, 3), (7, 8))
     """
-    left: list[Interval] = []
-    first = 0  # the holes before it end before what is left of the whole: time stays linear
+    remaining: list[Interval] = []
+    first = 0  # holes before it end before the current interval: skipping them keeps this linear
     for start, end in whole:
         while first < len(holes) and holes[first][1] <= start:
             first += 1
@@ -47,16 +44,16 @@ def subtract(whole: Intervals, holes: Intervals) -> Intervals:
         while index < len(holes) and holes[index][0] < end:
             low, high = holes[index]
             if low > start:
-                left.append((start, low))
+                remaining.append((start, low))
             start = min(high, end)
             index += 1
         if start < end:
-            left.append((start, end))
-    return tuple(left)
+            remaining.append((start, end))
+    return tuple(remaining)
 
 
 def touching(intervals: Intervals, start: float, end: float) -> Intervals:
-    """Those of the intervals that have points between ``start`` and ``end``.
+    """The intervals with points between ``start`` and ``end``.
 
     Example:
         >>> touching(((0, 1), (2, 4), (5, 6), (8, 9)), 3, 6)
@@ -68,7 +65,7 @@ def touching(intervals: Intervals, start: float, end: float) -> Intervals:
 
 
 def length(intervals: Intervals) -> float:
-    """Sum of the lengths.
+    """The sum of the lengths.
 
     Example:
         >>> length(((0, 3), (4, 5)))
@@ -78,17 +75,17 @@ def length(intervals: Intervals) -> float:
 
 
 def lanes(spans: Sequence[Interval]) -> list[int]:
-    """A lane for each span, as few as possible, such that no two spans of a lane overlap.
+    """A lane for each span, such that spans in a lane do not overlap; as few lanes as possible.
 
     Example:
         >>> lanes([(0, 2), (1, 3), (2, 4)])
         [0, 1, 0]
     """
     ends: list[float] = []
-    chosen = [0] * len(spans)
+    lane_of = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: spans[i]):
         start, end = spans[index]
         free = next((lane for lane, busy in enumerate(ends) if busy <= start), len(ends))
         ends[free : free + 1] = [end]
-        chosen[index] = free
-    return chosen
+        lane_of[index] = free
+    return lane_of

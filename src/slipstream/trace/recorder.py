@@ -1,6 +1,6 @@
 """Records the spans of one rank, and gathers those of all ranks on one clock.
 
-Never decides what is worth a span, never writes a file; without a recorder nothing here runs.
+The other rooms decide what becomes a span. Nothing here runs unless a recorder was made.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.trace.event import ITERATION, Event, Trace
 from slipstream.version import __version__
 
 Stamp = float | torch.cuda.Event
-"""A point in time: seconds on this rank's clock, or a CUDA event that will tell them later."""
+"""A point in time: seconds on this rank's clock, or a CUDA event that is resolved later."""
 
 _PINGS = 10
 _Row = tuple[str, int, Stamp, Stamp, dict[str, Any]]
@@ -26,7 +26,7 @@ _Row = tuple[str, int, Stamp, Stamp, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """When one clock stood at ``at``, another stood at ``at + offset``, give or take ``error``."""
+    """When one clock showed ``at``, the other showed ``at + offset``, plus or minus ``error``."""
 
     at: float
     offset: float
@@ -36,23 +36,25 @@ class _Reading:
 class Recorder:
     """Records the steps ``first_step .. first_step + num_steps - 1`` of one rank.
 
-    The main thread calls ``begin_step`` and ``end_step`` around every iteration; this adds the
-    span ``iteration``. Any thread may ``add`` spans of the current step, before the main thread
-    learns that the work is done. A span costs one append; nothing else happens until ``gather``.
+    The main thread calls ``begin_step`` and ``end_step`` around each iteration, which adds the span
+    ``iteration``. Any thread may ``add`` spans of the current step, as long as it does so before it
+    signals the main thread that the work is done. A span costs one append; everything else waits
+    for ``gather``.
 
-    On CUDA work runs later than Python: take start and end with ``stamp``, which does not wait.
+    CUDA work runs later than the Python code that starts it: take start and end with ``stamp``,
+    which does not synchronize.
 
     Args:
         rank: This rank.
         first_step: The first step to record.
         num_steps: How many steps to record, at least 1.
-        clock: Seconds; another one than ``time.perf_counter`` serves tests.
+        clock: Returns seconds; tests replace it.
 
     Attributes:
-        active: True while the current step is recorded; test it before measuring anything.
-        done: True once the last step to record has ended; then ``gather``.
+        active: True while the current step is recorded; check it before measuring anything.
+        done: True once the last step has ended; then call ``gather``.
         first_step: The first step to record.
-        meta: Goes into ``Trace.meta`` of rank 0, over what the recorder finds out by itself.
+        meta: Goes into ``Trace.meta`` of rank 0; overrides what the recorder adds itself.
 
     Example:
         >>> recorder = Recorder(rank=0, first_step=2, num_steps=1)
@@ -84,7 +86,7 @@ class Recorder:
         self.restart(first_step, num_steps)
 
     def restart(self, first_step: int, num_steps: int) -> None:
-        """Forget what was recorded; record these steps, which are still to come."""
+        """Discard what was recorded, and record these later steps instead."""
         self.done = False
         self.first_step, self._last = first_step, first_step + num_steps - 1
         self._rows: list[_Row] = []
@@ -95,7 +97,7 @@ class Recorder:
         return self._clock()
 
     def stamp(self, device: torch.device) -> Stamp:
-        """Now on the CPU; on CUDA the moment at which the current stream gets here."""
+        """Now on the CPU; on CUDA the moment at which the current stream gets to this point."""
         if device.type != "cuda":
             return self._clock()
         if self._gpu is None:
@@ -103,35 +105,36 @@ class Recorder:
         return self._gpu.record()
 
     def begin_step(self, step: int, start: Stamp | None = None) -> None:
-        """An iteration begins (at ``start``, else now)."""
+        """Begin an iteration, at ``start`` or now."""
         self.active = self.first_step <= step <= self._last
         self._step = step
         if self.active:
             self._begin = self.now() if start is None else start
 
     def add(self, name: str, start: Stamp, end: Stamp, **args: Any) -> None:
-        """A span of the current step; does nothing in a step that is not recorded.
+        """Add a span to the current step; does nothing in a step that is not recorded.
 
-        ``args`` are plain JSON values. One named ``ready`` is a time, or a stamp, like ``start``;
-        one named ``gradients_ready`` is a list of these or of None, kept as seconds from ``start``.
+        ``args`` are plain JSON values, with two exceptions: ``ready`` is a stamp like ``start``,
+        and ``gradients_ready`` is a list of stamps or None, stored as seconds since ``start``.
         """
         if self.active:
             self._rows.append((name, self._step, start, end, args))
 
     def end_step(self, end: Stamp | None = None, **args: Any) -> None:
-        """The iteration ends (at ``end``, else now)."""
+        """End the iteration, at ``end`` or now."""
         if self.active:
             self.add(ITERATION, self._begin, self.now() if end is None else end, **args)
         self.active = False
         self.done = self._step >= self._last
 
     def align(self, group: dist.ProcessGroup | None = None) -> None:
-        """Read rank 0's clock: collective, while no exchange runs in ``group`` (None: all ranks).
+        """Compare this rank's clock with rank 0's. Collective over ``group`` (None: all ranks).
 
-        Call it at the first recorded step; ``gather`` does it again, and the drift of the clocks
-        between the two is interpolated. Each rank plays ping-pong with rank 0 and keeps the fastest
-        round trip, half of which bounds the error. Source: Mills, "Internet time synchronization:
-        the network time protocol" (1991); Cristian, "Probabilistic clock synchronization" (1989).
+        No exchange may run in ``group`` meanwhile. Call it at the first recorded step; ``gather``
+        does it again, and the drift of the clocks in between is interpolated. Each rank plays
+        ping-pong with rank 0 and keeps the fastest round trip, half of which bounds the error.
+        Source: Mills, "Internet time synchronization: the network time protocol" (1991); Cristian,
+        "Probabilistic clock synchronization" (1989).
         """
         if _size(group) == 1:
             return
@@ -141,36 +144,36 @@ class Recorder:
             self._readings.append(_ping(self._clock, group))
 
     def gather(self, group: dist.ProcessGroup | None = None) -> Trace | None:
-        """All ranks' events on the clock of rank 0: there a trace, None on the other ranks.
+        """Gather the events of all ranks on rank 0's clock: a trace on rank 0, None on others.
 
-        Collective, while no exchange runs in ``group`` (None: all ranks, or this process alone).
+        Collective over ``group`` (None: all ranks, or this process alone); no exchange may run in
+        it meanwhile.
         """
         self.align(group)
         if self._gpu is not None:
             self._gpu.synchronize()
         error = max((reading.error for reading in self._readings), default=0.0)
-        own = (self._events(), socket.gethostname(), error)
-        parts = [own]
+        local = (self._events(), socket.gethostname(), error)
+        parts = [local]
         if _size(group) > 1:
-            gathered: list[Any] | None = None
-            if dist.get_rank(group) == 0:
-                gathered = [None] * _size(group)
-            dist.gather_object(own, gathered, group=group, group_dst=0)
+            first = dist.get_rank(group) == 0
+            gathered: list[Any] | None = [None] * _size(group) if first else None
+            dist.gather_object(local, gathered, group=group, group_dst=0)
             if gathered is None:
                 return None
             parts = gathered
         events, hosts, errors = zip(*parts, strict=True)
-        found = {
+        meta = {
             "world_size": len(parts),
             "hosts": list(hosts),
             "versions": {"slipstream": __version__, "torch": torch.__version__},
             "clock_error": list(errors),
         }
         merged = sorted((event for part in events for event in part), key=_order)
-        return Trace(tuple(merged), found | self.meta)
+        return Trace(tuple(merged), meta | self.meta)
 
     def _events(self) -> list[Event]:
-        """This rank's spans in rank 0's seconds."""
+        """This rank's spans on rank 0's clock."""
         events = []
         for name, step, start, end, args in self._rows:
             if "ready" in args:
@@ -188,17 +191,17 @@ class Recorder:
     def _seconds(self, stamp: Stamp) -> float:
         """A stamp as seconds on rank 0's clock."""
         if isinstance(stamp, torch.cuda.Event):
-            assert self._gpu is not None, "a CUDA stamp that this recorder did not give"
+            assert self._gpu is not None, "a CUDA stamp of another recorder"
             stamp = self._gpu.seconds(stamp)
         return _translate(stamp, self._readings)
 
 
 class _GpuClock:
-    """Tells at which second of ``clock`` a CUDA event happened.
+    """Converts CUDA events to seconds on ``clock``.
 
-    Events tell time only relative to each other. An anchor is an event whose time is read off
-    ``clock`` the moment it is known to have happened. There is one at the first stamp and one at
-    the end, because the clocks of GPU and host drift apart by microseconds a second.
+    CUDA events measure time only relative to each other. An anchor is an event whose time is read
+    from ``clock`` right after it has completed. There is one at the first stamp and one at the end,
+    because the clocks of GPU and host drift apart by microseconds a second.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
@@ -213,7 +216,7 @@ class _GpuClock:
         return event
 
     def synchronize(self) -> None:
-        """Wait for all streams, so that every event has its time, and set the second anchor."""
+        """Wait for all streams, so that all events have completed, and set the second anchor."""
         torch.cuda.synchronize(self._device)
         event, at = self._anchor()
         since = self._since_zero(event)
@@ -224,7 +227,7 @@ class _GpuClock:
         return _translate(self._since_zero(event), self._readings)
 
     def _anchor(self) -> tuple[torch.cuda.Event, float]:
-        torch.cuda.synchronize(self._device)  # else the anchor waits in the queue of the GPU
+        torch.cuda.synchronize(self._device)  # else the anchor would queue behind earlier work
         event = self.record()
         event.synchronize()
         return event, self._clock()
@@ -234,7 +237,7 @@ class _GpuClock:
 
 
 def _translate(at: float, readings: list[_Reading]) -> float:
-    """A time of one clock on the other: the offset on the line through first and last reading."""
+    """A time of one clock on the other, by the line through the first and the last reading."""
     if not readings:
         return at
     first, last = readings[0], readings[-1]
@@ -243,7 +246,7 @@ def _translate(at: float, readings: list[_Reading]) -> float:
 
 
 def _ping(clock: Callable[[], float], group: dist.ProcessGroup | None) -> _Reading:
-    """The best of several readings of rank 0's clock over the network."""
+    """The reading of rank 0's clock with the fastest of several round trips."""
     message = _message(group)
     readings = []
     for _ in range(_PINGS):
@@ -258,7 +261,7 @@ def _ping(clock: Callable[[], float], group: dist.ProcessGroup | None) -> _Readi
 
 
 def _answer_pings(clock: Callable[[], float], group: dist.ProcessGroup | None) -> None:
-    """Rank 0: tell the time to each other rank in turn."""
+    """On rank 0: send the time to each other rank in turn."""
     message = _message(group)
     for peer in range(1, _size(group)):
         for _ in range(_PINGS):
@@ -268,13 +271,13 @@ def _answer_pings(clock: Callable[[], float], group: dist.ProcessGroup | None) -
 
 
 def _message(group: dist.ProcessGroup | None) -> torch.Tensor:
-    """One time, in float64, where the group can send it from."""
+    """A buffer for one time, on a device that the backend can send from."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     return torch.zeros(1, dtype=torch.float64, device=device)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
-    """Ranks of the group; 1 where this process is alone."""
+    """Ranks of the group; 1 without a process group."""
     joined = dist.is_available() and dist.is_initialized()
     return dist.get_world_size(group) if joined else 1
 

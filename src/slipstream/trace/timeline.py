@@ -1,7 +1,4 @@
-"""Sorts the events of a trace into iterations: one for each step of each rank.
-
-Never computes a statistic.
-"""
+"""Groups the events of a trace into iterations: one for each step of each rank."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from slipstream.trace.intervals import Intervals, union
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One step of one rank: its bounds in seconds, and the spans inside ordered by start.
+    """One step of one rank: its bounds in seconds, and its spans ordered by start.
 
-    ``samples`` is how many samples it trained on, its share where ranks share a model; 0 where that
-    is not known.
+    ``samples`` is how many samples it trained on (its share, if several ranks hold one model); 0 if
+    unknown.
     """
 
     rank: int
@@ -36,9 +33,9 @@ class Iteration:
 
     @property
     def exchanges(self) -> tuple[Event, ...]:
-        """The spans of exchanges: buffers, then segment by segment."""
-        found = [(exchange_order(e.name), e) for e in self.events]
-        ordered = [(order, e.start, e) for order, e in found if order is not None]
+        """The exchanges: buffers first, then the segments in order."""
+        numbered = [(exchange_order(e.name), e) for e in self.events]
+        ordered = [(order, e.start, e) for order, e in numbered if order is not None]
         return tuple(e for _, _, e in sorted(ordered, key=lambda entry: entry[:2]))
 
     @property
@@ -52,7 +49,7 @@ class Iteration:
 
 
 def timeline(events: Iterable[Event]) -> list[Iteration]:
-    """The iterations, ordered by step, then rank; a step without its end is left out.
+    """The iterations, ordered by step, then rank; a step that did not end is omitted.
 
     Raises:
         TraceError: There is no iteration.
@@ -76,18 +73,10 @@ def timeline(events: Iterable[Event]) -> list[Iteration]:
             "Record at least one whole step: set trace.steps in the strategy to steps that the "
             "training reaches."
         )
-    return [
-        Iteration(
-            rank,
-            step,
-            span.start,
-            span.end,
-            _by_start(inside[step, rank]),
-            span.args.get("samples", 0),
-        )
-        for (step, rank), span in sorted(bounds.items(), key=lambda item: item[0])
-    ]
-
-
-def _by_start(events: list[Event]) -> tuple[Event, ...]:
-    return tuple(sorted(events, key=lambda e: (e.start, e.end)))
+    iterations = []
+    for step, rank in sorted(bounds):
+        span = bounds[step, rank]
+        spans = tuple(sorted(inside[step, rank], key=lambda e: (e.start, e.end)))
+        samples = span.args.get("samples", 0)
+        iterations.append(Iteration(rank, step, span.start, span.end, spans, samples))
+    return iterations

@@ -118,7 +118,7 @@ def _show(console: Console, folder: Path) -> None:
     console.print(summary(trace))
     console.rule("2  diagnosis", align="left")
     network = NetworkProfile.load(folder / "cluster.yaml").groups("world")
-    console.print(drawn(advise(trace, network.all_reduce.seconds)))
+    console.print(drawn(advise(trace, network.all_reduce.seconds_of)))
     console.rule(
         "3  the plan, computed from this trace and this network, and applied", align="left"
     )

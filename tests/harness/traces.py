@@ -17,7 +17,7 @@ many = settings(  # no deadline: it would measure the machine's load
 
 
 def by_hand(ranks: int = 2, steps: int = 3) -> Trace:
-    """Iterations of 100 ms whose numbers are easily told; rank r starts backward 2r ms late.
+    """Iterations of 100 ms whose numbers are easy to check; rank r starts backward 2r ms late.
 
     data wait 5, forward 25, backward 40, tail 15, optimizer 10, other 5 ms (on rank 0); of
     allreduce1 20 of 20 ms are hidden, of allreduce2 10 of 25.

@@ -1,7 +1,7 @@
-"""Traces of trainings made to measure: forward, backward, and exchanges in one queue.
+"""Synthetic trainings: forward, backward, and exchanges one at a time.
 
-All times here are milliseconds and all sizes megabytes (10**6 bytes); the trace is in seconds and
-bytes, as every other.
+All times here are milliseconds and all sizes megabytes (10**6 bytes); the trace itself is in
+seconds and bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def on_time(rank: int, step: int) -> float:
 
 @dataclass(frozen=True)
 class Training:
-    """Ten gradients of 1 MB, ready every 10 ms of 100 ms of backward, unless said otherwise."""
+    """By default ten gradients of 1 MB, ready every 10 ms of 100 ms of backward."""
 
     cuts: tuple[int, ...] = (5, 10)
     startup: float = 40.0
@@ -42,8 +42,8 @@ class Training:
     samples: int = 8
     meta: dict[str, Any] = field(default_factory=dict)
 
-    def seconds_of(self, num_bytes: float) -> float:
-        """The true cost of an exchange."""
+    def seconds_of(self, num_bytes: Any) -> Any:
+        """The true cost of an exchange, of one size or an array of them."""
         return (self.startup + self.per_mb * num_bytes / MB) * MS
 
     @property

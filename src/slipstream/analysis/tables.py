@@ -1,0 +1,186 @@
+"""The tables of ``summary``: 80 columns wide, the numbers that decide first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.table import Table
+
+from slipstream.analysis.breakdown import TypicalExchange, TypicalIteration
+from slipstream.analysis.operators import TypicalOperator
+from slipstream.analysis.stages import TypicalStages
+from slipstream.analysis.stragglers import Straggler
+from slipstream.analysis.time_unit import TimeUnit
+from slipstream.trace.event import exchange_order
+
+PARTS = {
+    "data_wait": "data wait",
+    "forward": "forward",
+    "backward": "backward",
+    "exposed": "exposed exchange",
+    "optimizer": "optimizer",
+    "other": "other",
+    "iteration": "iteration",
+    "tail": "tail",
+}
+"""The rows of the table of parts: field of ``Parts`` and label."""
+
+_MOST_STRAGGLERS = 8
+
+
+def parts_table(typical: TypicalIteration) -> Table:
+    """A row for each part of an iteration: median, share, and spread over ranks."""
+    whole = typical.spread("iteration")
+    unit = TimeUnit.of(whole.high)
+    table = _table(
+        "Where an iteration goes",
+        ("part", f"median {unit.name}", "share %", f"min .. max rank {unit.name}", "slowest"),
+        "All numbers are medians over iterations. Exposed exchange: an exchange runs and forward "
+        "and backward do not. Other: nothing recorded runs. Tail: from the end of backward to the "
+        "end of the last exchange; it overlaps the rows above.",
+        rows=(),
+        labels=1,
+    )
+    for part, label in PARTS.items():
+        over = typical.spread(part)
+        low, high = unit.number(over.low), unit.number(over.high)
+        if part == "iteration":
+            table.add_section()
+        table.add_row(
+            label,
+            unit.number(over.median),
+            _percent(over.median, whole.median),
+            f"{low} .. {high}",
+            f"rank {over.slowest}" if low != high else "-",
+            style="bold" if part == "iteration" else None,
+        )
+    return table
+
+
+def rank_table(typical: TypicalIteration) -> Table:
+    """A row for each rank: the whole iteration, then its parts."""
+    unit = TimeUnit.of(typical.spread("iteration").high)
+    parts = ["iteration", *(part for part in PARTS if part != "iteration")]
+    return _table(
+        "Rank by rank",
+        ("rank", *(PARTS[part].replace(" ", "\n") for part in parts)),
+        f"Medians over iterations, in {unit.name}.",
+        (
+            (rank, *(unit.number(getattr(numbers, part)) for part in parts))
+            for rank, numbers in typical.ranks.items()
+        ),
+    )
+
+
+def straggler_table(stragglers: Sequence[Straggler]) -> Table:
+    """A row for each straggler, up to 8, the worst first."""
+    unit = TimeUnit.of(max(s.usual + s.seconds for s in stragglers))
+    return _table(
+        "Ranks slower than the others",
+        ("phase", "rank", f"slower by {unit.name}", f"others {unit.name}", "iterations"),
+        "Slower in most iterations than the median of the other ranks, by more than 5 % of it and "
+        "1 % of an iteration. The worst come first.",
+        (
+            (
+                PARTS[s.phase],
+                s.rank,
+                *map(unit.number, (s.seconds, s.usual)),
+                f"{s.iterations} of {s.of}",
+            )
+            for s in stragglers[:_MOST_STRAGGLERS]
+        ),
+        labels=1,
+    )
+
+
+def exchange_table(exchanges: Sequence[TypicalExchange]) -> Table:
+    """A row for each exchange: what it costs, when it runs, what it sends."""
+    unit = TimeUnit.of(max(max(abs(e.start) + e.duration, e.skew) for e in exchanges))
+    times = [f"{name}\n{unit.name}" for name in ("time", "start", "skew")]
+    return _table(
+        "Exchanges between ranks",
+        ("#", f"exposed\n{unit.name}", "hidden\n%", *times, "MB", "Gbit/s", "gradients"),
+        "Exposed: the time without forward or backward beside it. Hidden: the share beside them. "
+        "Start: since the start of the iteration. Skew: how long the first rank waits for the "
+        "last to be ready. Gbit/s: bytes / time.",
+        (
+            (
+                exchange_order(e.name) or e.name,
+                unit.number(e.exposed),
+                _percent(e.hidden, e.duration),
+                *map(unit.number, (e.duration, e.start, e.skew)),
+                f"{e.bytes / 1e6:.2f}",
+                f"{e.bytes * 8e-9 / e.duration:.2f}" if e.duration else "-",
+                e.gradients or "-",
+            )
+            for e in exchanges
+        ),
+    )
+
+
+def stage_table(ranks: Sequence[TypicalStages]) -> Table:
+    """A row for each rank of a pipeline: its bubble, and what it computes."""
+    unit = TimeUnit.of(max(s.forward + s.backward + s.waits for s in ranks))
+    times = [f"{name}\n{unit.name}" for name in ("waits", "forward", "backward")]
+    return _table(
+        "Stages of the pipeline",
+        ("rank", "bubble\n%", *times, "micro-\nbatches", "stages"),
+        "Bubble: the share of the time from the first forward to the last backward in which a rank "
+        "computes nothing.",
+        (
+            (
+                s.rank,
+                f"{100 * s.bubble:.1f}",
+                *map(unit.number, (s.waits, s.forward, s.backward)),
+                s.micro_batches,
+                ", ".join(map(str, s.stages)),
+            )
+            for s in ranks
+        ),
+    )
+
+
+def operator_table(operators: Sequence[TypicalOperator]) -> Table:
+    """A row for each operator of ``slipstream.comm``, the longest first."""
+    unit = TimeUnit.of(max(o.seconds for o in operators))
+    return _table(
+        "Operators between ranks",
+        ("operator", unit.name, "MB", "calls", "ranks"),
+        "Sums of one iteration, with the wait for the other ranks; they are part of forward and "
+        "backward. Ranks: size of the group.",
+        (
+            (o.name, unit.number(o.seconds), f"{o.bytes / 1e6:.2f}", o.calls, o.ranks)
+            for o in operators
+        ),
+        labels=1,
+    )
+
+
+def _table(
+    title: str,
+    headings: Sequence[str],
+    caption: str,
+    rows: Iterable[Sequence[object]],
+    labels: int = 0,
+) -> Table:
+    """A table; the first ``labels`` columns hold words, the others numbers."""
+    table = Table(
+        title=title,
+        caption=caption,
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for column, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if column < labels else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}" if whole else "-"
