@@ -56,7 +56,7 @@ class SplitModel:
             >>> model.best_cuts(), model.best_cuts(max_segments=1)
             ((1, 3), (3,))
         """
-        stops = self._positions()
+        stops = self._positions()  # the problem is solved for the groups of gradients in between
         cuts = optimal_cuts(
             [self.ready[stop - 1] for stop in stops],
             self.sizes_of(stops),

@@ -154,6 +154,8 @@ class _Frame:
                 span = event.start, event.end
                 bars.append(self._bar(event.name, span, (top + 0.5, 1.0), label, tip))
         exchanges = _longest(iteration.exchanges, self.most)
+        # Exchanges that overlap by less than the eye can see share a row: else each pair of
+        # neighbours, which clocks let overlap by microseconds, would need two.
         lane_of = lanes([(e.start, max(e.start, e.end - self.blur)) for e in exchanges])
         rows = max(lane_of, default=-1) + 1
         height = min(rows, 2) / max(rows, 1)

@@ -68,6 +68,7 @@ def key(kinds: Iterable[str]) -> str:
 
 def plot(name: str, figure: Figure, *, with_library: bool) -> str:
     """A plot; exactly one of the page must include plotly's script (``with_library``)."""
+    # Imported here: plotly is optional, and slow to import.
     from plotly.io import to_html
 
     drawn = to_html(

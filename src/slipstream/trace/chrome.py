@@ -84,6 +84,7 @@ def write(trace: Trace, path: str | Path) -> None:
     }
     data = json.dumps(content, allow_nan=False).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
+    # mtime=0: equal traces make equal files
     path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 

@@ -117,7 +117,7 @@ class Recorder:
         ``args`` are plain JSON values, with two exceptions: ``ready`` is a stamp like ``start``,
         and ``gradients_ready`` is a list of stamps or None, stored as seconds since ``start``.
         """
-        if self.active:
+        if self.active:  # no lock: appending to a list is atomic
             self._rows.append((name, self._step, start, end, args))
 
     def end_step(self, end: Stamp | None = None, **args: Any) -> None:
@@ -149,9 +149,9 @@ class Recorder:
         Collective over ``group`` (None: all ranks, or this process alone); no exchange may run in
         it meanwhile.
         """
-        self.align(group)
+        self.align(group)  # the second reading: drift since the first one is interpolated
         if self._gpu is not None:
-            self._gpu.synchronize()
+            self._gpu.synchronize()  # elapsed times exist for completed events only
         error = max((reading.error for reading in self._readings), default=0.0)
         local = (self._events(), socket.gethostname(), error)
         parts = [local]
