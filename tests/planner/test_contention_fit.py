@@ -1,4 +1,4 @@
-"""Contention found again in traces that were simulated with it, and left alone where none tells."""
+"""Contention is recovered from traces simulated with it; what a trace does not show stays."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Curves through measured points, clusters of other sizes, and the file that keeps them."""
+"""Curves through measured points, networks of other sizes, and the file that stores them."""
 
 from __future__ import annotations
 
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,18 +164,18 @@ def test_what_is_saved_is_loaded(tmp_path: Path, saved: NetworkProfile) -> None:
     assert NetworkProfile.load(tmp_path / "cluster.yaml") == saved
 
 
-def without(document, *path):
-    *way, last = path
-    for step in way:
-        document = document[step]
-    del document[last]
+def without(document: dict[str, Any], *path: str | int) -> None:
+    parent: Any = document
+    for step in path[:-1]:
+        parent = parent[step]
+    del parent[path[-1]]
 
 
-def put(document, value, *path):
-    *way, last = path
-    for step in way:
-        document = document[step]
-    document[last] = value
+def put(document: dict[str, Any], value: object, *path: str | int) -> None:
+    parent: Any = document
+    for step in path[:-1]:
+        parent = parent[step]
+    parent[path[-1]] = value
 
 
 ALL_REDUCE = ("networks", "world", "all_reduce")

@@ -1,4 +1,4 @@
-"""Candidates and their ranking, on workloads and clusters made by hand."""
+"""Candidates and their ranking, on workloads and networks made by hand."""
 
 from __future__ import annotations
 

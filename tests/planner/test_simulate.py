@@ -1,9 +1,10 @@
-"""Iterations told by hand, laws that hold for all of them, and traces that read like real ones."""
+"""Iterations computed by hand, laws that hold for all of them, and traces like recorded ones."""
 
 from __future__ import annotations
 
 import io
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -164,7 +165,7 @@ plans = st.tuples(
 )
 
 
-def a_plan(drawn, **changes):
+def a_plan(drawn: tuple[set[int], bool, int], **changes: Any) -> Plan:
     cuts, overlap, accumulate = drawn
     return Plan((*sorted(cuts), 12), overlap, accumulate=accumulate, **changes)
 

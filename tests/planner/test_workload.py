@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -20,18 +21,18 @@ NAMES = ("data_wait", "forward", "backward", "ready", "optimizer", "other", "sam
 THIRDS = Plan((2, 4, 6))
 
 
-def edited(trace, change):
+def edited(trace: Trace, change: Callable[[Event], Event | None]) -> Trace:
     """The trace with ``change(event)`` for each event, without those for which it is None."""
     events = tuple(new for event in trace.events if (new := change(event)) is not None)
     return Trace(events, trace.meta)
 
 
-def without_ready_times(event):
+def without_ready_times(event: Event) -> Event:
     args = {name: value for name, value in event.args.items() if name != "gradients_ready"}
     return replace(event, args=args)
 
 
-def moved(event, step, seconds):
+def moved(event: Event, step: int, seconds: float) -> Event:
     args = dict(event.args)
     if "ready" in args:
         args["ready"] += seconds
@@ -79,7 +80,7 @@ def test_one_process_has_no_exchanges_and_serves_a_cluster_of_any_size() -> None
 
 
 def test_a_gradient_that_never_came_is_sent_when_backward_is_over() -> None:
-    def unused(event):
+    def unused(event: Event) -> Event:
         if event.name != "backward":
             return event
         offsets = event.args["gradients_ready"]
@@ -110,7 +111,7 @@ def test_a_step_that_not_all_ranks_went_through_is_left_out() -> None:
     np.testing.assert_allclose(read_back.backward, workload().backward)
 
 
-def shorter(event):
+def shorter(event: Event) -> Event:
     if event.name != "backward" or event.rank != 1:
         return event
     return replace(event, args={"gradients_ready": event.args["gradients_ready"][:-1]})
