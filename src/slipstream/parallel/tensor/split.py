@@ -294,15 +294,9 @@ def split_layers(
 
 def _with_aliases(model: nn.Module, shards: dict[str, Shard]) -> dict[str, Shard]:
     """``shards``, also under the further names of tied parameters."""
-    by_tensor = {
-        id(p): shards[n] for n, p in model.named_parameters(remove_duplicate=False) if n in shards
-    }
-    aliases = {
-        n: by_tensor[id(p)]
-        for n, p in model.named_parameters(remove_duplicate=False)
-        if id(p) in by_tensor
-    }
-    return shards | aliases
+    named = list(model.named_parameters(remove_duplicate=False))
+    by_tensor = {id(p): shards[name] for name, p in named if name in shards}
+    return shards | {name: by_tensor[id(p)] for name, p in named if id(p) in by_tensor}
 
 
 def _gather_shards(local: torch.Tensor, shard: Shard, group: Group) -> torch.Tensor:
