@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich import box
 from rich.table import Table
 
 from slipstream.analysis.breakdown import TypicalExchange, TypicalIteration
+from slipstream.analysis.compact_table import compact
 from slipstream.analysis.operators import TypicalOperator
 from slipstream.analysis.stages import TypicalStages
 from slipstream.analysis.stragglers import Straggler
@@ -165,18 +165,7 @@ def _table(
     labels: int = 0,
 ) -> Table:
     """A table; the first ``labels`` columns hold words, the others numbers."""
-    table = Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    for column, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if column < labels else "right")
+    table = compact(title, *headings, left=headings[:labels], caption=caption)
     for row in rows:
         table.add_row(*map(str, row))
     return table

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.analysis.breakdown import typical_iteration
+from slipstream.analysis.compact_table import compact
 from slipstream.analysis.throughput import (
     compute_share,
     iterations_per_second,
@@ -29,7 +30,6 @@ from slipstream.analysis.throughput import (
 from slipstream.analysis.time_unit import TimeUnit
 from slipstream.cli.options import Script, ScriptArgs, StrategySource
 from slipstream.cli.ranks import launch_command, log_folder, refuse_launcher, threads_per_rank
-from slipstream.cli.table import compact
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from slipstream.analysis.compact_table import compact
 from slipstream.cli.options import (
     LinkRate,
     LogDir,
@@ -20,7 +21,6 @@ from slipstream.cli.options import (
     StrategySource,
 )
 from slipstream.cli.ranks import log_folder, run_on_hosts
-from slipstream.cli.table import compact
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.strategy import Strategy
 from slipstream.testbed import Testbed, format_rate

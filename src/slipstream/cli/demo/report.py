@@ -10,7 +10,7 @@ from statistics import median, quantiles
 
 from rich.table import Table
 
-from slipstream.cli.table import compact
+from slipstream.analysis.compact_table import compact
 from slipstream.errors import TraceError
 from slipstream.tuner.significance import median_interval
 

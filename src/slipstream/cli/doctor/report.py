@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli.table import compact
+from slipstream.analysis.compact_table import compact
 from slipstream.planner.cost import Collective, Network, NetworkProfile
 from slipstream.planner.curve import WORST_ERROR, Curve
 

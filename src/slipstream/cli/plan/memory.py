@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli.table import compact
+from slipstream.analysis.compact_table import compact
 from slipstream.errors import ModelError, StrategyError
 
 COUNT = "slipstream.cli.plan.count"

@@ -8,7 +8,7 @@ from rich.bar import Bar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli.table import compact
+from slipstream.analysis.compact_table import compact
 from slipstream.planner.candidates import TOLERANCE, label
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import Point, Prediction

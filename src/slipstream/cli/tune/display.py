@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.cli.table import compact
+from slipstream.analysis.compact_table import compact
 from slipstream.tuner.trial_log import Trial
 from slipstream.tuner.tune import Tuned
 

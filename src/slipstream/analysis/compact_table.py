@@ -1,4 +1,4 @@
-"""The look of the commands' tables: they fit 80 columns, and no heading is cut."""
+"""The look of every table in a terminal: 80 columns wide, no heading cut."""
 
 from __future__ import annotations
 
