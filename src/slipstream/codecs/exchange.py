@@ -44,7 +44,7 @@ def sent_bytes(request: Request, ranks: int) -> float:
     """Bytes that each of ``ranks`` sends: a ring's sum, and what goes to others of the rest.
 
     Example:
-        >>> sent_bytes(Sum(torch.zeros(100)), 4)
+        >>> sent_bytes(AllReduce(torch.zeros(100)), 4)
         600.0
     """
     if ranks == 1:
