@@ -31,8 +31,8 @@ STEPS = 3
 CODECS: dict[str, Any] = {
     "no codec": None,
     "half": "half",
-    "onebit": "onebit",
-    "powersgd": {"kind": "powersgd", "rank": 2},
+    "onebit": {"kind": "onebit", "start_step": 0},
+    "powersgd": {"kind": "powersgd", "rank": 2, "start_step": 0},
 }
 SLOW = ("compute", "exchange")
 
