@@ -1,21 +1,29 @@
-# make demo | make test | make check | make bench: each sets up .venv first, on a fresh machine too.
+# make demo | make quick | make test | make check | make bench: each sets up .venv first, on a fresh
+# machine too. make test TORCH=2.15.0 PYTHON=python3.13: other versions, in an environment of their own.
 PYTHON ?= python3
-VENV := .venv
+TORCH ?=
+WORKERS ?= 3
+OTHER_PYTHON := $(if $(filter-out python3,$(PYTHON)),$(shell $(PYTHON) -c 'import sys; print("-python%d.%d" % sys.version_info[:2])'))
+VENV := .venv$(OTHER_PYTHON)$(if $(TORCH),-torch-$(TORCH))
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 RESULTS := benchmarks/results
 AGAINST_OPTIMAL := default 'by_bytes 4/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46' optimal
+# Bytecode of the package is kept: the tests start some hundred interpreters, and each would compile it.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: demo test test-gpu check format bench clean help
+.PHONY: demo quick test test-gpu check format bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(CONSTRAINTS))
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	touch $@
 
 $(DEMO): pyproject.toml constraints.txt
@@ -27,16 +35,20 @@ $(DEMO): pyproject.toml constraints.txt
 demo: $(DEMO)  ## the main job: plain DDP against slipstream on a slow network
 	$(BIN)/slipstream demo
 
-test: $(READY)  ## the whole test suite; a file stays with one worker, which keeps its ranks
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+quick: $(READY)  ## the tests that start no ranks, no processes and no namespaces
+	$(PYTEST) -n 2 --dist worksteal -m "not ranks and not process and not namespace and not gpu"
+
+test: $(READY)  ## the whole suite with its coverage; a file stays with one worker, which keeps its ranks
+	$(PYTEST) -n $(WORKERS) --dist loadfile --cov --cov-report=term
 
 test-gpu: $(READY)  ## the tests that need a CUDA device, alone
-	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(PYTEST) -m gpu tests/gpu
 
 check: $(READY)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy tests conftest.py
 
 format: $(READY)  ## format and mend what can be mended
 	$(BIN)/ruff format .
@@ -75,5 +87,5 @@ bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/r
 	$(BIN)/python benchmarks/torch_operators.py --markdown docs/operators.md
 	$(BIN)/python benchmarks/tables.py
 
-clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+clean:  ## remove the virtual environments and caches
+	rm -rf .venv* .coverage* .mypy_cache .ruff_cache .pytest_cache

@@ -136,12 +136,12 @@ def lazy(modules: Modules) -> Iterator[str]:
             for child in ast.walk(node)
         }
         yield from (f"{module}: {i}" for i, node in imports(modules, module) if node in inside)
-        called = {getattr(n.func, "id", getattr(n.func, "attr", "")) for n in inside & _calls(tree)}
+        called = {getattr(n.func, "id", getattr(n.func, "attr", "")) for n in _calls(tree) & inside}
         if module and called & {"import_module", "__import__"}:
             yield f"{module}: import by name"
 
 
-def _calls(tree: ast.Module) -> set[ast.AST]:
+def _calls(tree: ast.Module) -> set[ast.Call]:
     return {node for node in ast.walk(tree) if isinstance(node, ast.Call)}
 
 

@@ -1,4 +1,4 @@
-"""No test leaves anything behind: a variable, a thread, a process group; no GPU, no GPU tests."""
+"""Tests leave nothing behind (variables, threads, process groups), and are marked by what they start."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.harness import marks
+
+# Programs: importing them runs them, and they have no doctests.
+collect_ignore = ["src/slipstream/__main__.py", "src/slipstream/cluster/_rank.py"]
+collect_ignore_glob = ["src/slipstream/testbed/_*.py"]
+
 _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # pytest's, and what importing torch sets
 
 
 def pytest_configure() -> None:
-    """A shell's background jobs ignore Ctrl-C, and so would all that tests start and interrupt."""
+    # A shell's background jobs ignore Ctrl-C, and so would all that tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    marks.watch()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_behind() -> Iterator[None]:
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     variables, threads = _variables(), set(threading.enumerate())
     yield
     left = []
@@ -36,9 +43,19 @@ def _nothing_is_left_behind() -> Iterator[None]:
         distributed.destroy_process_group()
     if left:
         pytest.fail(f"the test leaves behind {', '.join(left)}")
+    kinds = marks.started()
+    if kinds and not any(map(request.node.get_closest_marker, marks.MARKS)):
+        kind = min(kinds)
+        pytest.fail(f"`make quick` would run it, and it starts: {kind}; add @pytest.mark.{kind}")
 
 
+# First: -m, which leaves tests out by their marks, runs in this hook too.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marks.started()  # what importing the tests started is no test's
+    for item in items:
+        for mark in sorted(marks.marks_of(item)):
+            item.add_marker(mark)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:

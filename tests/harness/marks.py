@@ -1,0 +1,127 @@
+"""Marks that follow from the code: which tests start ranks, processes or network namespaces.
+
+``make quick`` leaves these tests out. Nobody marks them by hand: at collection each test's code and
+its fixtures are searched for what starts such things. What the search cannot see (a command line
+that is run in this process and starts ranks) is seen while the test runs, and an unmarked test that
+starts something fails with the mark to add.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+MARKS = ("ranks", "process", "namespace")
+RANKS_RUN = "tests.ranks.run"
+"""The audit event of a ``Ranks`` that runs a function."""
+
+_MODULES = {"subprocess", "multiprocessing"}
+_STARTERS = {
+    ("tests.harness.ranks", "Ranks"): "ranks",
+    ("slipstream.cli.main", "main"): "process",
+    ("slipstream.testbed.testbed", "Testbed"): "namespace",
+}
+_PROGRAMS = ("python", "unshare", "chromium")
+"""Programs that take long. ``ip``, ``ldconfig``, which torch asks once, and the like do not."""
+
+_started: set[str] = set()
+
+
+def watch() -> None:
+    """Note from now on what this process starts."""
+    sys.addaudithook(_note)
+
+
+def _note(event: str, args: tuple[Any, ...]) -> None:
+    if event == RANKS_RUN:
+        _started.add("ranks")
+    elif event == "subprocess.Popen":
+        program = os.path.basename(os.fsdecode(args[0] or args[1][0]))
+        if program.startswith(_PROGRAMS):
+            _started.add("namespace" if program == "unshare" else "process")
+    elif event == "os.fork":
+        _started.add("process")
+
+
+def started() -> set[str]:
+    """What was started since the last call."""
+    kinds = set(_started)
+    _started.clear()
+    return kinds
+
+
+def marks_of(item: pytest.Item) -> set[str]:
+    """The marks of a test by the names that its code and the code of its fixtures use."""
+    marks: set[str] = set()
+    seen: set[object] = set()
+    for function in _entries(item):
+        marks |= _reached(function, seen)
+    return marks
+
+
+def _entries(item: pytest.Item) -> Iterator[Callable[..., Any]]:
+    if not isinstance(item, pytest.Function):
+        return
+    # hypothesis hides the test in an attribute of the function that draws its examples
+    yield getattr(getattr(item.function, "hypothesis", None), "inner_test", item.function)
+    definitions = dict(item._fixtureinfo.name2fixturedefs)
+    if "request" in item.fixturenames and hasattr(item, "callspec"):
+        manager = item.session._fixturemanager  # for request.getfixturevalue(parameter)
+        for value in filter(lambda v: isinstance(v, str), item.callspec.params.values()):
+            definitions[value] = manager.getfixturedefs(value, item) or ()
+    for found in definitions.values():
+        for definition in found:
+            yield definition.func
+
+
+def _reached(value: object, seen: set[object]) -> set[str]:
+    """The marks of a function or class of the tests, and of all that it names."""
+    marks: set[str] = set()
+    for function in _functions(value):
+        if function in seen or not function.__module__.startswith(("tests.", "conftest")):
+            continue
+        seen.add(function)
+        names = set(_names(function.__code__))
+        for name in names & function.__globals__.keys():
+            named = function.__globals__[name]
+            candidates = [named]
+            if isinstance(named, ModuleType) and named.__name__.startswith("tests."):
+                candidates = [getattr(named, n) for n in names if hasattr(named, n)]
+            for candidate in candidates:
+                if mark := _mark(candidate):
+                    marks.add(mark)
+                else:
+                    marks |= _reached(candidate, seen)
+    return marks
+
+
+def _functions(value: object) -> Iterator[FunctionType]:
+    value = getattr(value, "__wrapped__", value)  # a decorator's inside
+    if isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, type):
+        for member in vars(value).values():
+            if isinstance(member, FunctionType):
+                yield member
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
+def _mark(value: object) -> str | None:
+    """The mark of what starts something: a module such as subprocess, or a name taken from it."""
+    if isinstance(value, ModuleType):
+        return "process" if value.__name__ in _MODULES else None
+    module, name = getattr(value, "__module__", ""), getattr(value, "__name__", "")
+    if callable(value) and str(module).partition(".")[0] in _MODULES:
+        return "process"
+    return _STARTERS.get((module, name))
