@@ -191,7 +191,7 @@ def test_two_nodes_meet_and_only_the_first_prints(tmp_path: Path) -> None:
         for rank in ("0", "1")
     ]
     try:
-        answers = [node.communicate(timeout=30) for node in nodes]
+        answers = [node.communicate(timeout=90) for node in nodes]
     finally:
         for node in nodes:
             node.kill()

@@ -77,7 +77,7 @@ WRONG = {
     "no script": (["run", "nope.py"], "'nope.py' does not exist"),
     "no rate": (["run", "--rate", "fast", __file__], "'fast' is not a link rate"),
     "no nodes": (["run", "--nodes", "0", __file__], "0 nodes: a testbed"),
-    "no ranks": (["run", "--ranks-per-node", "0", __file__], "--nproc 0: must be at least 1"),
+    "no ranks": (["run", "--ranks-per-node", "0", __file__], "--ranks-per-node"),
     "no strategy": (["run", "--strategy", "nope.yaml", __file__], "nope.yaml"),
     "no tools": (["check"], "install iproute2"),
 }
