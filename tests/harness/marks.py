@@ -26,6 +26,7 @@ _STARTERS = {
     ("tests.harness.ranks", "Ranks"): "ranks",
     ("slipstream.cli.main", "main"): "process",
     ("slipstream.testbed.testbed", "Testbed"): "namespace",
+    ("slipstream.testbed.machine", "unavailable"): "namespace",
 }
 _OURS = ("tests.", "slipstream.")
 _PROGRAMS = ("python", "unshare", "chromium")
