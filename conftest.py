@@ -1,4 +1,4 @@
-"""Tests leave nothing behind (variables, threads, process groups), and are marked by what they start."""
+"""Tests leave no variable, thread or process group behind, and are marked by what they start."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ _NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # pytest's, and what impo
 def pytest_configure() -> None:
     # A shell's background jobs ignore Ctrl-C, and so would all that tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Before torch is imported. Threads that wait for work spin: two a process, with several workers
+    # and their ranks on two cores, took most of the time of the suite.
+    os.environ["OMP_NUM_THREADS"] = "1"
     marks.watch()
 
 

@@ -17,12 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 import slipstream
+from slipstream.codecs import Ranks as CodecRanks
 from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
+from slipstream.gradients.segments import parameters_of
 from slipstream.memory.offload.offload import offload
 from slipstream.strategy import Flat, Offload, PerLayer, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.channel import Channel
+from slipstream.transport.roads import make_transport
 from tests.harness.ranks import Ranks
 
 pytestmark = pytest.mark.gpu
@@ -97,10 +100,6 @@ def engine_on(
     model: nn.Module, device: torch.device, codec: Any, recorder: Recorder, late: bool
 ) -> Iterator[Engine]:
     """An engine as a session composes it for several ranks; alone, a session needs none."""
-    from slipstream.codecs import Ranks as CodecRanks
-    from slipstream.gradients.segments import parameters_of
-    from slipstream.transport.roads import make_transport
-
     config = Strategy.load({"gradients": {"codec": codec}}).gradients.codec
     single, staged = (make_transport(Flat(), dist.new_group()) for _ in range(2))
     if late:
@@ -179,9 +178,7 @@ def test_the_sum_over_one_rank_is_the_gradient(one: Ranks, slow: str | None) -> 
 
 @pytest.mark.parametrize("slow", SLOW)
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "no codec"])
-def test_codecs_compute_the_same_whichever_stream_is_late(
-    one: Ranks, name: str, slow: str
-) -> None:
+def test_codecs_compute_the_same_whichever_stream_is_late(one: Ranks, name: str, slow: str) -> None:
     [[*expected, _]] = one.run(trained, name, None, False, connect=False)
     [[*values, _]] = one.run(trained, name, slow, False, connect=False)
     assert all(map(torch.equal, values, expected))

@@ -8,6 +8,7 @@ starts something fails with the mark to add.
 
 from __future__ import annotations
 
+import dis
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +26,9 @@ _STARTERS = {
     ("tests.harness.ranks", "Ranks"): "ranks",
     ("slipstream.cli.main", "main"): "process",
     ("slipstream.testbed.testbed", "Testbed"): "namespace",
+    ("slipstream.testbed.machine", "unavailable"): "namespace",
 }
+_OURS = ("tests.", "slipstream.")
 _PROGRAMS = ("python", "unshare", "chromium")
 """Programs that take long. ``ip``, ``ldconfig``, which torch asks once, and the like do not."""
 
@@ -86,12 +89,12 @@ def _reached(value: object, seen: set[object]) -> set[str]:
         if function in seen or not function.__module__.startswith(("tests.", "conftest")):
             continue
         seen.add(function)
-        names = set(_names(function.__code__))
+        names, attributes = _names(function.__code__)
         for name in names & function.__globals__.keys():
             named = function.__globals__[name]
             candidates = [named]
-            if isinstance(named, ModuleType) and named.__name__.startswith("tests."):
-                candidates = [getattr(named, n) for n in names if hasattr(named, n)]
+            if isinstance(named, ModuleType) and named.__name__.startswith(_OURS):
+                candidates = [vars(named)[a] for a in attributes & vars(named).keys()]
             for candidate in candidates:
                 if mark := _mark(candidate):
                     marks.add(mark)
@@ -110,11 +113,19 @@ def _functions(value: object) -> Iterator[FunctionType]:
                 yield member
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
+def _names(code: CodeType) -> tuple[set[str], set[str]]:
+    """The globals and the attributes that the code reads, that of inner functions included."""
+    names, attributes = set(), set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.add(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(instruction.argval)
+        elif isinstance(instruction.argval, CodeType):
+            inner_names, inner_attributes = _names(instruction.argval)
+            names |= inner_names
+            attributes |= inner_attributes
+    return names, attributes
 
 
 def _mark(value: object) -> str | None:
