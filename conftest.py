@@ -16,7 +16,7 @@ from tests.harness import marks
 collect_ignore = ["src/slipstream/__main__.py", "src/slipstream/cluster/_rank.py"]
 collect_ignore_glob = ["src/slipstream/testbed/_*.py"]
 
-_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_")  # pytest's, and what importing torch sets
+_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")  # pytest's; set by importing torch
 
 
 def pytest_configure() -> None:

@@ -12,7 +12,7 @@ from slipstream.transport.requests import AllGather, AllReduce, AllToAll, Broadc
 
 
 class FlatTransport:
-    """The backend's own collectives, and sends and receives for an all-to-all.
+    """The backend's own collectives; on the CPU, sends and receives for an all-to-all.
 
     An all-reduce of ``n`` bytes sends and receives ``2 (p - 1) / p * n`` on each of p ranks (ring).
     Exactness: reordered; bitwise on two ranks, where a sum has one order.
@@ -29,6 +29,9 @@ class FlatTransport:
         match request:
             case AllReduce(tensor):
                 work = dist.all_reduce(tensor, dist.ReduceOp.SUM, group, async_op=True)
+            case AllToAll(send, receive) if send.is_cuda:
+                # gloo sends host memory alone, but its all-to-all copies from the device itself.
+                work = dist.all_to_all_single(receive, send, group=group, async_op=True)
             case AllToAll(send, receive):
                 return p2p.start_all_to_all(receive.unbind(), send.unbind(), group)
             case AllGather(send, receive):
