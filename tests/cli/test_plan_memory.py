@@ -84,6 +84,7 @@ def users_model(tmp_path):
     return f"{tmp_path / 'model.py'}:build"
 
 
+@pytest.mark.process
 def test_the_numbers_of_a_users_model(users_model):
     found = json.loads(
         _run("--memory", "1MiB", "--model", users_model, "--optimizer", "momentum", "--json")
@@ -100,6 +101,7 @@ def test_the_numbers_of_a_users_model(users_model):
     assert all(batches[name] >= batches["keep all"] for name in each)
 
 
+@pytest.mark.process
 def test_the_tables_of_a_known_model():
     shown = _run("--memory", "32GiB", "--model", "bert-base", "--length", "128")
     for text in ("bert-base: the largest batch in 32GiB", "recompute all + offload"):
@@ -161,6 +163,7 @@ def test_an_unknown_model_or_file_is_an_error(name, words):
         count.builder(name, None)
 
 
+@pytest.mark.process
 def test_a_process_that_dies_is_an_error_with_its_code(users_model, tmp_path):
     (tmp_path / "beside.py").write_text("import os; os._exit(7)")
     with pytest.raises(ModelError, match="process that builds it ended with code 7"):
