@@ -46,7 +46,7 @@ def collectives() -> Iterator[list[Collective]]:
     """The collectives started so far, in order; the list grows while the context is open."""
     log: list[Collective] = []
     with ExitStack() as patches:
-        for kind in COUNTED:
+        for kind in filter(partial(hasattr, dist), COUNTED):  # newer torch has more of them
             counted = partial(_counted, log, kind, getattr(dist, kind))
             patches.enter_context(patch.object(dist, kind, counted))
         yield log

@@ -174,10 +174,9 @@ def _directions(bunch: Bunch) -> list[Tensor]:
     """``ratio (g + b w)`` of each parameter, in memory of its own."""
     decay = bunch.treatment.weight_decay
     if decay:
-        found = torch._foreach_add(bunch.gradients, bunch.parameters, alpha=decay)
-    else:
-        found = torch._foreach_clone(bunch.gradients)
-    directions = list(found)
+        directions = list(torch._foreach_add(bunch.gradients, bunch.parameters, alpha=decay))
+    else:  # a copy in one call; torch 2.11 has no _foreach_clone
+        directions = list(torch._foreach_mul(bunch.gradients, 1.0))
     if bunch.treatment.adapted:
         scale_(directions, _ratios(norms(bunch.parameters), norms(bunch.gradients), bunch))
     return directions

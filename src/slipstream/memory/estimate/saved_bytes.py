@@ -157,7 +157,7 @@ class _Counter:
 
         outer, self._current = self._current, self.saved.blocks.setdefault(path, set())
         try:
-            with selective.watch_operations(see):
+            with selective.WatchOperations(see):
                 return forward(*args, **kwargs)
         finally:
             self._current = outer

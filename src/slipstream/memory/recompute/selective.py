@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -71,27 +72,30 @@ def contexts(
     return first, _WithAdvice(recomputation)
 
 
-def watch_operations(see: Callable[[Operation, Any], None]) -> AbstractContextManager[Any]:
+class WatchOperations(TorchDispatchMode):
     """A context that calls ``see`` with the result of each operation that `contexts` could keep.
 
     Example:
         >>> seen = []
-        >>> with watch_operations(lambda operation, result: seen.append(operation)):
+        >>> with WatchOperations(lambda operation, result: seen.append(operation)):
         ...     y = (torch.eye(2) @ torch.eye(2)).exp()
         >>> seen
         ['matmul']
     """
 
-    def policy(
-        context: SelectiveCheckpointContext, function: Any, *args: Any, **kwargs: Any
-    ) -> CheckpointPolicy:
-        operation = _operation(function, args, kwargs)
-        if operation is not None:
-            see(operation, context.op_output)
-        return CheckpointPolicy.PREFER_RECOMPUTE
+    def __init__(self, see: Callable[[Operation, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._see = see
 
-    first: AbstractContextManager[Any] = create_selective_checkpoint_contexts(policy)[0]
-    return first
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operation = _operation(func, args, kwargs)
+        if operation is not None:
+            self._see(operation, result)
+        return result
 
 
 def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation | None:
