@@ -44,7 +44,7 @@ while "never" not in sys.argv:
 def slipstream(monkeypatch, capfd, tmp_path):
     """Run a command line in this process: its exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text(TRAIN)
+    Path("tuned.py").write_text(TRAIN)
     cluster(2).save("cluster.yaml")
     Path("optimal.yaml").write_text("gradients: {split: optimal}\n")
 
@@ -70,7 +70,7 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     monkeypatch.setattr(command, "MOST_SECONDS", 1.0)
     given = ["--steps", "3", "--budget", "170s"]
     Path("own.yaml").write_text("gradients: {accumulate: 2}\n")
-    code, out, err = slipstream(*given, "--strategy", "own.yaml", "--", "train.py", "fail")
+    code, out, err = slipstream(*given, "--strategy", "own.yaml", "--", "tuned.py", "fail")
     assert code == 0, err
     log = json.loads(Path("trials.json").read_text())
     assert log[0]["reason"] == "the baseline"
@@ -92,7 +92,7 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     assert "baseline" in err
     [network] = Path().glob("slipstream-logs/tune-*/network/cluster.yaml")
     assert NetworkProfile.load(network).world_size == 2
-    assert marked("train.py") == []
+    assert marked("tuned.py") == []
 
 
 @pytest.mark.parametrize(
@@ -109,12 +109,12 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
 )
 def test_what_the_first_run_shows_ends_in_a_box(slipstream, words, error, message) -> None:
     argument, *options = words
-    code, out, err = slipstream("--cluster", "cluster.yaml", *options, "--", "train.py", argument)
+    code, out, err = slipstream("--cluster", "cluster.yaml", *options, "--", "tuned.py", argument)
     assert (code, out) == (2, "")
     assert error in err
     assert message in err
     assert not Path("strategy.yaml").exists()
-    assert marked("train.py") == []
+    assert marked("tuned.py") == []
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,16 @@ def test_what_the_first_run_shows_ends_in_a_box(slipstream, words, error, messag
     [
         (["--strategy", "optimal.yaml", "--", "nope.py"], "tuning starts from the default"),
         (["--", "nope.py"], "'nope.py' does not exist"),
-        (["--budget", "soon", "train.py"], "--budget 'soon'"),
-        (["--ranks", "1", "train.py"], "a single rank exchanges nothing"),
-        (["--nodes", "0", "train.py"], "0 nodes"),
-        (["--nodes", "2", "--rate", "fast", "train.py"], "is not a link rate"),
-        (["--strategy", "nope.yaml", "train.py"], "nope.yaml"),
-        (["--cluster", "nope.yaml", "train.py"], "nope.yaml"),
-        (["--log", "no/such/file.json", "train.py"], "--log no/such/file.json: cannot be written"),
-        (["-o", "strategy.txt", "train.py"], "must end in .yaml"),
-        (["-o", "optimal.yaml", "train.py"], "optimal.yaml exists and would be overwritten"),
-        (["--strategy", "hccl", "-o", "optimal.yaml", "train.py"], "would be overwritten"),
+        (["--budget", "soon", "tuned.py"], "--budget 'soon'"),
+        (["--ranks", "1", "tuned.py"], "a single rank exchanges nothing"),
+        (["--nodes", "0", "tuned.py"], "0 nodes"),
+        (["--nodes", "2", "--rate", "fast", "tuned.py"], "is not a link rate"),
+        (["--strategy", "nope.yaml", "tuned.py"], "nope.yaml"),
+        (["--cluster", "nope.yaml", "tuned.py"], "nope.yaml"),
+        (["--log", "no/such/file.json", "tuned.py"], "--log no/such/file.json: cannot be written"),
+        (["-o", "strategy.txt", "tuned.py"], "must end in .yaml"),
+        (["-o", "optimal.yaml", "tuned.py"], "optimal.yaml exists and would be overwritten"),
+        (["--strategy", "hccl", "-o", "optimal.yaml", "tuned.py"], "would be overwritten"),
         (["--strategy", "optimal.yaml", "-o", "optimal.yaml", "nope.py"], "'nope.py' does not"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -145,9 +145,9 @@ def test_a_mistake_is_found_before_anything_starts(slipstream, words, message) -
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopped_while_a_trial_runs_it_leaves_no_process(tmp_path, number) -> None:
-    (tmp_path / "train.py").write_text("import time; time.sleep(100)")
+    (tmp_path / "tuned.py").write_text("import time; time.sleep(100)")
     marker = f"tuned-{uuid.uuid4()}"
-    argv = [sys.executable, "-m", "slipstream", "tune", "--", "train.py", marker]
+    argv = [sys.executable, "-m", "slipstream", "tune", "--", "tuned.py", marker]
     with subprocess.Popen(argv, cwd=tmp_path, stderr=subprocess.DEVNULL) as run:
         assert len(wait_for_marked(marker, 4)) == 4  # tuner, launcher, two ranks
         run.send_signal(number)
@@ -159,7 +159,7 @@ def test_under_a_launcher_it_says_how_to_run_it(slipstream, monkeypatch) -> None
     environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    code, _, err = slipstream("train.py")
+    code, _, err = slipstream("tuned.py")
     assert code == 2
     assert "as rank 1" in err
     assert "slipstream tune --ranks N -- train.py" in err

@@ -72,7 +72,12 @@ class Weird(nn.Module):
         ({}, {"loss_fn": Weird("number")}, ModelError, "loss_fn returned a float; allowed: a fl"),
         ({}, {"loss_fn": Weird("constant")}, ModelError, "the loss requires no gradient"),
         ({}, {"loss_fn": Weird("raises")}, ModelError, "stage 1 on rank 1: ValueError: no such la"),
-        ({}, {"args": (torch.ones(4, 5),)}, ModelError, "stage 0 on rank 0: RuntimeError: (addmm: )?mat1"),
+        (
+            {},
+            {"args": (torch.ones(4, 5),)},
+            ModelError,
+            "stage 0 on rank 0: RuntimeError: (addmm: )?mat1",
+        ),
     ],
 )
 def test_mistakes_are_errors_on_every_rank(two, settings, call, error, message) -> None:
