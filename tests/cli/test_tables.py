@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
-from slipstream.planner.plan import Point, rank
 
 from slipstream.cli import launch, scale, testbed
 from slipstream.cli.demo import report as demo
@@ -19,13 +18,14 @@ from slipstream.cli.tune import display
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.planner.candidates import candidates
 from slipstream.planner.cost import CodecCost
+from slipstream.planner.ranking import Point, rank
 from slipstream.strategy import Strategy, overview
 from slipstream.testbed import LinkCheck, Node, Testbed
 from slipstream.tuner.trial_log import Trial
 from slipstream.tuner.tune import Tuned
 from tests.cli.test_demo import MEASURED
-from tests.planner.clusters import cluster
-from tests.planner.test_plan import UNEVEN
+from tests.planner.networks import ring_profile
+from tests.planner.test_ranking import UNEVEN
 
 
 def plan_ranking() -> RenderableType:
@@ -55,7 +55,7 @@ def plan_memory() -> Mapping[str, Any]:
 
 def doctor_network() -> RenderableType:
     cost = CodecCost(encode=1e-9, decode=1e-9, startup=1e-3, ratio=0.25)
-    return report(cluster(64, 8).model_copy(update={"codecs": {"powersgd": cost}}))
+    return report(ring_profile(64, 8).model_copy(update={"codecs": {"powersgd": cost}}))
 
 
 def tune() -> RenderableType:
