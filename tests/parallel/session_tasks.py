@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from tests.parallel.models import CASES, LENGTH, WORDS, gpt2, images, resnet
@@ -102,3 +104,52 @@ def parallel_config(
 
 def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@dataclass(frozen=True)
+class OneProcess:
+    """How one process trains on the batches of all replicas: what every mesh must come to."""
+
+    before: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+    losses: list[list[float]]
+    """By step and replica."""
+    norms: list[torch.Tensor]
+
+
+def one_process(
+    tasks: Mapping[str, Any], name: str, *, replicas: int, lr: float, parts: int = 1
+) -> OneProcess:
+    """Trained on the first rank, once for each case, and sent to the others."""
+    plain = [None]
+    if dist.get_rank() == 0:
+        plain = [_train_alone(tasks is TASKS, name, replicas, lr, parts)]
+    dist.broadcast_object_list(plain)
+    assert plain[0] is not None
+    return plain[0]
+
+
+@cache
+def _train_alone(is_task: bool, name: str, replicas: int, lr: float, parts: int) -> OneProcess:
+    torch.manual_seed(0)
+    case: Any = TASKS[name] if is_task else CASES[name]
+    model = case.build().double()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses, norms = [], []
+    for number in range(STEPS):
+        losses.append([])
+        for replica in range(replicas):
+            batch = case.batch(replicas * number + replica)
+            pieces = zip(*(t.chunk(parts) for t in batch), strict=True)
+            each = [
+                case.loss(model(piece[0]), piece[1]) if is_task else model(*piece)
+                for piece in pieces
+            ]
+            loss = torch.stack(each).mean()
+            (loss / replicas).backward()
+            losses[-1].append(float(loss))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return OneProcess(before, dict(model.state_dict()), losses, norms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -34,11 +35,15 @@ FOUR = [
 
 
 def one_process(name: str, parts: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """The whole batch at once, but where its statistics matter."""
+    """The whole batch at once, except where batch statistics depend on its parts."""
+    return _train_alone(name, parts if CASES[name].batch_statistics else 1)
+
+
+@cache
+def _train_alone(name: str, parts: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
     case = CASES[name]
     model, optimizer = make(case)
     losses = []
-    parts = parts if case.batch_statistics else 1
     for step in range(STEPS):
         args, kwargs, target = case.batch(step)
         chunks = [x.chunk(parts) for x in (*args, *kwargs.values(), target)]

@@ -13,41 +13,39 @@ import slipstream
 from slipstream.errors import UsageError
 from tests.harness.ranks import Ranks
 from tests.parallel.models import CASES
-from tests.parallel.session_tasks import STEPS, TASKS, parallel_config, sgd, strategy
+from tests.parallel.session_tasks import (
+    STEPS,
+    TASKS,
+    one_process,
+    parallel_config,
+    sgd,
+    strategy,
+)
 
 
 def trains_as_one_process(name: str, plan: str, gradients: dict[str, Any]) -> None:
     """Two replicas of two ranks each, against one process on both replicas' batches."""
     case = CASES[name]
-    torch.manual_seed(dist.get_rank())
-    whole = case.build().double()
+    plain = one_process(CASES, name, replicas=2, lr=0.01)
+    torch.manual_seed(1 + dist.get_rank())
     model = case.build().double()
-    for mine in whole.state_dict().values():
-        dist.broadcast(mine, 0)
-    if dist.get_rank() == 0:
-        model.load_state_dict(whole.state_dict())
-    first = torch.optim.AdamW(whole.parameters(), lr=0.01)
-    second = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if dist.get_rank() == 0:  # the session starts all ranks from the first one's values
+        model.load_state_dict(plain.before)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     config = strategy(name, plan, **gradients)
-    session = slipstream.accelerate(model, second, strategy=config)
+    session = slipstream.accelerate(model, optimizer, strategy=config)
     assert (session.data_size, session.data_rank) == (2, dist.get_rank() // 2)
     for number in range(STEPS):
-        losses = []
-        for replica in range(2):
-            loss = whole(*case.batch(2 * number + replica))
-            (loss / 2).backward()
-            losses.append(float(loss))
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        first.step()
-        first.zero_grad()
         loss = session.model(*case.batch(2 * number + session.data_rank))
         session.backward(loss)
-        torch.testing.assert_close(session.clip_grad_norm_(0.5).double(), norm, rtol=1e-5, atol=0)
+        norm = session.clip_grad_norm_(0.5).double()
+        torch.testing.assert_close(norm, plain.norms[number], rtol=1e-5, atol=0)
         assert session.step()
-        assert float(loss) == pytest.approx(losses[session.data_rank], rel=1e-6), number
+        expected = plain.losses[number][session.data_rank]
+        assert float(loss) == pytest.approx(expected, rel=1e-6), number
     state = session.full_state_dict()
     session.close()
-    for name, value in whole.state_dict().items():
+    for name, value in plain.after.items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=name)
         assert torch.equal(model.state_dict()[name], state[name])
 
@@ -68,40 +66,33 @@ def test_data_and_tensor_parallel_train_as_one_process(four, name, plan, gradien
 def trains_alike(name: str, parallel: dict[str, Any], gradients: dict[str, Any]) -> None:
     """Data, stages and split layers in any mixture, against one process on all micro-batches."""
     task = TASKS[name]
-    torch.manual_seed(dist.get_rank())
-    whole, model = task.build().double(), task.build().double()
-    for mine in whole.state_dict().values():
-        dist.broadcast(mine, 0)
-    if dist.get_rank() == 0:
-        model.load_state_dict(whole.state_dict())
-    first = torch.optim.AdamW(whole.parameters(), lr=0.005)
-    second = torch.optim.AdamW(model.parameters(), lr=0.005)
-    config = {"parallel": parallel, "gradients": gradients}
-    session = slipstream.accelerate(model, second, strategy=config)
+    ranks_of_a_model = (parallel.get("pipeline") or {}).get("ranks", 1) * (
+        parallel.get("tensor") or {}
+    ).get("ranks", 1)
+    replicas = dist.get_world_size() // ranks_of_a_model
     parts = parallel["pipeline"]["micro_batches"] if "pipeline" in parallel else 1
-    replicas = session.data_size
+    plain = one_process(TASKS, name, replicas=replicas, lr=0.005, parts=parts)
+    torch.manual_seed(1 + dist.get_rank())
+    model = task.build().double()
+    if dist.get_rank() == 0:  # the session starts all ranks from the first one's values
+        model.load_state_dict(plain.before)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.005)
+    config = {"parallel": parallel, "gradients": gradients}
+    session = slipstream.accelerate(model, optimizer, strategy=config)
+    assert session.data_size == replicas
     for number in range(STEPS):
-        losses = []
-        for replica in range(replicas):
-            pairs = zip(
-                *(t.chunk(parts) for t in task.batch(replicas * number + replica)), strict=True
-            )
-            mean = torch.stack([task.loss(whole(x), y) for x, y in pairs]).mean()
-            mean.div(replicas).backward()
-            losses.append(float(mean))
-        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
-        first.step()
-        first.zero_grad()
         x, y = task.batch(replicas * number + session.data_rank)
         loss = session.forward_backward(task.loss, (x,), target=y)
-        torch.testing.assert_close(session.clip_grad_norm_(0.5).double(), norm, rtol=1e-6, atol=0)
+        norm = session.clip_grad_norm_(0.5).double()
+        torch.testing.assert_close(norm, plain.norms[number], rtol=1e-6, atol=0)
         assert session.step()
-        assert float(loss) == pytest.approx(losses[session.data_rank], rel=1e-8), number
+        expected = plain.losses[number][session.data_rank]
+        assert float(loss) == pytest.approx(expected, rel=1e-8), number
     assert "parallel" in session.report()
     state = session.full_state_dict()
     session.load_full_state_dict(state)
     session.close()
-    for key, value in whole.state_dict().items():
+    for key, value in plain.after.items():
         assert torch.equal(model.state_dict()[key], state[key]), key
         if "running" not in key and "tracked" not in key:  # of all replicas, here of the first
             torch.testing.assert_close(state[key], value, rtol=1e-6, atol=1e-8, msg=key)
