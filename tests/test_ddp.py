@@ -129,7 +129,8 @@ def accumulate(codec: object) -> tuple[str, float, int]:
         models.append(ddp.module)
         steps = hook.step if hooked else steps
         hook.close()
-    return digest(models[0]), apart(*models, start), steps
+    compressed, plain = models
+    return digest(compressed), apart(compressed, plain, start), steps
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "onebit"])

@@ -48,7 +48,8 @@ def test_the_docs_show_every_command() -> None:
 
 @pytest.mark.parametrize("line", SHOWN)
 def test_a_documented_command_exists_with_its_options(line: str) -> None:
-    command, words = get_command(main.app), shlex.split(line)
+    command: Any = get_command(main.app)
+    words = shlex.split(line)
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]
     options = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
@@ -61,7 +62,7 @@ def test_a_documented_command_exists_with_its_options(line: str) -> None:
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_help_explains_every_option_and_shows_an_example(path: tuple[str, ...]) -> None:
-    command = get_command(main.app)
+    command: Any = get_command(main.app)
     for name in path:
         command = command.commands[name]
     assert [param.name for param in command.params if not getattr(param, "help", "")] == []

@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from slipstream.cluster.connect import Cluster, connect, from_environ, local_gpu
 from slipstream.cluster.environment import Environment
@@ -60,7 +61,7 @@ def late_to_each(rank: int) -> list[float]:
 def test_ranks_connect_repeatedly_even_if_one_is_late(two: Ranks, late: int, host: str) -> None:
     env = {}
     if host == "the launcher":  # as torchrun does: its store outlives every meeting
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         env = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert two.run(late_to_each, late, connect=False, env=env) == [[3.0] * 3] * 2
 

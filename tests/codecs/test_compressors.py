@@ -167,7 +167,7 @@ SPECIAL = {
 def test_special_values_come_through(name, value) -> None:
     team = Team(CONFIGS[name], 2)
     shares = [torch.full((team.size,), value / 2)] * 2
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64)
     for step in range(2):
         (result, _), team_total = team.exchange(shares, step), total
         assert result.isfinite().all()

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import slipstream
 from slipstream.codecs import Ranks as CodecRanks
@@ -89,7 +90,7 @@ class Late:
 def world_of_one(device: torch.device) -> Iterator[None]:
     """The backends that a session asks for; the harness destroys the group."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     yield
     if device.type == "cuda":
         torch.cuda.synchronize()

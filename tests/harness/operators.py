@@ -42,7 +42,7 @@ REFERENCES: dict[str, Reference] = {
     "reduce_scatter_sum": lambda xs, a, b: total(xs).chunk(len(xs), a),
     "all_to_all": lambda xs, a, b: all_to_all_of(xs, a, b),
 }
-AXES = {name: [()] for name in REFERENCES} | {
+AXES: dict[str, list[tuple[int, ...]]] = {name: [()] for name in REFERENCES} | {
     "gather": [(0,), (1,), (-1,)],
     "all_gather": [(0,), (1,), (-1,)],
     "scatter": [(0,), (1,), (-1,)],

@@ -69,14 +69,16 @@ def bert() -> nn.Module:
 def resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
+    head: dict[str, Any] = {"num_labels": 4}
     return ResNetForImageClassification(
-        ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[3, 3], num_labels=4)
+        ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[3, 3], **head)
     )
 
 
 def swin() -> nn.Module:
     from transformers import SwinConfig, SwinForImageClassification
 
+    head: dict[str, Any] = {"num_labels": 4}
     return SwinForImageClassification(
         SwinConfig(
             image_size=32,
@@ -88,7 +90,7 @@ def swin() -> nn.Module:
             hidden_dropout_prob=0.1,
             attention_probs_dropout_prob=0.1,
             drop_path_rate=0.2,
-            num_labels=4,
+            **head,
         )
     )
 

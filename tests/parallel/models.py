@@ -121,12 +121,13 @@ class Vision(nn.Module):
 def resnet() -> nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
+    head: dict[str, Any] = {"num_labels": 5}
     config = ResNetConfig(
         embedding_size=8,
         hidden_sizes=[16, 32],
         depths=[1, 2],
         layer_type="bottleneck",
-        num_labels=5,
+        **head,
     )
     return Vision(ResNetForImageClassification(config))
 

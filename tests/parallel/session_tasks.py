@@ -121,7 +121,7 @@ def one_process(
     tasks: Mapping[str, Any], name: str, *, replicas: int, lr: float, parts: int = 1
 ) -> OneProcess:
     """Trained on the first rank, once for each case, and sent to the others."""
-    plain = [None]
+    plain: list[OneProcess | None] = [None]
     if dist.get_rank() == 0:
         plain = [_train_alone(tasks is TASKS, name, replicas, lr, parts)]
     dist.broadcast_object_list(plain)

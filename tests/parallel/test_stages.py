@@ -274,7 +274,8 @@ def test_nested_values_are_mapped() -> None:
 
     from transformers.modeling_outputs import CausalLMOutput
 
-    pair = namedtuple("pair", "a b")(torch.ones(2), [None, torch.zeros(1)])
+    Pair = namedtuple("Pair", "a b")
+    pair = Pair(torch.ones(2), [None, torch.zeros(1)])
     specs = mapped(pair, TensorSpec.of)
     assert specs.a.shape == (2,)
     assert type(specs) is type(pair)

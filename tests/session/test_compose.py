@@ -16,6 +16,7 @@ from torch import nn
 import slipstream
 from slipstream.errors import ExchangeError, UsageError
 from slipstream.session import compose
+from slipstream.trace.recorder import Recorder
 from tests.harness.ranks import PerRank, Ranks
 from tests.memory.models import Blocks, rows
 
@@ -134,7 +135,7 @@ def test_a_late_failure_leaves_all_as_it_was(name: str, step: str, tmp_path: Any
 
 def test_clocks_that_cannot_be_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = in_training()
-    monkeypatch.setattr(compose.Recorder, "align", broken)
+    monkeypatch.setattr(Recorder, "align", broken)
     with pytest.raises(Broken):
         slipstream.accelerate(model, optimizer, strategy={"trace": {"steps": 1, "skip": 0}})
     assert not model._forward_pre_hooks

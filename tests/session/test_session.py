@@ -238,12 +238,13 @@ def resumed(num_steps: int) -> bool:
     with opened({"gradients": {"split": "per_layer"}}) as straight:
         for _ in range(num_steps):
             update(straight)
-        parts = (straight, straight.model, straight.optimizer)
+        parts: list[Any] = [straight, straight.model, straight.optimizer]
         saved = [through_a_file(part.state_dict()) for part in parts]
         for _ in range(2):
             update(straight)
     with opened({"gradients": {"split": "per_layer"}}) as again:
-        for part, state in zip((again, again.model, again.optimizer), saved, strict=True):
+        parts = [again, again.model, again.optimizer]
+        for part, state in zip(parts, saved, strict=True):
             part.load_state_dict(state)
         assert again.segments == (straight.segments if num_steps else ())
         for _ in range(2):

@@ -43,7 +43,17 @@ from slipstream.strategy import (
     presets,
 )
 
-VARIANTS = [ByBytes, ByPercent, ByIndex, ByLayers, PerLayer, PerGradient, Single, Optimal, Flat]
+VARIANTS: list[type[Setting]] = [
+    ByBytes,
+    ByPercent,
+    ByIndex,
+    ByLayers,
+    PerLayer,
+    PerGradient,
+    Single,
+    Optimal,
+    Flat,
+]
 PRECISIONS = [Autocast, HalfWeights, DynamicScale, StaticScale]
 RECOMPUTES = [Every, Checkpoints, Budget, BudgetBytes]
 SETTINGS = [

@@ -119,9 +119,9 @@ def test_values_built_in_python_are_refused_alike():
     with pytest.raises(StrategyError, match=r"^ByPercent has 1 problem:\n  percents: \(60, 20\): "):
         ByPercent(percents=(60, 20))
     with pytest.raises(StrategyError, match="ByIndex has 1 problem:\n  last: missing"):
-        ByIndex()
+        ByIndex()  # type: ignore[call-arg]
     with pytest.raises(StrategyError, match="no such setting; did you mean 'accumulate'"):
-        Gradients(accumulat=2)
+        Gradients(accumulat=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

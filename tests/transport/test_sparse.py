@@ -36,7 +36,7 @@ def three() -> Iterator[Ranks]:
         yield ranks
 
 
-def coo(rows: Rows, dtype: torch.dtype, shape: tuple[int, ...], sparse_dim: int) -> torch.Tensor:
+def coo(rows: Rows, dtype: torch.dtype, shape: torch.Size, sparse_dim: int) -> torch.Tensor:
     """Whole numbers, so that no order of the sum rounds."""
     indices = torch.tensor([rows] * sparse_dim, dtype=torch.int64).reshape(sparse_dim, len(rows))
     values = torch.arange(1.0, 1 + len(rows) * shape[sparse_dim:].numel())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -244,7 +246,7 @@ INSTALLED = [
 @pytest.mark.parametrize("install", INSTALLED)
 def test_counting_is_refused_while_a_technique_is_installed(install):
     model = built("bert")
-    count = {
+    count: dict[str, Callable[[], Any]] = {
         "estimate": lambda: estimate(model, lambda n: inputs("bert", n)),
         "max_batch": lambda: max_batch(model, lambda n: inputs("bert", n), memory_bytes=2**20),
     }

@@ -149,7 +149,7 @@ def refused(memory: dict[str, Any]) -> None:
 
 def little_space_on_rank_1(memory: dict[str, Any]) -> None:
     if dist.get_rank() == 1:
-        open_store.free_disk_bytes = lambda folder: 2**29
+        pytest.MonkeyPatch().setattr(open_store, "free_disk_bytes", lambda folder: 2**29)
     refused(memory)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -155,8 +156,9 @@ def test_a_slow_disk_holds_the_forward_back_instead_of_filling_memory():
 def test_the_file_does_not_grow_from_step_to_step():
     model = squares()
     with offload(model, ALL) as offloader:
+        store: Any = offloader._store
         sizes = set()
         for _ in range(5):
             model(start(1000)).sum().backward()
-            sizes.add((offloader.reserved_bytes, offloader._store._slots._num_taken))
+            sizes.add((offloader.reserved_bytes, store._slots._num_taken))
     assert len(sizes) == 1
