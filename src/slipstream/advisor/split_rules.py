@@ -75,8 +75,8 @@ def add_segments(stats: TraceStats) -> Finding | None:
         return None
     return _resplit(
         stats,
-        f"Exchanges continue for {format_seconds(exchanges.tail)} after backward, and no place of "
-        f"the cuts makes {_segments(exchanges.cuts)} as good as {len(exchanges.best_cuts)}.",
+        f"Exchanges continue for {format_seconds(exchanges.tail)} after backward. No split "
+        f"makes {_segments(exchanges.cuts)} as good as {len(exchanges.best_cuts)}.",
         "Use more segments",
     )
 
