@@ -32,7 +32,7 @@ FILES = {
     "trace.json": "the iterations above, for https://ui.perfetto.dev",
     "cluster.yaml": "what exchanges cost on this network",
     "strategy.yaml": "the plan, for SLIPSTREAM_STRATEGY or --strategy",
-    "overview.txt": "the strategy, and what became of it",
+    "overview.txt": "the strategy, and what each setting resolved to",
     "demo.json": "every number that was measured",
 }
 
