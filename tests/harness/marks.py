@@ -12,6 +12,7 @@ import dis
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -89,18 +90,26 @@ def _reached(value: object, seen: set[object]) -> set[str]:
         if function in seen or not function.__module__.startswith(("tests.", "conftest")):
             continue
         seen.add(function)
-        names, attributes = _names(function.__code__)
-        for name in names & function.__globals__.keys():
-            named = function.__globals__[name]
-            candidates = [named]
-            if isinstance(named, ModuleType) and named.__name__.startswith(_OURS):
-                candidates = [vars(named)[a] for a in attributes & vars(named).keys()]
-            for candidate in candidates:
-                if mark := _mark(candidate):
-                    marks.add(mark)
-                else:
-                    marks |= _reached(candidate, seen)
+        for candidate in _named(function):
+            if mark := _mark(candidate):
+                marks.add(mark)
+            else:
+                marks |= _reached(candidate, seen)
     return marks
+
+
+@cache
+def _named(function: FunctionType) -> list[object]:
+    """What the globals that a function reads stand for; of a module of ours, what it takes there."""
+    names, attributes = _names(function.__code__)
+    found: list[object] = []
+    for name in names & function.__globals__.keys():
+        named = function.__globals__[name]
+        if isinstance(named, ModuleType) and named.__name__.startswith(_OURS):
+            found += [vars(named)[a] for a in attributes & vars(named).keys()]
+        else:
+            found.append(named)
+    return found
 
 
 def _functions(value: object) -> Iterator[FunctionType]:

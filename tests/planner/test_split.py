@@ -79,7 +79,7 @@ def instances(draw):
     if draw(st.booleans()):
         ready.sort()
     sizes = draw(st.lists(st.integers(0, 9), min_size=count, max_size=count))
-    table = np.array(draw(st.lists(numbers, min_size=(count + 1) ** 2, max_size=(count + 1) ** 2)))
+    table = np.random.default_rng(draw(st.integers(0, 2**16))).integers(0, 13, (count + 1,) * 2)
     cost = draw(
         st.sampled_from(
             [
@@ -88,7 +88,7 @@ def instances(draw):
                 affine(5.0, 0.0),
                 np.sqrt,
                 piecewise,
-                table.reshape(count + 1, count + 1),
+                table.astype(float),
             ]
         )
     )

@@ -58,7 +58,7 @@ from slipstream.version import __version__
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
 WARMUP, RECORDED = 10, 7  # of the warm-up the last seven are recorded
 SETTLING = 3  # iterations after the change of plan that do not count
-CALIBRATION_SECONDS = 8.0
+CALIBRATION_SECONDS, MOST_SECONDS = 0.16, 8.0  # a timed step, and in all
 ALONE_EVERY = 3
 LAST_LOSSES = 10
 
@@ -71,13 +71,14 @@ def main(argument: str) -> None:
     job = Job(**json.loads(argument))
     torch.set_num_threads(1)
     steps = WARMUP + SETTLING + job.steps
+    calibration = min(CALIBRATION_SECONDS * job.steps, MOST_SECONDS)
     is_first = os.environ["RANK"] == "0"
     console = Console(force_terminal=job.terminal, width=job.columns, quiet=not is_first)
     with Bars(steps, console) as bars:  # before anything slow
         dist.init_process_group("gloo")
         train, held_out = digits()
         trainers = Trainers(Path(job.folder), steps, bars)
-        trainers.run(batches(train, steps, dist.get_rank(), dist.get_world_size()))
+        trainers.run(batches(train, steps, dist.get_rank(), dist.get_world_size()), calibration)
     measured = trainers.measured(job.network, held_out)
     if is_first:
         Path(job.folder, "overview.txt").write_text(trainers.session.report() + "\n")
@@ -143,13 +144,16 @@ class Trainers:
         self.losses: dict[str, list[Tensor]] = {name: [] for name in self.train}
         self.seconds: dict[str, list[float]] = {name: [] for name in self.train}
 
-    def run(self, batches: Sequence[Batch]) -> None:
-        """Train all copies on all batches, and time the iterations after warm-up and settling."""
+    def run(self, batches: Sequence[Batch], calibration: float) -> None:
+        """Train all copies on all batches, and time the iterations after warm-up and settling.
+
+        The network is measured for about ``calibration`` seconds.
+        """
         first, *others = batches[:WARMUP]
         self._each_in_a_block([first])
         self.apart = distance(self.models[SLIPSTREAM], self.models[DDP])
         self._each_in_a_block(others)
-        self.plan = self.apply_plan()
+        self.plan = self.apply_plan(calibration)
         self._each_in_a_block(batches[WARMUP : WARMUP + SETTLING])
         order = random.Random(SEED)  # the same on all ranks
         for step, batch in enumerate(batches[WARMUP + SETTLING :]):
@@ -174,10 +178,10 @@ class Trainers:
         self.seconds[name].append(spent.item())
         self._bars.update(name, self.losses[name], self.seconds[name])
 
-    def apply_plan(self) -> Planned:
+    def apply_plan(self, calibration: float) -> Planned:
         """Measure the network, plan on rank 0 from the trace, go on with a session of that plan."""
         ranks = connect(from_environ(), torch.device("cpu"))
-        network = calibrate(ranks, sizes=SIZES[::2], seconds=CALIBRATION_SECONDS, rounds=5)
+        network = calibrate(ranks, sizes=SIZES[::2], seconds=calibration, rounds=5)
         is_first = dist.get_rank() == 0
         plans: list[Planned | None] = [None]
         if is_first:
