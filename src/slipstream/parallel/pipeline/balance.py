@@ -50,8 +50,8 @@ def balance(
         StrategyError: fewer than one stage, or more than the model has candidates for.
 
     Example:
-        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        >>> balance(model, (torch.ones(1, 2),), stages=2)
+        >>> model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+        >>> balance(model, (torch.ones(512, 512),), stages=2)
         ['1']
     """
     result: list[list[str] | SlipstreamError] = [[]]
