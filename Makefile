@@ -39,7 +39,7 @@ quick: $(READY)  ## the tests that start no ranks, no processes and no namespace
 	$(PYTEST) -n 2 --dist worksteal -m "not ranks and not process and not namespace and not gpu"
 
 test: $(READY)  ## the whole suite with its coverage; a file stays with one worker, which keeps its ranks
-	$(PYTEST) -n $(WORKERS) --dist loadfile --cov --cov-report=term
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 test-gpu: $(READY)  ## the tests that need a CUDA device, alone
 	$(PYTEST) -m gpu tests/gpu

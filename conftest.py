@@ -6,7 +6,9 @@ import os
 import signal
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -56,9 +58,14 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marks.started()  # what importing the tests started is no test's
+    of_file: dict[Path, set[str]] = defaultdict(set)
     for item in items:
-        for mark in sorted(marks.marks_of(item)):
+        found = marks.marks_of(item)
+        of_file[item.path] |= found
+        for mark in sorted(found):
             item.add_marker(mark)
+    # The longest files first, so that short ones fill the end evenly: processes, ranks, all others.
+    items.sort(key=lambda item: (not of_file[item.path] - {"ranks"}, not of_file[item.path]))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
