@@ -100,7 +100,7 @@ def _reached(value: object, seen: set[object]) -> set[str]:
 
 @cache
 def _named(function: FunctionType) -> list[object]:
-    """What the globals that a function reads stand for; of a module of ours, what it takes there."""
+    """What the globals that a function reads stand for; of our modules, what it takes from them."""
     names, attributes = _names(function.__code__)
     found: list[object] = []
     for name in names & function.__globals__.keys():
