@@ -25,6 +25,7 @@ DDP's default buckets; PowerSGD in one bucket, as it crashes on gloo with severa
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import statistics
@@ -172,11 +173,11 @@ def measure(args: argparse.Namespace) -> None:
         model, loss_of, _ = make_model(args.model)
         variants[label] = plain(ddp(model, megabytes), loss_of)
     sessions: dict[str, Session[nn.Module, torch.optim.SGD]] = {}
-    for name in args.splits or SPLITS:
-        label, split = f"slipstream, {name}", SPLITS[name]
+    for transport, name in itertools.product(args.transports, args.splits or SPLITS):
+        label = f"slipstream, {name}" + (f", {transport}" if transport != "flat" else "")
         model, loss_of, _ = make_model(args.model)
-        strategy = {"gradients": {"split": split}} if split else {}
-        variants[label], sessions[label] = accelerated(model, loss_of, strategy)
+        settings = {"transport": transport, **({"split": SPLITS[name]} if SPLITS[name] else {})}
+        variants[label], sessions[label] = accelerated(model, loss_of, {"gradients": settings})
     for name in args.codecs or ():
         label = f"slipstream, {name}"
         model, loss_of, _ = make_model(args.model)
@@ -381,6 +382,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--finals", type=int, default=0, help="rounds of the optimal split alone")
     parser.add_argument("--splits", nargs="*", choices=list(SPLITS), help="default: all")
+    parser.add_argument("--transports", nargs="*", default=["flat"], help="each with every split")
     parser.add_argument("--ddp", nargs="*", type=float, default=DDP_MEGABYTES, help="DDP's buckets")
     parser.add_argument("--codecs", nargs="*", help=f"{', '.join(CODECS)}; or 'bf16 / SPLIT'")
     parser.add_argument("--hooks", nargs="*", choices=HOOKS, help="DDP with torch's hooks, too")

@@ -23,14 +23,20 @@ SPLITS = {
 }
 
 
-def plans(world: int) -> list[tuple[str, bool, int]]:
-    """Split, overlap and accumulation for every model: all pairs of them, not their product.
+def plans(world: int) -> list[tuple[str, str, bool, int]]:
+    """Split, transport, overlap and accumulation for every model: all pairs, not their product.
 
     From split to split, overlap goes with a window of one and no overlap with a window of three, or
-    the other way round. Four ranks do a third of it: nothing but the order of the sum differs.
+    the other way round; so do transports with overlap, from one pair of splits to the next. Four
+    ranks do a third of it: nothing but the order of the sum differs.
     """
     windows = [((True, 1), (False, 3)), ((True, 3), (False, 1))]
-    every = [(split, *ways) for n, split in enumerate(SPLITS) for ways in windows[n % 2]]
+    transports = [("flat", "direct"), ("direct", "flat")]
+    every = [
+        (split, transport, *ways)
+        for n, split in enumerate(SPLITS)
+        for transport, ways in zip(transports[n // 2 % 2], windows[n % 2], strict=True)
+    ]
     return every if world == 2 else every[::3]
 
 
@@ -39,7 +45,7 @@ def train_all_ways(name: str) -> list[tuple[str, str, bool, float, float]]:
     case, world = MODELS[name], dist.get_world_size()
     oracles: dict[int, tuple[nn.Module, nn.Module]] = {}
     found = []
-    for split, overlap, accumulate in plans(world):
+    for split, transport, overlap, accumulate in plans(world):
         optimizer = "sgd" if case.sparse or accumulate == 1 else "adamw"
         if accumulate not in oracles:
             oracles[accumulate] = (
@@ -47,14 +53,15 @@ def train_all_ways(name: str) -> list[tuple[str, str, bool, float, float]]:
                 reference.one_process(case, optimizer, STEPS, accumulate, world),
             )
         peer, alone = oracles[accumulate]
-        settings = {"split": {"kind": split, **SPLITS[split]}, "overlap": overlap}
+        split_config = {"kind": split, **SPLITS[split]}
+        settings = {"split": split_config, "transport": transport, "overlap": overlap}
         if split == "by_index":
             last = sum(p.requires_grad for p in peer.parameters()) - 1
             settings["split"]["last"] = sorted({0, last // 2, last})
         model = reference.accelerated(case, optimizer, STEPS, accumulate, settings)
         found.append(
             (
-                f"{split}, overlap {overlap}, accumulate {accumulate}, {optimizer}",
+                f"{split}, {transport}, overlap {overlap}, accumulate {accumulate}, {optimizer}",
                 reference.digest(model),
                 reference.same_bits(model, peer),
                 reference.distance(model, peer),

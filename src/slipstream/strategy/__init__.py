@@ -40,7 +40,7 @@ from slipstream.strategy.precision import (
 )
 from slipstream.strategy.presets import Preset, presets
 from slipstream.strategy.setting import Exactness, Setting, Variant
-from slipstream.strategy.spec import Flat, Gradients, Strategy, Trace, Transport
+from slipstream.strategy.spec import Gradients, Strategy, Trace
 from slipstream.strategy.split import (
     ByBytes,
     ByIndex,
@@ -52,6 +52,7 @@ from slipstream.strategy.split import (
     Single,
     Split,
 )
+from slipstream.strategy.transport import Direct, Flat, Transport
 
 __all__ = [
     "Adaptive",
@@ -67,6 +68,7 @@ __all__ = [
     "Codec",
     "Compute",
     "Dgc",
+    "Direct",
     "DynamicScale",
     "Every",
     "Exactness",

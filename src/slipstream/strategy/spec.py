@@ -1,16 +1,16 @@
 """``Strategy``: every setting, its meaning, its default and its allowed values.
 
 The variants of a group are in files of their own: ``split``, ``codec``, ``memory``, ``parallel``,
-``precision``.
+``precision``, ``transport``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, get_args
+from typing import Any, Self, get_args
 
-from pydantic import BeforeValidator, Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.codec import Codec
@@ -19,8 +19,9 @@ from slipstream.strategy.overview import overview, plain_text
 from slipstream.strategy.parallel import Parallel
 from slipstream.strategy.precision import Compute, Precision
 from slipstream.strategy.presets import preset
-from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
+from slipstream.strategy.setting import Exactness, Setting
 from slipstream.strategy.split import ByBytes, Split
+from slipstream.strategy.transport import Flat, Transport
 from slipstream.strategy.validate import shown
 from slipstream.strategy.yaml import (
     SUFFIXES,
@@ -30,19 +31,6 @@ from slipstream.strategy.yaml import (
     parse_yaml,
     read,
 )
-
-
-class Flat(Variant):
-    """One all-reduce over all ranks."""
-
-    kind: Literal["flat"] = "flat"
-    exactness: ClassVar[Exactness] = "reordered"
-
-
-Transport = Annotated[
-    Flat, BeforeValidator(from_kind, json_schema_input_type=Flat | Literal["flat"])
-]
-"""A transport, or only its kind: ``flat`` for ``{kind: flat}``."""
 
 
 class Gradients(Setting):

@@ -23,12 +23,12 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slipstream.errors import ExchangeError
 from slipstream.trace.recorder import Recorder, Stamp
 from slipstream.transport.requests import AllReduce, Exchange, Request
 from slipstream.transport.roads import Transport, run
+from slipstream.transport.work import Work
 
 GLOO_THREADS = 2
 """Collectives that a gloo group runs at a time, first come, first served."""
@@ -53,7 +53,7 @@ class _InFlight:
 
     label: Label
     then: Callable[[], None] | None
-    works: Sequence[dist.Work] = ()
+    works: Sequence[Work] = ()
     start: Stamp = 0.0
     end: Stamp = 0.0
     done: threading.Event | None = None

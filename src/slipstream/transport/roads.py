@@ -11,10 +11,12 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from slipstream.strategy import Flat
+from slipstream.strategy import Direct, Flat
 from slipstream.strategy import Transport as TransportConfig
+from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.requests import AllReduce, Exchange, Request
+from slipstream.transport.work import Work
 
 
 class Transport(Protocol):
@@ -32,7 +34,7 @@ class Transport(Protocol):
         post its receives now, and knows from the count when nothing more will follow.
         """
 
-    def start(self, request: Request) -> Sequence[dist.Work]:
+    def start(self, request: Request) -> Sequence[Work]:
         """Begin ``request``; once all returned works are done, its tensors hold the result.
 
         Waiting for a work orders the caller's CUDA stream behind it. The last work completes last.
@@ -45,7 +47,10 @@ class Transport(Protocol):
         """End the road's threads and free what it allocated; idempotent. The group stays."""
 
 
-TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {Flat: FlatTransport}
+TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
+    Flat: FlatTransport,
+    Direct: DirectTransport,
+}
 """By type of the strategy's ``gradients.transport``."""
 
 
