@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from slipstream.comm.arguments import (
     Device,
+    Sizes,
     all_to_all_of,
     check_reducible,
-    check_same_tensors,
     gather_arguments,
     normalized_axis,
     piece_sizes,
@@ -54,11 +52,7 @@ def broadcast(
 
 @graph_break
 def gather(
-    x: torch.Tensor,
-    group: Group | None = None,
-    axis: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
+    x: torch.Tensor, group: Group | None = None, axis: int = 0, *, sizes: Sizes = None
 ) -> torch.Tensor | None:
     """The ranks' tensors concatenated along ``axis`` at the root; None elsewhere.
 
@@ -76,11 +70,7 @@ def gather(
 
 @graph_break
 def all_gather(
-    x: torch.Tensor,
-    group: Group | None = None,
-    axis: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
+    x: torch.Tensor, group: Group | None = None, axis: int = 0, *, sizes: Sizes = None
 ) -> torch.Tensor:
     """The ranks' tensors concatenated along ``axis``, on every rank.
 
@@ -113,7 +103,7 @@ def scatter(
     group: Group | None = None,
     axis: int = 0,
     *,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     device: Device = None,
 ) -> torch.Tensor:
     """Split the root's tensor along ``axis``: piece ``i`` goes to the group's ``i``-th rank.
@@ -147,11 +137,7 @@ def scatter(
 
 @graph_break
 def reduce_scatter_sum(
-    x: torch.Tensor,
-    group: Group | None = None,
-    axis: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
+    x: torch.Tensor, group: Group | None = None, axis: int = 0, *, sizes: Sizes = None
 ) -> torch.Tensor:
     """Sum the ranks' tensors and split the sum along ``axis``: piece ``i`` on the ``i``-th rank.
 
@@ -174,8 +160,7 @@ def reduce_scatter_sum(
     """
     name = "reduce_scatter_sum"
     group = member(group, name)
-    needs_grad = check_same_tensors(name, x, group, axis, *sizes_digest(sizes))
-    check_reducible(name, x)
+    needs_grad = check_reducible(name, x, group, axis, *sizes_digest(sizes))
     axis = normalized_axis(name, axis, x.shape)
     pieces = piece_sizes(name, x.shape[axis], axis, group, sizes)
     collective = ReduceScatter(group, TensorSpec.of(x), axis, pieces)
@@ -189,7 +174,7 @@ def all_to_all(
     split_axis: int = 0,
     concat_axis: int = 0,
     *,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
 ) -> torch.Tensor:
     """Split along ``split_axis``, send piece ``i`` to the group's ``i``-th rank, and concatenate
     the pieces of all ranks along ``concat_axis``, in the group's order.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.tracing import Tracer
 
 
+@dataclass
 class TrainingLoop:
     """Backward passes and updates of one model.
 
-    Args:
+    Attributes:
         model: gradients of all its parameters are cleared after an update.
         optimizer: steps once per update.
         window: counts the backward passes of an update.
@@ -35,46 +37,37 @@ class TrainingLoop:
         momentum_correction: what codecs took over from the optimizer.
         dims: compares ranks that share the model.
         tracer: records the spans.
-
-    Attributes:
-        engine: as given.
         steps: updates so far.
         skipped: updates that were skipped because of gradients that were not finite.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        window: AccumulationWindow,
-        engine: GradientEngine,
-        precision: ModelPrecision,
-        momentum_correction: MomentumCorrection,
-        dims: ParallelDims,
-        tracer: Tracer,
-    ) -> None:
-        self.engine = engine
-        self._optimizer, self._parameters = optimizer, tuple(model.parameters())
-        self._window, self._precision = window, precision
-        self._momentum_correction, self._dims, self._tracer = momentum_correction, dims, tracer
-        self._backward_done = self._local_only = self._compared = False
-        self.steps = self.skipped = 0
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    window: AccumulationWindow
+    engine: GradientEngine
+    precision: ModelPrecision
+    momentum_correction: MomentumCorrection
+    dims: ParallelDims
+    tracer: Tracer
+
+    steps = skipped = 0
+    _backward_done = _local_only = _compared = False
 
     @property
     def window_open(self) -> bool:
         """Whether gradients were gathered that no update has used yet."""
-        return self._window.contributions > 0
+        return self.window.contributions > 0
 
     # Backward passes.
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, loss_scale: float) -> None:
         """Backward of one loss; raises as ``Session.backward``."""
         loss_scale = self._take_loss_scale(loss_scale)
-        self._compare_once(self._dims.check_same_loss, loss)
+        self._compare_once(self.dims.check_same_loss, loss)
 
         def run() -> None:
-            part = self._precision.scaled(loss)
-            part = part / self._window.accumulate if self._window.accumulate > 1 else part
+            part = self.precision.scaled(loss)
+            part = part / self.window.accumulate if self.window.accumulate > 1 else part
             part.backward(retain_graph=retain_graph)
 
         self._run_backward(run, loss_scale)
@@ -91,9 +84,9 @@ class TrainingLoop:
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; raises as ``Session.forward_backward``."""
         loss_scale = self._take_loss_scale(loss_scale)
-        self._compare_once(self._dims.check_same_batch, (args, kwargs, target))
-        self._tracer.forward_begins(args, kwargs or {})
-        scale = loss_scale / self._window.accumulate
+        self._compare_once(self.dims.check_same_batch, (args, kwargs, target))
+        self.tracer.forward_begins(args, kwargs or {})
+        scale = loss_scale / self.window.accumulate
         loss = torch.full((), torch.nan)  # of a dummy batch, which is not computed
 
         def run() -> None:
@@ -104,8 +97,8 @@ class TrainingLoop:
         return loss
 
     def _take_loss_scale(self, given: float) -> float:
-        loss_scale = self._precision.take(given)
-        self._window.check_scale(loss_scale)
+        loss_scale = self.precision.take(given)
+        self.window.check_scale(loss_scale)
         return loss_scale
 
     def _compare_once(self, compare: Callable[[Any], None], value: object) -> None:
@@ -116,19 +109,19 @@ class TrainingLoop:
 
     def _run_backward(self, run: Callable[[], None], loss_scale: float) -> None:
         """``run`` a backward pass; average the gradients if an update follows it."""
-        dummy_batch = self._window.count()
-        self._tracer.backward_begins(dummy_batch=dummy_batch)
-        exchange = self._window.last and not self._local_only
-        self.engine.begin(exchange=exchange, scale=self._window.scale, loss_scale=loss_scale)
+        dummy_batch = self.window.count()
+        self.tracer.backward_begins(dummy_batch=dummy_batch)
+        exchange = self.window.last and not self._local_only
+        self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
         try:
             if not dummy_batch:  # such a rank takes part in the exchange, with zeros
                 run()
         except BaseException as error:
             self.engine.abort(error)
             raise
-        self._tracer.backward_ends()
+        self.tracer.backward_ends()
         self.engine.end()
-        self._tracer.exchanged(self.engine.ready)
+        self.tracer.exchanged(self.engine.ready)
         self._backward_done = True
 
     @contextmanager
@@ -156,7 +149,7 @@ class TrainingLoop:
                 "then session.step(), once each for every batch"
             )
         self._backward_done = False
-        if self._local_only or not self._window.advance():
+        if self._local_only or not self.window.advance():
             return False
         overflowed = self._overflowed()
         self._update(skip=overflowed)
@@ -166,25 +159,25 @@ class TrainingLoop:
         """Whether the update must be skipped; the same on every rank."""
         if self.engine.overflowed:
             return True
-        if self._window.loss_scale == 1.0 and not self._precision.scales:
+        if self.window.loss_scale == 1.0 and not self.precision.scales:
             return False  # without a loss scale, NaN gradients are an update like any other
-        gradients = (p.grad for p in self._parameters if p.grad is not None)
+        gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
         infinite = [any_infinite(g._values() if g.is_sparse else g) for g in gradients]
         # Averages are the same on all data-parallel ranks; those that share a model must agree.
-        return self._dims.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
+        return self.dims.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
 
     def _update(self, *, skip: bool) -> None:
-        self._tracer.update_begins()
+        self.tracer.update_begins()
         if skip:
             self.skipped += 1
         else:
-            self._momentum_correction.check()
-            self._optimizer.step()
+            self.momentum_correction.check()
+            self.optimizer.step()
             self.steps += 1
-        self._optimizer.zero_grad(set_to_none=True)
-        for parameter in self._parameters:  # also those that the optimizer does not hold
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self.model.parameters():  # also those that the optimizer does not hold
             parameter.grad = None
-        self._window.close()
-        self._precision.updated(skip)
+        self.window.close()
+        self.precision.updated(skip)
         self.engine.updated(self.steps)
-        self._tracer.update_ends()  # last, as it may change the split
+        self.tracer.update_ends()  # last, as it may change the split
