@@ -39,7 +39,7 @@ from slipstream.session.loop import TrainingLoop
 from slipstream.session.report import adaptive_rows
 from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState
-from slipstream.session.tracing import NoTracing, SessionTracer, Tracer, trace_metadata
+from slipstream.session.tracing import NoTracing, SessionTracer, Tracer
 from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
@@ -115,18 +115,9 @@ def compose(
             model, optimizer, window, engine, precision, momentum_correction, dims, tracer
         )
         names, codec = [t.name for t in trainables], strategy.gradients.codec
-        return Session(
-            model,
-            optimizer,
-            strategy,
-            cluster=cluster,
-            dims=dims,
-            loader=session_loader,
-            loop=loop,
-            state=SessionState(model, names, engine, dims, online_split, precision, codec),
-            full_state=full_state,
-            handles=handles,
-        )
+        state = SessionState(model, names, engine, dims, online_split, precision, codec)
+        parts = (cluster, dims, session_loader, loop, state, full_state, handles)
+        return Session(model, optimizer, strategy, *parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +224,10 @@ def _exchange(
         verdict.pays if verdict else lambda num_bytes: True,
         narrow=not precision.exchanges_wide,
     )
-    searched = isinstance(config.split, Optimal)
     engine = Engine(
         given.model,
         trainables,
-        split=ByBytes() if searched else config.split,
+        split=ByBytes() if isinstance(config.split, Optimal) else config.split,
         # in a pipeline the last micro-batch's backward is not over before the sums of what
         # stages share
         overlap=config.overlap and given.strategy.parallel.pipeline is None,
@@ -250,9 +240,8 @@ def _exchange(
     engine.load_codec_state(momentum_correction.buffers)
     online_split = None
     if isinstance(config.split, Optimal):
-        online_split = OnlineSplit(
-            engine, given.cluster, dims.data, given.strategy, config.split.steps
-        )
+        search = (engine, given.cluster, dims.data, given.strategy, config.split.steps)
+        online_split = OnlineSplit(*search)
         given.handles.add_rows(online_split.report_rows)
     if verdict is not None:
         given.handles.add_rows(partial(adaptive_rows, verdict, engine))
@@ -262,15 +251,9 @@ def _exchange(
 def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | None) -> Tracer:
     if given.recorder is None:
         return NoTracing()
+    model, strategy, device = given.model, given.strategy, given.cluster.device
     tracer = SessionTracer(
-        given.recorder,
-        given.model,
-        given.strategy.trace,
-        given.cluster.device,
-        control=given.dims.control,
-        online_split=online_split,
-        ranks_per_model=given.dims.mesh.model_parallel,
-        describe=partial(trace_metadata, given.model, given.strategy, engine),
+        given.recorder, model, strategy, engine, given.dims, online_split, device
     )
     given.handles.defer(tracer.write, on_error=tracer.drop)
     return tracer

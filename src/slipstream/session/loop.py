@@ -53,6 +53,9 @@ class TrainingLoop:
     steps = skipped = 0
     _backward_done = _local_only = _compared = False
 
+    def __post_init__(self) -> None:
+        self._parameters = tuple(self.model.parameters())
+
     @property
     def window_open(self) -> bool:
         """Whether gradients were gathered that no update has used yet."""
@@ -62,8 +65,7 @@ class TrainingLoop:
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, loss_scale: float) -> None:
         """Backward of one loss; raises as ``Session.backward``."""
-        loss_scale = self._take_loss_scale(loss_scale)
-        self._compare_once(self.dims.check_same_loss, loss)
+        loss_scale = self._checked_scale(loss_scale, self.dims.check_same_loss, loss)
 
         def run() -> None:
             part = self.precision.scaled(loss)
@@ -77,15 +79,15 @@ class TrainingLoop:
         pipeline: Pipeline,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
+        kwargs: dict[str, Any],
         target: Any,
         *,
         loss_scale: float,
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; raises as ``Session.forward_backward``."""
-        loss_scale = self._take_loss_scale(loss_scale)
-        self._compare_once(self.dims.check_same_batch, (args, kwargs, target))
-        self.tracer.forward_begins(args, kwargs or {})
+        batch = (args, kwargs, target)
+        loss_scale = self._checked_scale(loss_scale, self.dims.check_same_batch, batch)
+        self.tracer.forward_begins(args, kwargs)
         scale = loss_scale / self.window.accumulate
         loss = torch.full((), torch.nan)  # of a dummy batch, which is not computed
 
@@ -96,16 +98,17 @@ class TrainingLoop:
         self._run_backward(run, loss_scale)
         return loss
 
-    def _take_loss_scale(self, given: float) -> float:
+    def _checked_scale(self, given: float, compare: Callable[[Any], None], value: object) -> float:
+        """The loss scale of a backward pass.
+
+        Ranks that share a model need the same batches; the first ones are compared.
+        """
         loss_scale = self.precision.take(given)
         self.window.check_scale(loss_scale)
-        return loss_scale
-
-    def _compare_once(self, compare: Callable[[Any], None], value: object) -> None:
-        """Ranks that share a model need the same batches; the first ones are compared."""
         if not self._compared:
             compare(value)
             self._compared = True
+        return loss_scale
 
     def _run_backward(self, run: Callable[[], None], loss_scale: float) -> None:
         """``run`` a backward pass; average the gradients if an update follows it."""
@@ -161,7 +164,7 @@ class TrainingLoop:
             return True
         if self.window.loss_scale == 1.0 and not self.precision.scales:
             return False  # without a loss scale, NaN gradients are an update like any other
-        gradients = (p.grad for p in self.model.parameters() if p.grad is not None)
+        gradients = (p.grad for p in self._parameters if p.grad is not None)
         infinite = [any_infinite(g._values() if g.is_sparse else g) for g in gradients]
         # Averages are the same on all data-parallel ranks; those that share a model must agree.
         return self.dims.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
@@ -175,7 +178,7 @@ class TrainingLoop:
             self.optimizer.step()
             self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
-        for parameter in self.model.parameters():  # also those that the optimizer does not hold
+        for parameter in self._parameters:  # also those that the optimizer does not hold
             parameter.grad = None
         self.window.close()
         self.precision.updated(skip)
