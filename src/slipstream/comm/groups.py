@@ -127,9 +127,13 @@ def group(
 
 
 def group_of(
-    process_group: dist.ProcessGroup, *, check: bool = True, recorder: Recorder | None = None
+    process_group: dist.ProcessGroup | None, *, check: bool = True, recorder: Recorder | None = None
 ) -> Group:
-    """Wrap an existing process group, e.g. of a dimension of a ``DeviceMesh``."""
+    """Wrap a process group, e.g. of a dimension of a ``DeviceMesh``; None: the world's, if any."""
+    if process_group is None:
+        process_group = dist.group.WORLD if dist.is_available() else None
+    if process_group is None:
+        return Group((0,), None, check, 0, recorder)
     ranks = tuple(dist.get_process_group_ranks(process_group))
     return Group(ranks, process_group, check, dist.get_rank(process_group), recorder)
 
@@ -141,8 +145,7 @@ def member(chosen: Group | None, operator: str) -> Group:
         CommError: this rank is not in it.
     """
     if chosen is None:
-        world = dist.group.WORLD if dist.is_available() else None
-        return Group((0,), None, True, 0) if world is None else group_of(world)
+        return group_of(None)
     if chosen.rank < 0:
         raise CommError(
             f"{operator} in {chosen} on rank {dist.get_rank()}, which is not in that group; call "

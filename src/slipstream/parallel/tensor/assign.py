@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -67,11 +66,13 @@ def assign(model: nn.Module, plan: Plan, ranks: int) -> list[Assignment]:
     return list(assignments.values())
 
 
-def named_shards(assignments: list[Assignment]) -> Iterator[tuple[str, Shard]]:
+def named_shards(assignments: list[Assignment]) -> Shards:
     """The shards by name in ``state_dict()``, without the further names of tied parameters."""
-    for assignment in assignments:
-        for name, shard in assignment.shards.items():
-            yield f"{assignment.path}.{name}".removeprefix("."), shard
+    return {
+        f"{a.path}.{name}".removeprefix("."): shard
+        for a in assignments
+        for name, shard in a.shards.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +91,27 @@ class _ModuleStyle:
             case Column():
                 shards, attributes = self._column(self.style)
             case Row():
-                shards = self._row()
+                axes = self._weight_axes()
+                length = self._weight().shape[axes.inputs]
+                self._check_divides(length, self.ranks, "inputs")
+                shards = {"weight": Shard.even(axes.inputs, length, self.ranks)}
             case Channels():
                 shards, attributes = self._channels()
             case Vocabulary():
                 shards = self._vocabulary()
-            case Heads():
-                attributes = self._heads(self.style)
+            case Heads(divide=names):
+                for name in names:
+                    if type(getattr(self.module, name, None)) is not int:
+                        integers = [n for n, v in vars(self.module).items() if type(v) is int]
+                        allowed = f"whole numbers: {', '.join(integers)}"
+                        raise self._error(f"divide {name!r}", allowed)
+                attributes = self._divided(names)
             case Sequence():
                 self._check_sequence()
             case Switch():
-                self._check_switch()
+                has_parameters = next(self.module.parameters(), None) is not None
+                allowed = "a module without parameters, such as an activation or Flatten"
+                self._refuse(has_parameters, "parameters", allowed)
         return Assignment(self.path, self.module, self.style, shards, attributes)
 
     def _column(self, style: Column) -> tuple[Shards, Attributes]:
@@ -112,19 +123,12 @@ class _ModuleStyle:
             factors = f" ({self.ranks} ranks x {style.parts} parts x blocks of {style.block})"
             self._check_divides(length, self.ranks * style.parts * style.block, "outputs", factors)
         shard = Shard.even(axes.outputs, length, self.ranks, style.parts)
-        if min(shard.sizes) == 0:
-            raise self._error(f"{length} outputs", f"at least {self.ranks}")
+        self._refuse(min(shard.sizes) == 0, f"{length} outputs", f"at least {self.ranks}")
         shards = {"weight": shard}
         if any(name == "bias" for name, _ in self.module.named_parameters(recurse=False)):
             shards["bias"] = Shard(0, shard.sizes, shard.parts)
         widths = (name for name, axis in axes.widths.items() if axis == axes.outputs)
         return shards, dict.fromkeys(widths, shard.widths)
-
-    def _row(self) -> Shards:
-        axes = self._weight_axes()
-        length = self._weight().shape[axes.inputs]
-        self._check_divides(length, self.ranks, "inputs")
-        return {"weight": Shard.even(axes.inputs, length, self.ranks)}
 
     def _channels(self) -> tuple[Shards, Attributes]:
         layer = self.module
@@ -132,19 +136,15 @@ class _ModuleStyle:
             case nn.GroupNorm():
                 widths = ["num_groups", "num_channels"]
             case nn.SyncBatchNorm():
-                raise self._error(
-                    "SyncBatchNorm",
-                    "BatchNorm: SyncBatchNorm would mix channels of different ranks",
-                )
+                allowed = "BatchNorm: SyncBatchNorm would mix channels of different ranks"
+                raise self._error("SyncBatchNorm", allowed)
             case nn.modules.batchnorm._NormBase():
                 widths = ["num_features"]
             case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if layer.groups > 1:
                 widths = ["groups", "in_channels", "out_channels"]
             case _:
-                raise self._error(
-                    type(layer).__name__,
-                    "batch, group or instance normalisation, or a grouped convolution",
-                )
+                allowed = "batch, group or instance normalisation, or a grouped convolution"
+                raise self._error(type(layer).__name__, allowed)
         tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
         shards = {name: Shard.even(0, len(t), self.ranks) for name, t in tensors if t.dim()}
         return shards, self._divided(widths)
@@ -154,21 +154,12 @@ class _ModuleStyle:
         is_plain = type(layer).forward is nn.Embedding.forward
         if not is_plain or not isinstance(layer, nn.Embedding) or layer.max_norm is not None:
             raise self._error(type(layer).__name__, "an Embedding without max_norm")
-        if layer.sparse:
-            raise self._error("sparse=True", "False: the rows of a rank get dense gradients")
-        if layer.scale_grad_by_freq:
-            raise self._error("scale_grad_by_freq=True", "False: a rank counts its own words only")
-        if layer.num_embeddings < self.ranks:
-            raise self._error(f"{layer.num_embeddings} words", f"at least {self.ranks}")
-        return {"weight": Shard.even(0, layer.num_embeddings, self.ranks)}
-
-    def _heads(self, style: Heads) -> Attributes:
-        for name in style.divide:
-            value = getattr(self.module, name, None)
-            if not isinstance(value, int) or isinstance(value, bool):
-                integers = [n for n, v in vars(self.module).items() if type(v) is int]
-                raise self._error(f"divide {name!r}", f"whole numbers: {', '.join(integers)}")
-        return self._divided(style.divide)
+        words, by_frequency = layer.num_embeddings, layer.scale_grad_by_freq
+        allowed = "False: a rank counts its own words only"
+        self._refuse(layer.sparse, "sparse=True", "False: the rows of a rank get dense gradients")
+        self._refuse(by_frequency, "scale_grad_by_freq=True", allowed)
+        self._refuse(words < self.ranks, f"{words} words", f"at least {self.ranks}")
+        return {"weight": Shard.even(0, words, self.ranks)}
 
     def _check_sequence(self) -> None:
         for name, module in self.module.named_modules():
@@ -179,28 +170,18 @@ class _ModuleStyle:
                     "piece only",
                 )
 
-    def _check_switch(self) -> None:
-        if next(self.module.parameters(), None) is not None:
-            raise self._error(
-                "parameters", "a module without parameters, such as an activation or Flatten"
-            )
-
     # Used by several styles.
 
     def _weight_axes(self) -> WeightAxes:
         axes = weight_axes(self.module)
         if axes is None:
-            raise self._error(
-                type(self.module).__name__,
-                "Linear, Conv1d, Conv2d, Conv3d, Conv1D, with torch's forward and a plain weight",
-            )
-        if getattr(self.module, "groups", 1) > 1:
-            raise self._error(
-                f"a convolution of {self.module.groups} groups",
-                "one of 1 group; between a column and a row use the style channels",
-            )
-        if getattr(self.module, "padding_mode", "zeros") != "zeros":
-            raise self._error(f"padding_mode {self.module.padding_mode!r}", "zeros")
+            allowed = "Linear, Conv1d, Conv2d, Conv3d, Conv1D, with torch's forward, a plain weight"
+            raise self._error(type(self.module).__name__, allowed)
+        groups = getattr(self.module, "groups", 1)
+        allowed = "one of 1 group; between a column and a row use the style channels"
+        self._refuse(groups > 1, f"a convolution of {groups} groups", allowed)
+        padding = getattr(self.module, "padding_mode", "zeros")
+        self._refuse(padding != "zeros", f"padding_mode {padding!r}", "zeros")
         return axes
 
     def _weight(self) -> nn.Parameter:
@@ -215,8 +196,11 @@ class _ModuleStyle:
         return {name: (getattr(self.module, name) // self.ranks,) * self.ranks for name in names}
 
     def _check_divides(self, size: int, divisor: int, what: str, factors: str = "") -> None:
-        if size % divisor:
-            raise self._error(f"{size} {what}", f"a multiple of {divisor}{factors}")
+        self._refuse(size % divisor, f"{size} {what}", f"a multiple of {divisor}{factors}")
+
+    def _refuse(self, wrong: object, seen: str, allowed: str) -> None:
+        if wrong:
+            raise self._error(seen, allowed)
 
     def _error(self, seen: str, allowed: str) -> StrategyError:
         return StrategyError(

@@ -152,9 +152,9 @@ def _gather_outputs(y: torch.Tensor, group: Group, axis: int, shard: Shard) -> t
     """The whole output of a column: the ranks' outputs gathered, their blocks put in order."""
     axis %= y.dim()
     y = regions.gather_from_region(y, group, axis, shard.widths)
-    if shard.parts == 1:
-        return y
-    return Shard(axis, shard.sizes, shard.parts).join(y.split(shard.widths, axis))
+    if shard.parts > 1:
+        y = Shard(axis, shard.sizes, shard.parts).join(y.split(shard.widths, axis))
+    return y
 
 
 def sequence_hooks(
@@ -180,10 +180,7 @@ def sequence_hooks(
             return y
         return regions.gather_from_region(y, region.group, axis, region.piece_sizes(axis))
 
-    hooks: list[Any] = [
-        layer.register_forward_pre_hook(before),
-        layer.register_forward_hook(after),
-    ]
+    hooks = [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
     return hooks + region.sum_gradients(layer.parameters())
 
 
@@ -192,8 +189,8 @@ def switch_hooks(
 ) -> list[Any]:
     """Inputs and output of ``layer`` switch between split along ``axis`` and along features."""
 
-    def switched(to: str, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
+    def switched(to: str | None, x: Any) -> Any:
+        if to is None or not isinstance(x, torch.Tensor):
             return x
         features, length = x.dim() - 1, sum(region.piece_sizes(axis))
         if to == "features":
@@ -201,16 +198,10 @@ def switch_hooks(
         width = x.shape[-1] * region.group.size
         return regions.switch_axis(x, region.group, split=axis, joined=features, length=width)
 
-    hooks: list[Any] = []
-    if before is not None:
-        switch_input = partial(switched, before)
-        hooks.append(
-            layer.register_forward_pre_hook(lambda _, args: tuple(map(switch_input, args)))
-        )
-    if after is not None:
-        switch_output = partial(switched, after)
-        hooks.append(layer.register_forward_hook(lambda _, __, y: switch_output(y)))
-    return hooks
+    return [
+        layer.register_forward_pre_hook(lambda _, args: tuple(switched(before, x) for x in args)),
+        layer.register_forward_hook(lambda _, __, y: switched(after, y)),
+    ]
 
 
 class RowParallel(nn.Module):
@@ -221,7 +212,6 @@ class RowParallel(nn.Module):
 
     def __init__(self, layer: nn.Module, region: RegionState, *, sequence: bool) -> None:
         super().__init__()
-        assert weight_axes(layer) is not None
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, nn.Parameter)
         assert bias is None or isinstance(bias, nn.Parameter)
@@ -241,9 +231,11 @@ class RowParallel(nn.Module):
             y = regions.reduce_scatter_from_region(y, group, SEQUENCE)
         else:
             y = regions.reduce_from_region(y, group)
-        if self.bias is None:
-            return y
-        return y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial_dims)
+        return (
+            y
+            if self.bias is None
+            else y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial_dims)
+        )
 
     def remove(self) -> None:
         """Remove the hook on the bias."""
@@ -257,18 +249,13 @@ class RowParallel(nn.Module):
 
 def _product_of(layer: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The function of input and weight that ``layer`` computes before it adds its bias."""
-    match layer:
-        case nn.Linear():
-            return F.linear
-        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
-            convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[layer.weight.dim() - 2]
-            return partial(
-                convolve,
-                bias=None,
-                stride=layer.stride,
-                padding=layer.padding,
-                dilation=layer.dilation,
-            )
+    if isinstance(layer, nn.Linear):
+        return F.linear
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[layer.weight.dim() - 3]
+        return partial(
+            convolve, stride=layer.stride, padding=layer.padding, dilation=layer.dilation
+        )
     return lambda x, weight: F.linear(x, weight.t())
 
 

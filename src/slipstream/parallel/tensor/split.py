@@ -57,7 +57,7 @@ class SplitLayers:
             broadcast.broadcast([*model.parameters(), *model.buffers()], group.members)
             region.streams.synchronize()
         self._optimizer = optimizer
-        self.shards = _with_aliases(model, dict(named_shards(assignments)))
+        self.shards = _with_aliases(model, named_shards(assignments))
         self._undo: list[Callable[[], object]] = []
         self._replace_values(lambda shard, whole: shard.piece(whole, group.rank))
         for assignment in assignments:
