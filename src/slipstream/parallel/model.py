@@ -51,14 +51,8 @@ class ModelParallel(FullState):
         if config.tensor is not None:
             self.split = split_layers(model, dims.tensor, plan_of(config.tensor, model), optimizer)
         if config.pipeline is not None:
-            self.pipeline = Pipeline(
-                model,
-                dims.pipeline,
-                cut=config.pipeline.cut,
-                schedule=config.pipeline.schedule,
-                micro_batches=config.pipeline.micro_batches,
-                recorder=recorder,
-            )
+            settings = config.pipeline.model_dump(exclude={"ranks"})
+            self.pipeline = Pipeline(model, dims.pipeline, recorder=recorder, **settings)
 
     def is_local(self, name: str) -> bool:
         """Whether this rank has the parameter, or its shard of it."""
@@ -113,11 +107,7 @@ class ModelParallel(FullState):
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the norm of the whole model's is at most ``max_norm``."""
-        counted = [
-            p
-            for name, p in self._model.named_parameters()
-            if p.grad is not None and self._counts_in_norm(name)
-        ]
+        counted = [p for name, p in self._model.named_parameters() if self._counts_in_norm(name)]
         assert self._dims.model is not None
         group = group_of(self._dims.model, check=False)
         return clip_grad_norm_(self._model.parameters(), counted, max_norm, group)

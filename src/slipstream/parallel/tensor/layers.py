@@ -231,11 +231,9 @@ class RowParallel(nn.Module):
             y = regions.reduce_scatter_from_region(y, group, SEQUENCE)
         else:
             y = regions.reduce_from_region(y, group)
-        return (
-            y
-            if self.bias is None
-            else y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial_dims)
-        )
+        if self.bias is None:
+            return y
+        return y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial_dims)
 
     def remove(self) -> None:
         """Remove the hook on the bias."""
@@ -253,9 +251,8 @@ def _product_of(layer: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torc
         return F.linear
     if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         convolve = (F.conv1d, F.conv2d, F.conv3d)[layer.weight.dim() - 3]
-        return partial(
-            convolve, stride=layer.stride, padding=layer.padding, dilation=layer.dilation
-        )
+        options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation")}
+        return partial(convolve, **options)
     return lambda x, weight: F.linear(x, weight.t())
 
 

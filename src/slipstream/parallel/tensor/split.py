@@ -71,13 +71,11 @@ class SplitLayers:
     @property
     def largest_shapes(self) -> dict[str, torch.Size]:
         """By name of a split parameter, the shape of the largest shard on any rank."""
-        shapes = {}
-        for name, parameter in self.model.named_parameters():
-            if name in self.shards:
-                shard, shape = self.shards[name], list(parameter.shape)
-                shape[shard.axis] = max(shard.widths)
-                shapes[name] = torch.Size(shape)
-        return shapes
+        return {
+            name: self.shards[name].resized(parameter.shape, max(self.shards[name].widths))
+            for name, parameter in self.model.named_parameters()
+            if name in self.shards
+        }
 
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` with whole tensors, on every rank. Collective.
@@ -104,9 +102,8 @@ class SplitLayers:
         Raises:
             ModelError: names are missing or unknown, or a shape differs.
         """
-        local_state = self.shard_state(state)
         try:
-            self.model.load_state_dict(local_state)
+            self.model.load_state_dict(self.shard_state(state))
         except RuntimeError as error:
             raise ModelError(f"the state does not fit the whole model: {error}") from None
 
@@ -123,10 +120,9 @@ class SplitLayers:
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Load this rank's shards of a state from `full_optimizer_state_dict`."""
-        local_state = self._map_optimizer_state(
-            optimizer, state, self._shard_tensor, is_local=False
+        optimizer.load_state_dict(
+            self._map_optimizer_state(optimizer, state, self._shard_tensor, is_local=False)
         )
-        optimizer.load_state_dict(local_state)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As ``torch.nn.utils.clip_grad_norm_``, by the norm of the whole model's gradients.
@@ -187,13 +183,9 @@ class SplitLayers:
         """Apply ``change`` to every split tensor, its gradient and its optimizer state."""
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name, tensor in tensors.items():
-            shard = self.shards.get(name)
-            if shard is None:
+            if (shard := self.shards.get(name)) is None:
                 continue
-            before = tensor.shape
-            gradient = tensor.grad if tensor.requires_grad else None
-            if gradient is not None:
-                tensor.grad = None
+            before, gradient, tensor.grad = tensor.shape, tensor.grad, None
             values = change(shard, tensor.data)
             # A graph that is still alive holds the parameter's AccumulateGrad node, which checks
             # gradients against the old shape; torch makes a new node when the dtype changes.
@@ -239,17 +231,12 @@ class SplitLayers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         changed = {}
         for index, values in state["state"].items():
-            parameter = parameters[index]
-            name = names.get(parameter, "")
-            shard = self.shards.get(name)
-            shape = list(parameter.shape)
-            if shard is not None and not is_local:
-                shape[shard.axis] = shard.length
+            name, shape = names.get(parameters[index], ""), parameters[index].shape
+            if name in self.shards and not is_local:
+                shape = self.shards[name].resized(shape, self.shards[name].length)
             changed[index] = {
-                key: change(name, value)
-                if isinstance(value, torch.Tensor) and list(value.shape) == shape
-                else value
-                for key, value in values.items()
+                key: change(name, x) if isinstance(x, torch.Tensor) and x.shape == shape else x
+                for key, x in values.items()
             }
         return {**state, "state": changed}
 
