@@ -44,10 +44,9 @@ def graph_break(operator: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(operator)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            disabled: Callable[P, R] = torch.compiler.disable(operator)
-            return disabled(*args, **kwargs)
-        return operator(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        function: Callable[P, R] = torch.compiler.disable(operator) if compiling else operator
+        return function(*args, **kwargs)
 
     return call
 

@@ -54,8 +54,7 @@ class Group:
     @cached_property
     def process_group_ranks(self) -> tuple[int, ...]:
         """The ranks in ``process_group`` of the group's ranks, in the group's order."""
-        place = {rank: place for place, rank in enumerate(sorted(self.ranks))}
-        return tuple(place[rank] for rank in self.ranks)
+        return tuple(map(sorted(self.ranks).index, self.ranks))
 
     @cached_property
     def in_order(self) -> bool:
@@ -116,14 +115,9 @@ def group(
     if alone:
         return Group(members, None, check, 0, recorder)
     process_group = dist.new_group(sorted(members), timeout=timeout, backend=backend)
-    inside = dist.get_rank() in members
-    return Group(
-        members,
-        process_group if isinstance(process_group, dist.ProcessGroup) and inside else None,
-        check,
-        members.index(dist.get_rank()) if inside else -1,
-        recorder,
-    )
+    if dist.get_rank() not in members or not isinstance(process_group, dist.ProcessGroup):
+        return Group(members, None, check, -1, recorder)
+    return Group(members, process_group, check, members.index(dist.get_rank()), recorder)
 
 
 def group_of(

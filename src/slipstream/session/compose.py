@@ -84,7 +84,9 @@ def compose(
     rank. A model that ranks share stays sharded: the other ranks may not be there to gather it.
     """
     with HandleStack() as handles:
-        _mark_as_used(model, handles)
+        modules = [*model.modules()]  # as the user made them: some are replaced
+        _accelerated.update(modules)
+        handles.callback(_accelerated.difference_update, modules)
         # First, because later steps record their spans with it.
         recorder = _recorder(strategy, cluster)
         dims = ParallelDims.of(cluster, strategy.parallel, control, recorder)
@@ -136,12 +138,6 @@ class _Given:
     def codec(self) -> Codec | None:
         """Of the gradients; None also where there are no other ranks to exchange them with."""
         return self.strategy.gradients.codec if self.dims.data is not None else None
-
-
-def _mark_as_used(model: nn.Module, handles: HandleStack) -> None:
-    modules = [*model.modules()]  # as the user made them: some are replaced
-    _accelerated.update(modules)
-    handles.callback(_accelerated.difference_update, modules)
 
 
 def _recorder(strategy: Strategy, cluster: Cluster) -> Recorder | None:
@@ -196,8 +192,8 @@ def _trainables(
     given: _Given, full_state: FullState, precision: ModelPrecision
 ) -> list[NamedParameter]:
     """The parameters whose gradients this rank exchanges, in the type in which these travel."""
-    trainables = parameters_of(given.model, trainable=True, shares=full_state.largest_shapes)
-    trainables = [t for t in trainables if full_state.is_local(t.name)]
+    whole = parameters_of(given.model, trainable=True, shares=full_state.largest_shapes)
+    trainables = [t for t in whole if full_state.is_local(t.name)]
     return as_wide_as_gradients(trainables) if precision.exchanges_wide else trainables
 
 
@@ -240,8 +236,9 @@ def _exchange(
     engine.load_codec_state(momentum_correction.buffers)
     online_split = None
     if isinstance(config.split, Optimal):
-        search = (engine, given.cluster, dims.data, given.strategy, config.split.steps)
-        online_split = OnlineSplit(*search)
+        online_split = OnlineSplit(
+            engine, given.cluster, dims.data, given.strategy, config.split.steps
+        )
         given.handles.add_rows(online_split.report_rows)
     if verdict is not None:
         given.handles.add_rows(partial(adaptive_rows, verdict, engine))

@@ -147,5 +147,5 @@ class TimedStage(PipelineStage):
             return
         start = self._recorder.stamp(self.device)
         yield
-        end, place = self._recorder.stamp(self.device), {"stage": self.stage_index}
-        self._recorder.add(name, start, end, **place, micro_batch=micro_batch)
+        end, stage = self._recorder.stamp(self.device), self.stage_index
+        self._recorder.add(name, start, end, stage=stage, micro_batch=micro_batch)
