@@ -161,7 +161,7 @@ class _Operator(torch.autograd.Function):
         if not any_gradient:
             return None, None, None
         if gradient is None and call.collective.output is not None:
-            gradient = call.collective.output.zeros()
+            gradient = call.collective.output.empty().zero_()
         token, *values = ctx.saved_tensors
         x_grad = _apply_adjoint(call, gradient, values, needs_grad=needs_grad, token=token)
         return None, x_grad if ctx.needs_input_grad[1] else None, None

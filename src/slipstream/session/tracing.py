@@ -212,7 +212,4 @@ def _metadata(model: nn.Module, strategy: Strategy, engine: GradientEngine) -> d
 
 def _batch_size(inputs: Iterable[Any]) -> int:
     """The size of the first axis of the first tensor; 0 if there is none."""
-    for value in inputs:
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return value.shape[0]
-    return 0
+    return next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.ndim), 0)

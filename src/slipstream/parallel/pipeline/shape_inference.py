@@ -39,16 +39,6 @@ class StageOutputs:
     result: Any = None
 
 
-@dataclass
-class _Message:
-    """What the rank of a stage tells the others."""
-
-    returned: Returned
-    result: Any
-    requires_grad: bool
-    error: str = ""
-
-
 def sequential_forward(
     stages: Stages,
     batch: MicroBatch,
@@ -84,23 +74,24 @@ def sequential_forward(
                     requires_grad = isinstance(result, torch.Tensor) and result.requires_grad
                     result = mapped(result, lambda x: x.detach().cpu())
                     # Pickled inside the try: a result that cannot be is an error on all ranks.
-                    payload = pickle.dumps(_Message(returned, result, requires_grad))
+                    payload = pickle.dumps((returned, result, requires_grad))
                 except Exception as error:
                     kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
                     text = f"stage {stage} on rank {group.ranks[owner]}: {kind}{error}"
-                    payload, cause = pickle.dumps(_Message({}, None, False, text)), error
+                    payload, cause = pickle.dumps(text), error
             payloads = [payload]
             if group.size > 1:
                 with collective_errors(f"the first forward of stage {stage}"):
                     dist.broadcast_object_list(payloads, group=group.members, group_src=owner)
-            message: _Message = pickle.loads(payloads[0])
-            if message.error:
-                raise ModelError(message.error) from cause
-            for path, calls in mapped(message.returned, on_device, TensorSpec).items():
+            message = pickle.loads(payloads[0])
+            if isinstance(message, str):
+                raise ModelError(message) from cause
+            returned, result, requires_grad = message
+            for path, calls in mapped(returned, on_device, TensorSpec).items():
                 outputs.returned.setdefault(path, []).extend(calls)
-            outputs.result = mapped(message.result, lambda x: x.to(device))
+            outputs.result = mapped(result, lambda x: x.to(device))
             if stage < last or loss_fn is not None:
-                hidden = outputs.result.requires_grad_(message.requires_grad)
+                hidden = outputs.result.requires_grad_(requires_grad)
                 outputs.sent.append(TensorSpec.of(hidden))
     return outputs
 

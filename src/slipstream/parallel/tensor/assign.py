@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -29,17 +30,6 @@ Attributes = dict[str, tuple[int, ...]]
 """By name of an attribute of a module, its values on the ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A module and its style: the shards of its own tensors, and the attributes that change."""
-
-    path: str
-    module: nn.Module
-    style: Style
-    shards: Shards
-    attributes: Attributes
-
-
 def assign(model: nn.Module, plan: Plan, ranks: int) -> list[Assignment]:
     """What ``plan`` does to ``model`` on ``ranks`` ranks, in the order of ``named_modules()``.
 
@@ -61,7 +51,7 @@ def assign(model: nn.Module, plan: Plan, ranks: int) -> list[Assignment]:
             continue  # the same module under another name
         style = next((p.style for p in plan if fnmatchcase(path, p.match)), None)
         if style is not None:
-            assignments[id(module)] = _ModuleStyle(path, module, style, ranks).assignment()
+            assignments[id(module)] = Assignment(path, module, style, ranks)
     _check_tied(model, assignments)
     return list(assignments.values())
 
@@ -75,46 +65,45 @@ def named_shards(assignments: list[Assignment]) -> Shards:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _ModuleStyle:
-    """A module and the style that the plan gives it."""
+@dataclass
+class Assignment:
+    """A module and its style: the shards of its own tensors, and the attributes that change."""
 
     path: str
     module: nn.Module
     style: Style
     ranks: int
+    shards: Shards = field(default_factory=dict)
+    attributes: Attributes = field(default_factory=dict)
 
-    def assignment(self) -> Assignment:
-        shards: Shards = {}
-        attributes: Attributes = {}
+    def __post_init__(self) -> None:
         match self.style:
             case Column():
-                shards, attributes = self._column(self.style)
+                self._column(self.style)
             case Row():
                 axes = self._weight_axes()
                 length = self._weight().shape[axes.inputs]
                 self._check_divides(length, self.ranks, "inputs")
-                shards = {"weight": Shard.even(axes.inputs, length, self.ranks)}
+                self.shards["weight"] = Shard.even(axes.inputs, length, self.ranks)
             case Channels():
-                shards, attributes = self._channels()
+                self._channels()
             case Vocabulary():
-                shards = self._vocabulary()
+                self._vocabulary()
             case Heads(divide=names):
                 for name in names:
                     if type(getattr(self.module, name, None)) is not int:
                         integers = [n for n, v in vars(self.module).items() if type(v) is int]
                         allowed = f"whole numbers: {', '.join(integers)}"
                         raise self._error(f"divide {name!r}", allowed)
-                attributes = self._divided(names)
+                self._divide(names)
             case Sequence():
                 self._check_sequence()
             case Switch():
                 has_parameters = next(self.module.parameters(), None) is not None
                 allowed = "a module without parameters, such as an activation or Flatten"
                 self._refuse(has_parameters, "parameters", allowed)
-        return Assignment(self.path, self.module, self.style, shards, attributes)
 
-    def _column(self, style: Column) -> tuple[Shards, Attributes]:
+    def _column(self, style: Column) -> None:
         axes = self._weight_axes()
         length = self._weight().shape[axes.outputs]
         if (style.uneven or style.gather) and style.block == 1:
@@ -124,13 +113,13 @@ class _ModuleStyle:
             self._check_divides(length, self.ranks * style.parts * style.block, "outputs", factors)
         shard = Shard.even(axes.outputs, length, self.ranks, style.parts)
         self._refuse(min(shard.sizes) == 0, f"{length} outputs", f"at least {self.ranks}")
-        shards = {"weight": shard}
+        self.shards["weight"] = shard
         if any(name == "bias" for name, _ in self.module.named_parameters(recurse=False)):
-            shards["bias"] = Shard(0, shard.sizes, shard.parts)
+            self.shards["bias"] = Shard(0, shard.sizes, shard.parts)
         widths = (name for name, axis in axes.widths.items() if axis == axes.outputs)
-        return shards, dict.fromkeys(widths, shard.widths)
+        self.attributes |= dict.fromkeys(widths, shard.widths)
 
-    def _channels(self) -> tuple[Shards, Attributes]:
+    def _channels(self) -> None:
         layer = self.module
         match layer:
             case nn.GroupNorm():
@@ -146,10 +135,10 @@ class _ModuleStyle:
                 allowed = "batch, group or instance normalisation, or a grouped convolution"
                 raise self._error(type(layer).__name__, allowed)
         tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-        shards = {name: Shard.even(0, len(t), self.ranks) for name, t in tensors if t.dim()}
-        return shards, self._divided(widths)
+        self.shards |= {name: Shard.even(0, len(t), self.ranks) for name, t in tensors if t.dim()}
+        self._divide(widths)
 
-    def _vocabulary(self) -> Shards:
+    def _vocabulary(self) -> None:
         layer = self.module
         is_plain = type(layer).forward is nn.Embedding.forward
         if not is_plain or not isinstance(layer, nn.Embedding) or layer.max_norm is not None:
@@ -159,7 +148,7 @@ class _ModuleStyle:
         self._refuse(layer.sparse, "sparse=True", "False: the rows of a rank get dense gradients")
         self._refuse(by_frequency, "scale_grad_by_freq=True", allowed)
         self._refuse(words < self.ranks, f"{words} words", f"at least {self.ranks}")
-        return {"weight": Shard.even(0, words, self.ranks)}
+        self.shards["weight"] = Shard.even(0, words, self.ranks)
 
     def _check_sequence(self) -> None:
         for name, module in self.module.named_modules():
@@ -189,11 +178,12 @@ class _ModuleStyle:
         assert isinstance(weight, nn.Parameter)
         return weight
 
-    def _divided(self, names: list[str] | tuple[str, ...]) -> Attributes:
+    def _divide(self, names: Iterable[str]) -> None:
         """Integer attributes of the module, divided by the number of ranks."""
         for name in names:
-            self._check_divides(getattr(self.module, name), self.ranks, name)
-        return {name: (getattr(self.module, name) // self.ranks,) * self.ranks for name in names}
+            value: int = getattr(self.module, name)
+            self._check_divides(value, self.ranks, name)
+            self.attributes[name] = (value // self.ranks,) * self.ranks
 
     def _check_divides(self, size: int, divisor: int, what: str, factors: str = "") -> None:
         self._refuse(size % divisor, f"{size} {what}", f"a multiple of {divisor}{factors}")
