@@ -26,10 +26,7 @@ StrategySource = Strategy | str | Path | Mapping[str, Any] | None
 
 
 def accelerate(
-    model: M,
-    optimizer: O,
-    loader: Iterable[Any] | None = None,
-    strategy: StrategySource = None,
+    model: M, optimizer: O, loader: Iterable[Any] | None = None, strategy: StrategySource = None
 ) -> Session[M, O]:
     """Train ``model`` on all ranks of this run as ``strategy`` says.
 

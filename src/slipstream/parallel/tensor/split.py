@@ -242,10 +242,7 @@ class SplitLayers:
 
 
 def split_layers(
-    model: nn.Module,
-    group: Group,
-    plan: Plan,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: nn.Module, group: Group, plan: Plan, optimizer: torch.optim.Optimizer | None = None
 ) -> SplitLayers:
     """Split layers of ``model`` over ``group`` according to ``plan``.
 
