@@ -76,7 +76,7 @@ def root_spec(
     return spec_of_signature(root, x, group, device)
 
 
-def gather_arguments(
+def gather_of(
     operator: str, x: torch.Tensor, group: Group, axis: int, sizes: Sizes
 ) -> tuple[torch.Tensor, TensorSpec, int, tuple[int, ...], bool]:
     """Of a gather: the tensor (a scalar as a vector of one), the spec of the result, the axis from

@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.comm.arguments import (
-    Device,
-    Sizes,
-    all_to_all_of,
-    check_reducible,
-    gather_arguments,
-    normalized_axis,
-    piece_sizes,
-    root_spec,
-    sizes_digest,
-)
+from slipstream.comm import arguments
+from slipstream.comm.arguments import Device, Sizes
 from slipstream.comm.autograd import apply_collective, apply_with_output, graph_break
 from slipstream.comm.collectives import Broadcast
 from slipstream.comm.groups import Group, member
@@ -45,7 +36,7 @@ def broadcast(
         tensor([1., 1.])
     """
     group = member(group, "broadcast")
-    spec = root_spec("broadcast", x, group, device)
+    spec = arguments.root_spec("broadcast", x, group, device)
     x = x if group.rank == 0 else None
     return apply_with_output("broadcast", Broadcast(group, spec), x, needs_grad=spec.requires_grad)
 
@@ -63,7 +54,7 @@ def gather(
         tensor([1., 1.])
     """
     group = member(group, "gather")
-    x, whole, axis, lengths, needs_grad = gather_arguments("gather", x, group, axis, sizes)
+    x, whole, axis, lengths, needs_grad = arguments.gather_of("gather", x, group, axis, sizes)
     collective = Gather(group, whole, axis, lengths)
     return apply_collective("gather", collective, x, needs_grad=needs_grad)
 
@@ -92,7 +83,7 @@ def all_gather(
         tensor([1., 1.])
     """
     group = member(group, "all_gather")
-    x, whole, axis, lengths, needs_grad = gather_arguments("all_gather", x, group, axis, sizes)
+    x, whole, axis, lengths, needs_grad = arguments.gather_of("all_gather", x, group, axis, sizes)
     collective = AllGather(group, whole, axis, lengths)
     return apply_with_output("all_gather", collective, x, needs_grad=needs_grad)
 
@@ -127,9 +118,9 @@ def scatter(
         tensor([1., 1.])
     """
     group = member(group, "scatter")
-    whole = root_spec("scatter", x, group, device, axis, *sizes_digest(sizes))
-    axis = normalized_axis("scatter", axis, whole.shape)
-    pieces = piece_sizes("scatter", whole.shape[axis], axis, group, sizes)
+    whole = arguments.root_spec("scatter", x, group, device, axis, *arguments.sizes_digest(sizes))
+    axis = arguments.normalized_axis("scatter", axis, whole.shape)
+    pieces = arguments.piece_sizes("scatter", whole.shape[axis], axis, group, sizes)
     collective = Scatter(group, whole, axis, pieces)
     x = x if group.rank == 0 else None
     return apply_with_output("scatter", collective, x, needs_grad=whole.requires_grad)
@@ -160,9 +151,9 @@ def reduce_scatter_sum(
     """
     name = "reduce_scatter_sum"
     group = member(group, name)
-    needs_grad = check_reducible(name, x, group, axis, *sizes_digest(sizes))
-    axis = normalized_axis(name, axis, x.shape)
-    pieces = piece_sizes(name, x.shape[axis], axis, group, sizes)
+    needs_grad = arguments.check_reducible(name, x, group, axis, *arguments.sizes_digest(sizes))
+    axis = arguments.normalized_axis(name, axis, x.shape)
+    pieces = arguments.piece_sizes(name, x.shape[axis], axis, group, sizes)
     collective = ReduceScatter(group, TensorSpec.of(x), axis, pieces)
     return apply_with_output(name, collective, x, needs_grad=needs_grad)
 
@@ -202,5 +193,5 @@ def all_to_all(
     """
     name = "all_to_all"
     group = member(group, name)
-    collective, needs_grad = all_to_all_of(name, x, group, split_axis, concat_axis, sizes)
+    collective, needs_grad = arguments.all_to_all_of(name, x, group, split_axis, concat_axis, sizes)
     return apply_with_output(name, collective, x, needs_grad=needs_grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 from zlib import crc32
 
 import torch
@@ -22,6 +23,7 @@ from slipstream.strategy import Parallel
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import collective_errors
 
+T = TypeVar("T")
 RankGroups = tuple[tuple[int, ...], ...]
 
 _LOSS_TOLERANCE = 1e-5
@@ -89,9 +91,17 @@ class Mesh:
             groups.setdefault(tuple(others), []).append(rank)
         return tuple(map(tuple, groups.values()))
 
-    def model_groups(self) -> RankGroups:
-        """The ranks of each copy of the model."""
-        return self.groups("pipeline", "tensor")
+
+def gather_objects(local: T, what: str, group: dist.ProcessGroup) -> list[T]:
+    """What every rank of ``group`` has, on every rank.
+
+    Raises:
+        ExchangeError: another rank is gone.
+    """
+    by_rank = [local] * dist.get_world_size(group)
+    with collective_errors(f"the gathering of {what}"):
+        dist.all_gather_object(by_rank, local, group=group)
+    return by_rank
 
 
 def mesh_of(parallel: Parallel, world_size: int) -> Mesh:
@@ -175,7 +185,7 @@ class ParallelDims:
             data_rank=mesh.coordinates(cluster.rank)["data"],
             control=control,
             data=control if mesh.model_parallel == 1 else group_among(data, "gloo"),
-            model=group_among(mesh.model_groups(), "gloo"),
+            model=group_among(mesh.groups("pipeline", "tensor"), "gloo"),
             tensor=comm.Group((cluster.rank,), None, False, 0)
             if tensor is None
             else comm.group_of(tensor, check=False, recorder=recorder),
@@ -205,7 +215,7 @@ class ParallelDims:
         """
         if self.control is None:
             return
-        value, groups = torch.tensor([checksum(batch)]), self.mesh.model_groups()
+        value, groups = torch.tensor([checksum(batch)]), self.mesh.groups("pipeline", "tensor")
         for first, other, _, _ in _differences(value, "batches", self.control, groups):
             raise MismatchError(
                 f"ranks {first} and {other} train one model, but got different first batches; "

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from slipstream.errors import UsageError
 from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.ready_order import ReadyOrder
-from slipstream.parallel.dims import checksum
+from slipstream.parallel.dims import checksum, gather_objects
 from slipstream.pytree import mapped
-from slipstream.transport.consistency import collective_errors
 
 VERSION = 2
 KEYS = {"version", "steps", "split", "ready_order", "codecs"}
@@ -82,11 +81,8 @@ def order_document(order: ReadyOrder | None, names: Sequence[str]) -> OrderDocum
 
 def joined_order(local: OrderDocument | None, control: dist.ProcessGroup) -> OrderDocument | None:
     """The ready order of the whole model of a pipeline, the last stage first."""
-    by_rank: list[OrderDocument | None] = [None] * dist.get_world_size(control)
-    with collective_errors("the gathering of the ready orders"):
-        dist.all_gather_object(by_rank, local, group=control)
     by_name: dict[str, tuple[Any, ...]] = {}
-    for order in reversed(by_rank):
+    for order in reversed(gather_objects(local, "the ready orders", control)):
         if order is None:
             return None
         for row in zip(*order.values(), strict=True):
@@ -121,10 +117,7 @@ def gathered(local: NamedState, control: dist.ProcessGroup) -> list[NamedState]:
         ExchangeError: another rank is gone.
     """
     on_host = {name: {key: t.cpu() for key, t in state.items()} for name, state in local.items()}
-    by_rank: list[NamedState] = [{} for _ in range(dist.get_world_size(control))]
-    with collective_errors("the gathering of the codecs' state"):
-        dist.all_gather_object(by_rank, on_host, group=control)
-    return by_rank
+    return gather_objects(on_host, "the codecs' state", control)
 
 
 def dealt_out(codecs: Sequence[NamedState], rank: int, world_size: int) -> NamedState:

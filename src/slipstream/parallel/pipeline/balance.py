@@ -17,12 +17,8 @@ from torch import nn
 
 from slipstream.comm.groups import Group, group_of
 from slipstream.errors import ModelError, SlipstreamError, StrategyError
+from slipstream.parallel.pipeline import shape_inference
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
-from slipstream.parallel.pipeline.shape_inference import (
-    device_of,
-    sequential_forward,
-    state_restored,
-)
 from slipstream.parallel.pipeline.split_points import SplitPoints, is_list
 from slipstream.parallel.pipeline.stages import Stages
 
@@ -135,7 +131,7 @@ def _balanced_paths(model: nn.Module, batch: MicroBatch, stages: int, runs: int)
         )
     if stages == 1:
         return []
-    with state_restored(model):
+    with shape_inference.state_restored(model):
         times = [_forward_times(model, batch, paths) for _ in range(runs + 1)]
     costs = [median(column) for column in zip(*times[1:], strict=True)]  # the first one warms up
     return [paths[start - 1] for start in balanced(costs, stages)]
@@ -144,7 +140,7 @@ def _balanced_paths(model: nn.Module, batch: MicroBatch, stages: int, runs: int)
 def _can_split_at(model: nn.Module, batch: MicroBatch, path: str) -> bool:
     stages = Stages(model, SplitPoints.of(model, [path]))
     try:
-        sequential_forward(stages, batch, None, Group((0,), None, False, 0))
+        shape_inference.sequential_forward(stages, batch, None, Group((0,), None, False, 0))
     except ModelError:
         return False
     return True
@@ -152,7 +148,7 @@ def _can_split_at(model: nn.Module, batch: MicroBatch, path: str) -> bool:
 
 def _forward_times(model: nn.Module, batch: MicroBatch, paths: Sequence[str]) -> list[float]:
     """Seconds of one forward up to the first path, from each to the next, and from the last on."""
-    device = device_of(model)
+    device = shape_inference.device_of(model)
     times: list[float] = []
 
     def mark(*_: object) -> None:

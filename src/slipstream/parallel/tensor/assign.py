@@ -13,16 +13,7 @@ from slipstream.errors import StrategyError
 from slipstream.parallel.tensor.layers import WeightAxes, weight_axes
 from slipstream.parallel.tensor.plans import Plan
 from slipstream.parallel.tensor.shard import Shard
-from slipstream.strategy.parallel import (
-    Channels,
-    Column,
-    Heads,
-    Row,
-    Sequence,
-    Style,
-    Switch,
-    Vocabulary,
-)
+from slipstream.strategy import parallel as styles
 
 Shards = dict[str, Shard]
 """By local name of a parameter or buffer."""
@@ -71,39 +62,39 @@ class Assignment:
 
     path: str
     module: nn.Module
-    style: Style
+    style: styles.Style
     ranks: int
     shards: Shards = field(default_factory=dict)
     attributes: Attributes = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         match self.style:
-            case Column():
+            case styles.Column():
                 self._column(self.style)
-            case Row():
+            case styles.Row():
                 axes = self._weight_axes()
                 length = self._weight().shape[axes.inputs]
                 self._check_divides(length, self.ranks, "inputs")
                 self.shards["weight"] = Shard.even(axes.inputs, length, self.ranks)
-            case Channels():
+            case styles.Channels():
                 self._channels()
-            case Vocabulary():
+            case styles.Vocabulary():
                 self._vocabulary()
-            case Heads(divide=names):
+            case styles.Heads(divide=names):
                 for name in names:
                     if type(getattr(self.module, name, None)) is not int:
                         integers = [n for n, v in vars(self.module).items() if type(v) is int]
                         allowed = f"whole numbers: {', '.join(integers)}"
                         raise self._error(f"divide {name!r}", allowed)
                 self._divide(names)
-            case Sequence():
+            case styles.Sequence():
                 self._check_sequence()
-            case Switch():
+            case styles.Switch():
                 has_parameters = next(self.module.parameters(), None) is not None
                 allowed = "a module without parameters, such as an activation or Flatten"
                 self._refuse(has_parameters, "parameters", allowed)
 
-    def _column(self, style: Column) -> None:
+    def _column(self, style: styles.Column) -> None:
         axes = self._weight_axes()
         length = self._weight().shape[axes.outputs]
         if (style.uneven or style.gather) and style.block == 1:

@@ -219,7 +219,7 @@ class RowParallel(nn.Module):
         self.bias: nn.Parameter | None = bias
         self._product, self._spatial_dims = _product_of(layer), weight.dim() - 2
         self._region, self._sequence = region, sequence
-        self._hooks = region.sum_gradients([bias]) if sequence and bias is not None else []
+        self.hooks = region.sum_gradients([bias]) if sequence and bias is not None else []
         self.train(layer.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -234,11 +234,6 @@ class RowParallel(nn.Module):
         if self.bias is None:
             return y
         return y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial_dims)
-
-    def remove(self) -> None:
-        """Remove the hook on the bias."""
-        for hook in self._hooks:
-            hook.remove()
 
     def extra_repr(self) -> str:
         shape, size = list(self.weight.shape), self._region.group.size

@@ -18,15 +18,8 @@ from slipstream.comm.shards import AllGather
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
 from slipstream.parallel.clip import clip_grad_norm_
+from slipstream.parallel.tensor import layers
 from slipstream.parallel.tensor.assign import Assignment, assign, named_shards
-from slipstream.parallel.tensor.layers import (
-    RegionState,
-    RowParallel,
-    VocabularyParallel,
-    column_hooks,
-    sequence_hooks,
-    switch_hooks,
-)
 from slipstream.parallel.tensor.plans import Plan
 from slipstream.parallel.tensor.rng_streams import RngStreams
 from slipstream.parallel.tensor.shard import Shard
@@ -52,7 +45,7 @@ class SplitLayers:
     ) -> None:
         self.model, self.group = model, group
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        region = RegionState(group, RngStreams(group, device))
+        region = layers.RegionState(group, RngStreams(group, device))
         if group.size > 1:
             broadcast.broadcast([*model.parameters(), *model.buffers()], group.members)
             region.streams.synchronize()
@@ -143,7 +136,7 @@ class SplitLayers:
             self._replace_values(lambda shard, local: _gather_shards(local, shard, self.group))
         self.shards = {}
 
-    def _install(self, assignment: Assignment, region: RegionState) -> None:
+    def _install(self, assignment: Assignment, region: layers.RegionState) -> None:
         """Install the attributes, hooks or replacement of one module."""
         module = assignment.module
         for name, values in assignment.attributes.items():
@@ -153,19 +146,19 @@ class SplitLayers:
         match assignment.style:
             case Column(gather=gather, sequence=sequence):
                 shard = assignment.shards["weight"]
-                hooks = column_hooks(module, region, shard, gather=gather, sequence=sequence)
+                hooks = layers.column_hooks(module, region, shard, gather=gather, sequence=sequence)
             case Row(sequence=sequence):
-                row = RowParallel(module, region, sequence=sequence)
-                hooks = [row]
+                row = layers.RowParallel(module, region, sequence=sequence)
                 self._replace_module(module, row)
+                hooks = row.hooks
             case Vocabulary():
                 assert isinstance(module, nn.Embedding)
                 shard = assignment.shards["weight"]
-                self._replace_module(module, VocabularyParallel(module, region, shard))
+                self._replace_module(module, layers.VocabularyParallel(module, region, shard))
             case Sequence(axis=axis, enter=enter, leave=leave):
-                hooks = sequence_hooks(module, region, axis, enter=enter, leave=leave)
+                hooks = layers.sequence_hooks(module, region, axis, enter=enter, leave=leave)
             case Switch(axis=axis, before=before, after=after):
-                hooks = switch_hooks(module, region, axis, before, after)
+                hooks = layers.switch_hooks(module, region, axis, before, after)
         self._undo += [hook.remove for hook in hooks]
 
     def _replace_module(self, module: nn.Module, replacement: nn.Module) -> None:
