@@ -6,7 +6,7 @@ placeholder: the memory of one element, which is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import reduce
 
 import torch
@@ -19,9 +19,6 @@ from slipstream.parallel.pipeline.placeholders import placeholder
 from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.transport.consistency import collective_errors
 from slipstream.transport.p2p import start_transfer
-
-_Replicated = tuple[torch.Tensor, tuple[int, ...]]
-"""A tensor, and the ranks that hold it."""
 
 
 class StageParameters:
@@ -130,13 +127,34 @@ class StageParameters:
                 tensor.copy_(loaded)
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of replicated parameters over the ranks that hold them."""
-        gradients = []
+        """Replace each gradient of a replicated parameter by its sum over the ranks that hold it.
+
+        Each rank sends its gradients to the others that hold them, and all sum in the order of the
+        ranks, so that all get the same bits every time. Between two ranks, the usual case, no
+        exchange moves fewer bytes. Exactness: reordered.
+
+        Raises:
+            ExchangeError: another rank does not take part.
+        """
+        group = self._group
+        flat_groups: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
         for parameter, ranks in self.replicated:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append((parameter.grad, ranks))
-        _sum_replicated(gradients, self._group)
+            flat_groups.setdefault((ranks, parameter.grad.dtype), []).append(parameter.grad)
+        sums, works = [], []
+        with collective_errors("the sum of gradients of parameters on several stages"):
+            for (ranks, _), gradients in flat_groups.items():
+                local = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                received = {r: torch.empty_like(local) for r in ranks if r != group.rank}
+                works += start_transfer(received, dict.fromkeys(received, local), group.members)
+                sums.append((gradients, [received.get(rank, local) for rank in ranks]))
+            for work in works:
+                work.wait()
+        for gradients, terms in sums:
+            pieces = reduce(torch.add, terms).split([gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
 
     def _from_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of the owner's tensor, on every rank."""
@@ -148,36 +166,3 @@ class StageParameters:
             with collective_errors(f"the broadcast of {name}"):
                 dist.broadcast(values, group=self._group.members, group_src=self._ranks[name][0])
         return values
-
-
-def _sum_replicated(replicated: Sequence[_Replicated], group: Group) -> None:
-    """Replace each tensor, in place, by its sum over the ranks that hold it.
-
-    Each rank sends its tensors to the others that hold them, and all sum in the order of the ranks,
-    so that all get the same bits every time. Between two ranks, the usual case, no exchange moves
-    fewer bytes. Exactness: reordered.
-
-    Args:
-        replicated: pairs of a tensor and the ranks of ``group`` that hold it, this rank among them;
-            on all of them of the same shape and dtype and in the same order.
-        group: the ranks of the pipeline.
-
-    Raises:
-        ExchangeError: another rank does not take part.
-    """
-    flat_groups: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
-    for tensor, ranks in replicated:
-        flat_groups.setdefault((ranks, tensor.dtype), []).append(tensor)
-    sums, works = [], []
-    with collective_errors("the sum of gradients of parameters on several stages"):
-        for (ranks, _), tensors in flat_groups.items():
-            local = torch.cat([tensor.reshape(-1) for tensor in tensors])
-            received = {r: torch.empty_like(local) for r in ranks if r != group.rank}
-            works += start_transfer(received, dict.fromkeys(received, local), group.members)
-            sums.append((tensors, [received.get(rank, local) for rank in ranks]))
-        for work in works:
-            work.wait()
-    for tensors, terms in sums:
-        pieces = reduce(torch.add, terms).split([tensor.numel() for tensor in tensors])
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            tensor.copy_(piece.view_as(tensor))

@@ -262,7 +262,9 @@ class VocabularyParallel(nn.Module):
         self.weight = layer.weight
         self.start, self.rows = shard.start(region.group.rank), shard.sizes[region.group.rank]
         self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
-        self.padding_idx = layer.padding_idx
+        padding = self.padding_idx = layer.padding_idx
+        local = None if padding is None else padding - self.start
+        self._local_padding = local if local is not None and 0 <= local < self.rows else None
         self._region = region
         self.train(layer.training)
 
@@ -276,13 +278,9 @@ class VocabularyParallel(nn.Module):
         # Words of other ranks are masked; words of no rank are left for torch to refuse.
         in_vocabulary = (words >= 0) & (words < self.num_embeddings)
         elsewhere = in_vocabulary & ((index < 0) | (index >= self.rows))
-        padding = None
-        if self.padding_idx is not None and 0 <= self.padding_idx - self.start < self.rows:
-            padding = self.padding_idx - self.start
-        rows = F.embedding(index.masked_fill(elsewhere, 0), self.weight, padding)
-        return regions.reduce_from_region(
-            rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._region.group
-        )
+        rows = F.embedding(index.masked_fill(elsewhere, 0), self.weight, self._local_padding)
+        local = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return regions.reduce_from_region(local, self._region.group)
 
     def extra_repr(self) -> str:
         end = self.start + self.rows

@@ -56,10 +56,8 @@ class SplitLayers:
         for assignment in assignments:
             self._install(assignment, region)
         # A forward that an error or a checkpoint ended early may have left a region open.
-        self._undo += [
-            model.register_forward_pre_hook(lambda *_: region.leave()).remove,
-            model.register_forward_hook(lambda *_: region.leave()).remove,
-        ]
+        for register in (model.register_forward_pre_hook, model.register_forward_hook):
+            self._undo.append(register(lambda *_: region.leave()).remove)
 
     @property
     def largest_shapes(self) -> dict[str, torch.Size]:
