@@ -132,11 +132,8 @@ class DdpCodec:
             self._correction = MomentumCorrection(optimizer, trainables, config, len(members))
         elif any(isinstance(codec_of(config, t.name), Dgc) for t in trainables):
             raise ModelError("the codec dgc applies momentum: DdpCodec(..., optimizer=...)")
-        self._plan = CompressionPlan(
-            partial(codec_of, config),
-            self._ranks,
-            self._correction.momenta if self._correction else {},
-        )
+        momenta = self._correction.momenta if self._correction else {}
+        self._plan = CompressionPlan(partial(codec_of, config), self._ranks, momenta)
         group = dist.new_group(members, use_local_synchronization=True)
         assert group is not None
         road = make_transport(transport, group)
@@ -144,8 +141,7 @@ class DdpCodec:
         self._loss_scale = loss_scale
         self._parts: dict[tuple[int, ...], list[_Part]] = {}
         self._states = CodecStates(self._correction.buffers if self._correction else {})
-        self.step = 0
-        self.skipped = 0
+        self.step = self.skipped = 0
 
     def start(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Exchange a bucket after those before it; DDP waits for the future."""
@@ -162,28 +158,22 @@ class DdpCodec:
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
         parts = self._parts_of(bucket.parameters(), buffer)
-        label = Label("allreduce", lambda: f"rank {self._ranks.rank}, bucket {bucket.index()}")
-        exchange = self._exchange(buffer, parts, bucket.is_last(), self._loss_scale(), future)
-        self._channel.start(label, exchange)
-        return future
+        last, loss_scale = bucket.is_last(), self._loss_scale()
 
-    def _exchange(
-        self,
-        buffer: torch.Tensor,
-        parts: Sequence[_Part],
-        last: bool,
-        loss_scale: float,
-        future: torch.futures.Future[torch.Tensor],
-    ) -> Exchange:
-        try:
-            for part in parts:
-                yield from self._average(part, buffer, loss_scale)
-            if last:
-                self._settle()
-        except Exception as error:
-            future.set_exception(error)  # type: ignore[arg-type]
-            raise
-        future.set_result(buffer)
+        def exchange() -> Exchange:
+            try:
+                for part in parts:
+                    yield from self._average(part, buffer, loss_scale)
+                if last:
+                    self._settle()
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]
+                raise
+            future.set_result(buffer)
+
+        label = Label("allreduce", lambda: f"rank {self._ranks.rank}, bucket {bucket.index()}")
+        self._channel.start(label, exchange())
+        return future
 
     def _average(self, part: _Part, buffer: torch.Tensor, loss_scale: float) -> Exchange:
         """Average the gradients of one part, in place; only codecs need their true size."""
@@ -214,8 +204,7 @@ class DdpCodec:
         """How the gradients of a bucket travel; DDP changes its buckets after the first step."""
         key = tuple(map(id, parameters))
         if key not in self._parts:
-            stale = [other for other in self._parts if set(key) & set(other)]
-            for other in stale:
+            for other in [other for other in self._parts if set(key) & set(other)]:
                 self._states.detach(_codecs(self._parts.pop(other)))
             self._parts[key] = self._lay_out(parameters, buffer)
             self._states.attach(_codecs(self._parts[key]))
@@ -232,17 +221,14 @@ class DdpCodec:
         for codec, positions in positions_of.items():
             named, dtype = None, _real(buffer).dtype
             numel = sum(_real(buffer[slices[i]]).numel() for i in positions)
-            match codec:
-                case None:
-                    pass
-                case Half():
-                    dtype = HalfCodec(codec.dtype).wire_dtype
-                case _:
-                    inside = [names[i] for i in positions]
-                    chosen = [parameters[i] for i in positions]
-                    seed = crc32(inside[0].encode())
-                    named = self._plan.compressor(codec, inside, chosen, num_flags=1, seed=seed)
-                    numel, dtype = named.compressor.num_values, named.compressor.works_in
+            if isinstance(codec, Half):
+                dtype = HalfCodec(codec.dtype).wire_dtype
+            elif codec is not None:
+                inside = [names[i] for i in positions]
+                chosen = [parameters[i] for i in positions]
+                seed = crc32(inside[0].encode())
+                named = self._plan.compressor(codec, inside, chosen, num_flags=1, seed=seed)
+                numel, dtype = named.compressor.num_values, named.compressor.works_in
             values = torch.zeros(numel, dtype=dtype, device=buffer.device)
             parts.append(_Part([slices[i] for i in positions], values, named))
         return parts
@@ -255,12 +241,8 @@ class DdpCodec:
 
     def state_dict(self) -> dict[str, object]:
         """What this rank needs to go on bit for bit: every rank saves its own."""
-        return {
-            "rank": self._ranks.rank,
-            "ranks": self._ranks.count,
-            "step": self.step,
-            "codec": self.codec_state(),
-        }
+        rank, count = self._ranks.rank, self._ranks.count
+        return {"rank": rank, "ranks": count, "step": self.step, "codec": self.codec_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict()`` of the same rank, before the next backward.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slipstream import comm
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
 from slipstream.parallel.pipeline.micro_batches import MicroBatch, micro_batches
@@ -28,7 +29,7 @@ def run_in_turn(model: nn.Module, cut: list[str], *args: Any, **kwargs: Any) -> 
     """All stages, one after the other, on one process."""
     batch = MicroBatch(args, kwargs, None)
     stages = Stages(model, SplitPoints.of(model, cut))
-    return sequential_forward(stages, batch, None, None, torch.device("cpu"))
+    return sequential_forward(stages, batch, None, comm.group())
 
 
 def whole(case: Case, count: int) -> tuple[nn.Module, Any, Any]:
@@ -38,7 +39,7 @@ def whole(case: Case, count: int) -> tuple[nn.Module, Any, Any]:
     args, kwargs, _ = case.batch(0)
     stages = Stages(model, SplitPoints.of(model, case.cuts[count]))
     batch = MicroBatch(args, kwargs, None)
-    outputs = sequential_forward(stages, batch, None, None, torch.device("cpu"))
+    outputs = sequential_forward(stages, batch, None, comm.group())
     hidden: Any = None
     for stage in range(count):
         hidden = stages.run(stage, hidden, batch, outputs.returned)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.comm.collectives import Reduction
 from slipstream.comm.groups import Group
 from slipstream.comm.shards import AllToAll
 from slipstream.comm.signature import (
@@ -26,14 +27,27 @@ from slipstream.comm.wire import SENT_AS_BYTES
 from slipstream.errors import CommError, MismatchError
 
 Device = torch.device | str | None
-Sizes = tuple[int, ...]
+Sizes = Sequence[int] | None
+"""The lengths of the ranks' pieces, as an operator takes them."""
 
 
-def check_same_tensors(operator: str, x: torch.Tensor, group: Group, *options: int) -> bool:
-    """Require one shape and dtype on all ranks; return whether any rank needs a gradient."""
+def check_reducible(
+    operator: str, x: torch.Tensor, group: Group, *options: int, reduction: Reduction = "sum"
+) -> bool:
+    """Require one shape and dtype on all ranks; return whether any rank needs a gradient.
+
+    Raises:
+        CommError: a dtype without this reduction; names those that have it.
+    """
     signatures, _, needs_grad = _signatures(operator, x, group, *options)
     if signatures:
         check_same(signatures, group, f"calls {operator} with", str)
+    if x.dtype in SENT_AS_BYTES:
+        raise CommError(f"{operator} of {x.dtype}; allowed: a wider dtype, e.g. x.float()")
+    if reduction == "mean" and not (x.is_floating_point() or x.is_complex()):
+        raise CommError(f"{operator} of {x.dtype}; allowed: floating-point and complex dtypes")
+    if reduction in ("max", "min") and x.is_complex():
+        raise CommError(f"{operator} of {x.dtype}; allowed: dtypes whose values have an order")
     return needs_grad
 
 
@@ -55,16 +69,16 @@ def root_spec(
     root = exchange_signatures(Signature.of(operator, x, options), group)[0]
     if x is not None:
         check_tensor(operator, x)
-    if root.shape is None:
+    if root.dtype is None:
         raise CommError(
             f"{operator} in {group}: rank {group.ranks[0]}, the root, passes no supported tensor"
         )
     return spec_of_signature(root, x, group, device)
 
 
-def gather_arguments(
-    operator: str, x: torch.Tensor, group: Group, axis: int, sizes: Sequence[int] | None
-) -> tuple[torch.Tensor, TensorSpec, int, Sizes, bool]:
+def gather_of(
+    operator: str, x: torch.Tensor, group: Group, axis: int, sizes: Sizes
+) -> tuple[torch.Tensor, TensorSpec, int, tuple[int, ...], bool]:
     """Of a gather: the tensor (a scalar as a vector of one), the spec of the result, the axis from
     the front, the ranks' lengths along it, and whether any rank needs a gradient.
     """
@@ -84,12 +98,7 @@ def gather_arguments(
 
 
 def all_to_all_of(
-    operator: str,
-    x: torch.Tensor,
-    group: Group,
-    split_axis: int,
-    concat_axis: int,
-    sizes: Sequence[int] | None,
+    operator: str, x: torch.Tensor, group: Group, split_axis: int, concat_axis: int, sizes: Sizes
 ) -> tuple[AllToAll, bool]:
     """The all-to-all of ``x``, and whether any rank needs a gradient.
 
@@ -100,26 +109,24 @@ def all_to_all_of(
     signatures, shape, needs_grad = _signatures(operator, x, group, *options)
     split = normalized_axis(operator, split_axis, shape)
     concat = normalized_axis(operator, concat_axis, shape)
-    spec = TensorSpec.of(x)
-    if split == concat and sizes is None:
-        if signatures:
-            check_same(signatures, group, f"calls {operator} with", str)
-        pieces = piece_sizes(operator, x.shape[split], split, group, None)
-        return AllToAll(group, spec, split, concat, pieces, pieces, equal=True), needs_grad
-    lengths = _lengths(operator, signatures, shape, concat, group)
+    one_shape = split == concat and sizes is None
+    received = _lengths(operator, signatures, shape, concat, group, may_differ=not one_shape)
     pieces = piece_sizes(operator, x.shape[split], split, group, sizes)
-    if split == concat:
+    if one_shape:
+        received = pieces
+    elif split == concat:
         received = tuple(row[group.rank] for row in exchange_sizes(pieces, group))
-        return AllToAll(group, spec, split, concat, pieces, received, equal=False), needs_grad
-    if signatures and sizes is not None:
+    elif signatures and sizes is not None:
         rows = [tuple(row) for row in exchange_sizes(pieces, group)]
         if len(set(rows)) > 1:
             raise CommError(
                 f"{operator}: pieces of {rows[0]} and {max(rows, key=rows[0].__ne__)} along axis "
                 f"{split}, to be joined along axis {concat}; allowed: the same sizes on every rank"
             )
-    equal = len(set(pieces)) == len(set(lengths)) == 1
-    return AllToAll(group, spec, split, concat, pieces, lengths, equal), needs_grad
+    may_be_equal = split != concat or sizes is None
+    equal = may_be_equal and len(set(pieces)) == len(set(received)) == 1
+    collective = AllToAll(group, TensorSpec.of(x), split, concat, pieces, received, equal)
+    return collective, needs_grad
 
 
 def normalized_axis(operator: str, axis: int, shape: Sequence[int]) -> int:
@@ -135,8 +142,8 @@ def normalized_axis(operator: str, axis: int, shape: Sequence[int]) -> int:
 
 
 def piece_sizes(
-    operator: str, length: int, axis: int, group: Group, sizes: Sequence[int] | None
-) -> Sizes:
+    operator: str, length: int, axis: int, group: Group, sizes: Sizes
+) -> tuple[int, ...]:
     """The sizes of the pieces of ``length`` along ``axis``: ``sizes``, or equal ones.
 
     Raises:
@@ -158,25 +165,9 @@ def piece_sizes(
     return tuple(sizes)
 
 
-def sizes_digest(sizes: Sequence[int] | None) -> tuple[int, int]:
+def sizes_digest(sizes: Sizes) -> tuple[int, int]:
     """``sizes`` as two options of a `Signature`: how many, and a checksum."""
     return (0, 0) if sizes is None else (len(sizes), zlib.crc32(repr(list(sizes)).encode()))
-
-
-def check_reducible(
-    operator: str, x: torch.Tensor, *, mean: bool = False, ordered: bool = False
-) -> None:
-    """Refuse a dtype that has no sum; with ``mean`` no mean; with ``ordered`` no order.
-
-    Raises:
-        CommError: names the dtype and those that are allowed.
-    """
-    if x.dtype in SENT_AS_BYTES:
-        raise CommError(f"{operator} of {x.dtype}; allowed: a wider dtype, e.g. x.float()")
-    if mean and not (x.is_floating_point() or x.is_complex()):
-        raise CommError(f"{operator} of {x.dtype}; allowed: floating-point and complex dtypes")
-    if ordered and x.is_complex():
-        raise CommError(f"{operator} of {x.dtype}; allowed: dtypes whose values have an order")
 
 
 def checked_spec(operator: str, x: torch.Tensor) -> TensorSpec:
@@ -189,7 +180,6 @@ def spec_of_signature(
     signature: Signature, x: torch.Tensor | None, group: Group, device: Device
 ) -> TensorSpec:
     """The spec of another rank's tensor on this rank: where ``x`` is, else on ``device``."""
-    assert signature.shape is not None
     assert signature.dtype is not None
     default = group.device if device is None else torch.device(device)
     here = default if x is None else x.device
@@ -198,7 +188,7 @@ def spec_of_signature(
 
 def _signatures(
     operator: str, x: torch.Tensor, group: Group, *options: int
-) -> tuple[Sequence[Signature], Sizes, bool]:
+) -> tuple[Sequence[Signature], tuple[int, ...], bool]:
     """The ranks' signatures (none without ``check``), the shape of the first rank's tensor, and
     whether any rank needs a gradient.
 
@@ -212,27 +202,30 @@ def _signatures(
     if x is not None:
         check_tensor(operator, x)
     for rank, signature in zip(group.ranks, signatures, strict=True):
-        if signature.shape is None:
+        if signature.dtype is None:
             raise MismatchError(
                 f"rank {rank} calls {operator} in {group} with no supported tensor; allowed: a "
                 "dense tensor on every rank"
             )
-    shape = signatures[0].shape
-    assert shape is not None
-    return signatures, shape, any(s.requires_grad for s in signatures)
+    return signatures, signatures[0].shape, any(s.requires_grad for s in signatures)
 
 
 def _lengths(
-    operator: str, signatures: Sequence[Signature], shape: Sizes, axis: int, group: Group
-) -> Sizes:
+    operator: str,
+    signatures: Sequence[Signature],
+    shape: tuple[int, ...],
+    axis: int,
+    group: Group,
+    may_differ: bool = True,
+) -> tuple[int, ...]:
     """The ranks' lengths along ``axis``; dtype and all other lengths must be equal."""
 
     def without_axis(signature: Signature) -> str:
-        sides = enumerate(signature.shape or ())
-        shown = ["any" if side == axis else size for side, size in sides]
+        sides = enumerate(signature.shape)
+        shown = ["any" if may_differ and side == axis else size for side, size in sides]
         return f"{signature.dtype} {shown}".replace("'", "").removeprefix("torch.")
 
     if not signatures:
         return (shape[axis],) * group.size
     check_same(signatures, group, f"calls {operator} with", without_axis)
-    return tuple(s.shape[axis] for s in signatures if s.shape is not None)
+    return tuple(s.shape[axis] for s in signatures)

@@ -18,7 +18,7 @@ the operator's tensors, since autograd has a thread, and a stream, for each devi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from slipstream.comm.collectives import AllReduceMinMax, Collective, Receive, Send
+from slipstream.comm.collectives import AllReduce, Collective, Receive, Send
 from slipstream.comm.graphs import Graph, current
 from slipstream.comm.wire import transfer_in_group
 from slipstream.transport.consistency import collective_errors, lost
@@ -44,10 +44,9 @@ def graph_break(operator: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(operator)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
-            disabled: Callable[P, R] = torch.compiler.disable(operator)
-            return disabled(*args, **kwargs)
-        return operator(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        function: Callable[P, R] = torch.compiler.disable(operator) if compiling else operator
+        return function(*args, **kwargs)
 
     return call
 
@@ -85,8 +84,7 @@ def apply_collective(
     if not needs_grad:
         return _run(name, collective, x.detach() if x is not None and x.requires_grad else x)
     # An input that requires a gradient, so that the result does where this rank's tensor does not.
-    anchor = token
-    if token is None and (x is None or not x.requires_grad):
+    if (anchor := token) is None and (x is None or not x.requires_grad):
         anchor = torch.empty(0, requires_grad=True)
     unchecked = not collective.group.check and token is None and collective.output is not None
     call = _Call(name, collective)
@@ -159,22 +157,14 @@ class _Operator(torch.autograd.Function):
             graph_ref, number = call.pending
             if (graph := graph_ref()) is not None:
                 graph.discard(number)
-        name = f"backward of {call.name}"
-        any_gradient, needs_grad = _gradient_flags(name, call.collective, gradient)
+        any_gradient, needs_grad = _gradient_flags(call, gradient)
         if not any_gradient:
             return None, None, None
         if gradient is None and call.collective.output is not None:
-            gradient = call.collective.output.zeros()
+            gradient = call.collective.output.empty().zero_()
         token, *values = ctx.saved_tensors
-        x_grad = apply_collective(
-            name, call.collective.adjoint, gradient, needs_grad=needs_grad, token=token
-        )
-        if x_grad is None or not ctx.needs_input_grad[1]:
-            return None, None, None
-        if values:
-            x, y = values
-            x_grad = torch.where(x == y, x_grad, 0)
-        return None, x_grad, None
+        x_grad = _apply_adjoint(call, gradient, values, needs_grad=needs_grad, token=token)
+        return None, x_grad if ctx.needs_input_grad[1] else None, None
 
 
 class _UncheckedOperator(torch.autograd.Function):
@@ -186,23 +176,14 @@ class _UncheckedOperator(torch.autograd.Function):
         ctx.call = call
         y = _run(call.name, call.collective, x)
         assert y is not None
-        if isinstance(call.collective, AllReduceMinMax):
+        if _is_extreme(call):
             ctx.save_for_backward(x, y)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[MaybeTensor, None]:
-        call: _Call = ctx.call
-        x_grad = apply_collective(
-            f"backward of {call.name}",
-            call.collective.adjoint,
-            gradient,
-            needs_grad=torch.is_grad_enabled(),
-        )
-        if isinstance(call.collective, AllReduceMinMax) and x_grad is not None:
-            x, y = ctx.saved_tensors
-            x_grad = torch.where(x == y, x_grad, 0)
-        return x_grad, None
+        needs_grad = torch.is_grad_enabled()
+        return _apply_adjoint(ctx.call, gradient, ctx.saved_tensors, needs_grad=needs_grad), None
 
 
 class _FuncOperator(_Operator):
@@ -229,17 +210,37 @@ class _FuncOperator(_Operator):
     ) -> None:
         _, x, ctx.call = inputs
         token, y = output
-        min_max = isinstance(ctx.call.collective, AllReduceMinMax)
-        ctx.save_for_backward(*((token, x, y) if min_max else (token,)))
+        ctx.save_for_backward(*((token, x, y) if _is_extreme(ctx.call) else (token,)))
         ctx.set_materialize_grads(False)
 
 
-def _gradient_flags(name: str, collective: Collective, gradient: MaybeTensor) -> tuple[bool, bool]:
+def _is_extreme(call: _Call) -> bool:
+    return isinstance(call.collective, AllReduce) and call.collective.is_extreme
+
+
+def _apply_adjoint(
+    call: _Call,
+    gradient: MaybeTensor,
+    values: Sequence[torch.Tensor],
+    *,
+    needs_grad: bool,
+    token: MaybeTensor = None,
+) -> MaybeTensor:
+    """The gradient of the input; ``values``: of a minimum or maximum, its input and its result."""
+    name, adjoint = f"backward of {call.name}", call.collective.adjoint
+    x_grad = apply_collective(name, adjoint, gradient, needs_grad=needs_grad, token=token)
+    if values and x_grad is not None:
+        x, y = values
+        x_grad = torch.where(x == y, x_grad, 0)
+    return x_grad
+
+
+def _gradient_flags(call: _Call, gradient: MaybeTensor) -> tuple[bool, bool]:
     """Whether any rank has a gradient, and whether any needs a second derivative.
 
     Without ``check`` all ranks assume a gradient, and a second derivative if backward is recorded.
     """
-    group = collective.group
+    collective, group = call.collective, call.collective.group
     if not group.check and group.size > 1:
         return True, torch.is_grad_enabled()
     needs_grad = gradient is not None and gradient.requires_grad and torch.is_grad_enabled()
@@ -247,12 +248,11 @@ def _gradient_flags(name: str, collective: Collective, gradient: MaybeTensor) ->
         return gradient is not None, needs_grad
     flags = torch.tensor([gradient is not None, needs_grad], dtype=torch.uint8, device=group.device)
     advice = "(backward runs on every rank: comm.backward(), with or without loss)"
-    with collective_errors(name, "in", group, advice):
-        match collective:
-            case Send():
-                transfer_in_group({collective.peer: flags}, {}, group)
-            case Receive():
-                transfer_in_group({}, {collective.peer: flags}, group)
-            case _:
-                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group.members)
+    with collective_errors(f"backward of {call.name}", "in", group, advice):
+        if isinstance(collective, Send):
+            transfer_in_group({collective.peer: flags}, {}, group)
+        elif isinstance(collective, Receive):
+            transfer_in_group({}, {collective.peer: flags}, group)
+        else:
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group.members)
     return bool(flags[0]), bool(flags[1])

@@ -8,13 +8,13 @@ the operator's backward. No autograd here.
     AllReduce <-> AllReduce         Broadcast <-> Reduce          Gather <-> Scatter
     AllGather <-> ReduceScatter     AllToAll <-> AllToAll         Send <-> Receive
 
-Collectives that split or join tensors are in ``shards``. `AllReduceMinMax` alone is not linear.
+Collectives that split or join tensors are in ``shards``. Minimum and maximum are not linear.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ import torch.distributed as dist
 from slipstream.comm.groups import Group
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.comm.wire import contiguous_copy, transfer_in_group, wire_view
+
+Reduction = Literal["sum", "mean", "max", "min"]
+
+_EXTREMES = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class Collective(Protocol):
@@ -39,51 +43,37 @@ class Collective(Protocol):
     def adjoint(self) -> Collective:
         """The map of the gradients."""
 
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor | None:
+    def __call__(self, x: Any) -> torch.Tensor | None:
         """Run on all ranks of the group with this rank's tensor ``x``."""
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduce:
-    """The sum, or with ``mean`` the mean, of the ranks' tensors on every rank."""
+    """The reduction of the ranks' tensors, element by element, on every rank.
 
-    group: Group
-    output: TensorSpec
-    mean: bool = False
-
-    @property
-    def adjoint(self) -> Self:
-        return self
-
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
-        assert x is not None
-        out = contiguous_copy(x)
-        if self.group.size > 1:
-            dist.all_reduce(wire_view(out), group=self.group.members)
-        return out.div_(self.group.size) if self.mean else out
-
-
-@dataclass(frozen=True, slots=True)
-class AllReduceMinMax:
-    """The smallest or the largest value of any rank, element by element, on every rank.
-
-    ``adjoint`` is that of the sum; backward then masks it to where this rank's value is the result.
+    The ``adjoint`` of a minimum or maximum is that of the sum; backward then masks it to where this
+    rank's value is the result.
     """
 
     group: Group
     output: TensorSpec
-    op: dist.ReduceOp.RedOpType
+    reduction: Reduction = "sum"
+
+    @property
+    def is_extreme(self) -> bool:
+        """Whether it is a minimum or a maximum."""
+        return self.reduction in _EXTREMES
 
     @property
     def adjoint(self) -> AllReduce:
-        return AllReduce(self.group, self.output)
+        return AllReduce(self.group, self.output) if self.is_extreme else self
 
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
-        assert x is not None
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = contiguous_copy(x)
         if self.group.size > 1:
-            dist.all_reduce(out, op=self.op, group=self.group.members)
-        return out
+            op = _EXTREMES.get(self.reduction, dist.ReduceOp.SUM)
+            dist.all_reduce(wire_view(out), op=op, group=self.group.members)
+        return out.div_(self.group.size) if self.reduction == "mean" else out
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +88,8 @@ class Broadcast:
         return Reduce(self.group, self.output)
 
     def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
-        if self.group.rank == 0:
-            assert x is not None
-            out = contiguous_copy(x)
-        else:
-            out = self.output.empty()
+        # Elsewhere x may be a tensor that stands in for one, see `autograd`.
+        out = self.output.empty() if self.group.rank or x is None else contiguous_copy(x)
         if self.group.size > 1:
             root = self.group.process_group_ranks[0]
             dist.broadcast(wire_view(out), group=self.group.members, group_src=root)
@@ -124,8 +111,7 @@ class Reduce:
     def adjoint(self) -> Broadcast:
         return Broadcast(self.group, self.input)
 
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        assert x is not None
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         out = contiguous_copy(x)  # on every rank: gloo leaves partial sums in it
         if self.group.size > 1:
             root = self.group.process_group_ranks[0]
@@ -146,8 +132,7 @@ class Send:
     def adjoint(self) -> Receive:
         return Receive(self.group, self.peer, self.input)
 
-    def __call__(self, x: torch.Tensor | None) -> None:
-        assert x is not None
+    def __call__(self, x: torch.Tensor) -> None:
         transfer_in_group({}, {self.peer: x}, self.group)
 
 
@@ -163,7 +148,7 @@ class Receive:
     def adjoint(self) -> Send:
         return Send(self.group, self.peer, self.output)
 
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, x: object) -> torch.Tensor:
         out = self.output.empty()
         transfer_in_group({self.peer: out}, {}, self.group)
         return out

@@ -50,9 +50,8 @@ class Graph:
 
     def take(self) -> list[torch.Tensor]:
         """Remove and return all tokens, in the order of the forward."""
-        tokens = list(self._tokens.values())
-        self._tokens.clear()
-        return tokens
+        tokens, self._tokens = self._tokens, {}
+        return list(tokens.values())
 
 
 class _GraphStack(threading.local):
@@ -120,7 +119,6 @@ def backward(
     roots = (graph if graph is not None else current()).take()
     gradients: list[torch.Tensor | None] = [torch.zeros_like(token) for token in roots]
     if loss is not None:
-        roots.append(loss)
-        gradients.append(None)
+        roots, gradients = [*roots, loss], [*gradients, None]
     if roots:
         torch.autograd.backward(roots, gradients, create_graph=create_graph)

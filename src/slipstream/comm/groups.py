@@ -54,8 +54,7 @@ class Group:
     @cached_property
     def process_group_ranks(self) -> tuple[int, ...]:
         """The ranks in ``process_group`` of the group's ranks, in the group's order."""
-        place = {rank: place for place, rank in enumerate(sorted(self.ranks))}
-        return tuple(place[rank] for rank in self.ranks)
+        return tuple(map(sorted(self.ranks).index, self.ranks))
 
     @cached_property
     def in_order(self) -> bool:
@@ -116,20 +115,19 @@ def group(
     if alone:
         return Group(members, None, check, 0, recorder)
     process_group = dist.new_group(sorted(members), timeout=timeout, backend=backend)
-    inside = dist.get_rank() in members
-    return Group(
-        members,
-        process_group if isinstance(process_group, dist.ProcessGroup) and inside else None,
-        check,
-        members.index(dist.get_rank()) if inside else -1,
-        recorder,
-    )
+    if dist.get_rank() not in members or not isinstance(process_group, dist.ProcessGroup):
+        return Group(members, None, check, -1, recorder)
+    return Group(members, process_group, check, members.index(dist.get_rank()), recorder)
 
 
 def group_of(
-    process_group: dist.ProcessGroup, *, check: bool = True, recorder: Recorder | None = None
+    process_group: dist.ProcessGroup | None, *, check: bool = True, recorder: Recorder | None = None
 ) -> Group:
-    """Wrap an existing process group, e.g. of a dimension of a ``DeviceMesh``."""
+    """Wrap a process group, e.g. of a dimension of a ``DeviceMesh``; None: the world's, if any."""
+    if process_group is None:
+        process_group = dist.group.WORLD if dist.is_available() else None
+    if process_group is None:
+        return Group((0,), None, check, 0, recorder)
     ranks = tuple(dist.get_process_group_ranks(process_group))
     return Group(ranks, process_group, check, dist.get_rank(process_group), recorder)
 
@@ -141,8 +139,7 @@ def member(chosen: Group | None, operator: str) -> Group:
         CommError: this rank is not in it.
     """
     if chosen is None:
-        world = dist.group.WORLD if dist.is_available() else None
-        return Group((0,), None, True, 0) if world is None else group_of(world)
+        return group_of(None)
     if chosen.rank < 0:
         raise CommError(
             f"{operator} in {chosen} on rank {dist.get_rank()}, which is not in that group; call "

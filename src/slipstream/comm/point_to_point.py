@@ -9,7 +9,6 @@ from slipstream.comm.autograd import apply_collective, apply_with_output, graph_
 from slipstream.comm.collectives import Receive, Send
 from slipstream.comm.groups import Group, member
 from slipstream.comm.signature import Signature, receive_signature, send_signature
-from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import CommError
 
 
@@ -56,8 +55,17 @@ def recv(
         ExchangeError: the other rank does not send within the group's timeout; names it.
     """
     group = _peer_group("recv", source, group)
-    spec = _received_spec(source, group, like, device)
-    name, collective = f"recv from rank {group.ranks[source]}", Receive(group, source, spec)
+    name = f"recv from rank {group.ranks[source]}"
+    if group.check:
+        signature = receive_signature(source, group)
+        if signature.dtype is None:
+            raise CommError(f"{name} of {group}, which passes no supported tensor")
+        spec = spec_of_signature(signature, like, group, device)
+    elif like is None:
+        raise CommError(f"{name} of {group}, which has check=False; pass like=")
+    else:
+        spec = checked_spec("recv", like)
+    collective = Receive(group, source, spec)
     return apply_with_output(name, collective, None, needs_grad=spec.requires_grad)
 
 
@@ -74,25 +82,3 @@ def _peer_group(operator: str, peer: int, group: Group | None) -> Group:
             f"one of 0 .. {group.size - 1}"
         )
     return group
-
-
-def _received_spec(
-    source: int, group: Group, like: torch.Tensor | None, device: Device
-) -> TensorSpec:
-    """The spec of the tensor that rank ``source`` sends.
-
-    Raises:
-        CommError: it sends no supported tensor, or ``like`` is missing.
-    """
-    if group.check:
-        signature = receive_signature(source, group)
-        if signature.shape is not None:
-            return spec_of_signature(signature, like, group, device)
-        raise CommError(
-            f"recv from rank {group.ranks[source]} of {group}, which passes no supported tensor"
-        )
-    if like is None:
-        raise CommError(
-            f"recv from rank {group.ranks[source]} of {group}, which has check=False; pass like="
-        )
-    return checked_spec("recv", like)

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from slipstream.comm.arguments import (
-    Device,
-    all_to_all_of,
-    check_reducible,
-    check_same_tensors,
-    gather_arguments,
-    normalized_axis,
-    piece_sizes,
-    root_spec,
-    sizes_digest,
-)
+from slipstream.comm import arguments
+from slipstream.comm.arguments import Device, Sizes
 from slipstream.comm.autograd import apply_collective, apply_with_output, graph_break
 from slipstream.comm.collectives import Broadcast
 from slipstream.comm.groups import Group, member
@@ -47,18 +36,14 @@ def broadcast(
         tensor([1., 1.])
     """
     group = member(group, "broadcast")
-    spec = root_spec("broadcast", x, group, device)
+    spec = arguments.root_spec("broadcast", x, group, device)
     x = x if group.rank == 0 else None
     return apply_with_output("broadcast", Broadcast(group, spec), x, needs_grad=spec.requires_grad)
 
 
 @graph_break
 def gather(
-    x: torch.Tensor,
-    group: Group | None = None,
-    axis: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
+    x: torch.Tensor, group: Group | None = None, axis: int = 0, *, sizes: Sizes = None
 ) -> torch.Tensor | None:
     """The ranks' tensors concatenated along ``axis`` at the root; None elsewhere.
 
@@ -69,18 +54,14 @@ def gather(
         tensor([1., 1.])
     """
     group = member(group, "gather")
-    x, whole, axis, lengths, needs_grad = gather_arguments("gather", x, group, axis, sizes)
+    x, whole, axis, lengths, needs_grad = arguments.gather_of("gather", x, group, axis, sizes)
     collective = Gather(group, whole, axis, lengths)
     return apply_collective("gather", collective, x, needs_grad=needs_grad)
 
 
 @graph_break
 def all_gather(
-    x: torch.Tensor,
-    group: Group | None = None,
-    axis: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
+    x: torch.Tensor, group: Group | None = None, axis: int = 0, *, sizes: Sizes = None
 ) -> torch.Tensor:
     """The ranks' tensors concatenated along ``axis``, on every rank.
 
@@ -102,7 +83,7 @@ def all_gather(
         tensor([1., 1.])
     """
     group = member(group, "all_gather")
-    x, whole, axis, lengths, needs_grad = gather_arguments("all_gather", x, group, axis, sizes)
+    x, whole, axis, lengths, needs_grad = arguments.gather_of("all_gather", x, group, axis, sizes)
     collective = AllGather(group, whole, axis, lengths)
     return apply_with_output("all_gather", collective, x, needs_grad=needs_grad)
 
@@ -113,7 +94,7 @@ def scatter(
     group: Group | None = None,
     axis: int = 0,
     *,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
     device: Device = None,
 ) -> torch.Tensor:
     """Split the root's tensor along ``axis``: piece ``i`` goes to the group's ``i``-th rank.
@@ -137,9 +118,9 @@ def scatter(
         tensor([1., 1.])
     """
     group = member(group, "scatter")
-    whole = root_spec("scatter", x, group, device, axis, *sizes_digest(sizes))
-    axis = normalized_axis("scatter", axis, whole.shape)
-    pieces = piece_sizes("scatter", whole.shape[axis], axis, group, sizes)
+    whole = arguments.root_spec("scatter", x, group, device, axis, *arguments.sizes_digest(sizes))
+    axis = arguments.normalized_axis("scatter", axis, whole.shape)
+    pieces = arguments.piece_sizes("scatter", whole.shape[axis], axis, group, sizes)
     collective = Scatter(group, whole, axis, pieces)
     x = x if group.rank == 0 else None
     return apply_with_output("scatter", collective, x, needs_grad=whole.requires_grad)
@@ -147,11 +128,7 @@ def scatter(
 
 @graph_break
 def reduce_scatter_sum(
-    x: torch.Tensor,
-    group: Group | None = None,
-    axis: int = 0,
-    *,
-    sizes: Sequence[int] | None = None,
+    x: torch.Tensor, group: Group | None = None, axis: int = 0, *, sizes: Sizes = None
 ) -> torch.Tensor:
     """Sum the ranks' tensors and split the sum along ``axis``: piece ``i`` on the ``i``-th rank.
 
@@ -174,10 +151,9 @@ def reduce_scatter_sum(
     """
     name = "reduce_scatter_sum"
     group = member(group, name)
-    needs_grad = check_same_tensors(name, x, group, axis, *sizes_digest(sizes))
-    check_reducible(name, x)
-    axis = normalized_axis(name, axis, x.shape)
-    pieces = piece_sizes(name, x.shape[axis], axis, group, sizes)
+    needs_grad = arguments.check_reducible(name, x, group, axis, *arguments.sizes_digest(sizes))
+    axis = arguments.normalized_axis(name, axis, x.shape)
+    pieces = arguments.piece_sizes(name, x.shape[axis], axis, group, sizes)
     collective = ReduceScatter(group, TensorSpec.of(x), axis, pieces)
     return apply_with_output(name, collective, x, needs_grad=needs_grad)
 
@@ -189,7 +165,7 @@ def all_to_all(
     split_axis: int = 0,
     concat_axis: int = 0,
     *,
-    sizes: Sequence[int] | None = None,
+    sizes: Sizes = None,
 ) -> torch.Tensor:
     """Split along ``split_axis``, send piece ``i`` to the group's ``i``-th rank, and concatenate
     the pieces of all ranks along ``concat_axis``, in the group's order.
@@ -217,5 +193,5 @@ def all_to_all(
     """
     name = "all_to_all"
     group = member(group, name)
-    collective, needs_grad = all_to_all_of(name, x, group, split_axis, concat_axis, sizes)
+    collective, needs_grad = arguments.all_to_all_of(name, x, group, split_axis, concat_axis, sizes)
     return apply_with_output(name, collective, x, needs_grad=needs_grad)

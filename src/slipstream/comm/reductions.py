@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
-from slipstream.comm.arguments import check_reducible, check_same_tensors
+from slipstream.comm.arguments import check_reducible
 from slipstream.comm.autograd import apply_collective, apply_with_output, graph_break
-from slipstream.comm.collectives import AllReduce, AllReduceMinMax, Reduce
+from slipstream.comm.collectives import AllReduce, Reduce, Reduction
 from slipstream.comm.groups import Group, member
 from slipstream.comm.tensor_spec import TensorSpec
 
@@ -28,8 +27,7 @@ def reduce_sum(x: torch.Tensor, group: Group | None = None) -> torch.Tensor | No
         tensor([1., 1.])
     """
     group = member(group, "reduce_sum")
-    needs_grad = check_same_tensors("reduce_sum", x, group)
-    check_reducible("reduce_sum", x)
+    needs_grad = check_reducible("reduce_sum", x, group)
     collective = Reduce(group, TensorSpec.of(x))
     return apply_collective("reduce_sum", collective, x, needs_grad=needs_grad)
 
@@ -44,7 +42,7 @@ def all_reduce_sum(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
         >>> all_reduce_sum(torch.ones(2))
         tensor([1., 1.])
     """
-    return _all_reduce("all_reduce_sum", x, group, mean=False)
+    return _all_reduce("sum", x, group)
 
 
 @graph_break
@@ -57,7 +55,7 @@ def all_reduce_mean(x: torch.Tensor, group: Group | None = None) -> torch.Tensor
         >>> all_reduce_mean(torch.ones(2))
         tensor([1., 1.])
     """
-    return _all_reduce("all_reduce_mean", x, group, mean=True)
+    return _all_reduce("mean", x, group)
 
 
 @graph_break
@@ -71,7 +69,7 @@ def all_reduce_max(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
         >>> all_reduce_max(torch.ones(2))
         tensor([1., 1.])
     """
-    return _all_reduce_min_max("all_reduce_max", x, group, dist.ReduceOp.MAX)
+    return _all_reduce("max", x, group)
 
 
 @graph_break
@@ -82,22 +80,12 @@ def all_reduce_min(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
         >>> all_reduce_min(torch.ones(2))
         tensor([1., 1.])
     """
-    return _all_reduce_min_max("all_reduce_min", x, group, dist.ReduceOp.MIN)
+    return _all_reduce("min", x, group)
 
 
-def _all_reduce(name: str, x: torch.Tensor, group: Group | None, *, mean: bool) -> torch.Tensor:
+def _all_reduce(reduction: Reduction, x: torch.Tensor, group: Group | None) -> torch.Tensor:
+    name = f"all_reduce_{reduction}"
     group = member(group, name)
-    needs_grad = check_same_tensors(name, x, group)
-    check_reducible(name, x, mean=mean)
-    collective = AllReduce(group, TensorSpec.of(x), mean)
-    return apply_with_output(name, collective, x, needs_grad=needs_grad)
-
-
-def _all_reduce_min_max(
-    name: str, x: torch.Tensor, group: Group | None, op: dist.ReduceOp.RedOpType
-) -> torch.Tensor:
-    group = member(group, name)
-    needs_grad = check_same_tensors(name, x, group)
-    check_reducible(name, x, ordered=True)
-    collective = AllReduceMinMax(group, TensorSpec.of(x), op)
+    needs_grad = check_reducible(name, x, group, reduction=reduction)
+    collective = AllReduce(group, TensorSpec.of(x), reduction)
     return apply_with_output(name, collective, x, needs_grad=needs_grad)

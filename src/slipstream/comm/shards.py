@@ -17,7 +17,7 @@ from slipstream.comm.wire import exchange_pieces, transfer_in_group, wire_view
 from slipstream.transport.p2p import gather_all, swap
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Sharded:
     """A tensor of spec ``whole``, split along ``axis`` into pieces of ``sizes``, one a rank."""
 
@@ -39,8 +39,6 @@ class _Sharded:
 class Gather(_Sharded):
     """The ranks' pieces concatenated at the root."""
 
-    __slots__ = ()
-
     @property
     def output(self) -> TensorSpec | None:
         return self.whole if self.group.rank == 0 else None
@@ -49,8 +47,7 @@ class Gather(_Sharded):
     def adjoint(self) -> Scatter:
         return Scatter(self.group, self.whole, self.axis, self.sizes)
 
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        assert x is not None
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         if self.group.rank:
             transfer_in_group({}, {0: x}, self.group)
             return None
@@ -63,8 +60,6 @@ class Gather(_Sharded):
 class Scatter(_Sharded):
     """The root's tensor, split over the ranks."""
 
-    __slots__ = ()
-
     @property
     def output(self) -> TensorSpec:
         return self.piece
@@ -75,10 +70,9 @@ class Scatter(_Sharded):
 
     def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
         out = self.piece.empty()
-        if self.group.rank:
+        if self.group.rank or x is None:
             transfer_in_group({0: out}, {}, self.group)
             return out
-        assert x is not None
         local, *others = self.split(x)
         transfer_in_group({}, dict(enumerate(others, 1)), self.group, (out, local))
         return out
@@ -91,8 +85,6 @@ class AllGather(_Sharded):
     sends from every rank to every rank. It takes equal pieces only.
     """
 
-    __slots__ = ()
-
     @property
     def output(self) -> TensorSpec:
         return self.whole
@@ -101,8 +93,7 @@ class AllGather(_Sharded):
     def adjoint(self) -> ReduceScatter:
         return ReduceScatter(self.group, self.whole, self.axis, self.sizes)
 
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
-        assert x is not None
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         group, x = self.group, x.contiguous()
         if group.size == 1 or len(set(self.sizes)) > 1:
             out = self.whole.empty()
@@ -123,8 +114,6 @@ class ReduceScatter(_Sharded):
     bytes that it needs (torch 2.13).
     """
 
-    __slots__ = ()
-
     @property
     def output(self) -> TensorSpec:
         return self.piece
@@ -133,8 +122,7 @@ class ReduceScatter(_Sharded):
     def adjoint(self) -> AllGather:
         return AllGather(self.group, self.whole, self.axis, self.sizes)
 
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
-        assert x is not None
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         group, pieces = self.group, self.split(x)
         if group.size == 2:  # a single addition, so rounded once in any dtype
             peer, local = 1 - group.rank, pieces[group.rank]
@@ -171,18 +159,10 @@ class AllToAll:
 
     @property
     def adjoint(self) -> AllToAll:
-        return AllToAll(
-            self.group,
-            self.output,
-            self.concat_axis,
-            self.split_axis,
-            self.receive_sizes,
-            self.send_sizes,
-            self.equal,
-        )
+        axes, sizes = (self.concat_axis, self.split_axis), (self.receive_sizes, self.send_sizes)
+        return AllToAll(self.group, self.output, *axes, *sizes, self.equal)
 
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor:
-        assert x is not None
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
         group = self.group
         if self.equal and _is_small(x, group):
             rows = _swap_equal_pieces(x, self.split_axis, group)

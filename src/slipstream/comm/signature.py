@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.comm.groups import Group
+from slipstream.comm.wire import SENT_AS_BYTES
 from slipstream.errors import CommError, MismatchError
 from slipstream.transport.consistency import collective_errors
 from slipstream.transport.p2p import gather_all, transfer
@@ -22,37 +23,19 @@ LENGTH = 6 + MAX_DIMS + MAX_OPTIONS
 """Numbers of an encoded signature, 8 bytes each."""
 
 # Operators and dtypes are encoded by their place in these tuples, the same on every rank.
-OPERATORS = (
-    "broadcast",
+_REDUCTIONS = (
     "reduce_sum",
     "all_reduce_sum",
     "all_reduce_max",
     "all_reduce_min",
     "all_reduce_mean",
-    "gather",
-    "all_gather",
-    "scatter",
-    "reduce_scatter_sum",
-    "all_to_all",
-    "send",
-    "recv",
 )
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.complex64,
-    torch.complex128,
-    torch.int8,
-    torch.uint8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-)
+_GATHERS = ("broadcast", "gather", "all_gather", "scatter", "reduce_scatter_sum", "all_to_all")
+OPERATORS = (*_REDUCTIONS, *_GATHERS, "send", "recv")
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex64, torch.complex128)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+DTYPES = (*FLOATS, *COMPLEX, *_INTEGERS, *SENT_AS_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +45,7 @@ class Signature:
     Attributes:
         operator: one of ``OPERATORS``.
         dtype: of this rank's tensor; None where it passes no supported tensor.
-        shape: as ``dtype``.
+        shape: of the tensor; empty where there is none.
         requires_grad: whether the tensor requires a gradient, and gradients are enabled.
         grad_enabled: ``torch.is_grad_enabled()``.
         options: the operator's numbers (axes, whether sizes are given), equal on all ranks.
@@ -70,7 +53,7 @@ class Signature:
 
     operator: str
     dtype: torch.dtype | None
-    shape: tuple[int, ...] | None
+    shape: tuple[int, ...]
     requires_grad: bool
     grad_enabled: bool
     options: tuple[int, ...] = ()
@@ -80,42 +63,30 @@ class Signature:
         """The signature of ``operator(x)`` on this rank."""
         enabled = torch.is_grad_enabled()
         if not isinstance(x, torch.Tensor) or not is_supported(x):
-            return cls(operator, None, None, False, enabled, options)
+            return cls(operator, None, (), False, enabled, options)
         return cls(operator, x.dtype, tuple(x.shape), x.requires_grad and enabled, enabled, options)
 
     def encode(self) -> list[int]:
         """``LENGTH`` numbers."""
-        shape = self.shape or ()
-        return [
-            OPERATORS.index(self.operator),
-            -1 if self.dtype is None else DTYPES.index(self.dtype),
-            -1 if self.shape is None else len(shape),
-            self.requires_grad,
-            self.grad_enabled,
-            len(self.options),
-            *shape,
-            *[0] * (MAX_DIMS - len(shape)),
-            *self.options,
-            *[0] * (MAX_OPTIONS - len(self.options)),
-        ]
+        operator = OPERATORS.index(self.operator)
+        dtype = -1 if self.dtype is None else DTYPES.index(self.dtype)
+        counts = (len(self.shape), len(self.options))
+        flags = (self.requires_grad, self.grad_enabled)
+        numbers = [operator, dtype, *flags, *counts, *self.shape, *self.options]
+        return numbers + [0] * (LENGTH - len(numbers))
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> Signature:
         """The inverse of ``encode``."""
-        operator, dtype, dims, requires_grad, grad_enabled, count, *rest = numbers
-        return cls(
-            OPERATORS[operator],
-            None if dtype < 0 else DTYPES[dtype],
-            None if dims < 0 else tuple(rest[:dims]),
-            bool(requires_grad),
-            bool(grad_enabled),
-            tuple(rest[MAX_DIMS : MAX_DIMS + count]),
-        )
+        operator, number, requires_grad, grad_enabled, dims, count, *rest = numbers
+        shape, options = tuple(rest[:dims]), tuple(rest[dims : dims + count])
+        dtype, flags = None if number < 0 else DTYPES[number], (requires_grad > 0, grad_enabled > 0)
+        return cls(OPERATORS[operator], dtype, shape, *flags, options)
 
     def __str__(self) -> str:
         if self.dtype is None:
             return "no tensor"
-        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape or ())}"
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
 
 
 def is_supported(x: torch.Tensor) -> bool:
@@ -147,9 +118,8 @@ def exchange_signatures(signature: Signature, group: Group) -> list[Signature]:
             are enabled on some ranks only.
     """
     operator = signature.operator
-    signatures = [
-        Signature.decode(row) for row in _gather_rows(signature.encode(), group, operator, "in")
-    ]
+    rows = _gather_rows(signature.encode(), group, operator, "in")
+    signatures = [Signature.decode(row) for row in rows]
     check_same(signatures, group, "calls", lambda s: s.operator)
     check_same(signatures, group, f"calls {operator} with options", lambda s: s.options)
     if any(s.requires_grad for s in signatures):

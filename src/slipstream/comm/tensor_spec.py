@@ -25,10 +25,6 @@ class TensorSpec:
         """A new contiguous tensor, uninitialised."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
-    def zeros(self) -> torch.Tensor:
-        """A new contiguous tensor of zeros."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
     def resized(self, size: int, axis: int) -> TensorSpec:
         """The same spec with length ``size`` along ``axis``."""
         shape = (*self.shape[:axis], size, *self.shape[axis + 1 :])

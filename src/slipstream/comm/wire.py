@@ -52,12 +52,10 @@ def transfer_in_group(
         rank: x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
         for rank, x in receives.items()
     }
-    transfer(
-        {ranks[rank]: wire_view(buffer) for rank, buffer in buffers.items()},
-        {ranks[rank]: wire_view(x.contiguous()) for rank, x in sends.items()},
-        group.members,
-        None if local_copy is None else partial(local_copy[0].copy_, local_copy[1]),
-    )
+    received = {ranks[rank]: wire_view(buffer) for rank, buffer in buffers.items()}
+    sent = {ranks[rank]: wire_view(x.contiguous()) for rank, x in sends.items()}
+    meanwhile = None if local_copy is None else partial(local_copy[0].copy_, local_copy[1])
+    transfer(received, sent, group.members, meanwhile)
     for rank, buffer in buffers.items():
         if buffer is not receives[rank]:
             receives[rank].copy_(buffer)
@@ -70,9 +68,6 @@ def exchange_pieces(
     rank, size = group.rank, group.size
     # Each rank starts with its next neighbour, so that no two of them start with the same peer.
     peers = [(rank + distance) % size for distance in range(1, size)]
-    transfer_in_group(
-        {peer: receive[peer] for peer in reversed(peers)},
-        {peer: send[peer] for peer in peers},
-        group,
-        (receive[rank], send[rank]),
-    )
+    receives = {peer: receive[peer] for peer in reversed(peers)}
+    sends = {peer: send[peer] for peer in peers}
+    transfer_in_group(receives, sends, group, (receive[rank], send[rank]))

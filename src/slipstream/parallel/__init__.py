@@ -4,21 +4,11 @@
 training loops.
 """
 
-from slipstream.analysis.stages import measured_bubble
-from slipstream.parallel.pipeline.balance import balance
-from slipstream.parallel.pipeline.pipeline import Pipeline
-from slipstream.parallel.pipeline.schedules import ideal_bubble
-from slipstream.parallel.tensor.loss import vocabulary_cross_entropy
-from slipstream.parallel.tensor.plans import known_plan
-from slipstream.parallel.tensor.split import SplitLayers, split_layers
-
-__all__ = [
-    "Pipeline",
-    "SplitLayers",
-    "balance",
-    "ideal_bubble",
-    "known_plan",
-    "measured_bubble",
-    "split_layers",
-    "vocabulary_cross_entropy",
-]
+from slipstream.analysis.stages import measured_bubble as measured_bubble
+from slipstream.parallel.pipeline.balance import balance as balance
+from slipstream.parallel.pipeline.pipeline import Pipeline as Pipeline
+from slipstream.parallel.pipeline.schedules import ideal_bubble as ideal_bubble
+from slipstream.parallel.tensor.loss import vocabulary_cross_entropy as vocabulary_cross_entropy
+from slipstream.parallel.tensor.plans import known_plan as known_plan
+from slipstream.parallel.tensor.split import SplitLayers as SplitLayers
+from slipstream.parallel.tensor.split import split_layers as split_layers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import nn, optim
 
 from slipstream.errors import ModelError, StrategyError
 from slipstream.optim.layerwise import Layerwise
@@ -23,12 +23,7 @@ from slipstream.strategy import (
 )
 from slipstream.strategy.parallel import Sequence, Switch
 
-_OF_WHOLE_PARAMETERS = (
-    Layerwise,
-    torch.optim.Adafactor,
-    torch.optim.LBFGS,
-    *([torch.optim.Muon] if hasattr(torch.optim, "Muon") else []),
-)
+_OF_WHOLE_PARAMETERS = (Layerwise, optim.Adafactor, optim.LBFGS, optim.Muon)
 
 
 def check_parallel(
@@ -48,16 +43,15 @@ def check_parallel(
         _check_pipeline(model, config.pipeline, strategy)
     if config.tensor is not None:
         _check_tensor(model, optimizer, config.tensor)
-    if isinstance(gradients.split, Optimal):
-        raise StrategyError(
-            "parallel with gradients.split optimal: it measures the network between all ranks, "
-            "not between those that exchange gradients here; use another split (by_bytes)"
-        )
-    if isinstance(gradients.codec, Adaptive):
-        raise StrategyError(
-            "parallel with gradients.codec adaptive: it measures the network between all ranks, "
-            "not between those that exchange gradients here; use its codec without adaptive"
-        )
+    for setting, measures, fix in (
+        ("split optimal", isinstance(gradients.split, Optimal), "another split (by_bytes)"),
+        ("codec adaptive", isinstance(gradients.codec, Adaptive), "its codec without adaptive"),
+    ):
+        if measures:
+            raise StrategyError(
+                f"parallel with gradients.{setting}: it measures the network between all ranks, "
+                f"not between those that exchange gradients here; use {fix}"
+            )
 
 
 def _check_tensor(
@@ -103,9 +97,9 @@ def _check_stages(model: nn.Module, split_points: SplitPoints, ranks: int) -> No
     """Refuse a pipeline in which a rank has nothing to train."""
     holders = split_points.tensor_stages(model)
     trained = [holders[name] for name, p in model.named_parameters() if p.requires_grad]
-    for rank in range(ranks):
-        if not any(stage % ranks == rank for stages in trained for stage in stages):
-            raise ModelError(
-                f"parallel.pipeline: the stages of pipeline rank {rank} have no parameter that "
-                "requires a gradient; cut the model so that every rank has one"
-            )
+    busy = {stage % ranks for stages in trained for stage in stages}
+    for rank in set(range(ranks)) - busy:
+        raise ModelError(
+            f"parallel.pipeline: the stages of pipeline rank {rank} have no parameter that "
+            "requires a gradient; cut the model so that every rank has one"
+        )

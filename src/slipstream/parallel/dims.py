@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 from zlib import crc32
 
 import torch
@@ -22,6 +23,7 @@ from slipstream.strategy import Parallel
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import collective_errors
 
+T = TypeVar("T")
 RankGroups = tuple[tuple[int, ...], ...]
 
 _LOSS_TOLERANCE = 1e-5
@@ -89,9 +91,17 @@ class Mesh:
             groups.setdefault(tuple(others), []).append(rank)
         return tuple(map(tuple, groups.values()))
 
-    def model_groups(self) -> RankGroups:
-        """The ranks of each copy of the model."""
-        return self.groups("pipeline", "tensor")
+
+def gather_objects(local: T, what: str, group: dist.ProcessGroup) -> list[T]:
+    """What every rank of ``group`` has, on every rank.
+
+    Raises:
+        ExchangeError: another rank is gone.
+    """
+    by_rank = [local] * dist.get_world_size(group)
+    with collective_errors(f"the gathering of {what}"):
+        dist.all_gather_object(by_rank, local, group=group)
+    return by_rank
 
 
 def mesh_of(parallel: Parallel, world_size: int) -> Mesh:
@@ -175,7 +185,7 @@ class ParallelDims:
             data_rank=mesh.coordinates(cluster.rank)["data"],
             control=control,
             data=control if mesh.model_parallel == 1 else group_among(data, "gloo"),
-            model=group_among(mesh.model_groups(), "gloo"),
+            model=group_among(mesh.groups("pipeline", "tensor"), "gloo"),
             tensor=comm.Group((cluster.rank,), None, False, 0)
             if tensor is None
             else comm.group_of(tensor, check=False, recorder=recorder),
@@ -205,13 +215,12 @@ class ParallelDims:
         """
         if self.control is None:
             return
-        checksums = _gather_scalar(torch.tensor([checksum(batch)]), "batches", self.control)
-        for first, other in _pairs(self.mesh.model_groups()):
-            if checksums[first] != checksums[other]:
-                raise MismatchError(
-                    f"ranks {first} and {other} train one model, but got different first batches; "
-                    f"{_SAME_BATCHES}"
-                )
+        value, groups = torch.tensor([checksum(batch)]), self.mesh.groups("pipeline", "tensor")
+        for first, other, _, _ in _differences(value, "batches", self.control, groups):
+            raise MismatchError(
+                f"ranks {first} and {other} train one model, but got different first batches; "
+                f"{_SAME_BATCHES}"
+            )
 
     def check_same_loss(self, loss: torch.Tensor) -> None:
         """Refuse losses that differ between tensor-parallel ranks: their batches differ.
@@ -222,17 +231,13 @@ class ParallelDims:
         if self.control is None or self.mesh.tensor == 1:
             return
         scalar = loss.detach().to("cpu", torch.float64, copy=True).reshape(1)
-        losses = _gather_scalar(scalar, "losses", self.control)
-        for first, other in _pairs(self.mesh.groups("tensor")):
-            a, b = losses[first], losses[other]
-            both_nan = math.isnan(a) and math.isnan(b)
-            if not both_nan and not math.isclose(
-                a, b, rel_tol=_LOSS_TOLERANCE, abs_tol=_LOSS_TOLERANCE
-            ):
-                raise MismatchError(
-                    f"ranks {first} and {other} train the layers of one model, but their first "
-                    f"losses are {a:.8g} and {b:.8g}; {_SAME_BATCHES}"
-                )
+        groups = self.mesh.groups("tensor")
+        differences = _differences(scalar, "losses", self.control, groups, _LOSS_TOLERANCE)
+        for first, other, a, b in differences:
+            raise MismatchError(
+                f"ranks {first} and {other} train the layers of one model, but their first "
+                f"losses are {a:.8g} and {b:.8g}; {_SAME_BATCHES}"
+            )
 
 
 _SAME_BATCHES = (
@@ -241,17 +246,17 @@ _SAME_BATCHES = (
 )
 
 
-def _gather_scalar(x: torch.Tensor, what: str, group: dist.ProcessGroup) -> list[float]:
-    """The values of all ranks' ``x``, which has one element."""
-    gathered = x.new_empty(group.size())
+def _differences(
+    x: torch.Tensor, what: str, control: dist.ProcessGroup, groups: RankGroups, tolerance: float = 0
+) -> Iterator[tuple[int, int, float, float]]:
+    """The first rank of a group, another one, and their values of ``x``, where these differ."""
+    gathered = x.new_empty(control.size())
     with collective_errors(f"the comparison of {what}"):
-        dist.all_gather(list(gathered.split(1)), x, group=group)
-    values: list[float] = gathered.tolist()
-    return values
-
-
-def _pairs(groups: RankGroups) -> Iterator[tuple[int, int]]:
-    """The first rank of each group with each of the others."""
+        dist.all_gather(list(gathered.split(1)), x, group=control)
+    values = gathered.tolist()
     for first, *others in groups:
         for other in others:
-            yield first, other
+            a, b = values[first], values[other]
+            equal = math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance)
+            if not equal and not (math.isnan(a) and math.isnan(b)):
+                yield first, other, a, b

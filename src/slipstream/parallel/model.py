@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slipstream.comm import group_of
 from slipstream.parallel.clip import clip_grad_norm_
-from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.dims import ParallelDims, gather_objects
 from slipstream.parallel.full_state import FullState
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.parallel.tensor.plans import plan_of
@@ -23,7 +22,6 @@ from slipstream.parallel.tensor.split import SplitLayers, split_layers
 from slipstream.strategy import Parallel, Row
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
-from slipstream.transport.consistency import collective_errors
 
 
 class ModelParallel(FullState):
@@ -51,14 +49,8 @@ class ModelParallel(FullState):
         if config.tensor is not None:
             self.split = split_layers(model, dims.tensor, plan_of(config.tensor, model), optimizer)
         if config.pipeline is not None:
-            self.pipeline = Pipeline(
-                model,
-                dims.pipeline,
-                cut=config.pipeline.cut,
-                schedule=config.pipeline.schedule,
-                micro_batches=config.pipeline.micro_batches,
-                recorder=recorder,
-            )
+            settings = config.pipeline.model_dump(exclude={"ranks"})
+            self.pipeline = Pipeline(model, dims.pipeline, recorder=recorder, **settings)
 
     def is_local(self, name: str) -> bool:
         """Whether this rank has the parameter, or its shard of it."""
@@ -96,9 +88,8 @@ class ModelParallel(FullState):
             state = self.split.full_optimizer_state_dict(self._optimizer)
         if self.pipeline is None or self._dims.pipeline is None:
             return state
-        stages: list[Any] = [None] * self._dims.mesh.pipeline
-        with collective_errors("the gathering of the optimizer's state"):
-            dist.all_gather_object(stages, self._local_entries(state), group=self._dims.pipeline)
+        local, what = self._local_entries(state), "the optimizer's state"
+        stages = gather_objects(local, what, self._dims.pipeline)
         # In reverse, so that of a parameter on several stages the first stage's state remains.
         merged = {index: entry for stage in reversed(stages) for index, entry in stage.items()}
         return {**state, "state": merged}
@@ -113,11 +104,7 @@ class ModelParallel(FullState):
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the norm of the whole model's is at most ``max_norm``."""
-        counted = [
-            p
-            for name, p in self._model.named_parameters()
-            if p.grad is not None and self._counts_in_norm(name)
-        ]
+        counted = [p for name, p in self._model.named_parameters() if self._counts_in_norm(name)]
         assert self._dims.model is not None
         group = group_of(self._dims.model, check=False)
         return clip_grad_norm_(self._model.parameters(), counted, max_norm, group)

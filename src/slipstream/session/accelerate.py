@@ -8,11 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
-from slipstream.cluster.connect import Cluster, connect, from_environ
+from slipstream.cluster.connect import connect, from_environ
 from slipstream.parallel.dims import mesh_of
 from slipstream.session.checks import device_of
 from slipstream.session.compose import check_unused, compose
@@ -26,10 +24,7 @@ StrategySource = Strategy | str | Path | Mapping[str, Any] | None
 
 
 def accelerate(
-    model: M,
-    optimizer: O,
-    loader: Iterable[Any] | None = None,
-    strategy: StrategySource = None,
+    model: M, optimizer: O, loader: Iterable[Any] | None = None, strategy: StrategySource = None
 ) -> Session[M, O]:
     """Train ``model`` on all ranks of this run as ``strategy`` says.
 
@@ -69,7 +64,19 @@ def accelerate(
     cluster = connect(from_environ(), device)
     try:
         control = cluster.new_group(backend="gloo") if cluster.world_size > 1 else None
-        agreed = _agree_on_strategy(model, optimizer, loader, strategy, cluster, control)
+        agreed, validation = Strategy(), Validation({}, ())
+        error: Exception | None = None
+        try:
+            agreed = _strategy_of(strategy)
+            validation = validate(model, optimizer, loader, agreed, cluster)
+            for text in validation.warnings if cluster.rank == 0 else ():
+                warnings.warn(text, stacklevel=2)
+        except Exception as caught:  # of any kind: the other ranks wait for this one's answer
+            error = caught
+        if control is not None:
+            agree(validation.fingerprint, control, error)
+        elif error is not None:
+            raise error
         return compose(model, optimizer, loader, agreed, cluster, control)
     except BaseException:
         cluster.close()
@@ -106,28 +113,3 @@ def _strategy_of(source: StrategySource) -> Strategy:
     """``source``, or what the environment names."""
     named = os.environ.get("SLIPSTREAM_STRATEGY") or None
     return Strategy.load(named if source is None else source)
-
-
-def _agree_on_strategy(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: Iterable[Any] | None,
-    source: StrategySource,
-    cluster: Cluster,
-    control: dist.ProcessGroup | None,
-) -> Strategy:
-    """The strategy, valid and the same on all ranks; else an error on all ranks."""
-    strategy, validation = Strategy(), Validation({}, ())
-    error: Exception | None = None
-    try:
-        strategy = _strategy_of(source)
-        validation = validate(model, optimizer, loader, strategy, cluster)
-        for text in validation.warnings if cluster.rank == 0 else ():
-            warnings.warn(text, stacklevel=3)  # in the name of the caller of accelerate()
-    except Exception as caught:  # of any kind: the other ranks wait for this one's answer
-        error = caught
-    if control is not None:
-        agree(validation.fingerprint, control, error)
-    elif error is not None:
-        raise error
-    return strategy

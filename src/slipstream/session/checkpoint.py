@@ -14,7 +14,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -22,8 +21,8 @@ import torch.distributed as dist
 from slipstream.errors import UsageError
 from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.ready_order import ReadyOrder
-from slipstream.strategy import Split
-from slipstream.transport.consistency import collective_errors
+from slipstream.parallel.dims import checksum, gather_objects
+from slipstream.pytree import mapped
 
 VERSION = 2
 KEYS = {"version", "steps", "split", "ready_order", "codecs"}
@@ -34,57 +33,27 @@ OrderDocument = dict[str, list[Any]]
 """A ready order by parameter names, so that a resumed run may register them in another order."""
 
 
-def state_of(
-    steps: int,
-    split: Split | None,
-    order: OrderDocument | None,
-    codecs: Sequence[NamedState],
-    loss_scale: list[float] | None,
-) -> dict[str, Any]:
-    """What a resumed run needs.
-
-    Args:
-        steps: updates so far.
-        split: what the search for the best split chose; None: nothing yet.
-        order: the ready order, once it was observed.
-        codecs: their states, by rank.
-        loss_scale: its state; None: there is none.
-    """
-    return {
-        "version": VERSION,
-        "steps": steps,
-        "split": None if split is None else split.document(full=True),
-        "ready_order": order,
-        "codecs": list(codecs),
-        "loss_scale": loss_scale,
-    }
-
-
 def refusal(state: object, names: Sequence[str], ranks: int | None = None) -> UsageError | None:
     """Why a state cannot be loaded by a session of these trainable parameters; None: it can be.
 
     ``ranks``: how many ranks it must come from, where ranks share a model; None: any number.
     """
+    how = "pass what session.state_dict() returned"
     if not isinstance(state, Mapping):
-        return UsageError(
-            f"this state is a {type(state).__name__}; pass what session.state_dict() returned"
-        )
+        return UsageError(f"this state is a {type(state).__name__}; {how}")
     if state.get("version") != VERSION:
         return UsageError(f"this state has version {state.get('version')!r}; allowed: {VERSION}")
     if missing := KEYS - state.keys():
-        return UsageError(
-            f"this state lacks {sorted(missing)}; pass what session.state_dict() returned"
-        )
-    saved = state["ready_order"]
-    if saved is not None and set(saved["names"]) != set(names):
-        differing = sorted(set(saved["names"]) ^ set(names))
+        return UsageError(f"this state lacks {sorted(missing)}; {how}")
+    saved, codecs = state["ready_order"], state["codecs"]
+    if saved is not None and (differing := sorted(set(saved["names"]) ^ set(names))):
         return UsageError(
             f"this state is another model's: these parameters are in one of the two alone: "
             f"{differing[:5]}"
         )
-    if ranks is not None and len(state["codecs"]) not in (0, ranks):
+    if ranks is not None and len(codecs) not in (0, ranks):
         return UsageError(
-            f"this state is of {len(state['codecs'])} ranks, this run has {ranks}, some of which "
+            f"this state is of {len(codecs)} ranks, this run has {ranks}, some of which "
             "share a model; allowed: the same number, or {**state, 'codecs': []}, which discards "
             "what codecs have not sent yet"
         )
@@ -93,21 +62,7 @@ def refusal(state: object, names: Sequence[str], ranks: int | None = None) -> Us
 
 def digest(state: object) -> str:
     """What must be equal on all ranks that load a state; tensors count by their checksums."""
-    if not isinstance(state, Mapping) or "codecs" not in state:
-        return repr(state)
-    plain = {key: value for key, value in state.items() if key != "codecs"}
-    sums = [
-        (rank, name, key, tuple(t.shape), _checksum(t))
-        for rank, codec in enumerate(state["codecs"])
-        for name, values in codec.items()
-        for key, t in values.items()
-    ]
-    return repr((plain, sums))
-
-
-def _checksum(tensor: torch.Tensor) -> int:
-    values = tensor.detach().cpu().reshape(-1)
-    return crc32(values.view(torch.uint8).numpy().tobytes())
+    return repr(mapped(state, lambda tensor: (tuple(tensor.shape), checksum(tensor))))
 
 
 # The ready order.
@@ -126,20 +81,14 @@ def order_document(order: ReadyOrder | None, names: Sequence[str]) -> OrderDocum
 
 def joined_order(local: OrderDocument | None, control: dist.ProcessGroup) -> OrderDocument | None:
     """The ready order of the whole model of a pipeline, the last stage first."""
-    by_rank: list[OrderDocument | None] = [None] * dist.get_world_size(control)
-    with collective_errors("the gathering of the ready orders"):
-        dist.all_gather_object(by_rank, local, group=control)
-    by_name: dict[str, tuple[int, int]] = {}
-    for order in reversed(by_rank):
+    by_name: dict[str, tuple[Any, ...]] = {}
+    for order in reversed(gather_objects(local, "the ready orders", control)):
         if order is None:
             return None
-        for name, firings, sparse_dim in zip(*order.values(), strict=True):
-            by_name.setdefault(name, (firings, sparse_dim))
-    return {
-        "names": list(by_name),
-        "firings": [firings for firings, _ in by_name.values()],
-        "sparse_dims": [sparse_dim for _, sparse_dim in by_name.values()],
-    }
+        for row in zip(*order.values(), strict=True):
+            by_name.setdefault(row[0], row)
+    columns = zip(*by_name.values(), strict=True)
+    return dict(zip(("names", "firings", "sparse_dims"), map(list, columns), strict=True))
 
 
 def order_of(state: Mapping[str, Any], names: Sequence[str]) -> ReadyOrder | None:
@@ -168,10 +117,7 @@ def gathered(local: NamedState, control: dist.ProcessGroup) -> list[NamedState]:
         ExchangeError: another rank is gone.
     """
     on_host = {name: {key: t.cpu() for key, t in state.items()} for name, state in local.items()}
-    by_rank: list[NamedState] = [{} for _ in range(dist.get_world_size(control))]
-    with collective_errors("the gathering of the codecs' state"):
-        dist.all_gather_object(by_rank, on_host, group=control)
-    return by_rank
+    return gather_objects(on_host, "the codecs' state", control)
 
 
 def dealt_out(codecs: Sequence[NamedState], rank: int, world_size: int) -> NamedState:
@@ -192,18 +138,17 @@ def dealt_out(codecs: Sequence[NamedState], rank: int, world_size: int) -> Named
             "continue bit for bit",
             stacklevel=3,
         )
-    local: dict[str, dict[str, torch.Tensor]] = {}
-    for name, values in codecs[0].items():
-        replicated = {key: values[key] for key in values.keys() & REPLICATED}
-        if replicated:
-            local[name] = replicated
+    local = {
+        name: {key: values[key] for key in values.keys() & REPLICATED}
+        for name, values in codecs[0].items()
+    }
     for codec in codecs[rank::world_size]:
         for name, values in codec.items():
             sums = local.setdefault(name, {})
             for key, value in _without_served(values).items():
                 if key not in REPLICATED:
                     sums[key] = sums[key] + value if key in sums else value
-    return local
+    return {name: values for name, values in local.items() if values}
 
 
 def _without_served(values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from slipstream.comm.signature import COMPLEX, FLOATS
 from slipstream.errors import ModelError
 
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.complex64,
-    torch.complex128,
-)
+_DTYPES = (*FLOATS, *COMPLEX)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -36,9 +32,26 @@ def check_model(model: nn.Module) -> None:
     Raises:
         ModelError: names the module, parameter or buffer by its path.
     """
-    _check_modules(model)
-    _check_parameters(model)
-    _check_buffers(model)
+    for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise ModelError(
+                f"module {path or '(the model)'} is wrapped in DistributedDataParallel, which "
+                "averages gradients itself; pass the plain module: accelerate(ddp.module, ...)"
+            )
+    device = device_of(model)
+    for name, p in model.named_parameters():
+        if problem := _parameter_problem(p, device):
+            raise ModelError(f"parameter {name} {problem}")
+    for name, b in model.named_buffers():
+        dense = b.layout == torch.strided and not b.is_conj()
+        if not dense or any(
+            stride == 0 and size > 1 for stride, size in zip(b.stride(), b.shape, strict=True)
+        ):
+            raise ModelError(
+                f"buffer {name} is a sparse tensor or a view (expanded, conjugated) that other "
+                "ranks' values cannot be written to; register a dense copy: tensor.to_dense(), "
+                "tensor.clone(memory_format=torch.contiguous_format) or tensor.resolve_conj()"
+            )
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -65,48 +78,17 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def _check_modules(model: nn.Module) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel):
-            raise ModelError(
-                f"module {path or '(the model)'} is wrapped in DistributedDataParallel, which "
-                "averages gradients itself; pass the plain module: accelerate(ddp.module, ...)"
-            )
-
-
-def _check_parameters(model: nn.Module) -> None:
-    device = device_of(model)
-    for name, p in model.named_parameters():
-        if is_lazy(p):
-            raise ModelError(
-                f"parameter {name} has no shape yet (a lazy module); run one forward before "
-                "accelerate()"
-            )
-        if p.device.type == "meta":
-            raise ModelError(
-                f"parameter {name} is on the meta device and holds no values; "
-                "call model.to_empty(device=...) and initialise it before accelerate()"
-            )
-        if p.device != device:
-            raise ModelError(
-                f"parameter {name} is on {p.device}, others on {device}; all parameters of a rank "
-                "must be on one device"
-            )
-        if p.requires_grad and p.dtype not in _DTYPES:
-            allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
-            raise ModelError(
-                f"parameter {name} is {p.dtype}, which gloo cannot add up; allowed: {allowed}"
-            )
-
-
-def _check_buffers(model: nn.Module) -> None:
-    for name, b in model.named_buffers():
-        dense = b.layout == torch.strided and not b.is_conj()
-        if not dense or any(
-            stride == 0 and size > 1 for stride, size in zip(b.stride(), b.shape, strict=True)
-        ):
-            raise ModelError(
-                f"buffer {name} is a sparse tensor or a view (expanded, conjugated) that other "
-                "ranks' values cannot be written to; register a dense copy: tensor.to_dense(), "
-                "tensor.clone(memory_format=torch.contiguous_format) or tensor.resolve_conj()"
-            )
+def _parameter_problem(p: Any, device: torch.device) -> str | None:
+    if is_lazy(p):
+        return "has no shape yet (a lazy module); run one forward before accelerate()"
+    if p.device.type == "meta":
+        return (
+            "is on the meta device and holds no values; call model.to_empty(device=...) and "
+            "initialise it before accelerate()"
+        )
+    if p.device != device:
+        return f"is on {p.device}, others on {device}; a rank's parameters must be on one device"
+    if p.requires_grad and p.dtype not in _DTYPES:
+        allowed = ", ".join(str(d).removeprefix("torch.") for d in _DTYPES)
+        return f"is {p.dtype}, which gloo cannot add up; allowed: {allowed}"
+    return None

@@ -39,7 +39,7 @@ from slipstream.session.loop import TrainingLoop
 from slipstream.session.report import adaptive_rows
 from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState
-from slipstream.session.tracing import NoTracing, SessionTracer, Tracer, trace_metadata
+from slipstream.session.tracing import NoTracing, SessionTracer, Tracer
 from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
@@ -84,7 +84,9 @@ def compose(
     rank. A model that ranks share stays sharded: the other ranks may not be there to gather it.
     """
     with HandleStack() as handles:
-        _mark_as_used(model, handles)
+        modules = [*model.modules()]  # as the user made them: some are replaced
+        _accelerated.update(modules)
+        handles.callback(_accelerated.difference_update, modules)
         # First, because later steps record their spans with it.
         recorder = _recorder(strategy, cluster)
         dims = ParallelDims.of(cluster, strategy.parallel, control, recorder)
@@ -115,18 +117,9 @@ def compose(
             model, optimizer, window, engine, precision, momentum_correction, dims, tracer
         )
         names, codec = [t.name for t in trainables], strategy.gradients.codec
-        return Session(
-            model,
-            optimizer,
-            strategy,
-            cluster=cluster,
-            dims=dims,
-            loader=session_loader,
-            loop=loop,
-            state=SessionState(model, names, engine, dims, online_split, precision, codec),
-            full_state=full_state,
-            handles=handles,
-        )
+        state = SessionState(model, names, engine, dims, online_split, precision, codec)
+        parts = (cluster, dims, session_loader, loop, state, full_state, handles)
+        return Session(model, optimizer, strategy, *parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +138,6 @@ class _Given:
     def codec(self) -> Codec | None:
         """Of the gradients; None also where there are no other ranks to exchange them with."""
         return self.strategy.gradients.codec if self.dims.data is not None else None
-
-
-def _mark_as_used(model: nn.Module, handles: HandleStack) -> None:
-    modules = [*model.modules()]  # as the user made them: some are replaced
-    _accelerated.update(modules)
-    handles.callback(_accelerated.difference_update, modules)
 
 
 def _recorder(strategy: Strategy, cluster: Cluster) -> Recorder | None:
@@ -205,8 +192,8 @@ def _trainables(
     given: _Given, full_state: FullState, precision: ModelPrecision
 ) -> list[NamedParameter]:
     """The parameters whose gradients this rank exchanges, in the type in which these travel."""
-    trainables = parameters_of(given.model, trainable=True, shares=full_state.largest_shapes)
-    trainables = [t for t in trainables if full_state.is_local(t.name)]
+    whole = parameters_of(given.model, trainable=True, shares=full_state.largest_shapes)
+    trainables = [t for t in whole if full_state.is_local(t.name)]
     return as_wide_as_gradients(trainables) if precision.exchanges_wide else trainables
 
 
@@ -233,11 +220,10 @@ def _exchange(
         verdict.pays if verdict else lambda num_bytes: True,
         narrow=not precision.exchanges_wide,
     )
-    searched = isinstance(config.split, Optimal)
     engine = Engine(
         given.model,
         trainables,
-        split=ByBytes() if searched else config.split,
+        split=ByBytes() if isinstance(config.split, Optimal) else config.split,
         # in a pipeline the last micro-batch's backward is not over before the sums of what
         # stages share
         overlap=config.overlap and given.strategy.parallel.pipeline is None,
@@ -262,15 +248,9 @@ def _exchange(
 def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | None) -> Tracer:
     if given.recorder is None:
         return NoTracing()
+    model, strategy, device = given.model, given.strategy, given.cluster.device
     tracer = SessionTracer(
-        given.recorder,
-        given.model,
-        given.strategy.trace,
-        given.cluster.device,
-        control=given.dims.control,
-        online_split=online_split,
-        ranks_per_model=given.dims.mesh.model_parallel,
-        describe=partial(trace_metadata, given.model, given.strategy, engine),
+        given.recorder, model, strategy, engine, given.dims, online_split, device
     )
     given.handles.defer(tracer.write, on_error=tracer.drop)
     return tracer

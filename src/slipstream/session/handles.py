@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from slipstream.strategy import Row
@@ -66,13 +65,9 @@ class HandleStack(ExitStack):
         join its collective.
         """
 
-        def leave(
-            kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-        ) -> None:
-            if kind is None or on_error is None:
-                close()
-            else:
-                on_error()
+        def leave(kind: type[BaseException] | None, *_: object) -> None:
+            end = close if kind is None or on_error is None else on_error
+            end()
 
         self.push(leave)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.tracing import Tracer
 
 
+@dataclass
 class TrainingLoop:
     """Backward passes and updates of one model.
 
-    Args:
+    Attributes:
         model: gradients of all its parameters are cleared after an update.
         optimizer: steps once per update.
         window: counts the backward passes of an update.
@@ -35,46 +37,39 @@ class TrainingLoop:
         momentum_correction: what codecs took over from the optimizer.
         dims: compares ranks that share the model.
         tracer: records the spans.
-
-    Attributes:
-        engine: as given.
         steps: updates so far.
         skipped: updates that were skipped because of gradients that were not finite.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        window: AccumulationWindow,
-        engine: GradientEngine,
-        precision: ModelPrecision,
-        momentum_correction: MomentumCorrection,
-        dims: ParallelDims,
-        tracer: Tracer,
-    ) -> None:
-        self.engine = engine
-        self._optimizer, self._parameters = optimizer, tuple(model.parameters())
-        self._window, self._precision = window, precision
-        self._momentum_correction, self._dims, self._tracer = momentum_correction, dims, tracer
-        self._backward_done = self._local_only = self._compared = False
-        self.steps = self.skipped = 0
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    window: AccumulationWindow
+    engine: GradientEngine
+    precision: ModelPrecision
+    momentum_correction: MomentumCorrection
+    dims: ParallelDims
+    tracer: Tracer
+
+    steps = skipped = 0
+    _backward_done = _local_only = _compared = False
+
+    def __post_init__(self) -> None:
+        self._parameters = tuple(self.model.parameters())
 
     @property
     def window_open(self) -> bool:
         """Whether gradients were gathered that no update has used yet."""
-        return self._window.contributions > 0
+        return self.window.contributions > 0
 
     # Backward passes.
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, loss_scale: float) -> None:
         """Backward of one loss; raises as ``Session.backward``."""
-        loss_scale = self._take_loss_scale(loss_scale)
-        self._compare_once(self._dims.check_same_loss, loss)
+        loss_scale = self._checked_scale(loss_scale, self.dims.check_same_loss, loss)
 
         def run() -> None:
-            part = self._precision.scaled(loss)
-            part = part / self._window.accumulate if self._window.accumulate > 1 else part
+            part = self.precision.scaled(loss)
+            part = part / self.window.accumulate if self.window.accumulate > 1 else part
             part.backward(retain_graph=retain_graph)
 
         self._run_backward(run, loss_scale)
@@ -84,16 +79,16 @@ class TrainingLoop:
         pipeline: Pipeline,
         loss_fn: Callable[[Any, Any], torch.Tensor],
         args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None,
+        kwargs: dict[str, Any],
         target: Any,
         *,
         loss_scale: float,
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; raises as ``Session.forward_backward``."""
-        loss_scale = self._take_loss_scale(loss_scale)
-        self._compare_once(self._dims.check_same_batch, (args, kwargs, target))
-        self._tracer.forward_begins(args, kwargs or {})
-        scale = loss_scale / self._window.accumulate
+        batch = (args, kwargs, target)
+        loss_scale = self._checked_scale(loss_scale, self.dims.check_same_batch, batch)
+        self.tracer.forward_begins(args, kwargs)
+        scale = loss_scale / self.window.accumulate
         loss = torch.full((), torch.nan)  # of a dummy batch, which is not computed
 
         def run() -> None:
@@ -103,32 +98,33 @@ class TrainingLoop:
         self._run_backward(run, loss_scale)
         return loss
 
-    def _take_loss_scale(self, given: float) -> float:
-        loss_scale = self._precision.take(given)
-        self._window.check_scale(loss_scale)
-        return loss_scale
+    def _checked_scale(self, given: float, compare: Callable[[Any], None], value: object) -> float:
+        """The loss scale of a backward pass.
 
-    def _compare_once(self, compare: Callable[[Any], None], value: object) -> None:
-        """Ranks that share a model need the same batches; the first ones are compared."""
+        Ranks that share a model need the same batches; the first ones are compared.
+        """
+        loss_scale = self.precision.take(given)
+        self.window.check_scale(loss_scale)
         if not self._compared:
             compare(value)
             self._compared = True
+        return loss_scale
 
     def _run_backward(self, run: Callable[[], None], loss_scale: float) -> None:
         """``run`` a backward pass; average the gradients if an update follows it."""
-        dummy_batch = self._window.count()
-        self._tracer.backward_begins(dummy_batch=dummy_batch)
-        exchange = self._window.last and not self._local_only
-        self.engine.begin(exchange=exchange, scale=self._window.scale, loss_scale=loss_scale)
+        dummy_batch = self.window.count()
+        self.tracer.backward_begins(dummy_batch=dummy_batch)
+        exchange = self.window.last and not self._local_only
+        self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
         try:
             if not dummy_batch:  # such a rank takes part in the exchange, with zeros
                 run()
         except BaseException as error:
             self.engine.abort(error)
             raise
-        self._tracer.backward_ends()
+        self.tracer.backward_ends()
         self.engine.end()
-        self._tracer.exchanged(self.engine.ready)
+        self.tracer.exchanged(self.engine.ready)
         self._backward_done = True
 
     @contextmanager
@@ -156,7 +152,7 @@ class TrainingLoop:
                 "then session.step(), once each for every batch"
             )
         self._backward_done = False
-        if self._local_only or not self._window.advance():
+        if self._local_only or not self.window.advance():
             return False
         overflowed = self._overflowed()
         self._update(skip=overflowed)
@@ -166,25 +162,25 @@ class TrainingLoop:
         """Whether the update must be skipped; the same on every rank."""
         if self.engine.overflowed:
             return True
-        if self._window.loss_scale == 1.0 and not self._precision.scales:
+        if self.window.loss_scale == 1.0 and not self.precision.scales:
             return False  # without a loss scale, NaN gradients are an update like any other
         gradients = (p.grad for p in self._parameters if p.grad is not None)
         infinite = [any_infinite(g._values() if g.is_sparse else g) for g in gradients]
         # Averages are the same on all data-parallel ranks; those that share a model must agree.
-        return self._dims.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
+        return self.dims.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
 
     def _update(self, *, skip: bool) -> None:
-        self._tracer.update_begins()
+        self.tracer.update_begins()
         if skip:
             self.skipped += 1
         else:
-            self._momentum_correction.check()
-            self._optimizer.step()
+            self.momentum_correction.check()
+            self.optimizer.step()
             self.steps += 1
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:  # also those that the optimizer does not hold
             parameter.grad = None
-        self._window.close()
-        self._precision.updated(skip)
+        self.window.close()
+        self.precision.updated(skip)
         self.engine.updated(self.steps)
-        self._tracer.update_ends()  # last, as it may change the split
+        self.tracer.update_ends()  # last, as it may change the split

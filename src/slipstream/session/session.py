@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import torch
@@ -52,7 +51,6 @@ class Session(Generic[M, O]):
         model: M,
         optimizer: O,
         strategy: Strategy,
-        *,
         cluster: Cluster,
         dims: ParallelDims,
         loader: UnevenInputLoader | None,
@@ -67,7 +65,6 @@ class Session(Generic[M, O]):
         self.skipped = 0
         self._cluster, self._loader, self._loop = cluster, loader, loop
         self._state, self._full_state = state, full_state
-        self._last_segments: tuple[SegmentStats, ...] = ()
         self._closed = False
         self._handles = handles.pop_all()  # from here on the session undoes the installation
         atexit.register(self.__exit__, SystemExit, SystemExit(), None)
@@ -169,7 +166,7 @@ class Session(Generic[M, O]):
         pipeline = self._full_state.pipeline
         if pipeline is not None:
             return self._loop.pipeline_backward(
-                pipeline, loss_fn, args, kwargs, target, loss_scale=loss_scale
+                pipeline, loss_fn, args, kwargs or {}, target, loss_scale=loss_scale
             )
         loss = loss_fn(self.model(*args, **(kwargs or {})), target)
         self.backward(loss * loss_scale if loss_scale != 1.0 else loss, loss_scale=loss_scale)
@@ -322,12 +319,7 @@ class Session(Generic[M, O]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Undo what ``accelerate()`` did, in reverse order; after an error without collectives."""
         if self._closed:
             return
@@ -336,7 +328,7 @@ class Session(Generic[M, O]):
         cluster, in_flight = self._cluster, self._loop.engine.in_flight
         self._last_segments = self._loop.engine.segments
         try:
-            self._handles.__exit__(kind, error, trace)
+            self._handles.__exit__(*error)
         finally:
             # A gloo group ends its threads when its last reference goes; threads that are still
             # there when the interpreter ends abort the process, after a run that went well.

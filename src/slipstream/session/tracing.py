@@ -6,19 +6,19 @@ Exchanges are recorded by the channel, the wait for data by the loader.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.segments import gradients_of, parameters_of
+from slipstream.parallel.dims import ParallelDims
 from slipstream.strategy import Strategy
-from slipstream.strategy import Trace as TraceSettings
 from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
 from slipstream.trace.recorder import Recorder, Stamp
@@ -44,6 +44,7 @@ class NoTracing:
     def update_ends(self) -> None: ...
 
 
+@dataclass
 class SessionTracer:
     """Tells the recorder what the session does; writes ``trace.json`` when all steps are recorded.
 
@@ -51,42 +52,34 @@ class SessionTracer:
     between epochs belongs to no iteration. With ``split: optimal`` the search uses the recorder
     first, in windows of its own; the window of the user's ``trace.steps`` comes after it.
 
-    Args:
+    Attributes:
         recorder: of this rank.
         model: its forward begins the forward span.
-        config: which steps, and where to write.
-        device: of the model.
-        control: all ranks; None: one process.
+        strategy: says which steps, and where to write.
+        engine: exchanges the gradients of the model.
+        dims: all ranks; of those that share a model each counts its part of the samples.
         online_split: the search for the split; None: there is none.
-        ranks_per_model: each of them counts its part of the samples.
-        describe: gives the trace's metadata; see `trace_metadata`.
+        device: of the model.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        model: nn.Module,
-        config: TraceSettings,
-        device: torch.device,
-        *,
-        control: dist.ProcessGroup | None,
-        online_split: OnlineSplit | None,
-        ranks_per_model: int,
-        describe: Callable[[], Mapping[str, Any]],
-    ) -> None:
-        self._recorder, self._config, self._device = recorder, config, device
-        self._control, self._online_split, self._describe = control, online_split, describe
-        self._ranks_per_model = ranks_per_model
-        self._in_users_window = online_split is None
-        self._iteration = 0
-        self._aligned = self._under_way = self._closed = False
+    recorder: Recorder
+    model: nn.Module
+    strategy: Strategy
+    engine: GradientEngine
+    dims: ParallelDims
+    online_split: OnlineSplit | None
+    device: torch.device
+
+    _aligned = _under_way = _closed = _in_backward = False
+    _iteration = _batch_size = _samples = 0
+
+    def __post_init__(self) -> None:
+        self._in_users_window = self.online_split is None
         self._forward_start: Stamp | None = None
-        self._in_backward = False
         self._start: Stamp = 0.0
         self._end: Stamp = 0.0
-        self._batch_size = self._samples = 0
         self.iteration_begins()  # a collective that may fail: before the hook is installed
-        self._hook = model.register_forward_pre_hook(
+        self._hook = self.model.register_forward_pre_hook(
             lambda _, args, kwargs: self.forward_begins(args, kwargs), with_kwargs=True
         )
 
@@ -94,18 +87,18 @@ class SessionTracer:
         """Aligns the clocks, a collective, before the first iteration that is recorded."""
         if self._closed or self._under_way:
             return
-        if self._iteration == self._recorder.first_step and not self._aligned:
+        if self._iteration == self.recorder.first_step and not self._aligned:
             with collective_errors("the alignment of the clocks for the trace"):
-                self._recorder.align(self._control)
+                self.recorder.align(self.dims.control)
             self._aligned = True
-        self._recorder.begin_step(self._iteration, self._recorder.stamp(self._device))
+        self.recorder.begin_step(self._iteration, self.recorder.stamp(self.device))
         self._forward_start = None
 
     def forward_begins(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """The model is called with these inputs."""
         # A forward inside backward is no new one: a stage of a pipeline, or a recomputed block.
-        if self._recorder.active and self._forward_start is None and not self._in_backward:
-            self._forward_start = self._recorder.stamp(self._device)
+        if self.recorder.active and self._forward_start is None and not self._in_backward:
+            self._forward_start = self.recorder.stamp(self.device)
             self._batch_size = _batch_size([*args, *kwargs.values()])
 
     def backward_begins(self, *, dummy_batch: bool) -> None:
@@ -113,44 +106,42 @@ class SessionTracer:
         self._under_way = self._in_backward = True
         self._samples += 0 if dummy_batch else self._batch_size
         self._batch_size = 0
-        if self._recorder.active:
-            self._start = self._recorder.stamp(self._device)
-            self._recorder.add(FORWARD, self._forward_start or self._start, self._start)
+        if self.recorder.active:
+            self._start = self.recorder.stamp(self.device)
+            self.recorder.add(FORWARD, self._forward_start or self._start, self._start)
             self._forward_start = None
 
     def backward_ends(self) -> None:
         """All gradients of this rank are ready; exchanges may still run."""
         self._in_backward = False
-        if self._recorder.active:
-            self._end = self._recorder.stamp(self._device)
+        if self.recorder.active:
+            self._end = self.recorder.stamp(self.device)
 
     def exchanged(self, ready: list[Stamp | None] | None) -> None:
         """The exchanges are done; ``ready``: when each gradient was, None: not recorded."""
         args = {} if ready is None else {"gradients_ready": ready}
-        self._recorder.add(BACKWARD, self._start, self._end, **args)
+        self.recorder.add(BACKWARD, self._start, self._end, **args)
 
     def update_begins(self) -> None:
         """The optimizer is next."""
-        if self._recorder.active:
-            self._start = self._recorder.stamp(self._device)
+        if self.recorder.active:
+            self._start = self.recorder.stamp(self.device)
 
     def update_ends(self) -> None:
         """The iteration is over. Gathers the trace, a collective, after the last recorded one."""
         if self._closed:
             return
-        if self._recorder.active:
-            now = self._recorder.stamp(self._device)
-            self._recorder.add(OPTIMIZER, self._start, now)
-            samples: float = self._samples
-            if self._ranks_per_model > 1:
-                samples = samples / self._ranks_per_model
-            self._recorder.end_step(now, **({"samples": samples} if samples else {}))
+        if self.recorder.active:
+            now = self.recorder.stamp(self.device)
+            self.recorder.add(OPTIMIZER, self._start, now)
+            ranks = self.dims.mesh.model_parallel
+            samples = self._samples / ranks if ranks > 1 else self._samples
+            self.recorder.end_step(now, **({"samples": samples} if samples else {}))
         else:
-            self._recorder.end_step()
+            self.recorder.end_step()
         self._iteration += 1
-        self._samples = 0
-        self._under_way = False
-        if self._recorder.done:
+        self._samples, self._under_way = 0, False
+        if self.recorder.done:
             self._window_ends()
         if not self._closed:
             self.iteration_begins()
@@ -164,7 +155,7 @@ class SessionTracer:
             return
         trace = self._gather()
         if trace is not None and trace.events:
-            path = Path(self._config.folder) / "trace.json"
+            path = Path(self.strategy.trace.folder) / "trace.json"
             chrome.write(trace, path)
             print(f"slipstream: trace written to {path}", file=sys.stderr)
 
@@ -175,32 +166,31 @@ class SessionTracer:
 
     def _window_ends(self) -> None:
         """All iterations of a window are recorded: for the search of the split, or for the user."""
-        search = self._online_split
+        search, config = self.online_split, self.strategy.trace
         if search is None or self._in_users_window:
             self.write()
         elif not search.settled and search.proceed(self._gather()):
             self._next_window(self._iteration + SETTLING, search.steps)
-        elif self._config.steps is not None:
+        elif config.steps is not None:
             self._in_users_window = True
-            first_step = max(self._config.skip, self._iteration + SETTLING)
-            self._next_window(first_step, self._config.steps)
+            self._next_window(max(config.skip, self._iteration + SETTLING), config.steps)
         else:
             self.drop()
 
     def _next_window(self, first_step: int, num_steps: int) -> None:
-        self._recorder.restart(first_step, num_steps)
+        self.recorder.restart(first_step, num_steps)
         self._aligned = False
 
     def _gather(self) -> Trace | None:
-        self._recorder.meta |= self._describe()
+        self.recorder.meta |= _metadata(self.model, self.strategy, self.engine)
         with collective_errors("the gathering of the trace"):
-            return self._recorder.gather(self._control)
+            return self.recorder.gather(self.dims.control)
 
 
 Tracer = NoTracing | SessionTracer
 
 
-def trace_metadata(model: nn.Module, strategy: Strategy, engine: GradientEngine) -> dict[str, Any]:
+def _metadata(model: nn.Module, strategy: Strategy, engine: GradientEngine) -> dict[str, Any]:
     """What a trace says of the session: model, strategy, segments and gradients."""
     document = strategy.document(full=True)
     if engine.order is None:  # nothing is exchanged, or not yet: assume reverse registration
@@ -222,7 +212,4 @@ def trace_metadata(model: nn.Module, strategy: Strategy, engine: GradientEngine)
 
 def _batch_size(inputs: Iterable[Any]) -> int:
     """The size of the first axis of the first tensor; 0 if there is none."""
-    for value in inputs:
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return value.shape[0]
-    return 0
+    return next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.ndim), 0)

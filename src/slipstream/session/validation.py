@@ -61,21 +61,6 @@ def validate(
     check_parallel(model, optimizer, strategy, cluster.world_size)
     local_ranks = cluster.environment.local_world_size
     check_memory(model, strategy, local_ranks=local_ranks, rank=cluster.rank)
-    return Validation(
-        _fingerprint(model, optimizer, loader, strategy),
-        (
-            *gradient_warnings(trainables, strategy.gradients),
-            *precision_warnings(model, strategy.precision),
-        ),
-    )
-
-
-def _fingerprint(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    loader: Iterable[Any] | None,
-    strategy: Strategy,
-) -> dict[str, str]:
     fingerprint = {
         "the strategy": json.dumps(strategy.document()),
         "the optimizer": type(optimizer).__name__,
@@ -86,4 +71,5 @@ def _fingerprint(
         fingerprint[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{frozen}"
     for name, b in model.named_buffers():
         fingerprint[f"buffer {name}"] = f"{b.dtype} {tuple(b.shape)}"
-    return fingerprint
+    found = gradient_warnings(trainables, strategy.gradients)
+    return Validation(fingerprint, (*found, *precision_warnings(model, strategy.precision)))

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
 
@@ -16,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slipstream.comm.groups import Group, group_of
 from slipstream.errors import ModelError, SlipstreamError, StrategyError
+from slipstream.parallel.pipeline import shape_inference
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
-from slipstream.parallel.pipeline.shape_inference import sequential_forward, state_restored
-from slipstream.parallel.pipeline.split_points import SplitPoints
+from slipstream.parallel.pipeline.split_points import SplitPoints, is_list
 from slipstream.parallel.pipeline.stages import Stages
 
 
@@ -54,16 +54,16 @@ def balance(
         >>> balance(model, (torch.ones(512, 512),), stages=2)
         ['1']
     """
+    group = group_of(process_group)
     result: list[list[str] | SlipstreamError] = [[]]
-    distributed = dist.is_available() and dist.is_initialized()
-    if not distributed or dist.get_rank(process_group) == 0:
+    if group.rank == 0:
         batch = MicroBatch(sample_args, sample_kwargs or {}, None)
         try:
             result[0] = _balanced_paths(model, batch, stages, runs)
         except SlipstreamError as error:
             result[0] = error
-    if distributed:
-        dist.broadcast_object_list(result, group=process_group, group_src=0)
+    if group.size > 1:
+        dist.broadcast_object_list(result, group=group.members, group_src=0)
     if isinstance(result[0], SlipstreamError):
         raise result[0]
     return result[0]
@@ -84,9 +84,7 @@ def balanced(costs: Sequence[float], parts: int) -> list[int]:
     """
     if not 1 <= parts <= len(costs):
         raise StrategyError(f"{len(costs)} pieces in {parts} parts; allowed: 1 to {len(costs)}")
-    total = [0.0]
-    for cost in costs:
-        total.append(total[-1] + cost)
+    total = [*accumulate(costs, initial=0.0)]
     # best[end]: of costs[:end] the smallest largest sum, and where the parts after the first begin
     best: list[tuple[float, list[int]]] = [(sum_, []) for sum_ in total]
     for part in range(2, parts + 1):
@@ -119,14 +117,9 @@ def _chain(module: nn.Module, path: str) -> Iterator[str]:
     for name, child in module.named_children():
         inner = f"{path}.{name}".removeprefix(".")
         nested = []
-        if not _is_list(module) or _is_list(child) or len(list(child.children())) == 1:
+        if not is_list(module) or is_list(child) or len(list(child.children())) == 1:
             nested = list(_chain(child, inner))
-        yield from nested or ([inner] if _is_list(module) else [])
-
-
-def _is_list(module: nn.Module) -> bool:
-    """Whether it only calls its children in turn, or leaves that to its parent."""
-    return type(module).forward in (nn.Module.forward, nn.Sequential.forward)
+        yield from nested or ([inner] if is_list(module) else [])
 
 
 def _balanced_paths(model: nn.Module, batch: MicroBatch, stages: int, runs: int) -> list[str]:
@@ -138,7 +131,7 @@ def _balanced_paths(model: nn.Module, batch: MicroBatch, stages: int, runs: int)
         )
     if stages == 1:
         return []
-    with state_restored(model, _device(model)):
+    with shape_inference.state_restored(model):
         times = [_forward_times(model, batch, paths) for _ in range(runs + 1)]
     costs = [median(column) for column in zip(*times[1:], strict=True)]  # the first one warms up
     return [paths[start - 1] for start in balanced(costs, stages)]
@@ -147,7 +140,7 @@ def _balanced_paths(model: nn.Module, batch: MicroBatch, stages: int, runs: int)
 def _can_split_at(model: nn.Module, batch: MicroBatch, path: str) -> bool:
     stages = Stages(model, SplitPoints.of(model, [path]))
     try:
-        sequential_forward(stages, batch, None, None, _device(model))
+        shape_inference.sequential_forward(stages, batch, None, Group((0,), None, False, 0))
     except ModelError:
         return False
     return True
@@ -155,30 +148,21 @@ def _can_split_at(model: nn.Module, batch: MicroBatch, path: str) -> bool:
 
 def _forward_times(model: nn.Module, batch: MicroBatch, paths: Sequence[str]) -> list[float]:
     """Seconds of one forward up to the first path, from each to the next, and from the last on."""
-    marks: list[float] = []
-    clock = partial(_now, _device(model))
+    device = shape_inference.device_of(model)
+    times: list[float] = []
 
     def mark(*_: object) -> None:
-        marks.append(clock())
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter())
 
     handles = [model.get_submodule(path).register_forward_pre_hook(mark) for path in paths]
     try:
         with torch.no_grad():
-            start = clock()
+            mark()
             model(*batch.args, **batch.kwargs)
-            end = clock()
+            mark()
     finally:
         for handle in handles:
             handle.remove()
-    times = [start, *marks, end]
     return [after - before for before, after in pairwise(times)]
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from slipstream.errors import StrategyError
 from slipstream.pytree import mapped, tensors
 
@@ -19,7 +21,7 @@ class MicroBatch:
 
     def signature(self) -> str:
         """Shapes and dtypes of all tensors; stages are set up for one signature."""
-        values = [*tensors(self.args), *tensors(self.kwargs), *tensors(self.target)]
+        values = tensors([self.args, self.kwargs, self.target])
         return " ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in values)
 
 
@@ -57,10 +59,10 @@ def micro_batches(
             "equal"
         )
 
-    def part(value: Any, number: int) -> Any:
-        return mapped(value, lambda x: x.chunk(count)[number] if x.ndim and len(x) == size else x)
+    def part(number: int) -> MicroBatch:
+        def piece(x: torch.Tensor) -> torch.Tensor:
+            return x.chunk(count)[number] if x.ndim and len(x) == size else x
 
-    return [
-        MicroBatch(part(args, number), part(kwargs, number), part(target, number))
-        for number in range(count)
-    ]
+        return MicroBatch(*mapped((args, kwargs, target), piece))
+
+    return [part(number) for number in range(count)]

@@ -14,6 +14,7 @@ the order in which stages run.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,21 +23,12 @@ from torch import nn
 
 from slipstream.comm.groups import group_of
 from slipstream.errors import ExchangeError, ModelError, SlipstreamError, UsageError
+from slipstream.parallel.pipeline import schedules
 from slipstream.parallel.pipeline.micro_batches import MicroBatch, micro_batches
-from slipstream.parallel.pipeline.schedules import (
-    Schedule,
-    ScheduleName,
-    check_schedule,
-    make_schedule,
-)
-from slipstream.parallel.pipeline.shape_inference import StageOutputs, sequential_forward
+from slipstream.parallel.pipeline.schedules import Schedule, ScheduleName
+from slipstream.parallel.pipeline.shape_inference import device_of, sequential_forward
 from slipstream.parallel.pipeline.split_points import SplitPoints
-from slipstream.parallel.pipeline.stage_module import (
-    CurrentBatch,
-    LossFn,
-    StageModule,
-    TimedStage,
-)
+from slipstream.parallel.pipeline.stage_module import CurrentBatch, LossFn, StageModule, TimedStage
 from slipstream.parallel.pipeline.stage_parameters import StageParameters
 from slipstream.parallel.pipeline.stages import Stages
 from slipstream.trace.recorder import Recorder
@@ -87,13 +79,13 @@ class Pipeline:
         recorder: Recorder | None = None,
     ) -> None:
         self.model, self.schedule, self.micro_batches = model, schedule, micro_batches
-        self._group = _members(process_group)
-        ranks = dist.get_world_size(self._group) if self._group is not None else 1
+        self._group = group_of(process_group)
+        ranks = self._group.size
         error: SlipstreamError | None = None
         try:
             split_points = SplitPoints.of(model, cut)
             stages = split_points.num_stages if ranks > 1 else 1
-            check_schedule(schedule, stages, ranks, micro_batches)
+            schedules.check_schedule(schedule, stages, ranks, micro_batches)
         except SlipstreamError as raised:
             error = raised
         self._agree(
@@ -103,7 +95,7 @@ class Pipeline:
         )
         self.split_points = split_points if ranks > 1 else SplitPoints.of(model, [])
         self.stage_parameters = StageParameters(model, self.split_points, self._group)
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._device = device_of(model)
         self._stages = Stages(model, self.split_points)
         self._recorder = recorder
         self._signature = ""
@@ -163,7 +155,7 @@ class Pipeline:
             self._run_schedule()
             self.stage_parameters.sum_gradients()
         except Exception as error:
-            if self._group is None:
+            if self._group.size == 1:
                 raise
             self._state = "broken by an error"
             raise self._exchange_error(error) from (self._batch.error or error)
@@ -183,7 +175,8 @@ class Pipeline:
         """
         self._must_be_open("evaluate")
         with torch.no_grad():
-            return self._sequential_forward(MicroBatch(args, kwargs or {}, None), None).result
+            batch = MicroBatch(args, kwargs or {}, None)
+            return sequential_forward(self._stages, batch, None, self._group).result
 
     def full_state_dict(self) -> dict[str, object]:
         """``model.state_dict()`` of the whole model, copied, on every rank. Collective."""
@@ -207,14 +200,14 @@ class Pipeline:
     def _agree(self, fingerprint: dict[str, str], error: SlipstreamError | None) -> None:
         """Raise on all ranks if one has an error or another fingerprint."""
         # agree() compares CPU tensors, which a group of NCCL alone does not move.
-        if self._group is not None and group_of(self._group).device.type == "cpu":
-            agree(fingerprint, self._group, error)
+        if self._group.size > 1 and self._group.device.type == "cpu":
+            agree(fingerprint, self._group.members, error)
         if error is not None:
             raise error
 
     def _refuse_call(self, *_: object) -> None:
         """A direct call of the model would compute with placeholders."""
-        if not self._stages.running and self._group is not None:
+        if not self._stages.running and self._group.size > 1:
             raise UsageError(
                 "a direct call of a model that is split into stages; allowed: forward_backward(), "
                 "and evaluate() for the model's outputs"
@@ -223,9 +216,6 @@ class Pipeline:
     def _must_be_open(self, verb: str) -> None:
         if self._state != "open":
             raise UsageError(f"{verb}() of a pipeline that is {self._state}; make a new one")
-
-    def _sequential_forward(self, batch: MicroBatch, loss_fn: LossFn | None) -> StageOutputs:
-        return sequential_forward(self._stages, batch, loss_fn, self._group, self._device)
 
     def _set_up(self, loss_fn: LossFn, batch: MicroBatch) -> None:
         """If shapes are new, infer what stages send, and build torch's stages and schedule."""
@@ -240,16 +230,16 @@ class Pipeline:
             StageModule(self._stages, stage, parameters.of_stage(stage), sent, self._batch)
             for stage in parameters.local_stages
         ]
-        if self._group is None:
-            self._schedule = modules[0]
-        else:
-            stages = [TimedStage(m, self._device, self._group, self._recorder) for m in modules]
-            self._schedule = make_schedule(self.schedule, stages, self.micro_batches)
+        self._schedule = modules[0]
+        if self._group.size > 1:
+            given = (self._device, self._group.members, self._recorder)
+            stages = [TimedStage(module, *given) for module in modules]
+            self._schedule = schedules.make_schedule(self.schedule, stages, self.micro_batches)
         self._signature = signature
 
     def _infer_sent(self, loss_fn: LossFn, batch: MicroBatch) -> list[torch.Tensor]:
         """By stage, a meta tensor like the one that it sends; of the last stage, the loss."""
-        outputs = self._sequential_forward(batch, loss_fn)
+        outputs = sequential_forward(self._stages, batch, loss_fn, self._group)
         self._batch = CurrentBatch(outputs.returned)
         self._loss_dtype = outputs.sent[-1].dtype
         # torch's zero bubble finds no parameters of a stage whose input requires no gradient.
@@ -260,13 +250,9 @@ class Pipeline:
                     f"{path!r} receives {spec.dtype}; allowed by zero_bubble: a floating-point "
                     "tensor; choose another cut or schedule"
                 )
+        meta = torch.device("meta")
         return [
-            torch.empty(
-                spec.shape,
-                dtype=spec.dtype,
-                device="meta",
-                requires_grad=needs_grad or spec.requires_grad,
-            )
+            replace(spec, device=meta).empty().requires_grad_(needs_grad or spec.requires_grad)
             for spec in outputs.sent
         ]
 
@@ -287,10 +273,10 @@ class Pipeline:
         else:
             mean = torch.empty((), dtype=self._loss_dtype, device=self._device)
         self._batch.clear()
-        if self._group is not None:
-            owner = last % dist.get_world_size(self._group)
+        if self._group.size > 1:
+            owner = last % self._group.size
             with collective_errors("the broadcast of the loss"):
-                dist.broadcast(mean, group=self._group, group_src=owner)
+                dist.broadcast(mean, group=self._group.members, group_src=owner)
         return mean
 
     def _exchange_error(self, error: Exception) -> ExchangeError:
@@ -303,11 +289,3 @@ class Pipeline:
             "continue, most often because the stage before or after failed: look at the first "
             f"error of all ranks ({error})"
         )
-
-
-def _members(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The process group of the pipeline; None for a single rank."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    group = process_group if process_group is not None else dist.group.WORLD
-    return group if dist.get_world_size(group) > 1 else None

@@ -7,8 +7,8 @@ ZB-H1 (Qi et al., 2023, https://arxiv.org/abs/2401.10241).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.distributed.pipelining import (
@@ -29,6 +29,12 @@ fills the bubble."""
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B | ScheduleInterleavedZeroBubble
 
+_CLASSES: dict[str, Callable[..., Schedule]] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
 _ONE_STAGE_A_RANK = ("gpipe", "1f1b")
 
 
@@ -42,8 +48,8 @@ def check_schedule(schedule: str, stages: int, ranks: int, micro_batches: int) -
     Example:
         >>> check_schedule("interleaved_1f1b", stages=4, ranks=2, micro_batches=4)
     """
-    if schedule not in get_args(ScheduleName):
-        raise StrategyError(f"schedule {schedule!r}; allowed: {', '.join(get_args(ScheduleName))}")
+    if schedule not in _CLASSES:
+        raise StrategyError(f"schedule {schedule!r}; allowed: {', '.join(_CLASSES)}")
     if stages % ranks or stages < ranks:
         raise StrategyError(
             f"cut at {stages - 1} modules makes {stages} stages, on {ranks} ranks; allowed: "
@@ -70,9 +76,7 @@ def check_schedule(schedule: str, stages: int, ranks: int, micro_batches: int) -
 
 
 def make_schedule(
-    schedule: ScheduleName,
-    stages: Sequence[PipelineStage],
-    micro_batches: int,
+    schedule: ScheduleName, stages: Sequence[PipelineStage], micro_batches: int
 ) -> Schedule:
     """torch's schedule over the stages of this rank; the last stage returns its loss."""
     # scale_grads=False: torch would divide parameter.grad by the number of micro-batches, including
@@ -81,14 +85,8 @@ def make_schedule(
     def loss_fn(loss: torch.Tensor, number: object) -> torch.Tensor:
         return loss
 
-    if schedule == "gpipe":
-        return ScheduleGPipe(stages[0], micro_batches, loss_fn, scale_grads=False)
-    if schedule == "1f1b":
-        return Schedule1F1B(stages[0], micro_batches, loss_fn, scale_grads=False)
-    kind = (
-        ScheduleInterleaved1F1B if schedule == "interleaved_1f1b" else ScheduleInterleavedZeroBubble
-    )
-    return kind(list(stages), micro_batches, loss_fn, scale_grads=False)
+    local: Any = stages[0] if schedule in _ONE_STAGE_A_RANK else list(stages)
+    return _CLASSES[schedule](local, micro_batches, loss_fn, scale_grads=False)
 
 
 def ideal_bubble(

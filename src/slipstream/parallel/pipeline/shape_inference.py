@@ -9,13 +9,13 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from slipstream.comm.groups import Group
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
 from slipstream.parallel.pipeline.micro_batches import MicroBatch
@@ -39,22 +39,11 @@ class StageOutputs:
     result: Any = None
 
 
-@dataclass
-class _Message:
-    """What the rank of a stage tells the others."""
-
-    returned: Returned
-    result: Any
-    requires_grad: bool
-    error: str = ""
-
-
 def sequential_forward(
     stages: Stages,
     batch: MicroBatch,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    group: Group,
 ) -> StageOutputs:
     """Forward of all stages, stage s on rank s % ranks. Collective.
 
@@ -62,20 +51,22 @@ def sequential_forward(
         stages: of this rank's model.
         batch: the same on every rank.
         loss_fn: None: the result is what the model returns.
-        group: None: one process.
-        device: of the model.
+        group: the ranks of the pipeline.
 
     Raises:
         ModelError: what a stage raised, on every rank; names stage and rank.
     """
-    rank = dist.get_rank(group) if group is not None else 0
-    size = dist.get_world_size(group) if group is not None else 1
-    outputs, hidden = StageOutputs(), None
+    outputs, hidden, device = StageOutputs(), None, device_of(stages.model)
     last = stages.split_points.num_stages - 1
-    with state_restored(stages.model, device):
+
+    def on_device(spec: TensorSpec) -> TensorSpec:
+        """``spec`` from another rank, whose model is on another device of the same type."""
+        return replace(spec, device=device) if spec.device.type == device.type else spec
+
+    with state_restored(stages.model):
         for stage in range(last + 1):
-            owner, payload, cause = stage % size, b"", None
-            if owner == rank:
+            owner, payload, cause = stage % group.size, b"", None
+            if owner == group.rank:
                 try:
                     result, returned = stages.run_recorded(stage, hidden, batch, outputs.returned)
                     if stage == last and loss_fn is not None:
@@ -83,32 +74,26 @@ def sequential_forward(
                     requires_grad = isinstance(result, torch.Tensor) and result.requires_grad
                     result = mapped(result, lambda x: x.detach().cpu())
                     # Pickled inside the try: a result that cannot be is an error on all ranks.
-                    payload = pickle.dumps(_Message(returned, result, requires_grad))
+                    payload = pickle.dumps((returned, result, requires_grad))
                 except Exception as error:
-                    global_rank = dist.get_global_rank(group, rank) if group is not None else rank
                     kind = "" if isinstance(error, ModelError) else f"{type(error).__name__}: "
-                    text = f"stage {stage} on rank {global_rank}: {kind}{error}"
-                    payload, cause = pickle.dumps(_Message({}, None, False, text)), error
+                    text = f"stage {stage} on rank {group.ranks[owner]}: {kind}{error}"
+                    payload, cause = pickle.dumps(text), error
             payloads = [payload]
-            if group is not None:
+            if group.size > 1:
                 with collective_errors(f"the first forward of stage {stage}"):
-                    dist.broadcast_object_list(payloads, group=group, group_src=owner)
-            message: _Message = pickle.loads(payloads[0])
-            if message.error:
-                raise ModelError(message.error) from cause
-            to_device = partial(_on_device, device)
-            for path, calls in mapped(message.returned, to_device, TensorSpec).items():
+                    dist.broadcast_object_list(payloads, group=group.members, group_src=owner)
+            message = pickle.loads(payloads[0])
+            if isinstance(message, str):
+                raise ModelError(message) from cause
+            returned, result, requires_grad = message
+            for path, calls in mapped(returned, on_device, TensorSpec).items():
                 outputs.returned.setdefault(path, []).extend(calls)
-            outputs.result = mapped(message.result, lambda x: x.to(device))
+            outputs.result = mapped(result, lambda x: x.to(device))
             if stage < last or loss_fn is not None:
-                hidden = outputs.result.requires_grad_(message.requires_grad)
+                hidden = outputs.result.requires_grad_(requires_grad)
                 outputs.sent.append(TensorSpec.of(hidden))
     return outputs
-
-
-def _on_device(device: torch.device, spec: TensorSpec) -> TensorSpec:
-    """``spec`` from another rank, whose model is on another device of the same type."""
-    return replace(spec, device=device) if spec.device.type == device.type else spec
 
 
 def _checked_loss(loss: object) -> torch.Tensor:
@@ -124,9 +109,15 @@ def _checked_loss(loss: object) -> torch.Tensor:
     return loss.reshape(())
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the parameters."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 @contextmanager
-def state_restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+def state_restored(model: nn.Module) -> Iterator[None]:
     """Restore buffers and random states on exit."""
+    device = device_of(model)
     buffers = [(name, buffer, buffer.clone()) for name, buffer in model.named_buffers()]
     devices = [device] if device.type == "cuda" else []
     try:

@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from slipstream.errors import ModelError
@@ -47,24 +48,15 @@ class SplitPoints:
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         order = {name: number for number, name in enumerate(modules)}
-        _check_paths(model, paths, modules, order)
-        first_stage = {
-            name: sum(order[path] <= number for path in paths) for name, number in order.items()
-        }
-        spans = {name: (stage, stage) for name, stage in first_stage.items()}
-        for name, stage in first_stage.items():
+        _check_paths(type(model).__name__, paths, modules, order)
+        begins = {n: sum(order[path] <= number for path in paths) for n, number in order.items()}
+        ends = dict(begins)
+        for name, stage in begins.items():
             for outer in _outer_modules(name):
-                spans[outer] = (spans[outer][0], max(spans[outer][1], stage))
-        tensors = [
-            *(name for name, _ in model.named_parameters(remove_duplicate=False)),
-            *(name for name, _ in model.named_buffers(remove_duplicate=False)),
-        ]
-        stateful = {outer for name in tensors for outer in _outer_modules(name)}
-        containers = {
-            name
-            for name, module in modules.items()
-            if type(module).forward in (nn.Module.forward, nn.Sequential.forward)
-        }
+                ends[outer] = max(ends[outer], stage)
+        spans = {name: (begins[name], ends[name]) for name in modules}
+        stateful = {outer for name, _ in _tensors(model) for outer in _outer_modules(name)}
+        containers = {name for name, module in modules.items() if is_list(module)}
         return cls(tuple(paths), spans, frozenset(stateful), frozenset(containers))
 
     @property
@@ -82,9 +74,8 @@ class SplitPoints:
 
     def ending(self, stage: int) -> list[str]:
         """Modules that end in ``stage`` and are replaced by placeholders on a later stage."""
-        replaced = {
-            path for later in range(stage + 1, self.num_stages) for path in self.before(later)
-        }
+        later_stages = range(stage + 1, self.num_stages)
+        replaced = {path for later in later_stages for path in self.before(later)}
         return [path for path in self.spans if path in replaced and self.spans[path][1] == stage]
 
     def tensor_stages(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -93,10 +84,7 @@ class SplitPoints:
         A tied one belongs to the stages of all its modules, and one of a module around a split
         point to all stages of that module.
         """
-        named = [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
+        named = _tensors(model)
         stages: dict[int, set[int]] = {}
         for name, tensor in named:
             first, last = self.spans[name.rpartition(".")[0]]
@@ -106,18 +94,12 @@ class SplitPoints:
     def _outermost(self, paths: Iterable[str]) -> list[str]:
         """Of ``paths`` the modules that are called, and are not inside another one of them."""
         called = dict.fromkeys(path for path in paths if path not in self.containers)
-        return [
-            path for path in called if not any(outer in called for outer in _outer_modules(path))
-        ]
+        return [path for path in called if called.keys().isdisjoint(_outer_modules(path))]
 
 
 def _check_paths(
-    model: nn.Module,
-    paths: Sequence[str],
-    modules: dict[str, nn.Module],
-    order: dict[str, int],
+    kind: str, paths: Sequence[str], modules: dict[str, nn.Module], order: dict[str, int]
 ) -> None:
-    kind = type(model).__name__
     for path in paths:
         if path not in order or not path:
             names = list(modules)[1:]
@@ -141,9 +123,18 @@ def _check_paths(
             )
 
 
+def is_list(module: nn.Module) -> bool:
+    """Whether it only calls its children in turn, or leaves that to its parent."""
+    return type(module).forward in (nn.Module.forward, nn.Sequential.forward)
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, under every name they have."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [*parameters, *model.named_buffers(remove_duplicate=False)]
+
+
 def _outer_modules(name: str) -> list[str]:
     """The paths of all modules around a module or parameter of that name."""
-    if not name:
-        return []
-    parts = name.split(".")
+    parts = name.split(".") if name else []
     return [".".join(parts[:length]) for length in range(len(parts))]

@@ -124,15 +124,8 @@ class TimedStage(PipelineStage):
     ) -> None:
         # Without shapes torch would infer them by a run on uninitialised memory, which would end up
         # in the running statistics of batch norm.
-        super().__init__(
-            module,
-            module.stage,
-            module.num_stages,
-            device,
-            input_args=tuple(module.receives),
-            output_args=(module.sends,),
-            group=group,
-        )
+        shapes = (tuple(module.receives), (module.sends,))
+        super().__init__(module, module.stage, module.num_stages, device, *shapes, group=group)
         self._recorder = recorder
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -154,10 +147,5 @@ class TimedStage(PipelineStage):
             return
         start = self._recorder.stamp(self.device)
         yield
-        self._recorder.add(
-            name,
-            start,
-            self._recorder.stamp(self.device),
-            stage=self.stage_index,
-            micro_batch=micro_batch,
-        )
+        end, stage = self._recorder.stamp(self.device), self.stage_index
+        self._recorder.add(name, start, end, stage=stage, micro_batch=micro_batch)

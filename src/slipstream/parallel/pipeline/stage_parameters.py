@@ -6,16 +6,19 @@ placeholder: the memory of one element, which is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from slipstream.comm.groups import Group
 from slipstream.errors import ModelError
 from slipstream.parallel.pipeline.placeholders import placeholder
 from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.transport.consistency import collective_errors
+from slipstream.transport.p2p import start_transfer
 
 
 class StageParameters:
@@ -26,20 +29,15 @@ class StageParameters:
     Args:
         model: whole and equal on every rank.
         split_points: of the model.
-        group: the ranks of the pipeline; None for a single process.
+        group: the ranks of the pipeline.
 
     Attributes:
-        rank: of this process in ``group``.
         local_stages: the stages of this rank.
     """
 
-    def __init__(
-        self, model: nn.Module, split_points: SplitPoints, group: dist.ProcessGroup | None
-    ) -> None:
-        self._model, self._group = model, group
-        self.rank = dist.get_rank(group) if group is not None else 0
-        size = dist.get_world_size(group) if group is not None else 1
-        self.local_stages = range(self.rank, split_points.num_stages, size)
+    def __init__(self, model: nn.Module, split_points: SplitPoints, group: Group) -> None:
+        self._model, self._group, size = model, group, group.size
+        self.local_stages = range(group.rank, split_points.num_stages, size)
         self._stages = split_points.tensor_stages(model)
         self._ranks = {
             name: tuple(sorted({stage % size for stage in stages}))
@@ -59,11 +57,11 @@ class StageParameters:
 
     def is_local(self, name: str) -> bool:
         """Whether this rank holds the parameter or buffer of that name."""
-        return self.rank in self._ranks[name]
+        return self._group.rank in self._ranks[name]
 
     def is_owner(self, name: str) -> bool:
         """Whether this rank is the first that holds it."""
-        return self.rank == self._ranks[name][0]
+        return self._group.rank == self._ranks[name][0]
 
     def of_stage(self, stage: int) -> list[nn.Parameter]:
         """The parameters that a stage uses."""
@@ -88,11 +86,9 @@ class StageParameters:
         named = dict(self._model.named_parameters(remove_duplicate=False))
         for name, strides in self._released_strides.items():
             data = named[name].data
-            named[name].data = torch.empty_strided(
-                data.shape, strides, dtype=data.dtype, device=data.device
-            )
+            named[name].data = data.new_empty_strided(data.shape, strides)
         self._released_strides.clear()
-        for name, tensor in self._tensors():
+        for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
             tensor.data.copy_(self._from_owner(name, tensor.data))
 
     def full_state_dict(self) -> dict[str, object]:
@@ -102,9 +98,7 @@ class StageParameters:
             ExchangeError: another rank does not take part.
         """
         return {
-            name: self._from_owner(name, value)
-            if isinstance(value, torch.Tensor) and name in self._ranks
-            else value
+            name: self._from_owner(name, value) if name in self._ranks else value
             for name, value in self._model.state_dict().items()
         }
 
@@ -133,18 +127,34 @@ class StageParameters:
                 tensor.copy_(loaded)
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of replicated parameters over the ranks that hold them."""
-        gradients = []
+        """Replace each gradient of a replicated parameter by its sum over the ranks that hold it.
+
+        Each rank sends its gradients to the others that hold them, and all sum in the order of the
+        ranks, so that all get the same bits every time. Between two ranks, the usual case, no
+        exchange moves fewer bytes. Exactness: reordered.
+
+        Raises:
+            ExchangeError: another rank does not take part.
+        """
+        group = self._group
+        flat_groups: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
         for parameter, ranks in self.replicated:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append((parameter.grad, ranks))
-        if self._group is not None:
-            _sum_replicated(gradients, self._group)
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from self._model.named_parameters()
-        yield from self._model.named_buffers()
+            flat_groups.setdefault((ranks, parameter.grad.dtype), []).append(parameter.grad)
+        sums, works = [], []
+        with collective_errors("the sum of gradients of parameters on several stages"):
+            for (ranks, _), gradients in flat_groups.items():
+                local = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                received = {r: torch.empty_like(local) for r in ranks if r != group.rank}
+                works += start_transfer(received, dict.fromkeys(received, local), group.members)
+                sums.append((gradients, [received.get(rank, local) for rank in ranks]))
+            for work in works:
+                work.wait()
+        for gradients, terms in sums:
+            pieces = reduce(torch.add, terms).split([gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                gradient.copy_(piece.view_as(gradient))
 
     def _from_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of the owner's tensor, on every rank."""
@@ -152,49 +162,7 @@ class StageParameters:
             values = tensor.detach().clone(memory_format=torch.contiguous_format)
         else:
             values = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if self._group is not None:
+        if self._group.size > 1:
             with collective_errors(f"the broadcast of {name}"):
-                dist.broadcast(values, group=self._group, group_src=self._ranks[name][0])
+                dist.broadcast(values, group=self._group.members, group_src=self._ranks[name][0])
         return values
-
-
-def _sum_replicated(
-    replicated: Sequence[tuple[torch.Tensor, tuple[int, ...]]], group: dist.ProcessGroup
-) -> None:
-    """Replace each tensor, in place, by its sum over the ranks that hold it.
-
-    Each rank sends its tensors to the others that hold them, and all sum in the order of the ranks,
-    so that all get the same bits every time. Between two ranks, the usual case, no exchange moves
-    fewer bytes. Exactness: reordered.
-
-    Args:
-        replicated: pairs of a tensor and the ranks of ``group`` that hold it, this rank among them;
-            on all of them of the same shape and dtype and in the same order.
-        group: the ranks of the pipeline.
-
-    Raises:
-        ExchangeError: another rank does not take part.
-    """
-    rank = dist.get_rank(group)
-    flat_groups: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
-    for tensor, ranks in replicated:
-        flat_groups.setdefault((ranks, tensor.dtype), []).append(tensor)
-    sums, operations = [], []
-    for (ranks, _), tensors in flat_groups.items():
-        local = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        terms = [local if other == rank else torch.empty_like(local) for other in ranks]
-        for other, term in zip(ranks, terms, strict=True):
-            if other != rank:
-                operations.append(dist.P2POp(dist.isend, local, group=group, group_peer=other))
-                operations.append(dist.P2POp(dist.irecv, term, group=group, group_peer=other))
-        sums.append((tensors, terms))
-    if operations:
-        with collective_errors("the sum of gradients of parameters on several stages"):
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-    for tensors, terms in sums:
-        total = terms[0].clone()
-        for term in terms[1:]:
-            total += term
-        for tensor, piece in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(piece.view_as(tensor))

@@ -9,7 +9,6 @@ stage to stage: the first floating-point argument of the module at the split poi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,17 +81,14 @@ class Stages:
     def __init__(self, model: nn.Module, split_points: SplitPoints) -> None:
         self.model, self.split_points = model, split_points
         self.running = False
-        numbers = range(split_points.num_stages)
-        self._before = [split_points.before(stage) for stage in numbers]
-        self._after = [split_points.after(stage) for stage in numbers]
-        self._ending = [split_points.ending(stage) for stage in numbers]
+        # Found once: a run of a stage needs them for every micro-batch.
+        self._others = [
+            (split_points.before(stage), split_points.after(stage), split_points.ending(stage))
+            for stage in range(split_points.num_stages)
+        ]
 
     def run(
-        self,
-        stage: int,
-        received: torch.Tensor | None,
-        batch: MicroBatch,
-        returned: Mapping[str, list[Any]],
+        self, stage: int, received: torch.Tensor | None, batch: MicroBatch, returned: Returned
     ) -> Any:
         """Run the forward of one stage.
 
@@ -111,11 +107,7 @@ class Stages:
         return self._forward(_Run(stage, received, stage == 0), batch, returned)
 
     def run_recorded(
-        self,
-        stage: int,
-        received: torch.Tensor | None,
-        batch: MicroBatch,
-        returned: Mapping[str, list[Any]],
+        self, stage: int, received: torch.Tensor | None, batch: MicroBatch, returned: Returned
     ) -> tuple[Any, Returned]:
         """As `run`; also returns what modules that end in this stage returned, for later stages.
 
@@ -124,7 +116,8 @@ class Stages:
                 split point takes no tensor or more than one from before, or the stage returns NaN
                 because it uses a value from before its split point.
         """
-        run = _Run(stage, received, stage == 0, recorded={})
+        recorded: Returned = {}
+        run = _Run(stage, received, stage == 0, recorded=recorded)
         result = self._forward(run, batch, returned)
         if stage > 0 and has_nan(result) and not has_nan(received):
             raise ModelError(
@@ -132,10 +125,9 @@ class Stages:
                 f"{self.split_points.paths[stage - 1]!r} is used after it, e.g. across a residual "
                 "block; cut where one tensor flows"
             )
-        assert run.recorded is not None
-        return result, run.recorded
+        return result, recorded
 
-    def _forward(self, run: _Run, batch: MicroBatch, returned: Mapping[str, list[Any]]) -> Any:
+    def _forward(self, run: _Run, batch: MicroBatch, returned: Returned) -> Any:
         paths = self.split_points.paths
         self.running = True
         try:
@@ -154,27 +146,25 @@ class Stages:
             raise
         finally:
             run.ended, self.running = True, False
-        missed = paths[run.stage :] if run.entered else paths[run.stage - 1 :]
-        if missed:
+        if missed := paths[run.stage if run.entered else run.stage - 1 :]:
             raise ModelError(
                 f"the model returned without a call of {missed[0]!r}; "
                 "allowed: a cut at modules that every forward calls"
             )
         return result
 
-    def _overrides(self, run: _Run, returned: Mapping[str, list[Any]]) -> dict[str, CallOverride]:
+    def _overrides(self, run: _Run, returned: Returned) -> dict[str, CallOverride]:
         """For modules of other stages, and at the stage's two split points."""
         paths, stage = self.split_points.paths, run.stage
-        overrides = {
-            path: self._skip_call(run, path, returned.get(path, [])) for path in self._before[stage]
-        }
-        overrides |= {path: self._refuse_stateful(run, path) for path in self._after[stage]}
+        before, after, ending = self._others[stage]
+        overrides = {path: self._skip_call(run, path, returned.get(path, [])) for path in before}
+        overrides |= {path: self._refuse_stateful(run, path) for path in after}
         if stage > 0:
             overrides[paths[stage - 1]] = _enter_stage(run, paths[stage - 1])
         if stage < len(paths):
             overrides[paths[stage]] = _leave_stage(run, paths[stage])
         if run.recorded is not None:
-            for path in [*overrides, *self._ending[stage]]:
+            for path in [*overrides, *ending]:
                 overrides[path] = _record_call(run, run.recorded, path, overrides.get(path, _call))
         return overrides
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -13,32 +13,12 @@ from slipstream.errors import StrategyError
 from slipstream.parallel.tensor.layers import WeightAxes, weight_axes
 from slipstream.parallel.tensor.plans import Plan
 from slipstream.parallel.tensor.shard import Shard
-from slipstream.strategy.parallel import (
-    Channels,
-    Column,
-    Heads,
-    Row,
-    Sequence,
-    Style,
-    Switch,
-    Vocabulary,
-)
+from slipstream.strategy import parallel as styles
 
 Shards = dict[str, Shard]
 """By local name of a parameter or buffer."""
 Attributes = dict[str, tuple[int, ...]]
 """By name of an attribute of a module, its values on the ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A module and its style: the shards of its own tensors, and the attributes that change."""
-
-    path: str
-    module: nn.Module
-    style: Style
-    shards: Shards
-    attributes: Attributes
 
 
 def assign(model: nn.Module, plan: Plan, ranks: int) -> list[Assignment]:
@@ -62,48 +42,59 @@ def assign(model: nn.Module, plan: Plan, ranks: int) -> list[Assignment]:
             continue  # the same module under another name
         style = next((p.style for p in plan if fnmatchcase(path, p.match)), None)
         if style is not None:
-            assignments[id(module)] = _ModuleStyle(path, module, style, ranks).assignment()
+            assignments[id(module)] = Assignment(path, module, style, ranks)
     _check_tied(model, assignments)
     return list(assignments.values())
 
 
-def named_shards(assignments: list[Assignment]) -> Iterator[tuple[str, Shard]]:
+def named_shards(assignments: list[Assignment]) -> Shards:
     """The shards by name in ``state_dict()``, without the further names of tied parameters."""
-    for assignment in assignments:
-        for name, shard in assignment.shards.items():
-            yield f"{assignment.path}.{name}".removeprefix("."), shard
+    return {
+        f"{a.path}.{name}".removeprefix("."): shard
+        for a in assignments
+        for name, shard in a.shards.items()
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class _ModuleStyle:
-    """A module and the style that the plan gives it."""
+@dataclass
+class Assignment:
+    """A module and its style: the shards of its own tensors, and the attributes that change."""
 
     path: str
     module: nn.Module
-    style: Style
+    style: styles.Style
     ranks: int
+    shards: Shards = field(default_factory=dict)
+    attributes: Attributes = field(default_factory=dict)
 
-    def assignment(self) -> Assignment:
-        shards: Shards = {}
-        attributes: Attributes = {}
+    def __post_init__(self) -> None:
         match self.style:
-            case Column():
-                shards, attributes = self._column(self.style)
-            case Row():
-                shards = self._row()
-            case Channels():
-                shards, attributes = self._channels()
-            case Vocabulary():
-                shards = self._vocabulary()
-            case Heads():
-                attributes = self._heads(self.style)
-            case Sequence():
+            case styles.Column():
+                self._column(self.style)
+            case styles.Row():
+                axes = self._weight_axes()
+                length = self._weight().shape[axes.inputs]
+                self._check_divides(length, self.ranks, "inputs")
+                self.shards["weight"] = Shard.even(axes.inputs, length, self.ranks)
+            case styles.Channels():
+                self._channels()
+            case styles.Vocabulary():
+                self._vocabulary()
+            case styles.Heads(divide=names):
+                for name in names:
+                    if type(getattr(self.module, name, None)) is not int:
+                        integers = [n for n, v in vars(self.module).items() if type(v) is int]
+                        allowed = f"whole numbers: {', '.join(integers)}"
+                        raise self._error(f"divide {name!r}", allowed)
+                self._divide(names)
+            case styles.Sequence():
                 self._check_sequence()
-            case Switch():
-                self._check_switch()
-        return Assignment(self.path, self.module, self.style, shards, attributes)
+            case styles.Switch():
+                has_parameters = next(self.module.parameters(), None) is not None
+                allowed = "a module without parameters, such as an activation or Flatten"
+                self._refuse(has_parameters, "parameters", allowed)
 
-    def _column(self, style: Column) -> tuple[Shards, Attributes]:
+    def _column(self, style: styles.Column) -> None:
         axes = self._weight_axes()
         length = self._weight().shape[axes.outputs]
         if (style.uneven or style.gather) and style.block == 1:
@@ -112,63 +103,43 @@ class _ModuleStyle:
             factors = f" ({self.ranks} ranks x {style.parts} parts x blocks of {style.block})"
             self._check_divides(length, self.ranks * style.parts * style.block, "outputs", factors)
         shard = Shard.even(axes.outputs, length, self.ranks, style.parts)
-        if min(shard.sizes) == 0:
-            raise self._error(f"{length} outputs", f"at least {self.ranks}")
-        shards = {"weight": shard}
+        self._refuse(min(shard.sizes) == 0, f"{length} outputs", f"at least {self.ranks}")
+        self.shards["weight"] = shard
         if any(name == "bias" for name, _ in self.module.named_parameters(recurse=False)):
-            shards["bias"] = Shard(0, shard.sizes, shard.parts)
+            self.shards["bias"] = Shard(0, shard.sizes, shard.parts)
         widths = (name for name, axis in axes.widths.items() if axis == axes.outputs)
-        return shards, dict.fromkeys(widths, shard.widths)
+        self.attributes |= dict.fromkeys(widths, shard.widths)
 
-    def _row(self) -> Shards:
-        axes = self._weight_axes()
-        length = self._weight().shape[axes.inputs]
-        self._check_divides(length, self.ranks, "inputs")
-        return {"weight": Shard.even(axes.inputs, length, self.ranks)}
-
-    def _channels(self) -> tuple[Shards, Attributes]:
+    def _channels(self) -> None:
         layer = self.module
         match layer:
             case nn.GroupNorm():
                 widths = ["num_groups", "num_channels"]
             case nn.SyncBatchNorm():
-                raise self._error(
-                    "SyncBatchNorm",
-                    "BatchNorm: SyncBatchNorm would mix channels of different ranks",
-                )
+                allowed = "BatchNorm: SyncBatchNorm would mix channels of different ranks"
+                raise self._error("SyncBatchNorm", allowed)
             case nn.modules.batchnorm._NormBase():
                 widths = ["num_features"]
             case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if layer.groups > 1:
                 widths = ["groups", "in_channels", "out_channels"]
             case _:
-                raise self._error(
-                    type(layer).__name__,
-                    "batch, group or instance normalisation, or a grouped convolution",
-                )
+                allowed = "batch, group or instance normalisation, or a grouped convolution"
+                raise self._error(type(layer).__name__, allowed)
         tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
-        shards = {name: Shard.even(0, len(t), self.ranks) for name, t in tensors if t.dim()}
-        return shards, self._divided(widths)
+        self.shards |= {name: Shard.even(0, len(t), self.ranks) for name, t in tensors if t.dim()}
+        self._divide(widths)
 
-    def _vocabulary(self) -> Shards:
+    def _vocabulary(self) -> None:
         layer = self.module
         is_plain = type(layer).forward is nn.Embedding.forward
         if not is_plain or not isinstance(layer, nn.Embedding) or layer.max_norm is not None:
             raise self._error(type(layer).__name__, "an Embedding without max_norm")
-        if layer.sparse:
-            raise self._error("sparse=True", "False: the rows of a rank get dense gradients")
-        if layer.scale_grad_by_freq:
-            raise self._error("scale_grad_by_freq=True", "False: a rank counts its own words only")
-        if layer.num_embeddings < self.ranks:
-            raise self._error(f"{layer.num_embeddings} words", f"at least {self.ranks}")
-        return {"weight": Shard.even(0, layer.num_embeddings, self.ranks)}
-
-    def _heads(self, style: Heads) -> Attributes:
-        for name in style.divide:
-            value = getattr(self.module, name, None)
-            if not isinstance(value, int) or isinstance(value, bool):
-                integers = [n for n, v in vars(self.module).items() if type(v) is int]
-                raise self._error(f"divide {name!r}", f"whole numbers: {', '.join(integers)}")
-        return self._divided(style.divide)
+        words, by_frequency = layer.num_embeddings, layer.scale_grad_by_freq
+        allowed = "False: a rank counts its own words only"
+        self._refuse(layer.sparse, "sparse=True", "False: the rows of a rank get dense gradients")
+        self._refuse(by_frequency, "scale_grad_by_freq=True", allowed)
+        self._refuse(words < self.ranks, f"{words} words", f"at least {self.ranks}")
+        self.shards["weight"] = Shard.even(0, words, self.ranks)
 
     def _check_sequence(self) -> None:
         for name, module in self.module.named_modules():
@@ -179,28 +150,18 @@ class _ModuleStyle:
                     "piece only",
                 )
 
-    def _check_switch(self) -> None:
-        if next(self.module.parameters(), None) is not None:
-            raise self._error(
-                "parameters", "a module without parameters, such as an activation or Flatten"
-            )
-
     # Used by several styles.
 
     def _weight_axes(self) -> WeightAxes:
         axes = weight_axes(self.module)
         if axes is None:
-            raise self._error(
-                type(self.module).__name__,
-                "Linear, Conv1d, Conv2d, Conv3d, Conv1D, with torch's forward and a plain weight",
-            )
-        if getattr(self.module, "groups", 1) > 1:
-            raise self._error(
-                f"a convolution of {self.module.groups} groups",
-                "one of 1 group; between a column and a row use the style channels",
-            )
-        if getattr(self.module, "padding_mode", "zeros") != "zeros":
-            raise self._error(f"padding_mode {self.module.padding_mode!r}", "zeros")
+            allowed = "Linear, Conv1d, Conv2d, Conv3d, Conv1D, with torch's forward, a plain weight"
+            raise self._error(type(self.module).__name__, allowed)
+        groups = getattr(self.module, "groups", 1)
+        allowed = "one of 1 group; between a column and a row use the style channels"
+        self._refuse(groups > 1, f"a convolution of {groups} groups", allowed)
+        padding = getattr(self.module, "padding_mode", "zeros")
+        self._refuse(padding != "zeros", f"padding_mode {padding!r}", "zeros")
         return axes
 
     def _weight(self) -> nn.Parameter:
@@ -208,15 +169,19 @@ class _ModuleStyle:
         assert isinstance(weight, nn.Parameter)
         return weight
 
-    def _divided(self, names: list[str] | tuple[str, ...]) -> Attributes:
+    def _divide(self, names: Iterable[str]) -> None:
         """Integer attributes of the module, divided by the number of ranks."""
         for name in names:
-            self._check_divides(getattr(self.module, name), self.ranks, name)
-        return {name: (getattr(self.module, name) // self.ranks,) * self.ranks for name in names}
+            value: int = getattr(self.module, name)
+            self._check_divides(value, self.ranks, name)
+            self.attributes[name] = (value // self.ranks,) * self.ranks
 
     def _check_divides(self, size: int, divisor: int, what: str, factors: str = "") -> None:
-        if size % divisor:
-            raise self._error(f"{size} {what}", f"a multiple of {divisor}{factors}")
+        self._refuse(size % divisor, f"{size} {what}", f"a multiple of {divisor}{factors}")
+
+    def _refuse(self, wrong: object, seen: str, allowed: str) -> None:
+        if wrong:
+            raise self._error(seen, allowed)
 
     def _error(self, seen: str, allowed: str) -> StrategyError:
         return StrategyError(

@@ -152,9 +152,9 @@ def _gather_outputs(y: torch.Tensor, group: Group, axis: int, shard: Shard) -> t
     """The whole output of a column: the ranks' outputs gathered, their blocks put in order."""
     axis %= y.dim()
     y = regions.gather_from_region(y, group, axis, shard.widths)
-    if shard.parts == 1:
-        return y
-    return Shard(axis, shard.sizes, shard.parts).join(y.split(shard.widths, axis))
+    if shard.parts > 1:
+        y = Shard(axis, shard.sizes, shard.parts).join(y.split(shard.widths, axis))
+    return y
 
 
 def sequence_hooks(
@@ -180,10 +180,7 @@ def sequence_hooks(
             return y
         return regions.gather_from_region(y, region.group, axis, region.piece_sizes(axis))
 
-    hooks: list[Any] = [
-        layer.register_forward_pre_hook(before),
-        layer.register_forward_hook(after),
-    ]
+    hooks = [layer.register_forward_pre_hook(before), layer.register_forward_hook(after)]
     return hooks + region.sum_gradients(layer.parameters())
 
 
@@ -192,8 +189,8 @@ def switch_hooks(
 ) -> list[Any]:
     """Inputs and output of ``layer`` switch between split along ``axis`` and along features."""
 
-    def switched(to: str, x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
+    def switched(to: str | None, x: Any) -> Any:
+        if to is None or not isinstance(x, torch.Tensor):
             return x
         features, length = x.dim() - 1, sum(region.piece_sizes(axis))
         if to == "features":
@@ -201,16 +198,10 @@ def switch_hooks(
         width = x.shape[-1] * region.group.size
         return regions.switch_axis(x, region.group, split=axis, joined=features, length=width)
 
-    hooks: list[Any] = []
-    if before is not None:
-        switch_input = partial(switched, before)
-        hooks.append(
-            layer.register_forward_pre_hook(lambda _, args: tuple(map(switch_input, args)))
-        )
-    if after is not None:
-        switch_output = partial(switched, after)
-        hooks.append(layer.register_forward_hook(lambda _, __, y: switch_output(y)))
-    return hooks
+    return [
+        layer.register_forward_pre_hook(lambda _, args: tuple(switched(before, x) for x in args)),
+        layer.register_forward_hook(lambda _, __, y: switched(after, y)),
+    ]
 
 
 class RowParallel(nn.Module):
@@ -221,7 +212,6 @@ class RowParallel(nn.Module):
 
     def __init__(self, layer: nn.Module, region: RegionState, *, sequence: bool) -> None:
         super().__init__()
-        assert weight_axes(layer) is not None
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, nn.Parameter)
         assert bias is None or isinstance(bias, nn.Parameter)
@@ -229,7 +219,7 @@ class RowParallel(nn.Module):
         self.bias: nn.Parameter | None = bias
         self._product, self._spatial_dims = _product_of(layer), weight.dim() - 2
         self._region, self._sequence = region, sequence
-        self._hooks = region.sum_gradients([bias]) if sequence and bias is not None else []
+        self.hooks = region.sum_gradients([bias]) if sequence and bias is not None else []
         self.train(layer.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -245,11 +235,6 @@ class RowParallel(nn.Module):
             return y
         return y + self.bias.to(y.dtype).view(-1, *[1] * self._spatial_dims)
 
-    def remove(self) -> None:
-        """Remove the hook on the bias."""
-        for hook in self._hooks:
-            hook.remove()
-
     def extra_repr(self) -> str:
         shape, size = list(self.weight.shape), self._region.group.size
         return f"weight={shape}, one of {size} ranks, bias={self.bias is not None}"
@@ -257,18 +242,12 @@ class RowParallel(nn.Module):
 
 def _product_of(layer: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """The function of input and weight that ``layer`` computes before it adds its bias."""
-    match layer:
-        case nn.Linear():
-            return F.linear
-        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d():
-            convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[layer.weight.dim() - 2]
-            return partial(
-                convolve,
-                bias=None,
-                stride=layer.stride,
-                padding=layer.padding,
-                dilation=layer.dilation,
-            )
+    if isinstance(layer, nn.Linear):
+        return F.linear
+    if isinstance(layer, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        convolve = (F.conv1d, F.conv2d, F.conv3d)[layer.weight.dim() - 3]
+        options = {name: getattr(layer, name) for name in ("stride", "padding", "dilation")}
+        return partial(convolve, **options)
     return lambda x, weight: F.linear(x, weight.t())
 
 
@@ -283,7 +262,9 @@ class VocabularyParallel(nn.Module):
         self.weight = layer.weight
         self.start, self.rows = shard.start(region.group.rank), shard.sizes[region.group.rank]
         self.num_embeddings, self.embedding_dim = layer.num_embeddings, layer.embedding_dim
-        self.padding_idx = layer.padding_idx
+        padding = self.padding_idx = layer.padding_idx
+        local = None if padding is None else padding - self.start
+        self._local_padding = local if local is not None and 0 <= local < self.rows else None
         self._region = region
         self.train(layer.training)
 
@@ -297,13 +278,9 @@ class VocabularyParallel(nn.Module):
         # Words of other ranks are masked; words of no rank are left for torch to refuse.
         in_vocabulary = (words >= 0) & (words < self.num_embeddings)
         elsewhere = in_vocabulary & ((index < 0) | (index >= self.rows))
-        padding = None
-        if self.padding_idx is not None and 0 <= self.padding_idx - self.start < self.rows:
-            padding = self.padding_idx - self.start
-        rows = F.embedding(index.masked_fill(elsewhere, 0), self.weight, padding)
-        return regions.reduce_from_region(
-            rows.masked_fill(elsewhere.unsqueeze(-1), 0), self._region.group
-        )
+        rows = F.embedding(index.masked_fill(elsewhere, 0), self.weight, self._local_padding)
+        local = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return regions.reduce_from_region(local, self._region.group)
 
     def extra_repr(self) -> str:
         end = self.start + self.rows

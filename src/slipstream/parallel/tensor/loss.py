@@ -71,9 +71,6 @@ def vocabulary_cross_entropy(
     sums = torch.stack([shifted.exp().sum(-1), picked.masked_fill(~is_local, 0)])
     exp_sum, target_logit = regions.reduce_from_region(sums, group).unbind()
     losses = (exp_sum.log() - target_logit).masked_fill(~counted, 0)
-    match reduction:
-        case "mean":
-            return losses.sum() / counted.sum()
-        case "sum":
-            return losses.sum()
-    return losses
+    if reduction == "none":
+        return losses
+    return losses.sum() / counted.sum() if reduction == "mean" else losses.sum()

@@ -119,6 +119,6 @@ _SEQUENCES: dict[str, dict[str, Style]] = {
         "*attn.resid_dropout": Sequence(),
         "*mlp.dropout": Sequence(),
         "*ln_f": Sequence(leave=True),
-    },
+    }
 }
 """By kind of model, the modules that compute on their rank's piece of the sequence."""

@@ -50,8 +50,7 @@ class _LocalMap:
         swapped = (self.output, self.input, self.local, self.collective, not self.is_local)
         return _LocalMap(self.group, *swapped)
 
-    def __call__(self, x: torch.Tensor | None) -> torch.Tensor | None:
-        assert x is not None
+    def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         return self.local(x) if self.is_local else self.collective(x)
 
 
@@ -63,13 +62,12 @@ def _copy(group: Group, spec: TensorSpec) -> _LocalMap:
 def _take_piece(group: Group, whole: TensorSpec, axis: int, sizes: tuple[int, ...]) -> _LocalMap:
     """This rank's piece of a whole tensor; adjoint: the pieces gathered."""
     start, size = sum(sizes[: group.rank]), sizes[group.rank]
-    return _LocalMap(
-        group,
-        whole,
-        whole.resized(size, axis),
-        lambda x: x.narrow(axis, start, size).contiguous(),
-        AllGather(group, whole, axis, sizes),
-    )
+
+    def piece(x: torch.Tensor) -> torch.Tensor:
+        return x.narrow(axis, start, size).contiguous()
+
+    gather = AllGather(group, whole, axis, sizes)
+    return _LocalMap(group, whole, whole.resized(size, axis), piece, gather)
 
 
 def copy_to_region(x: torch.Tensor, group: Group) -> torch.Tensor:

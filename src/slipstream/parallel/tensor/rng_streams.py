@@ -31,10 +31,7 @@ class RngStreams:
         """Give every rank the random states of the group's first rank."""
         if self._group.size == 1:
             return
-        generators = [self._generator]
-        if self._generator is not torch.default_generator:
-            generators.append(torch.default_generator)
-        for generator in generators:
+        for generator in dict.fromkeys((self._generator, torch.default_generator)):
             state = generator.get_state().to(self._group.device)
             root = self._group.process_group_ranks[0]
             torch.distributed.broadcast(state, group=self._group.members, group_src=root)

@@ -51,6 +51,10 @@ class Shard:
         """Of the ranks' tensors along ``axis``."""
         return tuple(self.parts * size for size in self.sizes)
 
+    def resized(self, shape: Sequence[int], length: int) -> torch.Size:
+        """``shape`` with ``length`` along ``axis``."""
+        return torch.Size((*shape[: self.axis], length, *shape[self.axis + 1 :]))
+
     def start(self, rank: int) -> int:
         """The offset of a rank's piece in its block."""
         return sum(self.sizes[:rank])

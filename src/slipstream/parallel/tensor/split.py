@@ -18,15 +18,8 @@ from slipstream.comm.shards import AllGather
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
 from slipstream.parallel.clip import clip_grad_norm_
+from slipstream.parallel.tensor import layers
 from slipstream.parallel.tensor.assign import Assignment, assign, named_shards
-from slipstream.parallel.tensor.layers import (
-    RegionState,
-    RowParallel,
-    VocabularyParallel,
-    column_hooks,
-    sequence_hooks,
-    switch_hooks,
-)
 from slipstream.parallel.tensor.plans import Plan
 from slipstream.parallel.tensor.rng_streams import RngStreams
 from slipstream.parallel.tensor.shard import Shard
@@ -52,32 +45,28 @@ class SplitLayers:
     ) -> None:
         self.model, self.group = model, group
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        region = RegionState(group, RngStreams(group, device))
+        region = layers.RegionState(group, RngStreams(group, device))
         if group.size > 1:
             broadcast.broadcast([*model.parameters(), *model.buffers()], group.members)
             region.streams.synchronize()
         self._optimizer = optimizer
-        self.shards = _with_aliases(model, dict(named_shards(assignments)))
+        self.shards = _with_aliases(model, named_shards(assignments))
         self._undo: list[Callable[[], object]] = []
         self._replace_values(lambda shard, whole: shard.piece(whole, group.rank))
         for assignment in assignments:
             self._install(assignment, region)
         # A forward that an error or a checkpoint ended early may have left a region open.
-        self._undo += [
-            model.register_forward_pre_hook(lambda *_: region.leave()).remove,
-            model.register_forward_hook(lambda *_: region.leave()).remove,
-        ]
+        for register in (model.register_forward_pre_hook, model.register_forward_hook):
+            self._undo.append(register(lambda *_: region.leave()).remove)
 
     @property
     def largest_shapes(self) -> dict[str, torch.Size]:
         """By name of a split parameter, the shape of the largest shard on any rank."""
-        shapes = {}
-        for name, parameter in self.model.named_parameters():
-            if name in self.shards:
-                shard, shape = self.shards[name], list(parameter.shape)
-                shape[shard.axis] = max(shard.widths)
-                shapes[name] = torch.Size(shape)
-        return shapes
+        return {
+            name: self.shards[name].resized(parameter.shape, max(self.shards[name].widths))
+            for name, parameter in self.model.named_parameters()
+            if name in self.shards
+        }
 
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` with whole tensors, on every rank. Collective.
@@ -104,9 +93,8 @@ class SplitLayers:
         Raises:
             ModelError: names are missing or unknown, or a shape differs.
         """
-        local_state = self.shard_state(state)
         try:
-            self.model.load_state_dict(local_state)
+            self.model.load_state_dict(self.shard_state(state))
         except RuntimeError as error:
             raise ModelError(f"the state does not fit the whole model: {error}") from None
 
@@ -123,10 +111,9 @@ class SplitLayers:
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
     ) -> None:
         """Load this rank's shards of a state from `full_optimizer_state_dict`."""
-        local_state = self._map_optimizer_state(
-            optimizer, state, self._shard_tensor, is_local=False
+        optimizer.load_state_dict(
+            self._map_optimizer_state(optimizer, state, self._shard_tensor, is_local=False)
         )
-        optimizer.load_state_dict(local_state)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """As ``torch.nn.utils.clip_grad_norm_``, by the norm of the whole model's gradients.
@@ -147,7 +134,7 @@ class SplitLayers:
             self._replace_values(lambda shard, local: _gather_shards(local, shard, self.group))
         self.shards = {}
 
-    def _install(self, assignment: Assignment, region: RegionState) -> None:
+    def _install(self, assignment: Assignment, region: layers.RegionState) -> None:
         """Install the attributes, hooks or replacement of one module."""
         module = assignment.module
         for name, values in assignment.attributes.items():
@@ -157,19 +144,19 @@ class SplitLayers:
         match assignment.style:
             case Column(gather=gather, sequence=sequence):
                 shard = assignment.shards["weight"]
-                hooks = column_hooks(module, region, shard, gather=gather, sequence=sequence)
+                hooks = layers.column_hooks(module, region, shard, gather=gather, sequence=sequence)
             case Row(sequence=sequence):
-                row = RowParallel(module, region, sequence=sequence)
-                hooks = [row]
+                row = layers.RowParallel(module, region, sequence=sequence)
                 self._replace_module(module, row)
+                hooks = row.hooks
             case Vocabulary():
                 assert isinstance(module, nn.Embedding)
                 shard = assignment.shards["weight"]
-                self._replace_module(module, VocabularyParallel(module, region, shard))
+                self._replace_module(module, layers.VocabularyParallel(module, region, shard))
             case Sequence(axis=axis, enter=enter, leave=leave):
-                hooks = sequence_hooks(module, region, axis, enter=enter, leave=leave)
+                hooks = layers.sequence_hooks(module, region, axis, enter=enter, leave=leave)
             case Switch(axis=axis, before=before, after=after):
-                hooks = switch_hooks(module, region, axis, before, after)
+                hooks = layers.switch_hooks(module, region, axis, before, after)
         self._undo += [hook.remove for hook in hooks]
 
     def _replace_module(self, module: nn.Module, replacement: nn.Module) -> None:
@@ -187,13 +174,9 @@ class SplitLayers:
         """Apply ``change`` to every split tensor, its gradient and its optimizer state."""
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         for name, tensor in tensors.items():
-            shard = self.shards.get(name)
-            if shard is None:
+            if (shard := self.shards.get(name)) is None:
                 continue
-            before = tensor.shape
-            gradient = tensor.grad if tensor.requires_grad else None
-            if gradient is not None:
-                tensor.grad = None
+            before, gradient, tensor.grad = tensor.shape, tensor.grad, None
             values = change(shard, tensor.data)
             # A graph that is still alive holds the parameter's AccumulateGrad node, which checks
             # gradients against the old shape; torch makes a new node when the dtype changes.
@@ -239,26 +222,18 @@ class SplitLayers:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         changed = {}
         for index, values in state["state"].items():
-            parameter = parameters[index]
-            name = names.get(parameter, "")
-            shard = self.shards.get(name)
-            shape = list(parameter.shape)
-            if shard is not None and not is_local:
-                shape[shard.axis] = shard.length
+            name, shape = names.get(parameters[index], ""), parameters[index].shape
+            if name in self.shards and not is_local:
+                shape = self.shards[name].resized(shape, self.shards[name].length)
             changed[index] = {
-                key: change(name, value)
-                if isinstance(value, torch.Tensor) and list(value.shape) == shape
-                else value
-                for key, value in values.items()
+                key: change(name, x) if isinstance(x, torch.Tensor) and x.shape == shape else x
+                for key, x in values.items()
             }
         return {**state, "state": changed}
 
 
 def split_layers(
-    model: nn.Module,
-    group: Group,
-    plan: Plan,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: nn.Module, group: Group, plan: Plan, optimizer: torch.optim.Optimizer | None = None
 ) -> SplitLayers:
     """Split layers of ``model`` over ``group`` according to ``plan``.
 
