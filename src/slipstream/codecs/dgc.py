@@ -80,11 +80,7 @@ class DgcCodec:
 
 
 def largest(
-    values: torch.Tensor,
-    count: int,
-    sample: float,
-    seed: int,
-    peaks: torch.Tensor | None = None,
+    values: torch.Tensor, count: int, sample: float, seed: int, peaks: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Indices of about the ``count`` values of the largest magnitude, never more than that.
 

@@ -67,10 +67,7 @@ class Estimate:
         return _affine(self.two.num_bytes(path), self.three.num_bytes(path))
 
     def activations(
-        self,
-        regions: Regions = (),
-        offload: Offload | None = None,
-        keep: Sequence[Operation] = (),
+        self, regions: Regions = (), offload: Offload | None = None, keep: Sequence[Operation] = ()
     ) -> Affine:
         """Peak bytes of saved tensors with recomputed ``regions``, `Offload` and ``keep``; see
         `SavedStorages.peak`. Exact if each sample adds the same.
@@ -88,10 +85,7 @@ class Estimate:
         return _affine(self.two.largest, self.three.largest)
 
     def total(
-        self,
-        regions: Regions = (),
-        offload: Offload | None = None,
-        keep: Sequence[Operation] = (),
+        self, regions: Regions = (), offload: Offload | None = None, keep: Sequence[Operation] = ()
     ) -> Affine:
         """All bytes, without buffers of libraries and what the allocator wastes."""
         saved, passing = self.activations(regions, offload, keep), self.passing

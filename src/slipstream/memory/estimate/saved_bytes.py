@@ -53,9 +53,7 @@ def saved_by(
 
 
 def saved_on_meta(
-    model: nn.Module,
-    inputs: Inputs,
-    blocks: Sequence[str] | None = None,
+    model: nn.Module, inputs: Inputs, blocks: Sequence[str] | None = None
 ) -> SavedStorages:
     """Count as `saved_by` does, with tensors on torch's meta device: no computation, no memory.
 

@@ -64,10 +64,7 @@ class DiskStore:
     """
 
     def __init__(
-        self,
-        folder: str | Path | None = None,
-        budget_bytes: int | None = None,
-        rank: int = 0,
+        self, folder: str | Path | None = None, budget_bytes: int | None = None, rank: int = 0
     ) -> None:
         self._folder = Path(tempfile.gettempdir() if folder is None else folder)
         self._rank = rank

@@ -136,11 +136,7 @@ class Offloader:
     """
 
     def __init__(
-        self,
-        blocks: Mapping[str, nn.Module],
-        config: Offload,
-        store: Store,
-        device: torch.device,
+        self, blocks: Mapping[str, nn.Module], config: Offload, store: Store, device: torch.device
     ) -> None:
         self._config, self._store, self._device = config, store, device
         self._paths = tuple(blocks)

@@ -110,10 +110,7 @@ class Layout:
             return self._run(region, form.with_tensors(saved[number] for number in numbers))
 
         outputs: list[Any] = checkpoint(
-            run,
-            *distinct.values(),
-            use_reentrant=False,
-            context_fn=partial(self._contexts, region),
+            run, *distinct.values(), use_reentrant=False, context_fn=partial(self._contexts, region)
         )
         return outputs
 

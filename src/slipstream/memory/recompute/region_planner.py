@@ -9,14 +9,7 @@ from typing import Any
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.forward_override import Forward
 from slipstream.memory.recompute.block_dataflow import Call, DataflowRecorder
-from slipstream.memory.recompute.budget import (
-    Cost,
-    Parts,
-    cheapest,
-    peak_bytes,
-    seconds,
-    segments,
-)
+from slipstream.memory.recompute.budget import Cost, Parts, cheapest, peak_bytes, seconds, segments
 from slipstream.memory.recompute.chain import Chain
 from slipstream.memory.recompute.measure import measure
 from slipstream.strategy.memory import Budget, BudgetBytes, Every
