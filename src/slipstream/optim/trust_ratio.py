@@ -75,4 +75,5 @@ def rate_on(lr: float | Tensor, device: torch.device) -> float | Tensor:
 def norm(tensor: Tensor) -> Tensor:
     """The norm of one tensor in plain torch: what `norms` is tested against."""
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    return torch.linalg.vector_norm(tensor, dtype=wide)
+    length: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+    return length

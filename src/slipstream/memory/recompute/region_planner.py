@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from slipstream.errors import StrategyError, UsageError
-from slipstream.memory.forward_override import Forward
+from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.recompute.block_dataflow import Call, DataflowRecorder
 from slipstream.memory.recompute.budget import Cost, Parts, cheapest, peak_bytes, seconds, segments
 from slipstream.memory.recompute.chain import Chain
@@ -46,6 +48,7 @@ class RegionPlanner:
 
     def __init__(
         self,
+        model: nn.Module,
         chain: Chain,
         config: Every | Budget | BudgetBytes,
         agree: Callable[[Decision], Decision],
@@ -54,19 +57,30 @@ class RegionPlanner:
         self._in_forward = False  # of the model, as opposed to calls of blocks from elsewhere
         self.prediction: Prediction | None = None
         self._reset()
+        chain.observer = self
+        # No forward hooks on the model: copies of the model would have them, too.
+        self._override = ForwardOverride(model, self._forward)
 
     def _reset(self) -> None:
         self._recorder = DataflowRecorder()
         self._costs: list[Cost] = []
 
     def close(self) -> None:
-        """Let go of the process group that ``agree`` holds."""
+        """Restore the model's forward; let go of the process group that ``agree`` holds."""
+        self._override.remove()
         self._agree = lambda decision: decision
 
-    def begin_forward(self) -> None:
-        """A forward of the model begins; forget one that did not reach its end."""
-        self._reset()
+    def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model: marks its begin, and the end of the first one."""
+        self._chain.begin()
+        if self._chain.observer is None:
+            return forward(*args, **kwargs)
+        self._reset()  # forgets a forward that did not reach its end
         self._in_forward = True
+        output = forward(*args, **kwargs)
+        if self._chain.observer is not None:
+            self.decide()
+        return output
 
     def before_call(self, name: str, forward: Forward, call: Call) -> None:
         """A block is about to run: record its arguments, and measure it for a budget.
