@@ -22,6 +22,7 @@ from dataclasses import KW_ONLY, dataclass
 from math import sqrt
 
 import torch
+from torch import Tensor
 
 from slipstream.codecs.compressor import (
     Compressor,
@@ -68,20 +69,20 @@ class DgcCodec:
         """Bytes of the payload: 4 for an index, and a value, for each that is sent."""
         return self.count(numel) * (4 + real_dtype(dtype).itemsize)
 
-    def encode(self, values: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Indices (int32) and values of the at most ``count`` largest; ``values`` are 1-D."""
         values = values.detach()
         indices = largest(values, self.count(values.numel()), self.sample, seed)
         return indices.to(torch.int32), values[indices]
 
-    def decode(self, indices: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
+    def decode(self, indices: Tensor, values: Tensor, numel: int) -> Tensor:
         """The values at their indices, zeros elsewhere."""
         return values.new_zeros(numel).index_add_(0, indices, values)
 
 
 def largest(
-    values: torch.Tensor, count: int, sample: float, seed: int, peaks: torch.Tensor | None = None
-) -> torch.Tensor:
+    values: Tensor, count: int, sample: float, seed: int, peaks: Tensor | None = None
+) -> Tensor:
     """Indices of about the ``count`` values of the largest magnitude, never more than that.
 
     Among many values, a threshold is estimated from a sample and lowered until enough values pass
@@ -110,7 +111,7 @@ def largest(
     return indices
 
 
-def _at_least(threshold: torch.Tensor, values: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+def _at_least(threshold: Tensor, values: Tensor, peaks: Tensor) -> Tensor:
     """Indices of the values of that magnitude and above; searches rows with such a peak alone."""
     end = values.numel() // _ROW * _ROW
     rows, rest = values[:end].view(-1, _ROW), values[end:]
@@ -127,7 +128,7 @@ class Momentum:
     momentum: float
     nesterov: bool = False
     weight_decay: float = 0.0
-    parameter: torch.Tensor | None = None
+    parameter: Tensor | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -160,7 +161,7 @@ class DgcCompressor(Compressor):
         densities = [density for first, density in self.stages if step >= first]
         return densities[-1] if densities else self.codec.density
 
-    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
+    def exchange(self, values: Tensor, flags: Tensor, step: int) -> Exchange:
         density = self.density(step)
         sparse = self._peaks if density < 1 else {}
         dense = [slot for i, slot in enumerate(self.slots) if i not in sparse]
@@ -178,9 +179,7 @@ class DgcCompressor(Compressor):
         for slot, total in zip(dense, sums, strict=True):
             values[slot] = total
 
-    def _apply_momentum(
-        self, values: torch.Tensor, sparse: Collection[int], nonfinite: torch.Tensor
-    ) -> None:
+    def _apply_momentum(self, values: Tensor, sparse: Collection[int], nonfinite: Tensor) -> None:
         """Compute the next momentum and velocity, before anything of them is sent.
 
         Writes the row peaks of the sparse slots; raises the flag where a gradient is not finite.
@@ -213,12 +212,7 @@ class DgcCompressor(Compressor):
                     nonfinite |= any_infinite(velocity)
 
     def _exchange_sparse(
-        self,
-        values: torch.Tensor,
-        sparse: Collection[int],
-        density: float,
-        step: int,
-        nonfinite: torch.Tensor,
+        self, values: Tensor, sparse: Collection[int], density: float, step: int, nonfinite: Tensor
     ) -> Exchange:
         codec = DgcCodec(density, self.codec.sample)
         momentum, unsent = (residual.left() for residual in self.residuals)
@@ -249,7 +243,7 @@ class DgcCompressor(Compressor):
             for i in slots:
                 residual.forget(self.slots[i])
 
-    def state(self) -> list[dict[str, torch.Tensor]]:
+    def state(self) -> list[dict[str, Tensor]]:
         """``momentum`` and, of sparse slots, ``velocity``: what was not sent yet."""
         states = [{"momentum": self._momentum.error[slot].clone()} for slot in self.slots]
         for i in self._peaks:

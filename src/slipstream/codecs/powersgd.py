@@ -20,14 +20,9 @@ from dataclasses import KW_ONLY, dataclass
 from math import prod
 
 import torch
+from torch import Tensor
 
-from slipstream.codecs.compressor import (
-    Compressor,
-    SlotState,
-    any_infinite,
-    exchange_dense,
-    mixed,
-)
+from slipstream.codecs.compressor import Compressor, SlotState, any_infinite, exchange_dense, mixed
 from slipstream.codecs.residual import Residual
 from slipstream.transport.requests import AllReduce, Exchange
 
@@ -69,30 +64,28 @@ class PowerSgdCodec:
         size = self.matrix(shape)
         return prod(shape) if size is None else sum(size) * min(self.rank, *size)
 
-    def encode(
-        self, values: torch.Tensor, q: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, values: Tensor, q: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """P and Q of one matrix on one rank."""
         if q is None:
             q = direction(values.shape[1], min(self.rank, *values.shape), 0).to(values)
         p = orthonormal(values @ orthonormal(q))
         return p, values.T @ p
 
-    def decode(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def decode(self, p: Tensor, q: Tensor) -> Tensor:
         """The matrix of rank r that P and Q stand for."""
         return p @ q.T
 
 
-def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+def orthonormal(matrix: Tensor) -> Tensor:
     """Orthonormal columns whose span contains that of the columns of ``matrix``.
 
     Householder's QR: stable, and defined for a matrix of zeros, where Gram-Schmidt divides by 0.
     """
-    columns: torch.Tensor = torch.linalg.qr(matrix).Q
+    columns: Tensor = torch.linalg.qr(matrix).Q
     return columns
 
 
-def direction(m: int, rank: int, seed: int) -> torch.Tensor:
+def direction(m: int, rank: int, seed: int) -> Tensor:
     """A first Q: m x rank normal numbers, the same on every rank for the same seed."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(m, rank, generator=random)
@@ -129,13 +122,13 @@ class PowerSgdCompressor(Compressor):
         self._dense_parts = parts[len(thin) :]
         pairs = zip(self._second.split(seconds), thin, strict=True)
         self._q = [part.view(m, r) for part, (_, m, r) in pairs]
-        self._warm: list[torch.Tensor | None] = [None] * len(thin)
+        self._warm: list[Tensor | None] = [None] * len(thin)
         if self.feedback:
             self.residuals = [Residual(self.zeros(n, m)) for n, m, _ in thin]
         self._forgotten: set[int] = set()
         self._low_rank = False
 
-    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
+    def exchange(self, values: Tensor, flags: Tensor, step: int) -> Exchange:
         self._low_rank = step >= self.start_step
         if not self._low_rank:
             yield from exchange_dense(values, flags)
@@ -170,7 +163,7 @@ class PowerSgdCompressor(Compressor):
         for result, base, q in zip(results, bases, self._q, strict=True):
             torch.mm(base, q.T, out=result)
 
-    def _direction(self, number: int, step: int) -> torch.Tensor:
+    def _direction(self, number: int, step: int) -> Tensor:
         """The Q to start from: the last one, else random, the same on all ranks."""
         warm = self._warm[number]
         if warm is not None:
@@ -195,9 +188,9 @@ class PowerSgdCompressor(Compressor):
             for number in self._forgotten:
                 self.residuals[number].forget()
 
-    def state(self) -> list[dict[str, torch.Tensor]]:
+    def state(self) -> list[dict[str, Tensor]]:
         """``error`` and ``q`` of each matrix; q is the same on all ranks."""
-        states: list[dict[str, torch.Tensor]] = [{} for _ in self.slots]
+        states: list[dict[str, Tensor]] = [{} for _ in self.slots]
         for i, residual in zip(self._matrices, self.residuals, strict=False):
             states[i]["error"] = residual.error.flatten().clone()
         for i, warm in zip(self._matrices, self._warm, strict=True):

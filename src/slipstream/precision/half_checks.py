@@ -38,7 +38,7 @@ def check_half_weights(
     _check_types(model, dtype, floats)
 
 
-def _problem(model: nn.Module, optimizer: Optimizer) -> str | None:
+def _problem(model: nn.Module, optimizer: object) -> str | None:
     """Why an optimizer cannot step on masters; None: it can."""
     if not isinstance(optimizer, Optimizer):
         return (

@@ -67,7 +67,7 @@ def has_fp16(device: torch.device) -> bool:
 def has_bf16(device: torch.device) -> bool:
     """Whether the device has instructions for bf16 matrix products."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type != "cpu" or bool(
         torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from slipstream.errors import ModelError
 from slipstream.memory.estimate.saved_bytes import Inputs, saved_by, saved_on_meta
@@ -115,7 +116,7 @@ class Estimate:
 def estimate(
     model: nn.Module,
     inputs_of: Callable[[int], Inputs],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     *,
     blocks: Sequence[str] | None = None,
 ) -> Estimate:
@@ -152,9 +153,7 @@ def estimate(
     return Estimate(*state_bytes(model, optimizer), saved(2), saved(3))
 
 
-def state_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> tuple[int, int, int]:
+def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> tuple[int, int, int]:
     """Bytes of parameters (with buffers and masters), of gradients, and of the state of
     ``optimizer``. Exact.
 
@@ -174,7 +173,7 @@ def state_bytes(
     )
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+def optimizer_bytes(optimizer: Optimizer) -> int:
     """Bytes of the state of ``optimizer`` after its first update. Exact; allocates nothing.
 
     A new optimizer of the same type makes one update on the meta device.

@@ -132,13 +132,11 @@ class RegionPlanner:
         self._chain.observer = None
         self._chain.install(order, parts, self._recorder.links if same_order else {})
         if self._costs:
-            plain = tuple(range(len(self._costs)))
+            costs, plans = tuple(self._costs), (parts, tuple(range(len(self._costs))))
             self.prediction = Prediction(
-                peak_bytes(parts, self._costs),
-                peak_bytes(plain, self._costs),
-                seconds(parts, self._costs),
-                seconds(plain, self._costs),
-                tuple(self._costs),
+                *(peak_bytes(plan, costs) for plan in plans),
+                *(seconds(plan, costs) for plan in plans),
+                costs=costs,
             )
         self._reset()  # lets go of tensors of the last block
 
