@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import torch
+from torch import Tensor
 
 from slipstream.codecs.blocks import BlockCodec
 from slipstream.codecs.compressor import (
@@ -67,7 +68,7 @@ class TwoPhaseCompressor(Compressor):
             self._server = Residual(self.zeros(self._piece))
             self.residuals = [self._worker, self._server]
 
-    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
+    def exchange(self, values: Tensor, flags: Tensor, step: int) -> Exchange:
         if step < self.start_step:
             yield from exchange_dense(values, flags)
             return
@@ -75,13 +76,13 @@ class TwoPhaseCompressor(Compressor):
         pieces = values.view(self.ranks.count, self._piece)
         for number, piece in enumerate(pieces):
             begin = number * self._piece
-            self._encode(piece, self._send[number], begin, self._worker, begin, flags[-1:])
+            self._encode(piece, self._send[number], begin, self._worker, flags[-1:])
         self._send[:, self._flags] = flags
         yield AllToAll(self._send, self._receive)
         flags.copy_(self._receive[:, self._flags].amax(0))
         mine, sent = pieces[self.ranks.rank], self._send[self.ranks.rank]
         self._sum_received(mine)
-        self._encode(mine, sent, self._start, self._server, 0, flags[-1:])
+        self._encode(mine, sent, self._start, self._server, flags[-1:])
         yield AllGather(sent, self._receive)
         for payload, piece in zip(self._receive, pieces, strict=True):
             for part, coded in self._parts(payload):
@@ -94,7 +95,7 @@ class TwoPhaseCompressor(Compressor):
                 self._worker.forget(slot)
                 self._server.forget(self._served(slot))
 
-    def state(self) -> list[dict[str, torch.Tensor]]:
+    def state(self) -> list[dict[str, Tensor]]:
         """``error``: of the worker. ``served`` and ``served_from``: of the server, for the part of
         the slot that this rank owns, and the element of the slot where that part begins."""
         if self._worker is None or self._server is None:
@@ -133,7 +134,7 @@ class TwoPhaseCompressor(Compressor):
         first, last = (min(max(x - self._start, 0), self._piece) for x in (slot.start, slot.stop))
         return slice(first, last)
 
-    def _parts(self, payload: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+    def _parts(self, payload: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Slices of a piece that fit into the cache, and the bytes of each in the payload."""
         start = 0
         for part in parts(self._piece, payload.device, self.codec.block):
@@ -142,37 +143,32 @@ class TwoPhaseCompressor(Compressor):
             start = stop
 
     def _encode(
-        self,
-        piece: torch.Tensor,
-        payload: torch.Tensor,
-        begin: int,
-        residual: Residual | None,
-        residual_begin: int,
-        nonfinite: torch.Tensor,
+        self, piece: Tensor, payload: Tensor, begin: int, residual: Residual | None, flag: Tensor
     ) -> None:
         """Encode a piece plus its residual; raise the flag where a value is not finite.
 
-        ``begin`` and ``residual_begin`` are where the piece begins in the bucket and the residual.
+        ``begin`` is where the piece begins in the bucket, and in the worker's residual.
         """
+        first = begin if residual is self._worker else 0
         for part, coded in self._parts(payload):
             values = piece[part]
-            where = slice(residual_begin + part.start, residual_begin + part.stop)
+            where = slice(first + part.start, first + part.stop)
             if residual is not None:
                 residual.add_to(values, where)
             self._fill_last_block(values, self._end - begin - part.start)
             self.codec.encode(values, coded, self._random)
-            nonfinite |= any_infinite(self.codec.peaks(coded, self.works_in))
+            flag |= any_infinite(self.codec.peaks(coded, self.works_in))
             if residual is not None:
                 residual.keep(values, self.codec.decode(coded, self.works_in), where)
 
-    def _fill_last_block(self, values: torch.Tensor, end: int) -> None:
+    def _fill_last_block(self, values: Tensor, end: int) -> None:
         """Pad the last block with its mean magnitude: zeros would lower a block's mean."""
         block = self.codec.block
         if 0 < end < len(values) and end % block:
             first = end // block * block
             values[end : first + block] = values[first:end].abs().mean()
 
-    def _sum_received(self, total: torch.Tensor) -> None:
+    def _sum_received(self, total: Tensor) -> None:
         """Leave the sum of what all ranks sent of this rank's piece in ``total``."""
         payloads = [self._parts(payload) for payload in self._receive]
         for (part, first), *others in zip(*payloads, strict=True):

@@ -17,16 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.blocks import blocks_of, matching
 from slipstream.memory.forward_override import Forward, ForwardOverride
+from slipstream.memory.offload import saved_tensors as saved
 from slipstream.memory.offload.open_store import open_store
 from slipstream.memory.offload.pcie import gpus_sharing_link
-from slipstream.memory.offload.saved_tensors import (
-    BlockCall,
-    ForwardPass,
-    OffloadedStorage,
-    OffloadedTensor,
-    ResidentTensor,
-    is_plain,
-)
 from slipstream.memory.offload.store import Store, Traffic
 from slipstream.strategy import Offload, Row
 
@@ -138,11 +131,11 @@ class Offloader:
     ) -> None:
         self._config, self._store, self._device = config, store, device
         self._paths = tuple(blocks)
-        self._pass, self._last_position = ForwardPass(), 0
-        self._complete_pass: ForwardPass | None = None  # the last one before the current one
-        self._copying: BlockCall | None = None  # its tensors are on their way out
-        self._in_backward: ReferenceType[BlockCall] | None = None
-        self._storages = WeakKeyDictionary[Any, ReferenceType[OffloadedStorage]]()
+        self._pass, self._last_position = saved.ForwardPass(), 0
+        self._complete_pass: saved.ForwardPass | None = None  # the last one before the current one
+        self._copying: saved.BlockCall | None = None  # its tensors are on their way out
+        self._in_backward: ReferenceType[saved.BlockCall] | None = None
+        self._storages = WeakKeyDictionary[Any, ReferenceType[saved.OffloadedStorage]]()
         self._closed = False
         self._overrides = [
             _OffloadOverride(module, partial(self._forward, position, module))
@@ -240,51 +233,51 @@ class Offloader:
         return sum(later > position for later in saving) >= self._config.keep_last
 
     @property
-    def _observed_pass(self) -> ForwardPass | None:
+    def _observed_pass(self) -> saved.ForwardPass | None:
         """The last complete pass, the current one included."""
         return self._pass if self._is_complete(self._pass) else self._complete_pass
 
-    def _is_complete(self, forward_pass: ForwardPass) -> bool:
+    def _is_complete(self, forward_pass: saved.ForwardPass) -> bool:
         """Whether a pass reached the last block, and saved anything."""
         return forward_pass.position == self._last_position and bool(forward_pass.saving)
 
-    def _begin_call(self, position: int) -> BlockCall:
+    def _begin_call(self, position: int) -> saved.BlockCall:
         """A block is called; a new pass begins if it does not come after the last one called."""
         if position <= self._pass.position:
             if self._is_complete(self._pass):
                 self._complete_pass = self._pass
-            self._pass = ForwardPass()
+            self._pass = saved.ForwardPass()
         self._last_position = max(self._last_position, position)
         self._pass.position = position
-        return BlockCall(self._paths[position], position, self._pass)
+        return saved.BlockCall(self._paths[position], position, self._pass)
 
     def _pack(
-        self, call: BlockCall, state_storages: set[Any] | None, tensor: torch.Tensor
-    ) -> ResidentTensor | OffloadedTensor:
+        self, call: saved.BlockCall, state_storages: set[Any] | None, tensor: torch.Tensor
+    ) -> saved.ResidentTensor | saved.OffloadedTensor:
         """What autograd saves instead of ``tensor``; None: the block keeps everything."""
-        if state_storages is None or tensor.device != self._device or not is_plain(tensor):
-            return ResidentTensor(call, tensor)
+        if state_storages is None or tensor.device != self._device or not saved.is_plain(tensor):
+            return saved.ResidentTensor(call, tensor)
         storage = tensor.untyped_storage()
         if storage in state_storages:
-            return ResidentTensor(call, tensor)
+            return saved.ResidentTensor(call, tensor)
         if storage.nbytes() < self._config.min_bytes:
             seen = call.forward_pass
             seen.largest_small = max(seen.largest_small, storage.nbytes())
-            return ResidentTensor(call, tensor)
+            return saved.ResidentTensor(call, tensor)
         known = self._storages.get(storage)
         offloaded = known() if known is not None else None
         if offloaded is None or offloaded.version != tensor._version:
-            offloaded = OffloadedStorage(self._store, call, tensor)
+            offloaded = saved.OffloadedStorage(self._store, call, tensor)
             self._storages[storage] = ref(offloaded)
-        return OffloadedTensor(call, tensor, offloaded)
+        return saved.OffloadedTensor(call, tensor, offloaded)
 
     # Backward.
 
-    def _unpack(self, packed: ResidentTensor | OffloadedTensor) -> torch.Tensor:
+    def _unpack(self, packed: saved.ResidentTensor | saved.OffloadedTensor) -> torch.Tensor:
         """The saved tensor; the first one of a block fetches those of the blocks before it."""
         call = packed.call
         if self._closed:
-            if isinstance(packed, OffloadedTensor):
+            if isinstance(packed, saved.OffloadedTensor):
                 raise UsageError(
                     f"backward through {call.path} after its activations were dropped; close() the "
                     "offloader, or the session, after the last backward"

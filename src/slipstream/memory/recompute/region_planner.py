@@ -16,6 +16,7 @@ from slipstream.memory.recompute.chain import Chain
 from slipstream.memory.recompute.measure import measure
 from slipstream.strategy.memory import Budget, BudgetBytes, Every
 
+Planned = Every | Budget | BudgetBytes
 Decision = tuple[Sequence[str], Parts] | StrategyError
 """The names of the blocks in order and their plan, or why there is none."""
 
@@ -47,11 +48,7 @@ class RegionPlanner:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        chain: Chain,
-        config: Every | Budget | BudgetBytes,
-        agree: Callable[[Decision], Decision],
+        self, model: nn.Module, chain: Chain, config: Planned, agree: Callable[[Decision], Decision]
     ) -> None:
         self._chain, self._config, self._agree = chain, config, agree
         self._in_forward = False  # of the model, as opposed to calls of blocks from elsewhere
@@ -133,11 +130,9 @@ class RegionPlanner:
         self._chain.install(order, parts, self._recorder.links if same_order else {})
         if self._costs:
             costs, plans = tuple(self._costs), (parts, tuple(range(len(self._costs))))
-            self.prediction = Prediction(
-                *(peak_bytes(plan, costs) for plan in plans),
-                *(seconds(plan, costs) for plan in plans),
-                costs=costs,
-            )
+            num_bytes, plain_bytes = (peak_bytes(plan, costs) for plan in plans)
+            took, plain_took = (seconds(plan, costs) for plan in plans)
+            self.prediction = Prediction(num_bytes, plain_bytes, took, plain_took, costs)
         self._reset()  # lets go of tensors of the last block
 
     def _plan(self) -> Parts:
