@@ -76,10 +76,8 @@ def check_not_tied(model: nn.Module, floats: Modules) -> None:
     wide = {id(p): name for path, m in floats.items() for name, p in m.named_parameters(path)}
     inside = {id(m) for module in floats.values() for m in module.modules()}
     for path, module in model.named_modules():
-        if id(module) in inside:
-            continue
         for name, parameter in module.named_parameters(path, recurse=False):
-            if id(parameter) in wide:
+            if id(parameter) in wide and id(module) not in inside:
                 raise StrategyError(
                     f"precision.float_modules: {wide[id(parameter)]} is tied to {name}, whose "
                     "module is not fp32; list both modules, or neither"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -195,9 +195,7 @@ def optimizer_bytes(optimizer: Optimizer) -> int:
             twin.grad = torch.empty_like(twin) if parameter.requires_grad else None
             on_meta.append(twin)
         # The plain implementation, as the others accept only certain devices.
-        plain: dict[str, Any] = {
-            name: False for name in ("fused", "foreach", "capturable") if name in group
-        }
+        plain = dict.fromkeys({"fused", "foreach", "capturable"} & group.keys(), False)
         groups.append({**group, **plain, "params": on_meta})
     try:
         meta_optimizer = type(optimizer)(groups, lr=groups[0]["lr"])  # type: ignore[call-arg]

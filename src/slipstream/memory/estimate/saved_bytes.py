@@ -169,8 +169,7 @@ class _Counter:
 
     def _numbers_in(self, value: Any) -> set[int]:
         """Numbers of the storages of all tensors in a nested value."""
-        numbers = map(self._number, tensors(value))
-        return {number for number in numbers if number is not None}
+        return {n for n in map(self._number, tensors(value)) if n is not None}
 
     def _number(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage; None if it does not count."""

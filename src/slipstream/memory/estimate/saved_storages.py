@@ -91,9 +91,8 @@ class SavedStorages:
 
     def _results(self, paths: Iterable[str], keep: Sequence[Operation]) -> set[int]:
         """Results of the operations in ``keep`` in these blocks."""
-        return set[int]().union(
-            *(self.results[path].get(operation, ()) for path in paths for operation in keep)
-        )
+        found = (self.results[path].get(operation, ()) for path in paths for operation in keep)
+        return set[int]().union(*found)
 
 
 def _first_resident(number: int, count: int, offload: Offload) -> int:

@@ -119,7 +119,7 @@ class RegionPlanner:
         try:
             own: Decision = (tuple(self._recorder.order), self._plan())
         except StrategyError as error:
-            own = error
+            own = StrategyError(f"memory.recompute.{self._config.kind}: {error}")
         decision = self._agree(own)
         if isinstance(decision, StrategyError):
             self._reset()
@@ -145,7 +145,4 @@ class RegionPlanner:
                 limit = int(self._config.budget * sum(cost.saved for cost in self._costs))
             case BudgetBytes():
                 limit = self._config.budget_bytes
-        try:
-            return cheapest(self._costs, limit, borders)
-        except StrategyError as error:
-            raise StrategyError(f"memory.recompute.{self._config.kind}: {error}") from None
+        return cheapest(self._costs, limit, borders)
