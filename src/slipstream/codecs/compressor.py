@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate, pairwise
+from math import prod
+from typing import Any
 
 import torch
 
+from slipstream.codecs.residual import Residual
 from slipstream.transport.requests import AllReduce, Exchange
 
 _CACHED = 2**16
@@ -29,18 +32,46 @@ class Ranks:
     count: int
 
 
+@dataclass(eq=False, repr=False)
 class Compressor(ABC):
     """One rank's side of the exchange of one bucket, whose slots are gradients of known sizes.
 
     After an exchange comes an optional ``forget``, then ``commit`` or ``rollback``.
 
+    Args:
+        codec: encodes values.
+        shapes: of the gradients, slot by slot.
+        dtype: of the gradients.
+        ranks: that take part.
+        device: of the gradients.
+        num_flags: flags that travel along.
+        seed: of random streams; the same on all ranks.
+
     Attributes:
+        slots: where the gradients lie in the flat tensor.
         num_values: elements of the flat tensor, padding included.
         works_in: dtype of the flat tensor.
+        residuals: what the codec keeps until the step counts.
     """
 
-    num_values: int
-    works_in: torch.dtype
+    codec: Any
+    shapes: Sequence[Sequence[int]]
+    dtype: torch.dtype
+    ranks: Ranks
+    device: torch.device
+    _: KW_ONLY
+    num_flags: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.works_in = real_dtype(self.dtype)
+        self.slots = slot_slices(map(prod, self.shapes))
+        self.num_values = sum(map(prod, self.shapes))
+        self.residuals: list[Residual] = []
+
+    def zeros(self, *shape: int) -> torch.Tensor:
+        """Zeros for values or state."""
+        return torch.zeros(shape, dtype=self.works_in, device=self.device)
 
     @abstractmethod
     def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
@@ -55,13 +86,15 @@ class Compressor(ABC):
             step: updates so far; the same on all ranks.
         """
 
-    @abstractmethod
     def commit(self) -> None:
         """The step of the last exchange counts: keep its new state."""
+        for residual in self.residuals:
+            residual.commit()
 
-    @abstractmethod
     def rollback(self) -> None:
         """The step of the last exchange does not count: return to the state before it."""
+        for residual in self.residuals:
+            residual.rollback()
 
     @abstractmethod
     def forget(self, slots: Sequence[int]) -> None:

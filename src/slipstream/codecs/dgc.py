@@ -17,15 +17,15 @@ Exactness: lossy; at density 1 nothing accumulates or is masked, and it is SGD w
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from math import prod, sqrt
+from collections.abc import Collection, Sequence
+from dataclasses import KW_ONLY, dataclass
+from math import sqrt
 
 import torch
+from torch import Tensor
 
 from slipstream.codecs.compressor import (
     Compressor,
-    Ranks,
     SlotState,
     any_infinite,
     memory_order,
@@ -34,6 +34,7 @@ from slipstream.codecs.compressor import (
     real_dtype,
     slot_slices,
 )
+from slipstream.codecs.residual import Residual
 from slipstream.transport.requests import AllGather, AllReduce, Exchange
 
 EXACT_BELOW = 4096
@@ -68,29 +69,26 @@ class DgcCodec:
         """Bytes of the payload: 4 for an index, and a value, for each that is sent."""
         return self.count(numel) * (4 + real_dtype(dtype).itemsize)
 
-    def encode(self, values: torch.Tensor, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Indices (int32) and values of the at most ``count`` largest; ``values`` are 1-D."""
         values = values.detach()
         indices = largest(values, self.count(values.numel()), self.sample, seed)
         return indices.to(torch.int32), values[indices]
 
-    def decode(self, indices: torch.Tensor, values: torch.Tensor, numel: int) -> torch.Tensor:
+    def decode(self, indices: Tensor, values: Tensor, numel: int) -> Tensor:
         """The values at their indices, zeros elsewhere."""
         return values.new_zeros(numel).index_add_(0, indices, values)
 
 
 def largest(
-    values: torch.Tensor,
-    count: int,
-    sample: float,
-    seed: int,
-    peaks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    values: Tensor, count: int, sample: float, seed: int, peaks: Tensor | None = None
+) -> Tensor:
     """Indices of about the ``count`` values of the largest magnitude, never more than that.
 
     Among many values, a threshold is estimated from a sample and lowered until enough values pass
     it; of those, the largest are taken. At least 0.8 of ``count`` are found, unless magnitudes
-    are so alike that ten estimates fail. ``peaks``: as ``_row_peaks`` writes them, if known.
+    are so alike that ten estimates fail. ``peaks``: of rows of
+    64 values each, if known.
     """
     total = values.numel()
     if total < EXACT_BELOW or count * 4 > total:
@@ -99,30 +97,21 @@ def largest(
     stride = min(stride, total // 2)
     sampled = values[seed % stride :: stride].abs()
     wanted = min(max(round(_MANY * count * sampled.numel() / total), 1), sampled.numel())
-    threshold = torch.topk(sampled, wanted, sorted=True).values[-1]
-    threshold = threshold.clamp(min=torch.finfo(values.dtype).tiny)
     if peaks is None:
-        peaks = values.new_empty(total // _ROW)
-        for part in parts(total, values.device, _ROW):
-            _row_peaks(values[part], peaks[part.start // _ROW :])
-    indices = _at_least(threshold, values, peaks)
-    for _ in range(_TRIES):
+        peaks = values[: total // _ROW * _ROW].view(-1, _ROW).abs().amax(1)
+    tiny = torch.finfo(values.dtype).tiny
+    threshold = torch.topk(sampled, wanted, sorted=True).values[-1].clamp(min=tiny)
+    for _ in range(1 + _TRIES):
+        indices = _at_least(threshold, values, peaks)
         if indices.numel() >= _FEW * count:
             break
-        threshold = (threshold * _FEW).clamp(min=torch.finfo(values.dtype).tiny)  # never all zeros
-        indices = _at_least(threshold, values, peaks)
+        threshold = (threshold * _FEW).clamp(min=tiny)  # never all zeros
     if indices.numel() > count:
         indices = indices[torch.topk(values[indices].abs(), count, sorted=False).indices]
     return indices
 
 
-def _row_peaks(values: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the largest magnitude of every full row of a part to the front of ``out``."""
-    rows = values.numel() // _ROW
-    torch.amax(values[: rows * _ROW].view(-1, _ROW).abs(), 1, out=out[:rows])
-
-
-def _at_least(threshold: torch.Tensor, values: torch.Tensor, peaks: torch.Tensor) -> torch.Tensor:
+def _at_least(threshold: Tensor, values: Tensor, peaks: Tensor) -> Tensor:
     """Indices of the values of that magnitude and above; searches rows with such a peak alone."""
     end = values.numel() // _ROW * _ROW
     rows, rest = values[:end].view(-1, _ROW), values[end:]
@@ -139,172 +128,134 @@ class Momentum:
     momentum: float
     nesterov: bool = False
     weight_decay: float = 0.0
-    parameter: torch.Tensor | None = None
+    parameter: Tensor | None = None
 
 
+@dataclass(eq=False, repr=False)
 class DgcCompressor(Compressor):
     """The exchange of a bucket: slots that stay dense in one request, then the sparse ones.
 
-    Args:
-        codec: how many values are sent, and how they are found.
-        shapes: of the gradients, slot by slot.
-        dtype: of the gradients.
-        ranks: that take part.
-        device: of the gradients.
+    Args, besides those of `Compressor`:
         momenta: slot by slot; decay is added to gradients before the momentum, as SGD does.
         stages: pairs of a step, ascending, and the density from that step on.
         clip: clips each gradient of a rank to this norm over the root of the number of ranks;
             None: does not clip.
-        seed: of the samples.
     """
 
-    def __init__(
-        self,
-        codec: DgcCodec,
-        shapes: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        ranks: Ranks,
-        device: torch.device,
-        *,
-        momenta: Sequence[Momentum],
-        stages: Sequence[tuple[int, float]] = (),
-        clip: float | None = None,
-        seed: int = 0,
-    ) -> None:
-        self.works_in = real_dtype(dtype)
-        self._codec, self._stages, self._clip = codec, list(stages), clip
-        self._ranks, self._momenta, self._seed = ranks, list(momenta), seed
-        self._slots = slot_slices(map(prod, shapes))
-        self._matrices = [len(shape) > 1 for shape in shapes]
-        self.num_values = self._slots[-1].stop if self._slots else 0
-        state = torch.zeros(2, 2, self.num_values, dtype=self.works_in, device=device)
-        self._momentum, self._velocity = state[0]
-        self._next_momentum, self._next_velocity = state[1]
-        pairs = zip(self._slots, self._matrices, strict=True)
-        rows = [_length(slot) // _ROW if matrix else 0 for slot, matrix in pairs]
-        self._peaks = [torch.empty(n, dtype=self.works_in, device=device) for n in rows]
+    codec: DgcCodec
+    _: KW_ONLY
+    momenta: Sequence[Momentum]
+    stages: Sequence[tuple[int, float]] = ()
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        matrices = [i for i, shape in enumerate(self.shapes) if len(shape) > 1]
+        self._peaks = {i: self.zeros(_length(self.slots[i]) // _ROW) for i in matrices}
+        self._momentum = Residual(self.zeros(self.num_values))
+        self._velocity = Residual(self.zeros(self.num_values))
+        self.residuals = [self._momentum, self._velocity]
 
     def density(self, step: int) -> float:
         """The share of values that is sent after ``step`` updates."""
-        densities = [density for first, density in self._stages if step >= first]
-        return densities[-1] if densities else self._codec.density
+        densities = [density for first, density in self.stages if step >= first]
+        return densities[-1] if densities else self.codec.density
 
-    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
+    def exchange(self, values: Tensor, flags: Tensor, step: int) -> Exchange:
         density = self.density(step)
-        sparse = [i for i, matrix in enumerate(self._matrices) if matrix and density < 1]
-        dense = [i for i in range(len(self._slots)) if i not in set(sparse)]
-        self._apply_momentum(values, set(sparse), flags[-1:])
-        unsent = self._next_velocity
-        first = torch.cat([flags.to(self.works_in), *(unsent[self._slots[i]] for i in dense)])
-        for i in dense:
-            unsent[self._slots[i]] = 0
+        sparse = self._peaks if density < 1 else {}
+        dense = [slot for i, slot in enumerate(self.slots) if i not in sparse]
+        self._apply_momentum(values, sparse, flags[-1:])
+        unsent = self._velocity.left()
+        first = torch.cat([flags.to(self.works_in), *(unsent[slot] for slot in dense)])
+        for slot in dense:
+            unsent[slot] = 0
         yield AllReduce(first)
         flags.copy_(first[: flags.numel()] > 0)
         flags[-1:] |= any_infinite(first)
-        sums = first[flags.numel() :].split([_length(self._slots[i]) for i in dense])
         if sparse:
             yield from self._exchange_sparse(values, sparse, density, step, flags[-1:])
-        for i, total in zip(dense, sums, strict=True):
-            values[self._slots[i]] = total
+        sums = first[flags.numel() :].split([_length(slot) for slot in dense])
+        for slot, total in zip(dense, sums, strict=True):
+            values[slot] = total
 
-    def _apply_momentum(
-        self, values: torch.Tensor, sparse: Container[int], nonfinite: torch.Tensor
-    ) -> None:
+    def _apply_momentum(self, values: Tensor, sparse: Collection[int], nonfinite: Tensor) -> None:
         """Compute the next momentum and velocity, before anything of them is sent.
 
         Writes the row peaks of the sparse slots; raises the flag where a gradient is not finite.
         """
-        for number, (slot, config) in enumerate(zip(self._slots, self._momenta, strict=True)):
-            if self._clip is not None:
-                limit = self._clip / sqrt(self._ranks.count) / self._ranks.count
+        last = [residual.error for residual in self.residuals]
+        following = [residual.left() for residual in self.residuals]
+        for number, (slot, config) in enumerate(zip(self.slots, self.momenta, strict=True)):
+            if self.clip is not None:
+                limit = self.clip / sqrt(self.ranks.count) / self.ranks.count
                 values[slot].mul_((limit / values[slot].norm()).clamp(max=1.0))
             weights = None if config.parameter is None else memory_order(config.parameter)
             for part in parts(_length(slot), values.device, _ROW):
-                gradient, momentum = values[slot][part], self._momentum[slot][part]
-                following = self._next_momentum[slot][part]
-                velocity = self._next_velocity[slot][part]
+                gradient, *tensors = (x[slot][part] for x in (values, *last, *following))
+                last_momentum, last_velocity, momentum, velocity = tensors
                 if config.weight_decay and weights is not None:
-                    gradient.add_(weights[part], alpha=config.weight_decay / self._ranks.count)
+                    gradient.add_(weights[part], alpha=config.weight_decay / self.ranks.count)
                 if config.nesterov:
-                    torch.add(momentum, gradient, out=following).mul_(config.momentum)
-                    torch.add(following, gradient, out=velocity)
-                    velocity.add_(self._velocity[slot][part])
+                    torch.add(last_momentum, gradient, out=momentum).mul_(config.momentum)
+                    torch.add(momentum, gradient, out=velocity).add_(last_velocity)
                 else:
-                    torch.add(gradient, momentum, alpha=config.momentum, out=following)
-                    torch.add(following, self._velocity[slot][part], out=velocity)
+                    torch.add(gradient, last_momentum, alpha=config.momentum, out=momentum)
+                    torch.add(momentum, last_velocity, out=velocity)
                 if number in sparse:  # an infinite gradient makes the velocity infinite
                     peaks = self._peaks[number][part.start // _ROW :][: len(velocity) // _ROW]
-                    _row_peaks(velocity, peaks)
-                    rest = velocity[len(peaks) * _ROW :]
+                    rows, rest = velocity.split([len(peaks) * _ROW, len(velocity) % _ROW])
+                    torch.amax(rows.view(-1, _ROW).abs(), 1, out=peaks)
                     nonfinite |= any_infinite(torch.cat([peaks, rest]))
                     gradient.zero_()  # for the sparse sum, while it is in the cache
                 else:
                     nonfinite |= any_infinite(velocity)
 
     def _exchange_sparse(
-        self,
-        values: torch.Tensor,
-        sparse: Sequence[int],
-        density: float,
-        step: int,
-        nonfinite: torch.Tensor,
+        self, values: Tensor, sparse: Collection[int], density: float, step: int, nonfinite: Tensor
     ) -> Exchange:
-        codec = DgcCodec(density, self._codec.sample)
-        counts = [codec.count(_length(self._slots[i])) for i in sparse]
+        codec = DgcCodec(density, self.codec.sample)
+        momentum, unsent = (residual.left() for residual in self.residuals)
+        counts = [codec.count(_length(self.slots[i])) for i in sparse]
         width = self.works_in.itemsize // 4
         # A message is values, then indices, then padding.
         border, total = sum(counts) * width, sum(counts) * (1 + width)
         length = -(-total // width) * width  # so that the values of every row are aligned
         send = values.new_zeros(length, dtype=torch.int32)
         sent, indices = send[:border].view(self.works_in), send[border:total]
-        start = 0
-        for i, count in zip(sparse, counts, strict=True):
-            slot = self._slots[i]
-            seed = mixed(self._seed, step, self._ranks.rank, i)
-            unsent = self._next_velocity[slot]
-            chosen = largest(unsent, count, codec.sample, seed, self._peaks[i]) + slot.start
-            indices[start : start + chosen.numel()] = chosen
-            sent[start : start + chosen.numel()] = self._next_velocity[chosen]
-            start += count
-            self._next_velocity[chosen] = 0
-            self._next_momentum[chosen] = 0
-        receive = send.new_empty(self._ranks.count, send.numel())
+        places = slot_slices(counts)
+        for i, count, place in zip(sparse, counts, places, strict=True):
+            slot, seed = self.slots[i], mixed(self.seed, step, self.ranks.rank, i)
+            chosen = largest(unsent[slot], count, codec.sample, seed, self._peaks[i]) + slot.start
+            indices[place][: len(chosen)] = chosen
+            sent[place][: len(chosen)] = unsent[chosen]
+            unsent[chosen] = 0
+            momentum[chosen] = 0
+        receive = send.new_empty(self.ranks.count, length)
         yield AllGather(send, receive)
         for message in receive:
             sent, indices = message[:border].view(self.works_in), message[border:total]
             values.index_add_(0, indices, sent)
         nonfinite |= any_infinite(values[receive[:, border:total].reshape(-1)])
 
-    def commit(self) -> None:
-        self._momentum, self._next_momentum = self._next_momentum, self._momentum
-        self._velocity, self._next_velocity = self._next_velocity, self._velocity
-
-    def rollback(self) -> None:
-        """Nothing to do: the next exchange starts from the state committed last."""
-
     def forget(self, slots: Sequence[int]) -> None:
-        for slot in (self._slots[i] for i in slots):
-            self._next_momentum[slot] = self._momentum[slot]
-            self._next_velocity[slot] = self._velocity[slot]
+        for residual in self.residuals:
+            for i in slots:
+                residual.forget(self.slots[i])
 
-    def state(self) -> list[dict[str, torch.Tensor]]:
+    def state(self) -> list[dict[str, Tensor]]:
         """``momentum`` and, of sparse slots, ``velocity``: what was not sent yet."""
-        states = []
-        for slot, matrix in zip(self._slots, self._matrices, strict=True):
-            state = {"momentum": self._momentum[slot].clone()}
-            if matrix:
-                state["velocity"] = self._velocity[slot].clone()
-            states.append(state)
+        states = [{"momentum": self._momentum.error[slot].clone()} for slot in self.slots]
+        for i in self._peaks:
+            states[i]["velocity"] = self._velocity.error[self.slots[i]].clone()
         return states
 
     def load(self, states: Sequence[SlotState]) -> None:
-        self._momentum.zero_()
-        self._velocity.zero_()
-        for slot, state in zip(self._slots, states, strict=True):
-            if "momentum" in state:
-                self._momentum[slot] = state["momentum"]
-            if "velocity" in state:
-                self._velocity[slot] = state["velocity"]
+        for name, residual in zip(("momentum", "velocity"), self.residuals, strict=True):
+            residual.error.zero_()
+            for slot, state in zip(self.slots, states, strict=True):
+                if name in state:
+                    residual.error[slot] = state[name]
 
 
 def _length(part: slice) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 
@@ -40,43 +41,34 @@ def make_compressor(
         seed: of random streams; the same on all ranks, another one for each bucket.
     """
     shapes = [real_shape(p) for p in parameters]
-    common = shapes, parameters[0].dtype, ranks, parameters[0].device
+    bucket = shapes, parameters[0].dtype, ranks, parameters[0].device
+    common: dict[str, Any] = {"num_flags": num_flags, "seed": seed}
     match config:
         case Int8():
-            return TwoPhaseCompressor(
-                Int8Codec(config.block, config.rounding),
-                *common,
-                feedback=config.error_feedback,
-                num_flags=num_flags,
-                seed=seed,
-            )
+            int8 = Int8Codec(config.block, config.rounding)
+            return TwoPhaseCompressor(int8, *bucket, feedback=config.error_feedback, **common)
         case OneBit():
+            onebit, start_step = OneBitCodec(config.block), config.start_step
             return TwoPhaseCompressor(
-                OneBitCodec(config.block),
-                *common,
-                feedback=True,
-                start_step=config.start_step,
-                num_flags=num_flags,
-                seed=seed,
+                onebit, *bucket, feedback=True, start_step=start_step, **common
             )
         case Dgc():
             return DgcCompressor(
                 DgcCodec(config.density, config.sample),
-                *common,
+                *bucket,
                 momenta=momenta or [Momentum(0.0)] * len(shapes),
                 stages=config.stages,
                 clip=config.clip,
-                seed=seed,
+                **common,
             )
         case PowerSgd():
             return PowerSgdCompressor(
                 PowerSgdCodec(config.rank, config.min_compression_rate),
-                *common,
+                *bucket,
                 start_step=config.start_step,
                 warm_start=config.warm_start,
                 feedback=config.error_feedback,
-                num_flags=num_flags,
-                seed=seed,
+                **common,
             )
 
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
+from torch import Generator, Tensor
 
-from slipstream.codecs.compressor import real_dtype
+from slipstream.codecs.blocks import BlockCodec
 
 # An int64 of eight bytes that are 0 or 1, times this, has them as the bits of its highest byte, the
 # first byte as the lowest bit: byte i is shifted by 56 - 7i bits, and no two products overlap.
@@ -21,7 +23,7 @@ _GATHER = sum(1 << (56 - 7 * i) for i in range(8))
 
 
 @dataclass(frozen=True, slots=True)
-class OneBitCodec:
+class OneBitCodec(BlockCodec):
     """Values, a multiple of ``block`` of them, as bytes; ``block`` is a multiple of 64.
 
     Example:
@@ -33,61 +35,28 @@ class OneBitCodec:
         tensor([-16.,  16.])
     """
 
+    bits: ClassVar[int] = 1
+    code: ClassVar[torch.dtype] = torch.uint8
     block: int = 1024
 
-    def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Bytes of the payload of ``numel`` values, padded to whole blocks."""
-        blocks = -(-numel // self.block)
-        return blocks * (self.block // 8 + real_dtype(dtype).itemsize)
-
-    def encode(
-        self,
-        values: torch.Tensor,
-        out: torch.Tensor | None = None,
-        random: torch.Generator | None = None,
-    ) -> torch.Tensor:
-        """The payload: scales, then bits; the arguments are those of ``Int8Codec.encode``."""
-        if out is None:
-            size = self.wire_bytes(values.numel(), values.dtype)
-            out = torch.empty(size, dtype=torch.uint8, device=values.device)
-        scales, bits = self._parts(out, values.dtype)
-        shares = values.view(-1, self.block) / self.block  # divide first: a sum may overflow
+    def _encode(self, blocks: Tensor, scales: Tensor, random: Generator | None) -> Tensor:
+        shares = blocks / self.block  # divide first: a sum may overflow
         torch.sum(shares.abs_(), 1, out=scales)  # a norm by rows is slow (2.13, CPU)
-        eight = (values >= 0).view(torch.int64)
-        bits.copy_(eight.mul_(_GATHER).bitwise_right_shift_(56).bitwise_and_(255))
-        return out
+        eight = (blocks >= 0).view(torch.int64)
+        return eight.mul_(_GATHER).bitwise_right_shift_(56).bitwise_and_(255)
 
-    def decode(
-        self, payload: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The values, in ``dtype`` (fp32 or fp64)."""
-        scales, bits = self._parts(payload, dtype)
-        if out is None:
-            out = torch.empty(bits.numel() * 8, dtype=dtype, device=payload.device)
-        table = _signs(dtype) if payload.is_cpu else _make_signs(dtype, payload.device)
-        signs = table.index_select(0, bits.to(torch.int32))
-        torch.mul(signs.view(-1, self.block), scales[:, None], out=out.view(-1, self.block))
-        return out
-
-    def peaks(self, payload: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The decoded magnitude of each block; not finite where a value was not."""
-        scales, _ = self._parts(payload, dtype)
-        return scales
-
-    def _parts(
-        self, payload: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        blocks = payload.numel() // (self.block // 8 + dtype.itemsize)
-        return payload[: blocks * dtype.itemsize].view(dtype), payload[blocks * dtype.itemsize :]
+    def _steps(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        table = _signs(dtype) if codes.is_cpu else _make_signs(dtype, codes.device)
+        return table.index_select(0, codes.to(torch.int32))
 
 
 @cache
-def _signs(dtype: torch.dtype) -> torch.Tensor:
+def _signs(dtype: torch.dtype) -> Tensor:
     """Cached on CPUs alone: on another device, a second stream might read them too early."""
     return _make_signs(dtype, torch.device("cpu"))
 
 
-def _make_signs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _make_signs(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The eight signs that each byte stands for: 256 rows."""
     byte = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)
     return (byte & 1).to(dtype).mul_(2).sub_(1)

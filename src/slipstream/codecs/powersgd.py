@@ -16,21 +16,13 @@ Exactness: lossy; at full rank it is the plain sum up to rounding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import prod
 
 import torch
+from torch import Tensor
 
-from slipstream.codecs.compressor import (
-    Compressor,
-    Ranks,
-    SlotState,
-    any_infinite,
-    exchange_dense,
-    mixed,
-    real_dtype,
-    slot_slices,
-)
+from slipstream.codecs.compressor import Compressor, SlotState, any_infinite, exchange_dense, mixed
 from slipstream.codecs.residual import Residual
 from slipstream.transport.requests import AllReduce, Exchange
 
@@ -53,128 +45,99 @@ class PowerSgdCodec:
     min_compression_rate: float = 2.0
 
     def matrix(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """The size of the matrix that a gradient is viewed as; None with fewer than two axes."""
-        if len(shape) < 2 or 0 in shape:
+        """The size n x m of the matrix as which a gradient travels; None: it travels dense.
+
+        A gradient shrinks enough where ``(n + m) r * min_compression_rate < n m``.
+        """
+        if len(shape) < 2:
             return None
-        return shape[0], prod(shape[1:])
+        n, m = shape[0], prod(shape[1:])
+        pays = (n + m) * self.rank * self.min_compression_rate < n * m
+        return (n, m) if pays else None
 
     def pays(self, shape: Sequence[int]) -> bool:
-        """Whether a gradient shrinks enough: ``(n + m) r * min_compression_rate < n m``."""
-        size = self.matrix(shape)
-        if size is None:
-            return False
-        n, m = size
-        return (n + m) * self.rank * self.min_compression_rate < n * m
+        """Whether a gradient shrinks enough."""
+        return self.matrix(shape) is not None
 
     def wire_values(self, shape: Sequence[int]) -> int:
         """Values that travel for a gradient."""
         size = self.matrix(shape)
-        if size is None or not self.pays(shape):
-            return prod(shape)
-        return sum(size) * min(self.rank, *size)
+        return prod(shape) if size is None else sum(size) * min(self.rank, *size)
 
-    def encode(
-        self, values: torch.Tensor, q: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def encode(self, values: Tensor, q: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """P and Q of one matrix on one rank."""
         if q is None:
             q = direction(values.shape[1], min(self.rank, *values.shape), 0).to(values)
         p = orthonormal(values @ orthonormal(q))
         return p, values.T @ p
 
-    def decode(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    def decode(self, p: Tensor, q: Tensor) -> Tensor:
         """The matrix of rank r that P and Q stand for."""
         return p @ q.T
 
 
-def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
+def orthonormal(matrix: Tensor) -> Tensor:
     """Orthonormal columns whose span contains that of the columns of ``matrix``.
 
     Householder's QR: stable, and defined for a matrix of zeros, where Gram-Schmidt divides by 0.
     """
-    columns: torch.Tensor = torch.linalg.qr(matrix).Q
+    columns: Tensor = torch.linalg.qr(matrix).Q
     return columns
 
 
-def direction(m: int, rank: int, seed: int) -> torch.Tensor:
+def direction(m: int, rank: int, seed: int) -> Tensor:
     """A first Q: m x rank normal numbers, the same on every rank for the same seed."""
     random = torch.Generator().manual_seed(seed)
     return torch.randn(m, rank, generator=random)
 
 
+@dataclass(eq=False, repr=False)
 class PowerSgdCompressor(Compressor):
     """The exchange of a bucket: P and all that stays dense in one request, then Q.
 
-    Args:
-        codec: rank and when it pays.
-        shapes: of the gradients, slot by slot.
-        dtype: of the gradients.
-        ranks: that take part.
-        device: of the gradients.
+    Args, besides those of `Compressor`:
         start_step: updates before which gradients travel as they are.
         warm_start: whether Q is kept from step to step.
         feedback: whether errors are fed back.
-        num_flags: flags that travel along.
-        seed: of the first Q; the same on all ranks.
     """
 
-    def __init__(
-        self,
-        codec: PowerSgdCodec,
-        shapes: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        ranks: Ranks,
-        device: torch.device,
-        *,
-        start_step: int,
-        warm_start: bool,
-        feedback: bool,
-        num_flags: int = 0,
-        seed: int = 0,
-    ) -> None:
-        self.works_in = real_dtype(dtype)
-        self._codec, self._start_step, self._warm_start = codec, start_step, warm_start
-        self._seed = seed
-        self._slots = slot_slices(map(prod, shapes))
-        self.num_values = self._slots[-1].stop if self._slots else 0
-        matrices = [codec.matrix(shape) if codec.pays(shape) else None for shape in shapes]
-        self._matrices = {i: shape for i, shape in enumerate(matrices) if shape is not None}
-        self._dense = [slot for i, slot in enumerate(self._slots) if i not in self._matrices]
-        sizes = [shape[0] * self._width(shape) for shape in self._matrices.values()]
-        sizes += [slot.stop - slot.start for slot in self._dense]
-        self._first = torch.zeros(sum(sizes) + num_flags, dtype=self.works_in, device=device)
-        *parts, self._wire_flags = self._first.split([*sizes, num_flags])
-        shapes_p = [(n, self._width((n, m))) for n, m in self._matrices.values()]
-        self._p = [part.view(s) for part, s in zip(parts, shapes_p, strict=False)]
-        self._dense_parts = parts[len(self._p) :]
-        shapes_q = [(m, self._width((n, m))) for n, m in self._matrices.values()]
-        self._second = torch.zeros(sum(map(prod, shapes_q)), dtype=self.works_in, device=device)
-        parts = self._second.split([prod(s) for s in shapes_q])
-        self._q = [part.view(s) for part, s in zip(parts, shapes_q, strict=True)]
-        self._warm: list[torch.Tensor | None] = [None] * len(self._q)
-        self._residuals = [
-            Residual(torch.zeros(n, m, dtype=self.works_in, device=device))
-            for n, m in self._matrices.values()
-            if feedback
-        ]
+    codec: PowerSgdCodec
+    _: KW_ONLY
+    start_step: int
+    warm_start: bool
+    feedback: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = map(self.codec.matrix, self.shapes)
+        self._matrices = {i: size for i, size in enumerate(sizes) if size is not None}
+        self._dense = [slot for i, slot in enumerate(self.slots) if i not in self._matrices]
+        thin = [(n, m, min(self.codec.rank, n, m)) for n, m in self._matrices.values()]
+        firsts = [n * r for n, _, r in thin] + [slot.stop - slot.start for slot in self._dense]
+        seconds = [m * r for _, m, r in thin]
+        self._first = self.zeros(sum(firsts) + self.num_flags)
+        self._second = self.zeros(sum(seconds))
+        *parts, self._wire_flags = self._first.split([*firsts, self.num_flags])
+        self._p = [part.view(n, r) for part, (n, _, r) in zip(parts, thin, strict=False)]
+        self._dense_parts = parts[len(thin) :]
+        pairs = zip(self._second.split(seconds), thin, strict=True)
+        self._q = [part.view(m, r) for part, (_, m, r) in pairs]
+        self._warm: list[Tensor | None] = [None] * len(thin)
+        if self.feedback:
+            self.residuals = [Residual(self.zeros(n, m)) for n, m, _ in thin]
         self._forgotten: set[int] = set()
         self._low_rank = False
 
-    def _width(self, shape: tuple[int, int]) -> int:
-        return min(self._codec.rank, *shape)
-
-    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
-        self._low_rank = step >= self._start_step
+    def exchange(self, values: Tensor, flags: Tensor, step: int) -> Exchange:
+        self._low_rank = step >= self.start_step
         if not self._low_rank:
             yield from exchange_dense(values, flags)
             return
-        results = [values[self._slots[i]].view(shape) for i, shape in self._matrices.items()]
+        results = [values[self.slots[i]].view(shape) for i, shape in self._matrices.items()]
         matrices = results
-        if self._residuals:  # computed where the new error will be
-            pairs = zip(results, self._residuals, strict=True)
-            matrices = [
-                torch.add(matrix, residual.error, out=residual.left()) for matrix, residual in pairs
-            ]
+        if self.residuals:  # computed where the new error will be
+            pairs = zip(results, self.residuals, strict=True)
+            matrices = [torch.add(matrix, r.error, out=r.left()) for matrix, r in pairs]
         for number, (matrix, p) in enumerate(zip(matrices, self._p, strict=True)):
             torch.mm(matrix, orthonormal(self._direction(number, step)), out=p)
         for part, slot in zip(self._dense_parts, self._dense, strict=True):
@@ -193,45 +156,42 @@ class PowerSgdCompressor(Compressor):
         bases = [orthonormal(p) for p in self._p]
         for matrix, base, q in zip(matrices, bases, self._q, strict=True):
             q.copy_((base.T.contiguous() @ matrix).T)  # M^T P would read M column by column
-            if self._residuals:
+            if self.residuals:
                 matrix.addmm_(base, q.T, alpha=-1)
         yield AllReduce(self._second)
-        flags[-1:] |= any_infinite(self._second * self._codec.rank)
+        flags[-1:] |= any_infinite(self._second * self.codec.rank)
         for result, base, q in zip(results, bases, self._q, strict=True):
             torch.mm(base, q.T, out=result)
 
-    def _direction(self, number: int, step: int) -> torch.Tensor:
+    def _direction(self, number: int, step: int) -> Tensor:
         """The Q to start from: the last one, else random, the same on all ranks."""
         warm = self._warm[number]
         if warm is not None:
             return warm
         m, width = self._q[number].shape
-        return direction(m, width, mixed(self._seed, step, number)).to(self._second)
+        return direction(m, width, mixed(self.seed, step, number)).to(self._second)
 
     def commit(self) -> None:
-        for residual in self._residuals:
-            residual.commit()
-        if self._low_rank and self._warm_start:
+        super().commit()
+        if self._low_rank and self.warm_start:
             for number in set(range(len(self._q))) - self._forgotten:
                 self._warm[number] = self._q[number].clone()
         self._forgotten.clear()
 
     def rollback(self) -> None:
-        for residual in self._residuals:
-            residual.rollback()
+        super().rollback()
         self._forgotten.clear()
 
     def forget(self, slots: Sequence[int]) -> None:
-        for number, i in enumerate(self._matrices):
-            if i in slots:
-                self._forgotten.add(number)
-                if self._residuals:
-                    self._residuals[number].forget()
+        self._forgotten |= {number for number, i in enumerate(self._matrices) if i in slots}
+        if self.residuals:
+            for number in self._forgotten:
+                self.residuals[number].forget()
 
-    def state(self) -> list[dict[str, torch.Tensor]]:
+    def state(self) -> list[dict[str, Tensor]]:
         """``error`` and ``q`` of each matrix; q is the same on all ranks."""
-        states: list[dict[str, torch.Tensor]] = [{} for _ in self._slots]
-        for i, residual in zip(self._matrices, self._residuals, strict=False):
+        states: list[dict[str, Tensor]] = [{} for _ in self.slots]
+        for i, residual in zip(self._matrices, self.residuals, strict=False):
             states[i]["error"] = residual.error.flatten().clone()
         for i, warm in zip(self._matrices, self._warm, strict=True):
             if warm is not None:
@@ -239,13 +199,13 @@ class PowerSgdCompressor(Compressor):
         return states
 
     def load(self, states: Sequence[SlotState]) -> None:
-        self._warm = [None] * len(self._q)
-        for residual in self._residuals:
-            residual.error.zero_()
-        for number, i in enumerate(self._matrices):
-            state = states[i]
-            if "error" in state and self._residuals:
-                error = self._residuals[number].error
-                error.copy_(state["error"].view(error.shape))
-            if "q" in state and state["q"].shape == self._q[number].shape:
-                self._warm[number] = state["q"].to(self._second)
+        own = [states[i] for i in self._matrices]
+        for residual, state in zip(self.residuals, own, strict=False):
+            if "error" in state:
+                residual.error.copy_(state["error"].view(residual.error.shape))
+            else:
+                residual.error.zero_()
+        self._warm = [
+            state["q"].to(self._second) if "q" in state and state["q"].shape == q.shape else None
+            for state, q in zip(own, self._q, strict=True)
+        ]

@@ -76,10 +76,7 @@ class UnevenInputLoader:
         if self._on_start is not None:
             self._on_start()
         try:
-            if self._group is None:
-                yield from self._timed()
-                return
-            lengths = self._gather(_length(self._loader))
+            lengths = [0] if self._group is None else self._gather(_length(self._loader))
             if _UNKNOWN not in lengths and len(set(lengths)) == 1:
                 yield from self._timed()
             else:
@@ -93,17 +90,18 @@ class UnevenInputLoader:
         known = _UNKNOWN not in lengths
         while not known or step < max(lengths):
             following = next(batches, _END)
-            if known:
-                has_batch = [length > step for length in lengths]
-            else:
-                has_batch = [bool(has) for has in self._gather(following is not _END)]
+            out = following is _END
+            has_batch = [length > step for length in lengths] if known else self._gather(not out)
             self.active = sum(has_batch)
             if not self.active:
                 return
-            if not step:
-                _refuse_empty(has_batch)
-            self.dummy_batch = following is _END
-            batch = batch if self.dummy_batch else following
+            empty = [rank for rank, has in enumerate(has_batch) if not has]
+            if empty and not step:  # raised on every rank alike
+                raise ModelError(
+                    f"the loaders of ranks {empty} are empty while others hold batches; give every "
+                    "rank at least one batch, for instance with torch's DistributedSampler(dataset)"
+                )
+            self.dummy_batch, batch = out, batch if out else following
             yield batch
             step += 1
 
@@ -113,9 +111,7 @@ class UnevenInputLoader:
         while True:
             recorder = self._recorder  # each time: detach() may come between two batches
             start = recorder.now() if recorder is not None else 0.0
-            try:
-                batch = next(batches)
-            except StopIteration:
+            if (batch := next(batches, _END)) is _END:
                 return
             if recorder is not None:
                 recorder.add(DATA_WAIT, start, recorder.now())
@@ -134,13 +130,3 @@ def _length(loader: Iterable[Any]) -> int:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:  # e.g. of an IterableDataset
         return _UNKNOWN
-
-
-def _refuse_empty(has_batch: Sequence[bool]) -> None:
-    """Raise, on every rank alike, if some ranks have batches and others have none."""
-    empty = [rank for rank, has in enumerate(has_batch) if not has]
-    if empty:
-        raise ModelError(
-            f"the loaders of ranks {empty} are empty while others hold batches; give every rank at "
-            "least one batch, for instance with torch's DistributedSampler(dataset)"
-        )

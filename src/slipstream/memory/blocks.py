@@ -15,8 +15,6 @@ from torch import nn
 
 from slipstream.errors import StrategyError
 
-_Shape = tuple[type[nn.Module], tuple[tuple[str, tuple[int, ...]], ...]]
-
 
 def blocks_of(model: nn.Module) -> list[str]:
     """Paths of the repeated blocks: the layers of a transformer, the residual blocks of a ResNet.
@@ -32,7 +30,11 @@ def blocks_of(model: nn.Module) -> list[str]:
     """
     repeated: set[type[nn.Module]] = set()
     for module in model.modules():
-        shapes = Counter(_shape(member) for member in _members(module) if _can_be_block(member))
+        members = filter(_can_be_block, _members(module))
+        shapes = Counter(
+            (type(member), tuple((name, p.shape) for name, p in member.named_parameters()))
+            for member in members
+        )
         repeated.update(kind for (kind, _), count in shapes.items() if count > 1)
     paths: dict[nn.Module, str] = {}
     for path, block in _outermost_blocks(model, "", repeated):
@@ -63,11 +65,8 @@ def matching(model: nn.Module, patterns: Sequence[str], setting: str) -> list[st
     """
     modules = {path: module for path, module in model.named_modules() if path}
     first_path = {module: path for path, module in modules.items()}
-    canonical = {
-        path: first_path[module]
-        for path, module in model.named_modules(remove_duplicate=False)
-        if module in first_path
-    }
+    everywhere = model.named_modules(remove_duplicate=False)
+    canonical = {path: first_path[module] for path, module in everywhere if module in first_path}
     pattern_of: dict[str, str] = {}
     for pattern in patterns:
         matches = _outermost([c for path, c in canonical.items() if fnmatchcase(path, pattern)])
@@ -125,17 +124,12 @@ def _can_be_block(module: nn.Module) -> bool:
 
     ScriptModules are excluded: their forward cannot be wrapped.
     """
-    if isinstance(module, torch.jit.ScriptModule):
+    if isinstance(module, torch.jit.ScriptModule) or type(module).forward is nn.Module.forward:
         return False
     is_torch_layer = type(module).__module__.startswith("torch.nn.")
-    is_called = type(module).forward is not nn.Module.forward
     has_parameters = next(module.parameters(), None) is not None
     has_children = next(module.children(), None) is not None
-    return is_called and has_parameters and (has_children or not is_torch_layer)
-
-
-def _shape(module: nn.Module) -> _Shape:
-    return type(module), tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
+    return has_parameters and (has_children or not is_torch_layer)
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:

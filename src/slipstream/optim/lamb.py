@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from slipstream.errors import UsageError
 from slipstream.optim.layerwise import Bunch, Group, Layerwise, bunches_of
 from slipstream.optim.settings import check_bounds, check_flag, check_number
-from slipstream.optim.trust_ratio import descend_, multiply_, norms, one_where_zero, scale_
+from slipstream.optim.trust_ratio import descend_, multiply_, norm, norms, one_where_zero
 
 
 class Lamb(Layerwise):
@@ -121,22 +121,7 @@ class Lamb(Layerwise):
         adapt_undecayed: bool = True,
         exclude: Sequence[str] = (),
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "max_grad_norm": max_grad_norm,
-            "grad_averaging": grad_averaging,
-            "clip_ratio": clip_ratio,
-            "clip_weight_norm": clip_weight_norm,
-            "adapt_vectors": adapt_vectors,
-            "decay_vectors": decay_vectors,
-            "adapt_undecayed": adapt_undecayed,
-            "exclude": exclude,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
     def _check(self, group: Group) -> None:
         betas = group["betas"]
@@ -159,8 +144,8 @@ class Lamb(Layerwise):
         for bunch in bunches:
             directions = self._directions(bunch, total)
             if bunch.treatment.adapted:
-                weights, steps = norms(bunch.parameters), norms(directions)
-                scale_(directions, _ratios(weights, steps, bunch.group))
+                ratios = _ratios(norms(bunch.parameters), norms(directions), bunch.group)
+                torch._foreach_mul_(directions, ratios.unbind())
             descend_(bunch.parameters, directions, bunch.group["lr"])
 
     def _directions(self, bunch: Bunch, total: Tensor | None) -> list[Tensor]:
@@ -206,7 +191,7 @@ def _total_norm(bunches: Sequence[Bunch]) -> Tensor | None:
     if all(bunch.group["max_grad_norm"] is None for bunch in bunches):
         return None
     each = [norms(bunch.gradients) for bunch in bunches]
-    all_norms = torch.cat([norm.to(each[0].device) for norm in each])
+    all_norms = torch.cat([one.to(each[0].device) for one in each])
     total: Tensor = torch.linalg.vector_norm(all_norms)
     return total
 
@@ -228,7 +213,7 @@ def step_one_by_one(optimizer: Lamb) -> None:
     Exactness: bitwise the same on a CPU, the state included.
     """
     bunches = [bunch for group in optimizer.param_groups for bunch in bunches_of(group)]
-    each = [_norm(gradient) for bunch in bunches for gradient in bunch.gradients]
+    each = [norm(gradient) for bunch in bunches for gradient in bunch.gradients]
     total = torch.linalg.vector_norm(torch.stack(each)) if each else torch.zeros(())
     for bunch in bunches:
         for parameter, gradient in zip(bunch.parameters, bunch.gradients, strict=True):
@@ -253,7 +238,7 @@ def _step_one(
         direction = first / (second.sqrt() + group["eps"])
     direction.add_(parameter, alpha=bunch.treatment.weight_decay)
     if bunch.treatment.adapted:
-        weight, length = _norm(parameter), _norm(direction)
+        weight, length = norm(parameter), norm(direction)
         if group["clip_weight_norm"] is not None:
             weight = weight.clamp(*group["clip_weight_norm"])
         if weight > 0 and length > 0:
@@ -265,9 +250,3 @@ def _step_one(
         parameter.sub_(direction * group["lr"])
     else:
         parameter.add_(direction, alpha=-group["lr"])
-
-
-def _norm(tensor: Tensor) -> Tensor:
-    wide = torch.promote_types(tensor.dtype, torch.float32)
-    norm: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
-    return norm

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from slipstream.errors import UsageError
 from slipstream.optim.layerwise import Bunch, Group, Layerwise, bunches_of
 from slipstream.optim.settings import check_flag, check_number
-from slipstream.optim.trust_ratio import descend_, multiply_, norms, one_where_zero, rate_on, scale_
+from slipstream.optim.trust_ratio import descend_, multiply_, norm, norms, one_where_zero, rate_on
 
 
 class Lars(Layerwise):
@@ -116,21 +116,7 @@ class Lars(Layerwise):
         adapt_undecayed: bool = True,
         exclude: Sequence[str] = (),
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "trust_coefficient": trust_coefficient,
-            "eps": eps,
-            "lr_in_velocity": lr_in_velocity,
-            "clip": clip,
-            "adapt_vectors": adapt_vectors,
-            "decay_vectors": decay_vectors,
-            "adapt_undecayed": adapt_undecayed,
-            "exclude": exclude,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, locals())
 
     def _check(self, group: Group) -> None:
         check_number("momentum", group["momentum"], "0.9", below=1)
@@ -150,7 +136,7 @@ class Lars(Layerwise):
             group = bunch.group
             lr: float | Tensor = group["lr"]
             if group["lr_in_velocity"]:
-                multiply_(directions, _rate(bunch))
+                multiply_(directions, rate_on(lr, directions[0].device))
                 lr = 1.0
             if group["momentum"]:
                 velocities = [self._velocity(p) for p in bunch.parameters]
@@ -178,7 +164,8 @@ def _directions(bunch: Bunch) -> list[Tensor]:
     else:  # a copy in one call; torch 2.11 has no _foreach_clone
         directions = list(torch._foreach_mul(bunch.gradients, 1.0))
     if bunch.treatment.adapted:
-        scale_(directions, _ratios(norms(bunch.parameters), norms(bunch.gradients), bunch))
+        ratios = _ratios(norms(bunch.parameters), norms(bunch.gradients), bunch)
+        torch._foreach_mul_(directions, ratios.unbind())
     return directions
 
 
@@ -187,13 +174,8 @@ def _ratios(weights: Tensor, steps: Tensor, bunch: Bunch) -> Tensor:
     group, decay = bunch.group, bunch.treatment.weight_decay
     ratios = group["trust_coefficient"] * weights / (steps + decay * weights + group["eps"])
     if group["clip"]:  # at an lr of 0 the quotient is inf, and the ratio 1
-        ratios = (ratios / _rate(bunch)).clamp(max=1.0)
+        ratios = (ratios / rate_on(group["lr"], weights.device)).clamp(max=1.0)
     return one_where_zero(ratios, weights, steps)
-
-
-def _rate(bunch: Bunch) -> float | Tensor:
-    lr: float | Tensor = bunch.group["lr"]
-    return rate_on(lr, bunch.parameters[0].device) if isinstance(lr, Tensor) else lr
 
 
 @torch.no_grad()
@@ -212,9 +194,7 @@ def _step_one(parameter: Tensor, gradient: Tensor, state: dict[str, Any], bunch:
     group, decay, momentum = bunch.group, bunch.treatment.weight_decay, bunch.group["momentum"]
     direction = gradient.add(parameter, alpha=decay)
     if bunch.treatment.adapted:
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        weight = torch.linalg.vector_norm(parameter, dtype=wide)
-        length = torch.linalg.vector_norm(gradient, dtype=wide)
+        weight, length = norm(parameter), norm(gradient)
         if weight > 0 and length > 0:
             ratio = group["trust_coefficient"] * weight / (length + decay * weight + group["eps"])
             if group["clip"]:

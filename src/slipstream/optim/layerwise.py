@@ -52,12 +52,12 @@ class Layerwise(Optimizer, ABC):
     ``adapt_vectors``, ``decay_vectors``, ``adapt_undecayed``, ``exclude``.
     """
 
-    def __init__(self, params: ParamsT, defaults: Group) -> None:
-        super().__init__(params, defaults)
-        _refuse_idle(
-            [pattern for group in self.param_groups for pattern in group["exclude"]],
-            self.param_groups,
-        )
+    def __init__(self, params: ParamsT, arguments: Group) -> None:
+        """``arguments``: the settings; the others of the subclass's ``locals()`` do not count."""
+        others = ("self", "params", "__class__")
+        super().__init__(params, {k: v for k, v in arguments.items() if k not in others})
+        idle = [pattern for group in self.param_groups for pattern in group["exclude"]]
+        _refuse_idle(idle, self.param_groups)
 
     @abstractmethod
     def _check(self, group: Group) -> None:

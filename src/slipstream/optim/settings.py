@@ -57,10 +57,9 @@ def check_bounds(name: str, value: Any, usual: str) -> None:
     Raises:
         UsageError: with the value seen, the values allowed and a usual one.
     """
-    if value is None:
-        return
-    pair = tuple(value) if isinstance(value, tuple | list) else ()
-    if len(pair) != 2 or not all(map(_is_number, pair)) or not _ascends(*pair):
+    pair = value if isinstance(value, tuple | list) else ()
+    fine = len(pair) == 2 and all(map(_is_number, pair)) and 0 <= pair[0] <= pair[1] > 0
+    if value is not None and not fine:
         raise UsageError(
             f"{name} is {value!r}; allowed: None, or a pair (low, high) with 0 <= low <= high and "
             f"high above 0; usual is {usual}"
@@ -73,22 +72,14 @@ def patterns(exclude: Any) -> tuple[str, ...]:
     Raises:
         UsageError: ``exclude`` is one string, or holds other values than strings.
     """
-    if isinstance(exclude, str):
+    listed = isinstance(exclude, tuple | list)
+    if not listed or not all(isinstance(pattern, str) for pattern in exclude):
+        example = exclude if isinstance(exclude, str) else "*.bias"
         raise UsageError(
-            f"exclude is {exclude!r}; allowed: a tuple of patterns; write exclude=({exclude!r},)"
+            f"exclude is {exclude!r}; allowed: a tuple of patterns; write exclude=({example!r},)"
         )
-    result = tuple(exclude) if isinstance(exclude, tuple | list) else (exclude,)
-    if not all(isinstance(pattern, str) for pattern in result):
-        raise UsageError(
-            f"exclude is {exclude!r}; allowed: a tuple of patterns; write for instance "
-            "exclude=('*.bias',)"
-        )
-    return result
+    return tuple(exclude)
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _ascends(low: float, high: float) -> bool:
-    return 0 <= low <= high and high > 0

@@ -40,11 +40,6 @@ def one_where_zero(ratios: Tensor, weights: Tensor, steps: Tensor) -> Tensor:
     return torch.where((weights > 0) & (steps > 0), ratios, 1.0)
 
 
-def scale_(tensors: Sequence[Tensor], factors: Tensor) -> None:
-    """Multiply each tensor, in place, by its own element of ``factors``, of shape (n,)."""
-    torch._foreach_mul_(list(tensors), factors.unbind())
-
-
 def multiply_(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiply all tensors in place by one number, or by a 0-d tensor on their device.
 
@@ -65,13 +60,20 @@ def descend_(
     parameters: Sequence[Tensor], directions: Sequence[Tensor], lr: float | Tensor
 ) -> None:
     """``parameters -= lr * directions``, in place."""
-    if isinstance(lr, Tensor):
-        rate = rate_on(lr, parameters[0].device)
+    rate = rate_on(lr, parameters[0].device)
+    if isinstance(rate, Tensor):
         torch._foreach_sub_(list(parameters), torch._foreach_mul(list(directions), rate))
     else:
-        torch._foreach_add_(list(parameters), list(directions), alpha=-lr)
+        torch._foreach_add_(list(parameters), list(directions), alpha=-rate)
 
 
-def rate_on(lr: Tensor, device: torch.device) -> Tensor:
-    """``lr``, a tensor of one element, as a 0-d tensor on ``device``."""
-    return lr.to(device).reshape(())
+def rate_on(lr: float | Tensor, device: torch.device) -> float | Tensor:
+    """``lr``, where it is a tensor of one element, as a 0-d tensor on ``device``."""
+    return lr.to(device).reshape(()) if isinstance(lr, Tensor) else lr
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """The norm of one tensor in plain torch: what `norms` is tested against."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    length: Tensor = torch.linalg.vector_norm(tensor, dtype=wide)
+    return length

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from slipstream.precision.casts import HALF_TYPES, cast
-from slipstream.precision.float_modules import WrappedForward, float_modules
+from slipstream.precision.float_modules import Modules, WrappedForward, modules_in_float
 from slipstream.precision.op_casts import OpCasts, check_ops
 from slipstream.strategy import HalfType
 
@@ -23,16 +23,11 @@ class Autocast:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        dtype: torch.dtype,
-        ops: dict[str, torch.dtype],
-        floats: dict[str, nn.Module],
+        self, model: nn.Module, dtype: torch.dtype, ops: dict[str, torch.dtype], floats: Modules
     ) -> None:
         self._device = next((p.device.type for p in model.parameters()), "cpu")
         self._dtype, self.floats = dtype, floats
         self._ops = OpCasts(ops, self._device) if ops else None
-        self._ops_active = False
         # Every module installs the op casts: a checkpoint that recomputes a block in backward
         # restores autocast, but not what wraps the whole model.
         inner = [m for m in model.modules() if m is not model] if ops else []
@@ -49,12 +44,12 @@ class Autocast:
             return forward(*cast(args, torch.float32), **cast(kwargs, torch.float32))
 
     def _with_ops(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            if self._ops is not None and not self._ops_active:
-                self._ops_active = True
-                stack.callback(setattr, self, "_ops_active", False)
-                stack.enter_context(self._ops)
-            return forward(*args, **kwargs)
+        ops, self._ops = self._ops, None  # inside, they are active already
+        try:
+            with ops or nullcontext():
+                return forward(*args, **kwargs)
+        finally:
+            self._ops = ops
 
     def close(self) -> None:
         """Restore the model's own forward; idempotent."""
@@ -103,8 +98,5 @@ def autocast(
     check_ops([*float_ops, *half_ops])
     half = HALF_TYPES[dtype]
     ops = dict.fromkeys(float_ops, torch.float32) | dict.fromkeys(half_ops, half)
-    return Autocast(model, half, ops, _floats(model, float_modules))
-
-
-def _floats(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    return float_modules(model, patterns, normalisation=False)
+    floats = modules_in_float(model, float_modules, normalisation=False)
+    return Autocast(model, half, ops, floats)

@@ -12,6 +12,9 @@ from torch import nn
 from slipstream.errors import StrategyError
 from slipstream.strategy.validate import did_you_mean
 
+Modules = dict[str, nn.Module]
+"""Modules by path."""
+
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Calls a forward with its positional and keyword arguments and returns its result."""
 
@@ -26,9 +29,7 @@ def is_normalisation(module: nn.Module) -> bool:
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 
-def float_modules(
-    model: nn.Module, patterns: Sequence[str], *, normalisation: bool
-) -> dict[str, nn.Module]:
+def modules_in_float(model: nn.Module, patterns: Sequence[str], *, normalisation: bool) -> Modules:
     """The outermost modules that stay fp32, by path.
 
     Args:
@@ -41,7 +42,7 @@ def float_modules(
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 1))
-        >>> [*float_modules(model, ["2"], normalisation=True)]
+        >>> [*modules_in_float(model, ["2"], normalisation=True)]
         ['1', '2']
     """
     paths = dict(model.named_modules(remove_duplicate=False))
@@ -59,34 +60,28 @@ def float_modules(
         or (normalisation and is_normalisation(module))
     }
     inside = {id(m) for module in chosen.values() for m in [*module.modules()][1:]}
-    outermost: dict[str, nn.Module] = {}
+    first: dict[nn.Module, str] = {}
     for path, module in chosen.items():
-        if id(module) not in inside and module not in outermost.values():
-            outermost[path] = module
-    return outermost
+        if id(module) not in inside:
+            first.setdefault(module, path)
+    return {path: module for module, path in first.items()}
 
 
-def check_not_tied(model: nn.Module, floats: dict[str, nn.Module]) -> None:
+def check_not_tied(model: nn.Module, floats: Modules) -> None:
     """Refuse a tied parameter that would be fp32 in one module and 16-bit in another.
 
     Raises:
         StrategyError: names both.
     """
-    wide = {id(p): name for path, m in floats.items() for name, p in _named(path, m)}
+    wide = {id(p): name for path, m in floats.items() for name, p in m.named_parameters(path)}
     inside = {id(m) for module in floats.values() for m in module.modules()}
     for path, module in model.named_modules():
-        if id(module) in inside:
-            continue
         for name, parameter in module.named_parameters(path, recurse=False):
-            if id(parameter) in wide:
+            if id(parameter) in wide and id(module) not in inside:
                 raise StrategyError(
                     f"precision.float_modules: {wide[id(parameter)]} is tied to {name}, whose "
                     "module is not fp32; list both modules, or neither"
                 )
-
-
-def _named(path: str, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(f"{path}.{name}", parameter) for name, parameter in module.named_parameters()]
 
 
 class WrappedForward:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.optim import LBFGS, Optimizer
 
 from slipstream.errors import ModelError
 from slipstream.precision.casts import HALF_TYPES
-from slipstream.precision.float_modules import check_not_tied
+from slipstream.precision.float_modules import Modules, check_not_tied
 from slipstream.strategy import HalfType
 
 
 def check_half_weights(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    dtype: HalfType,
-    floats: dict[str, nn.Module],
+    model: nn.Module, optimizer: Optimizer, dtype: HalfType, floats: Modules
 ) -> None:
     """Refuse a model and an optimizer that do not fit ``dtype``, the fp32 modules or each other.
 
@@ -26,14 +24,6 @@ def check_half_weights(
             or fp16 parameters would mix with bf16.
         StrategyError: a parameter is tied to one of a module that stays fp32.
     """
-    _check_once(model)
-    _check_optimizer(model, optimizer)
-    check_not_tied(model, floats)
-    _check_types(model, dtype, floats)
-
-
-def _check_once(model: nn.Module) -> None:
-    """A 16-bit parameter with fp32 gradients has a master already."""
     for name, parameter in model.named_parameters():
         if parameter.dtype in HALF_TYPES.values() and parameter.grad_dtype == torch.float32:
             raise ModelError(
@@ -41,30 +31,35 @@ def _check_once(model: nn.Module) -> None:
                 f"{parameter.dtype} with fp32 gradients) or is a copy of such a model; call "
                 "close() first, and copy the model before half_weights"
             )
+    if problem := _problem(model, optimizer):
+        name = type(optimizer).__name__
+        raise ModelError(f"precision half_weights with {name}{problem}")
+    check_not_tied(model, floats)
+    _check_types(model, dtype, floats)
 
 
-def _check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot step on masters, or holds no parameter of the model."""
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ModelError(
-            f"precision half_weights with {name}, which is not a torch.optim.Optimizer and has no "
-            "step hooks; use a torch.optim.Optimizer, or precision autocast"
+def _problem(model: nn.Module, optimizer: object) -> str | None:
+    """Why an optimizer cannot step on masters; None: it can."""
+    if not isinstance(optimizer, Optimizer):
+        return (
+            ", which is not a torch.optim.Optimizer and has no step hooks; use a "
+            "torch.optim.Optimizer, or precision autocast"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ModelError(
-            f"precision half_weights with {name}: it computes losses inside its step, where the "
-            "parameters are the fp32 masters; use another optimizer, or precision autocast"
+    if isinstance(optimizer, LBFGS):
+        return (
+            ": it computes losses inside its step, where the parameters are the fp32 masters; use "
+            "another optimizer, or precision autocast"
         )
     own = {*model.parameters()}
-    if not any(p in own for group in optimizer.param_groups for p in group["params"]):
-        raise ModelError(
-            f"precision half_weights with {name}, which holds no parameter of the model; build it "
-            "from model.parameters() of the model that you pass"
-        )
+    if any(p in own for group in optimizer.param_groups for p in group["params"]):
+        return None
+    return (
+        ", which holds no parameter of the model; build it from model.parameters() of the model "
+        "that you pass"
+    )
 
 
-def _check_types(model: nn.Module, dtype: HalfType, floats: dict[str, nn.Module]) -> None:
+def _check_types(model: nn.Module, dtype: HalfType, floats: Modules) -> None:
     """Refuse a mix of fp16 and bf16, and a model of which no parameter would change."""
     if dtype == "bf16" and any(p.dtype == torch.float16 for p in model.parameters()):
         raise ModelError(

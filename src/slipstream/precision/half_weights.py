@@ -21,11 +21,11 @@ from weakref import finalize, ref
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from slipstream.errors import UsageError
 from slipstream.precision.casts import HALF_TYPES, cast
-from slipstream.precision.float_modules import float_modules
+from slipstream.precision.float_modules import Modules, modules_in_float
 from slipstream.precision.half_checks import check_half_weights
 from slipstream.strategy import HalfType
 
@@ -41,11 +41,7 @@ class HalfWeights:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        dtype: torch.dtype,
-        floats: dict[str, nn.Module],
+        self, model: nn.Module, optimizer: Optimizer, dtype: torch.dtype, floats: Modules
     ) -> None:
         self._model, self._optimizer, self._dtype, self.floats = model, optimizer, dtype, floats
         inside = {m for module in floats.values() for m in module.modules()}
@@ -173,16 +169,15 @@ class HalfWeights:
         alive."""
         me = ref(self)
 
-        def begins(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        def begins(optimizer: Optimizer, *_: object) -> None:
             half = me()
             if half is not None and optimizer is not half._optimizer and not half._stepping:
                 half._refuse(optimizer)
 
-        return finalize(
-            self, register_optimizer_step_pre_hook(torch.compiler.disable(begins)).remove
-        )
+        hook = register_optimizer_step_pre_hook(torch.compiler.disable(begins))
+        return finalize(self, hook.remove)
 
-    def _refuse(self, other: torch.optim.Optimizer) -> None:
+    def _refuse(self, other: Optimizer) -> None:
         """Refuse a step of another optimizer on parameters with masters."""
         held = {p for group in other.param_groups for p in group["params"]}
         names = [n for n, p in self._model.named_parameters() if p in held and p in self.masters]
@@ -261,7 +256,7 @@ class HalfWeights:
 
 def half_weights(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     dtype: HalfType = "bf16",
     *,
     float_modules: Sequence[str] = (),
@@ -307,10 +302,6 @@ def half_weights(
     Source: opt level O2 of https://github.com/NVIDIA/apex, which copies gradients to masters in the
     optimizer's groups and keeps only batch normalisation in fp32.
     """
-    floats = _floats(model, float_modules)
+    floats = modules_in_float(model, float_modules, normalisation=True)
     check_half_weights(model, optimizer, dtype, floats)
     return HalfWeights(model, optimizer, HALF_TYPES[dtype], floats)
-
-
-def _floats(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    return float_modules(model, patterns, normalisation=True)

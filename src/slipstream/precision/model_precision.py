@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from slipstream import precision
 from slipstream.errors import StrategyError, UsageError
-from slipstream.precision.float_modules import float_modules
+from slipstream.precision.float_modules import modules_in_float
 from slipstream.precision.half_checks import check_half_weights
 from slipstream.precision.loss_scale import LossScaler, ScaleState
 from slipstream.precision.op_casts import check_ops
@@ -19,9 +20,7 @@ from slipstream.strategy import Autocast, Compute, HalfWeights, Precision, Row
 _SHOWN = 4  # module paths in the report
 
 
-def check_precision(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: Precision | None
-) -> None:
+def check_precision(model: nn.Module, optimizer: Optimizer, config: Precision | None) -> None:
     """Refuse what does not fit this model, this optimizer or this machine.
 
     Raises:
@@ -30,15 +29,13 @@ def check_precision(
     """
     if config is None:
         return
-    floats = float_modules(
-        model, config.float_modules, normalisation=isinstance(config, HalfWeights)
-    )
+    half = isinstance(config, HalfWeights)
+    floats = modules_in_float(model, config.float_modules, normalisation=half)
     if isinstance(config, Autocast):
         check_ops([*config.float_ops, *config.half_ops])
     else:
         check_half_weights(model, optimizer, config.dtype, floats)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if config.dtype == "fp16" and not config.emulate and not has_fp16(device):
+    if config.dtype == "fp16" and not config.emulate and not has_fp16(_device(model)):
         raise StrategyError(
             "precision.dtype fp16 on a CPU without fp16 instructions is hundreds of times slower; "
             "allowed: dtype bf16, or emulate: true, e.g. for a test"
@@ -47,7 +44,7 @@ def check_precision(
 
 def precision_warnings(model: nn.Module, config: Precision | None) -> list[str]:
     """Settings that work here, but slower than fp32."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = _device(model)
     if config is None or config.dtype != "bf16" or has_bf16(device):
         return []
     return [
@@ -56,22 +53,24 @@ def precision_warnings(model: nn.Module, config: Precision | None) -> list[str]:
     ]
 
 
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def has_fp16(device: torch.device) -> bool:
     """Whether the device has instructions for fp16 matrix products."""
-    if device.type != "cpu":
-        return True
-    available = torch.backends.mkldnn.is_available()
-    return bool(available and torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return device.type != "cpu" or bool(
+        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    )
 
 
 def has_bf16(device: torch.device) -> bool:
     """Whether the device has instructions for bf16 matrix products."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type != "cpu":
-        return True
-    available = torch.backends.mkldnn.is_available()
-    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return device.type != "cpu" or bool(
+        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
 
 
 class ModelPrecision:
@@ -89,11 +88,7 @@ class ModelPrecision:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        config: Precision | None,
-        compute: Compute,
+        self, model: nn.Module, optimizer: Optimizer, config: Precision | None, compute: Compute
     ) -> None:
         self._config, self._compute = config, compute
         self._scaler = LossScaler(config.scale) if config is not None and config.scale else None
@@ -102,19 +97,12 @@ class ModelPrecision:
         self.exchanges_wide = isinstance(config, HalfWeights) and config.exchange == "fp32"
         self._numel = sum(p.numel() for p in model.parameters())
         self._casts: precision.Autocast | precision.HalfWeights | None = None
-        match config:
-            case Autocast():
-                self._casts = precision.autocast(
-                    model,
-                    config.dtype,
-                    float_ops=config.float_ops,
-                    half_ops=config.half_ops,
-                    float_modules=config.float_modules,
-                )
-            case HalfWeights():
-                self._casts = precision.half_weights(
-                    model, optimizer, config.dtype, float_modules=config.float_modules
-                )
+        if config is not None:
+            options = config.model_dump(include={"dtype", "float_ops", "half_ops", "float_modules"})
+            if isinstance(config, Autocast):
+                self._casts = precision.autocast(model, **options)
+            else:
+                self._casts = precision.half_weights(model, optimizer, **options)
         self._undo = allow_tf32() if compute.tf32 and torch.cuda.is_available() else None
 
     def take(self, loss_scale: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,10 +25,9 @@ def check_ops(names: Collection[str]) -> None:
     """
     if not names:
         return
-    names_in_torch = {
-        f.__name__ for functions in get_overridable_functions().values() for f in functions
-    }
-    known = {n for n in names_in_torch if not n.endswith("_")}  # in-place ones cannot be cast
+    functions = chain.from_iterable(get_overridable_functions().values())
+    # In-place functions cannot be cast.
+    known = {f.__name__ for f in functions if not f.__name__.endswith("_")}
     for name in names:
         if name not in known:
             raise StrategyError(

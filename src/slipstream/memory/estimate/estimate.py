@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from slipstream.errors import ModelError
 from slipstream.memory.estimate.saved_bytes import Inputs, saved_by, saved_on_meta
@@ -67,10 +68,7 @@ class Estimate:
         return _affine(self.two.num_bytes(path), self.three.num_bytes(path))
 
     def activations(
-        self,
-        regions: Regions = (),
-        offload: Offload | None = None,
-        keep: Sequence[Operation] = (),
+        self, regions: Regions = (), offload: Offload | None = None, keep: Sequence[Operation] = ()
     ) -> Affine:
         """Peak bytes of saved tensors with recomputed ``regions``, `Offload` and ``keep``; see
         `SavedStorages.peak`. Exact if each sample adds the same.
@@ -88,10 +86,7 @@ class Estimate:
         return _affine(self.two.largest, self.three.largest)
 
     def total(
-        self,
-        regions: Regions = (),
-        offload: Offload | None = None,
-        keep: Sequence[Operation] = (),
+        self, regions: Regions = (), offload: Offload | None = None, keep: Sequence[Operation] = ()
     ) -> Affine:
         """All bytes, without buffers of libraries and what the allocator wastes."""
         saved, passing = self.activations(regions, offload, keep), self.passing
@@ -121,7 +116,7 @@ class Estimate:
 def estimate(
     model: nn.Module,
     inputs_of: Callable[[int], Inputs],
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     *,
     blocks: Sequence[str] | None = None,
 ) -> Estimate:
@@ -158,9 +153,7 @@ def estimate(
     return Estimate(*state_bytes(model, optimizer), saved(2), saved(3))
 
 
-def state_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> tuple[int, int, int]:
+def state_bytes(model: nn.Module, optimizer: Optimizer | None = None) -> tuple[int, int, int]:
     """Bytes of parameters (with buffers and masters), of gradients, and of the state of
     ``optimizer``. Exact.
 
@@ -180,7 +173,7 @@ def state_bytes(
     )
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+def optimizer_bytes(optimizer: Optimizer) -> int:
     """Bytes of the state of ``optimizer`` after its first update. Exact; allocates nothing.
 
     A new optimizer of the same type makes one update on the meta device.
@@ -202,9 +195,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
             twin.grad = torch.empty_like(twin) if parameter.requires_grad else None
             on_meta.append(twin)
         # The plain implementation, as the others accept only certain devices.
-        plain: dict[str, Any] = {
-            name: False for name in ("fused", "foreach", "capturable") if name in group
-        }
+        plain = dict.fromkeys({"fused", "foreach", "capturable"} & group.keys(), False)
         groups.append({**group, **plain, "params": on_meta})
     try:
         meta_optimizer = type(optimizer)(groups, lr=groups[0]["lr"])  # type: ignore[call-arg]

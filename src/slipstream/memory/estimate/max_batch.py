@@ -65,28 +65,16 @@ def max_batch(
         51
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if device.type == "cuda":
-        return _max_batch_on_gpu(model, inputs_of, optimizer, loss_of, device, memory_bytes, most)
-    if memory_bytes is None:
-        raise UsageError("max_batch() on a CPU needs a limit; pass memory_bytes")
-    state = sum(state_bytes(model, optimizer))
+    if device.type != "cuda":
+        if memory_bytes is None:
+            raise UsageError("max_batch() on a CPU needs a limit; pass memory_bytes")
+        state = sum(state_bytes(model, optimizer))
 
-    def fits(batch: int) -> bool:
-        saved = saved_by(model, inputs_of(batch))
-        return state + saved.peak(regions, offload, keep) + saved.largest <= memory_bytes
+        def fits_limit(batch: int) -> bool:
+            saved = saved_by(model, inputs_of(batch))
+            return state + saved.peak(regions, offload, keep) + saved.largest <= memory_bytes
 
-    return largest(fits, most)
-
-
-def _max_batch_on_gpu(
-    model: nn.Module,
-    inputs_of: Callable[[int], Inputs],
-    optimizer: torch.optim.Optimizer | None,
-    loss_of: Callable[[Any], torch.Tensor],
-    device: torch.device,
-    memory_bytes: int | None,
-    most: int,
-) -> int:
+        return largest(fits_limit, most)
     new_state = optimizer is not None and not optimizer.state
     reserved_bytes = optimizer_bytes(optimizer) if optimizer is not None and new_state else 0
 
@@ -96,7 +84,7 @@ def _max_batch_on_gpu(
         torch.cuda.synchronize(device)
         del reserved
 
-    def fits(batch: int) -> bool:
+    def fits_gpu(batch: int) -> bool:
         try:
             iterate(batch)
         except (torch.cuda.OutOfMemoryError, OffloadError):
@@ -108,11 +96,11 @@ def _max_batch_on_gpu(
         return True
 
     if memory_bytes is None:
-        return largest(fits, most)
+        return largest(fits_gpu, most)
     fraction = memory_bytes / torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(fraction, 1.0), device)
     try:
-        return largest(fits, most)
+        return largest(fits_gpu, most)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 

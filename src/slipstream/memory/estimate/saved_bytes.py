@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.errors import ModelError, UsageError
@@ -53,9 +53,7 @@ def saved_by(
 
 
 def saved_on_meta(
-    model: nn.Module,
-    inputs: Inputs,
-    blocks: Sequence[str] | None = None,
+    model: nn.Module, inputs: Inputs, blocks: Sequence[str] | None = None
 ) -> SavedStorages:
     """Count as `saved_by` does, with tensors on torch's meta device: no computation, no memory.
 
@@ -70,12 +68,8 @@ def saved_on_meta(
     state = {name: _on_meta(tensor) for name, tensor in named.items()}
     meta_inputs = {name: mapped(value, _on_meta) for name, value in inputs.items()}
     try:
-        return _counted(
-            model,
-            list(state.values()),
-            lambda: torch.func.functional_call(model, state, (), meta_inputs),
-            blocks,
-        )
+        run = partial(torch.func.functional_call, model, state, (), meta_inputs)
+        return _counted(model, state.values(), run, blocks)
     except (NotImplementedError, RuntimeError) as error:
         raise ModelError(
             f"what the forward of {type(model).__name__} saves cannot be counted on the meta "
@@ -84,10 +78,7 @@ def saved_on_meta(
 
 
 def _counted(
-    model: nn.Module,
-    state: Iterable[torch.Tensor],
-    run: Callable[[], object],
-    blocks: Sequence[str] | None,
+    model: nn.Module, state: Iterable[Tensor], run: Callable[[], Any], blocks: Sequence[str] | None
 ) -> SavedStorages:
     """Count what ``run`` saves, by the blocks of ``model``, without the tensors in ``state``."""
     _check_plain(model)
@@ -138,7 +129,7 @@ class _Counter:
         saved: what was counted so far.
     """
 
-    def __init__(self, state: Iterable[torch.Tensor], device: str) -> None:
+    def __init__(self, state: Iterable[Tensor], device: str) -> None:
         self._device = device
         self._state = WeakSet(tensor.untyped_storage() for tensor in state)
         self._numbers: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
@@ -162,7 +153,7 @@ class _Counter:
         finally:
             self._current = outer
 
-    def pack(self, tensor: torch.Tensor) -> None:
+    def pack(self, tensor: Tensor) -> None:
         """Count a tensor that autograd saves; autograd keeps None instead.
 
         Raises:
@@ -178,10 +169,9 @@ class _Counter:
 
     def _numbers_in(self, value: Any) -> set[int]:
         """Numbers of the storages of all tensors in a nested value."""
-        numbers = map(self._number, tensors(value))
-        return {number for number in numbers if number is not None}
+        return {n for n in map(self._number, tensors(value)) if n is not None}
 
-    def _number(self, tensor: torch.Tensor) -> int | None:
+    def _number(self, tensor: Tensor) -> int | None:
         """The number of a tensor's storage; None if it does not count."""
         if tensor.layout is not torch.strided:
             return None
@@ -194,11 +184,11 @@ class _Counter:
         return self._numbers[storage]
 
 
-def _no_backward(packed: object) -> torch.Tensor:
+def _no_backward(packed: object) -> Tensor:
     raise AssertionError("a counted forward has no backward")
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+def _on_meta(tensor: Tensor) -> Tensor:
     """A tensor of the same shape and strides on the meta device."""
     shape = torch.empty_like(tensor, device="meta")
     return shape.requires_grad_(tensor.requires_grad)

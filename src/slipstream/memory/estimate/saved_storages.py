@@ -68,21 +68,20 @@ class SavedStorages:
                 f"regions: {path!r} is not one of the counted blocks"
                 f"{did_you_mean(path, self.blocks)}; allowed: {', '.join(self.blocks)}"
             )
-        order = {path: number for number, path in enumerate(self.blocks)}
-        parts = [*regions, *([path] for path in self.blocks if path not in in_region)]
-        parts.sort(key=lambda part: order[part[0]])
+        order = list(self.blocks)
+        parts = [*regions, *([path] for path in order if path not in in_region)]
+        parts.sort(key=lambda part: order.index(part[0]))
         kept, results = list[set[int]](), list[set[int]]()
         for part in parts:
             recomputed = part[0] in in_region
-            kept.append(self.inputs[part[0]] if recomputed else self.blocks[part[0]])
+            kept.append((self.inputs if recomputed else self.blocks)[part[0]])
             results.append(self._results(part, keep) if recomputed else set())
         peak = self._bytes_of(self.elsewhere)
         for number, part in enumerate(parts):
             first = 0 if offload is None else _first_resident(number, len(parts), offload)
+            inside = [self.blocks[path] for path in part]
             resident = self.elsewhere.union(
-                *(self.blocks[path] for path in part),
-                *kept[first : number + 1],
-                *results[: number + 1],
+                *inside, *kept[first : number + 1], *results[: number + 1]
             )
             peak = max(peak, self._bytes_of(resident))
         return peak
@@ -92,9 +91,8 @@ class SavedStorages:
 
     def _results(self, paths: Iterable[str], keep: Sequence[Operation]) -> set[int]:
         """Results of the operations in ``keep`` in these blocks."""
-        return set[int]().union(
-            *(self.results[path].get(operation, ()) for path in paths for operation in keep)
-        )
+        found = (self.results[path].get(operation, ()) for path in paths for operation in keep)
+        return set[int]().union(*found)
 
 
 def _first_resident(number: int, count: int, offload: Offload) -> int:

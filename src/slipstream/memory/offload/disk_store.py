@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ from weakref import finalize
 import torch
 
 from slipstream.errors import OffloadError
-from slipstream.memory.offload.slots import Slot, Slots
-from slipstream.memory.offload.store import Traffic
+from slipstream.memory.offload.slots import Slot
+from slipstream.memory.offload.store import Store
 
 T = TypeVar("T")
 
@@ -37,7 +36,7 @@ class _Ticket:
     dropped: bool = False
 
 
-class DiskStore:
+class DiskStore(Store):
     """An unlinked spool file, which disappears when it is closed, also in a crash.
 
     One thread writes and one reads, both beside the computation. A tensor that is needed before it
@@ -64,13 +63,10 @@ class DiskStore:
     """
 
     def __init__(
-        self,
-        folder: str | Path | None = None,
-        budget_bytes: int | None = None,
-        rank: int = 0,
+        self, folder: str | Path | None = None, budget_bytes: int | None = None, rank: int = 0
     ) -> None:
+        super().__init__(SLAB_BYTES, budget_bytes, rank)
         self._folder = Path(tempfile.gettempdir() if folder is None else folder)
-        self._rank = rank
         try:
             self._file, path = tempfile.mkstemp(prefix="slipstream-", dir=self._folder)
             os.unlink(path)
@@ -80,18 +76,10 @@ class DiskStore:
                 f"{error.strerror}; name another folder: {{to: disk, folder: ...}}"
             ) from error
         self._slab_starts: list[int] = []  # positions in the file
-        self._slots = Slots(self._add_slab, SLAB_BYTES, budget_bytes)
-        self._dropped: deque[_Ticket] = deque()
         # Work that is queued holds the store; an executor ends its thread when it is collected.
         self._writer = ThreadPoolExecutor(1, "slipstream-offload-write")
         self._reader = ThreadPoolExecutor(1, "slipstream-offload-read")
         self._close_file = finalize(self, os.close, self._file)
-        self.traffic = Traffic()
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Size of the file."""
-        return self._slots.reserved_bytes
 
     def put(self, raw: torch.Tensor, what: str) -> _Ticket:
         """Queue ``raw`` for the writer."""
@@ -101,7 +89,7 @@ class DiskStore:
         except (OSError, MemoryError) as error:
             raise self._failure(what, "write", error) from error
         ticket = _Ticket(what, slot, raw.device, raw.nbytes, raw.cpu())
-        self.traffic.bytes_out += raw.nbytes
+        self._traffic.bytes_out += raw.nbytes
         ticket.written = self._writer.submit(self._write_out, ticket)
         return ticket
 
@@ -113,7 +101,7 @@ class DiskStore:
     def fetch(self, ticket: _Ticket) -> None:
         """Queue the ticket for the reader, unless its bytes are in memory or on their way."""
         if ticket.source is None and ticket.read is None:
-            self.traffic.bytes_back += ticket.num_bytes
+            self._traffic.bytes_back += ticket.num_bytes
             ticket.read = self._reader.submit(self._read_back, ticket)
 
     def take(self, ticket: _Ticket) -> torch.Tensor:
@@ -127,9 +115,9 @@ class DiskStore:
         return source.to(ticket.device)
 
     def drop(self, ticket: _Ticket) -> None:
-        """Only take note, as the garbage collector may call this inside of any other method."""
+        """Threads skip what is left to do for the ticket."""
         ticket.dropped = True
-        self._dropped.append(ticket)
+        super().drop(ticket)
 
     def close(self) -> None:
         """End the threads and remove the file."""
@@ -193,7 +181,7 @@ class DiskStore:
             raise self._failure(ticket.what, verb, error) from error
         finally:
             if waits:
-                self.traffic.seconds_waited += time.perf_counter() - start
+                self._traffic.seconds_waited += time.perf_counter() - start
 
     def _failure(self, what: str, verb: str, error: Exception) -> OffloadError:
         reserved = self.reserved_bytes / 2**30

@@ -17,14 +17,13 @@ the current stream is ``side``, which would then wait for itself.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 import torch
 
 from slipstream.errors import OffloadError
-from slipstream.memory.offload.slots import Slot, Slots
-from slipstream.memory.offload.store import Traffic
+from slipstream.memory.offload.slots import Slot
+from slipstream.memory.offload.store import Store, Traffic
 
 _MAX_PENDING_WAITS = 256
 
@@ -43,7 +42,7 @@ class _Ticket:
     arrived: torch.cuda.Event | None = None
 
 
-class HostStore:
+class HostStore(Store):
     """Slabs of pinned host memory, reused from step to step, and two side streams.
 
     No method but ``close`` blocks the host. See [Note: Streams].
@@ -59,25 +58,18 @@ class HostStore:
     """
 
     def __init__(self, device: torch.device, budget_bytes: int, rank: int = 0) -> None:
-        self._device, self._rank = device, rank
+        super().__init__(2**28, budget_bytes, rank)
+        self._device = device
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._slabs: list[torch.Tensor] = []
-        self._slots = Slots(self._add_slab, 2**28, budget_bytes)
-        self._dropped: deque[_Ticket] = deque()
         # Events before and after each wait of the compute stream, not yet added to the traffic.
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._traffic = Traffic()
 
     @property
     def traffic(self) -> Traffic:
         """Bytes copied so far, and the seconds for which the compute stream stood still."""
         self._add_up_waits()
         return self._traffic
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of pinned memory."""
-        return self._slots.reserved_bytes
 
     def put(self, raw: torch.Tensor, what: str) -> _Ticket:
         """Copy out on a side stream, after what the current stream computes."""
@@ -132,10 +124,6 @@ class HostStore:
             ticket.target.record_stream(current)
         target, ticket.target = ticket.target, None
         return target
-
-    def drop(self, ticket: _Ticket) -> None:
-        """Only take note, as the garbage collector may call this inside of any other method."""
-        self._dropped.append(ticket)
 
     def close(self) -> None:
         """Wait for copies on their way and free the memory."""

@@ -5,7 +5,7 @@ A store copies (`HostStore`, `DiskStore`); this file decides what is copied when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Self
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -16,17 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.blocks import blocks_of, matching
-from slipstream.memory.forward_override import ForwardOverride
+from slipstream.memory.forward_override import Forward, ForwardOverride
+from slipstream.memory.offload import saved_tensors as saved
 from slipstream.memory.offload.open_store import open_store
 from slipstream.memory.offload.pcie import gpus_sharing_link
-from slipstream.memory.offload.saved_tensors import (
-    BlockCall,
-    ForwardPass,
-    OffloadedStorage,
-    OffloadedTensor,
-    ResidentTensor,
-    is_plain,
-)
 from slipstream.memory.offload.store import Store, Traffic
 from slipstream.strategy import Offload, Row
 
@@ -104,10 +97,8 @@ def _blocks(model: nn.Module, config: Offload) -> dict[str, nn.Module]:
             "memory.offload to host: the model is on the CPU, so its activations are in host "
             "memory already; use {to: disk}, or move the model to a GPU first"
         )
-    if config.modules is None:
-        paths = blocks_of(model)
-    else:
-        paths = matching(model, config.modules, "memory.offload.modules")
+    named = config.modules
+    paths = matching(model, named, "memory.offload.modules") if named else blocks_of(model)
     if not paths:
         raise StrategyError(
             f"memory.offload: {type(model).__name__} has no repeated blocks (a ScriptModule does "
@@ -136,25 +127,19 @@ class Offloader:
     """
 
     def __init__(
-        self,
-        blocks: Mapping[str, nn.Module],
-        config: Offload,
-        store: Store,
-        device: torch.device,
+        self, blocks: Mapping[str, nn.Module], config: Offload, store: Store, device: torch.device
     ) -> None:
         self._config, self._store, self._device = config, store, device
         self._paths = tuple(blocks)
-        self._pass, self._last_position = ForwardPass(), 0
-        self._complete_pass: ForwardPass | None = None  # the last one before the current one
-        self._copying: BlockCall | None = None  # its tensors are on their way out
-        self._in_backward: ReferenceType[BlockCall] | None = None
-        self._storages: WeakKeyDictionary[Any, ReferenceType[OffloadedStorage]] = (
-            WeakKeyDictionary()
-        )
+        self._pass, self._last_position = saved.ForwardPass(), 0
+        self._complete_pass: saved.ForwardPass | None = None  # the last one before the current one
+        self._copying: saved.BlockCall | None = None  # its tensors are on their way out
+        self._in_backward: ReferenceType[saved.BlockCall] | None = None
+        self._storages = WeakKeyDictionary[Any, ReferenceType[saved.OffloadedStorage]]()
         self._closed = False
         self._overrides = [
-            _OffloadOverride(module, partial(self._forward, position, path, module))
-            for position, (path, module) in enumerate(blocks.items())
+            _OffloadOverride(module, partial(self._forward, position, module))
+            for position, module in enumerate(blocks.values())
         ]
 
     @property
@@ -220,25 +205,17 @@ class Offloader:
     # Forward.
 
     def _forward(
-        self,
-        position: int,
-        path: str,
-        module: nn.Module,
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
+        self, position: int, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
     ) -> Any:
         """The forward of a block, in which autograd saves what `_pack` returns for tensors."""
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        call = self._begin_call(position, path)
-        pack: Callable[[torch.Tensor], ResidentTensor | OffloadedTensor]
+        call = self._begin_call(position)
+        state_storages: set[Any] | None = None
         if self._is_offloaded(position):
             state = (*module.parameters(), *module.buffers())
             state_storages = {t.untyped_storage() for t in state if t.layout is torch.strided}
-            pack = partial(self._pack, call, state_storages)
-        else:
-            pack = partial(ResidentTensor, call)
+        pack = partial(self._pack, call, state_storages)
         with saved_tensors_hooks(pack, self._unpack):
             result = forward(*args, **kwargs)
         # Copies of a block overlap with the next block's forward and are awaited at its end, so a
@@ -256,51 +233,51 @@ class Offloader:
         return sum(later > position for later in saving) >= self._config.keep_last
 
     @property
-    def _observed_pass(self) -> ForwardPass | None:
+    def _observed_pass(self) -> saved.ForwardPass | None:
         """The last complete pass, the current one included."""
         return self._pass if self._is_complete(self._pass) else self._complete_pass
 
-    def _is_complete(self, forward_pass: ForwardPass) -> bool:
+    def _is_complete(self, forward_pass: saved.ForwardPass) -> bool:
         """Whether a pass reached the last block, and saved anything."""
         return forward_pass.position == self._last_position and bool(forward_pass.saving)
 
-    def _begin_call(self, position: int, path: str) -> BlockCall:
+    def _begin_call(self, position: int) -> saved.BlockCall:
         """A block is called; a new pass begins if it does not come after the last one called."""
         if position <= self._pass.position:
             if self._is_complete(self._pass):
                 self._complete_pass = self._pass
-            self._pass = ForwardPass()
+            self._pass = saved.ForwardPass()
         self._last_position = max(self._last_position, position)
         self._pass.position = position
-        return BlockCall(path, position, self._pass)
+        return saved.BlockCall(self._paths[position], position, self._pass)
 
     def _pack(
-        self, call: BlockCall, state_storages: set[Any], tensor: torch.Tensor
-    ) -> ResidentTensor | OffloadedTensor:
-        """What autograd saves instead of ``tensor``."""
-        if tensor.device != self._device or not is_plain(tensor):
-            return ResidentTensor(call, tensor)
+        self, call: saved.BlockCall, state_storages: set[Any] | None, tensor: torch.Tensor
+    ) -> saved.ResidentTensor | saved.OffloadedTensor:
+        """What autograd saves instead of ``tensor``; None: the block keeps everything."""
+        if state_storages is None or tensor.device != self._device or not saved.is_plain(tensor):
+            return saved.ResidentTensor(call, tensor)
         storage = tensor.untyped_storage()
         if storage in state_storages:
-            return ResidentTensor(call, tensor)
+            return saved.ResidentTensor(call, tensor)
         if storage.nbytes() < self._config.min_bytes:
-            forward_pass = call.forward_pass
-            forward_pass.largest_small = max(forward_pass.largest_small, storage.nbytes())
-            return ResidentTensor(call, tensor)
+            seen = call.forward_pass
+            seen.largest_small = max(seen.largest_small, storage.nbytes())
+            return saved.ResidentTensor(call, tensor)
         known = self._storages.get(storage)
         offloaded = known() if known is not None else None
         if offloaded is None or offloaded.version != tensor._version:
-            offloaded = OffloadedStorage(self._store, call, tensor)
+            offloaded = saved.OffloadedStorage(self._store, call, tensor)
             self._storages[storage] = ref(offloaded)
-        return OffloadedTensor(call, tensor, offloaded)
+        return saved.OffloadedTensor(call, tensor, offloaded)
 
     # Backward.
 
-    def _unpack(self, packed: ResidentTensor | OffloadedTensor) -> torch.Tensor:
+    def _unpack(self, packed: saved.ResidentTensor | saved.OffloadedTensor) -> torch.Tensor:
         """The saved tensor; the first one of a block fetches those of the blocks before it."""
         call = packed.call
         if self._closed:
-            if isinstance(packed, OffloadedTensor):
+            if isinstance(packed, saved.OffloadedTensor):
                 raise UsageError(
                     f"backward through {call.path} after its activations were dropped; close() the "
                     "offloader, or the session, after the last backward"

@@ -48,10 +48,7 @@ class Slots:
     """
 
     def __init__(
-        self,
-        add_slab: Callable[[int], None],
-        slab_bytes: int,
-        budget_bytes: int | None = None,
+        self, add_slab: Callable[[int], None], slab_bytes: int, budget_bytes: int | None = None
     ) -> None:
         self._add_slab, self._slab_bytes = add_slab, slab_bytes
         self._budget = budget_bytes

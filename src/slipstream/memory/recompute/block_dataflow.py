@@ -8,7 +8,7 @@ breaks the link.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,11 @@ from slipstream.memory.recompute.rng_state import get_rng_state
 from slipstream.pytree import mapped, tensors
 
 _COMPARED_BY_VALUE = (bool, int, float, str, torch.dtype, torch.device)
+
+
+Link = Mapping[int, int]
+"""The arguments of a block that the block before it returned: for the position of each, the number
+of the tensor in that output."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,15 @@ class Call:
         """Whether both have as many positional arguments, and the same keywords in order."""
         return len(self.args) == len(other.args) and [*self.kwargs] == [*other.kwargs]
 
-    def with_values(self, values: Sequence[Any]) -> Call:
-        """A call of the same form with these arguments."""
+    def is_same(self, other: Call) -> bool:
+        """Whether both have the same form and arguments."""
+        return self.has_form_of(other) and all(map(is_same, self.values, other.values))
+
+    def next_call(self, link: Link, output: Any) -> Call:
+        """The call of the next block, from this call and its output."""
+        returned, values = tensors(output), list(self.values)
+        for position, number in link.items():
+            values[position] = returned[number]
         count = len(self.args)
         return Call(tuple(values[:count]), dict(zip(self.kwargs, values[count:], strict=True)))
 
@@ -50,25 +62,6 @@ class Call:
         """The same call with its tensors replaced, in the order of `tensors`."""
         each = iter(replacements)
         return Call(*mapped((self.args, self.kwargs), lambda _: next(each)))
-
-
-@dataclass(frozen=True)
-class Link:
-    """Which arguments of a block are outputs of the block before it.
-
-    Attributes:
-        outputs: for the position of each such argument, the number of the tensor in the output.
-    """
-
-    outputs: Mapping[int, int]
-
-    def next_call(self, call: Call, output: Any) -> Call:
-        """The call of the block, from the call of the block before it and its output."""
-        returned = tensors(output)
-        values = list(call.values)
-        for position, number in self.outputs.items():
-            values[position] = returned[number]
-        return call.with_values(values)
 
 
 class DataflowRecorder:
@@ -87,8 +80,7 @@ class DataflowRecorder:
     def before(self, name: str, call: Call) -> None:
         """Block ``name`` is about to run."""
         self.order.append(name)
-        link = self._link(call)
-        if link is not None:
+        if link := self._link(call):
             self.links[name] = link
 
     def after(self, call: Call, output: Any) -> None:
@@ -96,7 +88,7 @@ class DataflowRecorder:
         self._last = (call, output, versions(tensors(output)), _all_rng_states())
 
     def _link(self, call: Call) -> Link | None:
-        """The link from the last call to this one; None if there is none."""
+        """The link from the last call to this one; None or empty if there is none."""
         if self._last is None:
             return None
         last, output, output_versions, rng_states = self._last
@@ -110,7 +102,7 @@ class DataflowRecorder:
                 outputs[position] = numbers[0]
             elif numbers or not is_same(value, last_value):
                 return None
-        return Link(outputs) if outputs else None
+        return outputs
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -150,7 +150,7 @@ def cheapest(
         slipstream.errors.StrategyError: a budget of 5 bytes ...; allowed: at least 6 ...
     """
     chain, last = _ChainCosts(costs, borders), len(costs) - 1
-    least = chain.least_bytes(0, last)
+    least, _ = chain.least(0, last)
     total = sum(cost.saved for cost in costs)
     if limit < least:
         raise StrategyError(
@@ -185,7 +185,7 @@ class _ChainCosts:
         self._outputs = list(accumulate((cost.output for cost in costs), initial=0))
         self._forward = list(accumulate((cost.forward for cost in costs), initial=0.0))
         self._span = list(accumulate(number in borders for number in range(len(costs))))
-        self.least_bytes = cache(self._least_bytes)
+        self.least = cache(self._least)
 
     def outputs(self, first: int, end: int) -> int:
         """Bytes of the outputs of blocks ``first`` to ``end - 1``."""
@@ -204,16 +204,15 @@ class _ChainCosts:
         ends = range(first + 1, last + 1)
         return [end for end in ends if self._span[end - 1] == self._span[first]]
 
-    def _least_bytes(self, first: int, last: int) -> int:
-        """The lowest peak of blocks ``first`` to ``last``."""
-        return self._least_choice(first, last)[0] if first <= last else 0
-
-    def _least_choice(self, first: int, last: int) -> tuple[int, int]:
-        """The lowest peak, and the end of the first region (``first``: the block is kept)."""
-        options = [(self.costs[first].saved + self.least_bytes(first + 1, last), first)]
+    def _least(self, first: int, last: int) -> tuple[int, int]:
+        """The lowest peak of blocks ``first`` to ``last``, and the end of their first region
+        (``first``: that block is kept)."""
+        if first > last:
+            return 0, first
+        options = [(self.costs[first].saved + self.least(first + 1, last)[0], first)]
         for end in self.region_ends(first, last):
-            after = self.costs[end - 1].output + self.least_bytes(end, last)
-            inner = self.least_bytes(first, end - 1)
+            after = self.costs[end - 1].output + self.least(end, last)[0]
+            inner = self.least(first, end - 1)[0]
             options.append((max(self.outputs(first, end), inner, after), end))
         return min(options)
 
@@ -221,7 +220,7 @@ class _ChainCosts:
         """The plan of the lowest peak."""
         if first > last:
             return ()
-        _, end = self._least_choice(first, last)
+        _, end = self.least(first, last)
         if end == first:
             return (first, *self.least_plan(first + 1, last))
         return (Region(self.least_plan(first, end - 1)), *self.least_plan(end, last))

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 _Key = tuple[nn.Module, str]
-Buffers = dict[_Key, torch.Tensor | None]
+Buffers = dict[_Key, Tensor | None]
 """Buffers by module and name; a registered buffer may be None."""
 
 _SMALL = 2**16
@@ -56,28 +56,25 @@ class BufferReplay:
     def _first_run(self, copies: Buffers) -> Iterator[None]:
         """Fill ``copies`` with the values from before the run, as far as it changes them."""
         before = buffers_of(self._modules)
-        versions = {key: b._version for key, b in before.items() if b is not None}
+        large = {
+            key: b._version
+            for key, b in before.items()
+            if b is not None and b.layout is torch.strided and b.nbytes > _SMALL
+        }
         copies.update(_copied(before))
         yield
         for key, buffer in buffers_of(self._modules).items():
             if key not in before:
                 copies[key] = _ABSENT
-            elif buffer is not None and buffer is before[key] and _is_large(buffer):
-                self._drop_unchanged(key, buffer, versions[key], copies)
-
-    def _drop_unchanged(
-        self, key: _Key, buffer: torch.Tensor, version: int, copies: Buffers
-    ) -> None:
-        """Drop the copy of a large buffer that the run did not change."""
-        if buffer._version != version:
-            return
-        # Compared by value, as neither batch normalisation nor ``.data`` increases the version. The
-        # comparison reads the whole buffer, so a mask that did not change once is trusted.
-        now, copy = (id(buffer), version), copies[key]
-        trusted = buffer.dtype == torch.bool and self._unchanged_masks.get(key) == now
-        if trusted or (copy is not None and torch.equal(copy, buffer)):
-            self._unchanged_masks[key] = now
-            del copies[key]
+            elif buffer is before[key] and buffer is not None and buffer._version == large.get(key):
+                # Compared by value, as neither batch normalisation nor ``.data`` increases the
+                # version. The comparison reads the whole buffer, so a mask that did not change once
+                # is trusted.
+                now, copy = (id(buffer), buffer._version), copies[key]
+                trusted = buffer.dtype == torch.bool and self._unchanged_masks.get(key) == now
+                if trusted or (copy is not None and torch.equal(copy, buffer)):
+                    self._unchanged_masks[key] = now
+                    del copies[key]
 
 
 class SubstituteBuffers:
@@ -115,7 +112,7 @@ def buffers_of(modules: Iterable[nn.Module]) -> Buffers:
 
 def _copied(buffers: Buffers) -> Buffers:
     """Copy each buffer once; buffers that are one tensor, or share a storage, still do so."""
-    originals = {id(b): b for b in buffers.values() if isinstance(b, torch.Tensor)}
+    originals = {id(b): b for b in buffers.values() if isinstance(b, Tensor)}
     copies = {key: buffer.clone() for key, buffer in originals.items()}
     by_storage: dict[int, list[int]] = {}
     for key, buffer in originals.items():
@@ -128,7 +125,3 @@ def _copied(buffers: Buffers) -> Buffers:
                 view = originals[key]
                 copies[key].set_(storage, view.storage_offset(), view.size(), view.stride())
     return {key: copies.get(id(buffer), buffer) for key, buffer in buffers.items()}
-
-
-def _is_large(buffer: torch.Tensor) -> bool:
-    return buffer.layout is torch.strided and buffer.nbytes > _SMALL

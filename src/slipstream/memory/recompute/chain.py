@@ -12,7 +12,6 @@ checkpoint, so the model may use each of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -21,11 +20,18 @@ from torch import nn
 
 from slipstream.errors import UsageError
 from slipstream.memory.forward_override import Forward, ForwardOverride
-from slipstream.memory.recompute.block_dataflow import Call, Link, is_same, versions
+from slipstream.memory.recompute.block_dataflow import Call, Link, versions
 from slipstream.memory.recompute.budget import Parts, Region
 from slipstream.memory.recompute.layout import Layout
 from slipstream.pytree import tensors
 from slipstream.strategy.memory import Operation
+
+_USED_UP = {
+    "__next__": "which is exhausted when the block is recomputed; pass a list",
+    "get_seq_length": "to which recomputation would append keys and values a second time; train "
+    "without a cache: model.config.use_cache = False",
+}
+"""Why iterators and key-value caches, known by an attribute, cannot be arguments of a block."""
 
 
 class CallObserver(Protocol):
@@ -54,7 +60,8 @@ class Chain:
     def __init__(self, blocks: Mapping[str, nn.Module], keep: Sequence[Operation] = ()) -> None:
         self.blocks, self._keep = blocks, keep
         self.observer: CallObserver | None = None
-        self._pending: dict[str, _PendingOutput] = {}
+        # By name: first block of the region, call, versions of the call's tensors, output.
+        self._pending: dict[str, tuple[str, Call, list[int], Any]] = {}
         self._overrides = {
             name: ForwardOverride(module, partial(self._call, name))
             for name, module in blocks.items()
@@ -98,12 +105,22 @@ class Chain:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         call = Call(args, kwargs)
-        _check_repeatable(name, call)
+        for value in call.values:
+            for attribute, why in _USED_UP.items():
+                if hasattr(value, attribute):
+                    raise UsageError(f"{name} is called with a {type(value).__name__}, {why}")
         if self.observer is not None:
             self.observer.before_call(name, self._forwards[name], call)
         pending = self._pending.pop(name, None)
         if pending is not None:
-            return pending.output_for(call)
+            first, its_call, its_versions, output = pending
+            if not call.is_same(its_call) or versions(call.tensors) != its_versions:
+                raise UsageError(
+                    f"{name} was not called with what the block before it returned, unlike in the "
+                    f"first forward, but is in one region with {first}; a model that changes what "
+                    "it does between blocks needs memory.recompute: {every: 1}"
+                )
+            return output
         layout = self._active_layout
         if name in layout.first_of:
             raise UsageError(
@@ -116,41 +133,10 @@ class Chain:
         region = layout.regions[name]
         (_, output), *others = layout.run(region, call)
         for other, (its_call, its_output) in zip(layout.names(region)[1:], others, strict=True):
-            self._pending[other] = _PendingOutput(
-                other, name, its_call, versions(its_call.tensors), its_output
-            )
+            self._pending[other] = name, its_call, versions(its_call.tensors), its_output
         if self.observer is not None:
             self.observer.after_call(call, output)
         return output
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingOutput:
-    """The output of a block that ran before the model called it; see [Note: Running ahead]."""
-
-    name: str
-    first: str  # block of the region
-    call: Call
-    versions: list[int]  # of the call's tensors
-    output: Any
-
-    def output_for(self, call: Call) -> Any:
-        """The output, if the model's call is the one for which it was computed.
-
-        Raises:
-            UsageError: it is another call.
-        """
-        if (
-            not call.has_form_of(self.call)
-            or not all(map(is_same, call.values, self.call.values))
-            or versions(call.tensors) != self.versions
-        ):
-            raise UsageError(
-                f"{self.name} was not called with what the block before it returned, unlike in the "
-                f"first forward, but is in one region with {self.first}; a model that changes what "
-                "it does between blocks needs memory.recompute: {every: 1}"
-            )
-        return self.output
 
 
 def _forward_on_unchanged_inputs(name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -169,19 +155,3 @@ def _forward_on_unchanged_inputs(name: str, forward: Forward, *args: Any, **kwar
             "memory.recompute: {checkpoints: [path, ...]}"
         )
     return output
-
-
-def _check_repeatable(name: str, call: Call) -> None:
-    """Refuse arguments that the first run uses up or extends: iterators, and key-value caches."""
-    for value in call.values:
-        if hasattr(value, "__next__"):
-            raise UsageError(
-                f"{name} is called with a {type(value).__name__}, which is exhausted when the "
-                "block is recomputed; pass a list"
-            )
-        if hasattr(value, "get_seq_length"):
-            raise UsageError(
-                f"{name} is called with a {type(value).__name__}, to which recomputation would "
-                "append keys and values a second time; train without a cache: "
-                "model.config.use_cache = False"
-            )

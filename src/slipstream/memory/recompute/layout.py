@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from slipstream.strategy.memory import Operation
 _PLACEHOLDER = torch.empty(0)
 
 
+@dataclass(eq=False)
 class Layout:
     """Blocks in order, and the regions among them.
 
@@ -46,26 +48,23 @@ class Layout:
         UsageError: a region contains a block that is not linked to the one before it.
     """
 
-    def __init__(
-        self,
-        order: Sequence[str],
-        parts: Parts,
-        links: Mapping[str, Link],
-        modules: Mapping[str, nn.Module],
-        forwards: Mapping[str, Forward],
-        keep: Sequence[Operation],
-    ) -> None:
-        self.order, self.parts, self._links = order, parts, links
-        self._modules, self._forwards, self._keep = modules, forwards, keep
+    order: Sequence[str]
+    parts: Parts
+    links: Mapping[str, Link]
+    modules: Mapping[str, nn.Module]
+    forwards: Mapping[str, Forward]
+    keep: Sequence[Operation]
+
+    def __post_init__(self) -> None:
         self.regions: dict[str, Region] = {}
         self.first_of: dict[str, str] = {}
         self._buffer_replays: dict[Region, BufferReplay] = {}
-        for region in parts:
+        for region in self.parts:
             if isinstance(region, Region):
                 first, *others = self.names(region)
                 self.regions[first] = region
                 self.first_of |= dict.fromkeys(others, first)
-        for name in self.first_of.keys() - links.keys():
+        for name in self.first_of.keys() - self.links.keys():
             raise UsageError(
                 f"{name} shares a region with the block before it, but on this rank, unlike on the "
                 "first, it is not called with what that block returns; use "
@@ -86,7 +85,7 @@ class Layout:
         calls = list[tuple[Call, Any]]()
         for name, output in zip(self.names(region), outputs, strict=True):
             if calls:
-                call = self._links[name].next_call(*calls[-1])
+                call = call.next_call(self.links[name], calls[-1][1])
             calls.append((call, output))
         return calls
 
@@ -110,10 +109,7 @@ class Layout:
             return self._run(region, form.with_tensors(saved[number] for number in numbers))
 
         outputs: list[Any] = checkpoint(
-            run,
-            *distinct.values(),
-            use_reentrant=False,
-            context_fn=partial(self._contexts, region),
+            run, *distinct.values(), use_reentrant=False, context_fn=partial(self._contexts, region)
         )
         return outputs
 
@@ -124,12 +120,12 @@ class Layout:
             if isinstance(part, Region):
                 first, part_outputs = part.blocks[0], self._checkpoint(part, call)
             else:
-                forward = self._forwards[self.order[part]]
+                forward = self.forwards[self.order[part]]
                 first, part_outputs = part, [forward(*call.args, **call.kwargs)]
             for number, output in enumerate(part_outputs, first):
                 outputs.append(output)
                 if number < last:
-                    call = self._links[self.order[number + 1]].next_call(call, output)
+                    call = call.next_call(self.links[self.order[number + 1]], output)
         return outputs
 
     def _contexts(
@@ -137,25 +133,24 @@ class Layout:
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Contexts of the first run of a region, and of its recomputation."""
         if region not in self._buffer_replays:  # one a region: it remembers unchanged masks
-            modules = [self._modules[name] for name in self.names(region)]
+            modules = [self.modules[name] for name in self.names(region)]
             self._buffer_replays[region] = BufferReplay(modules)
         rng = RngReplay()
         contexts = [self._buffer_replays[region].contexts(), (rng.record(), rng)]
-        if self._keep:
-            contexts.append(selective.contexts(self._keep))
+        if self.keep:
+            contexts.append(selective.contexts(self.keep))
         first, recomputation = zip(*contexts, strict=True)
         return _Combined(*first), _Combined(*recomputation)
 
 
-class _Combined:
+class _Combined(ExitStack):
     """Several contexts as one, which may be entered several times (``retain_graph``)."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        self._contexts, self._stack = contexts, ExitStack()
+        super().__init__()
+        self._contexts = contexts
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Self:
         for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *raised: Any) -> None:
-        self._stack.__exit__(*raised)
+            self.enter_context(context)
+        return self

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 from torch import nn
 
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.blocks import blocks_of, matching
-from slipstream.memory.forward_override import Forward, ForwardOverride
+from slipstream.memory.forward_override import ForwardOverride
 from slipstream.memory.recompute.budget import Parts, Region
 from slipstream.memory.recompute.chain import Chain
 from slipstream.memory.recompute.region_planner import Decision, Prediction, RegionPlanner
@@ -104,11 +102,8 @@ class Recomputed:
         self._keep = () if isinstance(config, Budget | BudgetBytes) else config.keep
         self._chain = Chain({path: model.get_submodule(path) for path in paths}, self._keep)
         self._planner: RegionPlanner | None = None
-        self._model_override: ForwardOverride | None = None
         if not isinstance(config, Checkpoints) and config != Every(keep=self._keep):
-            self._planner = self._chain.observer = RegionPlanner(self._chain, config, agree)
-            # No forward hooks on the model: copies of the model would have them, too.
-            self._model_override = ForwardOverride(model, partial(self._forward, self._planner))
+            self._planner = RegionPlanner(model, self._chain, config, agree)
 
     @property
     def regions(self) -> tuple[tuple[str, ...], ...]:
@@ -147,22 +142,9 @@ class Recomputed:
 
     def close(self) -> None:
         """Restore the forward of every module; idempotent."""
-        if self._model_override is not None:
-            self._model_override.remove()
         if self._planner is not None:
             self._planner.close()
         self._chain.close()
-
-    def _forward(self, planner: RegionPlanner, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the model: marks its begin, and the end of the first one."""
-        self._chain.begin()
-        if self._chain.observer is None:
-            return forward(*args, **kwargs)
-        planner.begin_forward()
-        output = forward(*args, **kwargs)
-        if self._chain.observer is not None:
-            planner.decide()
-        return output
 
 
 def _span(names: Sequence[str]) -> str:

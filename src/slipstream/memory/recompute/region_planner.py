@@ -6,21 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from slipstream.errors import StrategyError, UsageError
-from slipstream.memory.forward_override import Forward
+from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.recompute.block_dataflow import Call, DataflowRecorder
-from slipstream.memory.recompute.budget import (
-    Cost,
-    Parts,
-    cheapest,
-    peak_bytes,
-    seconds,
-    segments,
-)
+from slipstream.memory.recompute.budget import Cost, Parts, cheapest, peak_bytes, seconds, segments
 from slipstream.memory.recompute.chain import Chain
 from slipstream.memory.recompute.measure import measure
 from slipstream.strategy.memory import Budget, BudgetBytes, Every
 
+Planned = Every | Budget | BudgetBytes
 Decision = tuple[Sequence[str], Parts] | StrategyError
 """The names of the blocks in order and their plan, or why there is none."""
 
@@ -52,28 +48,36 @@ class RegionPlanner:
     """
 
     def __init__(
-        self,
-        chain: Chain,
-        config: Every | Budget | BudgetBytes,
-        agree: Callable[[Decision], Decision],
+        self, model: nn.Module, chain: Chain, config: Planned, agree: Callable[[Decision], Decision]
     ) -> None:
         self._chain, self._config, self._agree = chain, config, agree
         self._in_forward = False  # of the model, as opposed to calls of blocks from elsewhere
         self.prediction: Prediction | None = None
         self._reset()
+        chain.observer = self
+        # No forward hooks on the model: copies of the model would have them, too.
+        self._override = ForwardOverride(model, self._forward)
 
     def _reset(self) -> None:
         self._recorder = DataflowRecorder()
         self._costs: list[Cost] = []
 
     def close(self) -> None:
-        """Let go of the process group that ``agree`` holds."""
+        """Restore the model's forward; let go of the process group that ``agree`` holds."""
+        self._override.remove()
         self._agree = lambda decision: decision
 
-    def begin_forward(self) -> None:
-        """A forward of the model begins; forget one that did not reach its end."""
-        self._reset()
+    def _forward(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the model: marks its begin, and the end of the first one."""
+        self._chain.begin()
+        if self._chain.observer is None:
+            return forward(*args, **kwargs)
+        self._reset()  # forgets a forward that did not reach its end
         self._in_forward = True
+        output = forward(*args, **kwargs)
+        if self._chain.observer is not None:
+            self.decide()
+        return output
 
     def before_call(self, name: str, forward: Forward, call: Call) -> None:
         """A block is about to run: record its arguments, and measure it for a budget.
@@ -115,7 +119,7 @@ class RegionPlanner:
         try:
             own: Decision = (tuple(self._recorder.order), self._plan())
         except StrategyError as error:
-            own = error
+            own = StrategyError(f"memory.recompute.{self._config.kind}: {error}")
         decision = self._agree(own)
         if isinstance(decision, StrategyError):
             self._reset()
@@ -125,14 +129,10 @@ class RegionPlanner:
         self._chain.observer = None
         self._chain.install(order, parts, self._recorder.links if same_order else {})
         if self._costs:
-            plain = tuple(range(len(self._costs)))
-            self.prediction = Prediction(
-                peak_bytes(parts, self._costs),
-                peak_bytes(plain, self._costs),
-                seconds(parts, self._costs),
-                seconds(plain, self._costs),
-                tuple(self._costs),
-            )
+            costs, plans = tuple(self._costs), (parts, tuple(range(len(self._costs))))
+            num_bytes, plain_bytes = (peak_bytes(plan, costs) for plan in plans)
+            took, plain_took = (seconds(plan, costs) for plan in plans)
+            self.prediction = Prediction(num_bytes, plain_bytes, took, plain_took, costs)
         self._reset()  # lets go of tensors of the last block
 
     def _plan(self) -> Parts:
@@ -145,7 +145,4 @@ class RegionPlanner:
                 limit = int(self._config.budget * sum(cost.saved for cost in self._costs))
             case BudgetBytes():
                 limit = self._config.budget_bytes
-        try:
-            return cheapest(self._costs, limit, borders)
-        except StrategyError as error:
-            raise StrategyError(f"memory.recompute.{self._config.kind}: {error}") from None
+        return cheapest(self._costs, limit, borders)

@@ -22,13 +22,9 @@ from slipstream.strategy.memory import Operation
 
 _aten = torch.ops.aten
 
-_OPERATIONS: dict[Any, Operation] = {
-    _aten.mm.default: "matmul",
-    _aten.addmm.default: "matmul",
-    _aten.bmm.default: "matmul",
-    _aten.baddbmm.default: "matmul",
-    _aten.convolution.default: "convolution",
-}
+_PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
+_OPERATIONS: dict[Any, Operation] = {_aten.convolution.default: "convolution"}
+_OPERATIONS |= dict.fromkeys(_PRODUCTS, "matmul")
 
 _DROPOUT_ARGUMENT = {
     _aten._scaled_dot_product_flash_attention.default: 3,
