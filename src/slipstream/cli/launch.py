@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from slipstream.cli.options import LogDir, ScriptArgs, StrategySource
 from slipstream.cli.ranks import log_folder, threads_per_rank
@@ -24,24 +25,22 @@ console = Console(stderr=True)
 
 
 def launch(
-    script: Annotated[str, typer.Argument(help="Python file to run (a module with -m).")],
+    script: Annotated[str, Argument(help="Python file to run (a module with -m).")],
     args: ScriptArgs = None,
     nproc: Annotated[
-        str, typer.Option(metavar="N|gpu", help="Ranks on this node; gpu: one for each GPU.")
+        str, Option(metavar="N|gpu", help="Ranks on this node; gpu: one for each GPU.")
     ] = "1",
-    nnodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
+    nnodes: Annotated[int, Option(help="Number of nodes.")] = 1,
     node_rank: Annotated[
-        int | None,
-        typer.Option(help="Index of this node, from 0. By default the rendezvous assigns it."),
+        int | None, Option(help="Index of this node, from 0. By default the rendezvous assigns it.")
     ] = None,
     rdzv_endpoint: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Address on node 0 where the nodes meet."),
+        str | None, Option(metavar="HOST:PORT", help="Address on node 0 where the nodes meet.")
     ] = None,
-    max_restarts: Annotated[int, typer.Option(help="Restarts of the ranks after a failure.")] = 0,
+    max_restarts: Annotated[int, Option(help="Restarts of the ranks after a failure.")] = 0,
     log_dir: LogDir = None,
     strategy: StrategySource = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module.")] = False,
+    module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module.")] = False,
 ) -> None:
     """Run a script on several ranks of this machine, or on this node of several.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from slipstream.advisor.advise import advise
 from slipstream.errors import TraceError
@@ -15,19 +16,13 @@ from slipstream.trace import chrome
 
 
 def report(
-    traces: Annotated[
-        list[Path], typer.Argument(help="Traces: .json or .json.gz.", show_default=False)
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Page to write.")] = Path(
-        "report.html"
-    ),
+    traces: Annotated[list[Path], Argument(help="Traces: .json or .json.gz.")],
+    output: Annotated[Path, Option("--output", "-o", help="Page to write.")] = Path("report.html"),
     picture: Annotated[
-        Path | None,
-        typer.Option("--png", help="Also write the timelines as a picture.", show_default=False),
+        Path | None, Option("--png", help="Also write the timelines as a picture.")
     ] = None,
     trials: Annotated[
-        Path | None,
-        typer.Option(help="trials.json of [bold]slipstream tune[/bold].", show_default=False),
+        Path | None, Option(help="trials.json of [bold]slipstream tune[/bold].")
     ] = None,
 ) -> None:
     """Write a page for the browser: timeline, breakdown, findings, predictions and trials.

@@ -14,19 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from slipstream.analysis.breakdown import typical_iteration
 from slipstream.analysis.compact_table import compact
-from slipstream.analysis.throughput import (
-    compute_share,
-    iterations_per_second,
-    samples_per_second,
-)
+from slipstream.analysis.throughput import compute_share, iterations_per_second, samples_per_second
 from slipstream.analysis.time_unit import TimeUnit
 from slipstream.cli.options import Script, ScriptArgs, StrategySource
 from slipstream.cli.ranks import launch_command, log_folder, refuse_launcher, threads_per_rank
@@ -63,14 +59,13 @@ class Point:
 def scale(
     script: Script,
     args: ScriptArgs = None,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to run with.")] = "1,2,4",
-    steps: Annotated[int, typer.Option(min=1, help="Iterations to measure in each run.")] = 10,
-    skip: Annotated[int, typer.Option(min=0, help="Iterations before them, as warm-up.")] = 3,
-    limit: Annotated[float, typer.Option(help="Time limit of a run, in seconds.")] = 600.0,
+    ranks: Annotated[str, Option(help="Numbers of ranks to run with.")] = "1,2,4",
+    steps: Annotated[int, Option(min=1, help="Iterations to measure in each run.")] = 10,
+    skip: Annotated[int, Option(min=0, help="Iterations before them, as warm-up.")] = 3,
+    limit: Annotated[float, Option(help="Time limit of a run, in seconds.")] = 600.0,
     strategy: StrategySource = None,
     folder: Annotated[
-        Path | None,
-        typer.Option(help="For traces, logs, JSON. Default: slipstream-logs/scale-TIME."),
+        Path | None, Option(help="For traces, logs, JSON. Default: slipstream-logs/scale-TIME.")
     ] = None,
 ) -> None:
     """Measure how a training speeds up with more ranks of this machine.

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from slipstream.analysis.compact_table import compact
 from slipstream.cli.options import (
@@ -30,7 +31,7 @@ app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": [
 # As in `launch`, stdout carries the script's output alone.
 console = Console(stderr=True)
 
-Nodes = Annotated[int, typer.Option(help="Number of hosts.")]
+Nodes = Annotated[int, Option(help="Number of hosts.")]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.text import Text
+from typer import Argument, Option
 
 from slipstream.advisor.advise import advise as find
 from slipstream.advisor.findings import Finding
@@ -29,21 +30,19 @@ app = typer.Typer(no_args_is_help=True)
 
 COLOURS = {"good": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
-File = Annotated[Path, typer.Argument(help="A trace: .json or .json.gz.", show_default=False)]
+File = Annotated[Path, Argument(help="A trace: .json or .json.gz.")]
 
 
 @app.command()
 def summary(
     file: File,
-    rank: Annotated[
-        int | None, typer.Option(help="Show this rank alone.", show_default=False)
-    ] = None,
+    rank: Annotated[int | None, Option(help="Show this rank alone.")] = None,
     per_rank: Annotated[
-        bool, typer.Option("--per-rank", help="Add a table with a row for each rank.")
+        bool, Option("--per-rank", help="Add a table with a row for each rank.")
     ] = False,
     baseline: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="TRACE",
             help="Trace of the same training on one rank: adds the scaling efficiency.",
             show_default=False,
@@ -74,7 +73,7 @@ def advise(
     file: File,
     cluster: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="cluster.yaml of `slipstream doctor network`. Default: the costs in the trace.",
             show_default=False,

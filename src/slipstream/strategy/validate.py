@@ -21,12 +21,7 @@ _TYPES = {
     "string": "text",
     "null": "null",
 }
-_BOUNDS = {
-    "exclusiveMinimum": ">",
-    "minimum": ">=",
-    "exclusiveMaximum": "<",
-    "maximum": "<=",
-}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -90,11 +90,7 @@ class Testbed:
         self._keeper, self._pids, self._started = None, [], []
 
     def popen(
-        self,
-        node: Node,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        **kwargs: Any,
+        self, node: Node, argv: Sequence[str], env: Mapping[str, str] | None = None, **kwargs: Any
     ) -> subprocess.Popen[Any]:
         """Start ``argv`` on ``node``; returns a ``subprocess.Popen``, which forwards signals, too.
 

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from slipstream.advisor.advise import advise
 from slipstream.analysis.summary import summary
@@ -49,13 +50,13 @@ class Job:
 
 
 def demo(
-    nodes: Annotated[int, typer.Option(min=2, help="Emulated hosts, with one rank each.")] = 4,
+    nodes: Annotated[int, Option(min=2, help="Emulated hosts, with one rank each.")] = 4,
     rate: LinkRate = "1gbit",
-    steps: Annotated[int, typer.Option(min=2, help="Iterations to time of each training.")] = 50,
+    steps: Annotated[int, Option(min=2, help="Iterations to time of each training.")] = 50,
     loopback: Annotated[
-        bool, typer.Option("--loopback", help="Run the ranks on this host, without slow links.")
+        bool, Option("--loopback", help="Run the ranks on this host, without slow links.")
     ] = False,
-    folder: Annotated[Path, typer.Option(help="Where trace, overview and numbers go.")] = Path(
+    folder: Annotated[Path, Option(help="Where trace, overview and numbers go.")] = Path(
         "slipstream-demo"
     ),
 ) -> None:

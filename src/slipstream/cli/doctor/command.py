@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from slipstream.cli.options import LinkRate, RanksPerNode, check_writable
 from slipstream.cli.ranks import describe_hosts, log_folder, run_on_hosts, run_on_this_host
@@ -42,23 +43,16 @@ class Job:
 @app.command()
 def network(
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="YAML file of the numbers.")
+        Path, Option("--output", "-o", metavar="FILE", help="YAML file of the numbers.")
     ] = Path("cluster.yaml"),
     ranks: Annotated[
         int | None,
-        typer.Option(
-            min=2, help="Ranks to start on this host, without a launcher.", show_default="2"
-        ),
+        Option(min=2, help="Ranks to start on this host, without a launcher.", show_default="2"),
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(help="Emulated hosts to start ranks on, instead.", show_default=False),
-    ] = None,
+    nodes: Annotated[int | None, Option(help="Emulated hosts to start ranks on, instead.")] = None,
     ranks_per_node: RanksPerNode = 1,
     rate: LinkRate = "1gbit",
-    seconds: Annotated[
-        float, typer.Option(min=1, help="Upper limit of the measurement, about.")
-    ] = 20.0,
+    seconds: Annotated[float, Option(min=1, help="Upper limit of the measurement, about.")] = 20.0,
 ) -> None:
     """Measure all-reduce, reduce-scatter and all-gather from 1 KB to 64 MB; save the numbers.
 

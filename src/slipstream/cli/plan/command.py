@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from slipstream.cli.options import AsJson, ExactOnly, check_writable
 from slipstream.cli.plan.memory import plan_memory
@@ -23,14 +24,7 @@ from slipstream.planner.candidates import candidates, label
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import (
-    RATES,
-    Point,
-    Prediction,
-    rank,
-    traced_strategy,
-    what_if,
-)
+from slipstream.planner.ranking import RATES, Point, Prediction, rank, traced_strategy, what_if
 from slipstream.planner.simulate import simulate
 from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy
@@ -42,49 +36,44 @@ PREDICTED_STEPS = 3
 
 
 def plan(
-    trace: Annotated[
-        Path | None, typer.Option(help="Trace of the training: .json or .json.gz.")
-    ] = None,
+    trace: Annotated[Path | None, Option(help="Trace of the training: .json or .json.gz.")] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="cluster.yaml of `slipstream doctor network`.")
+        Path | None, Option(help="cluster.yaml of `slipstream doctor network`.")
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Predict for this number of hosts.")
-    ] = None,
+    nodes: Annotated[int | None, Option(min=1, help="Predict for this number of hosts.")] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Predict for this number of ranks on each.")
+        int | None, Option(min=1, help="Predict for this number of ranks on each.")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(help="Predict for links of this rate: 300mbit, 25gbit.")
+        str | None, Option(help="Predict for links of this rate: 300mbit, 25gbit.")
     ] = None,
     exact_only: ExactOnly = True,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the best strategy here: .yaml.")
+        Path | None, Option("--output", "-o", help="Write the best strategy here: .yaml.")
     ] = None,
     predicted: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Write the predicted trace of the best strategy, for `slipstream report`.",
         ),
     ] = None,
     as_json: AsJson = False,
     memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of a rank's device, 32GiB: find the largest batch instead."),
+        str | None, Option(help="Memory of a rank's device, 32GiB: find the largest batch instead.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="With --memory: a known model, or FILE.py:FUNCTION.")
+        str | None, Option(help="With --memory: a known model, or FILE.py:FUNCTION.")
     ] = None,
     length: Annotated[
-        int | None, typer.Option(min=1, help="With --memory: tokens of a text, or pixels a side.")
+        int | None, Option(min=1, help="With --memory: tokens of a text, or pixels a side.")
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="With --memory: adamw (the default), sgd, momentum, lamb.")
+        str | None, Option(help="With --memory: adamw (the default), sgd, momentum, lamb.")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="With --memory: fp32, or the bf16 or fp16 of precision half_weights."),
+        Option(help="With --memory: fp32, or the bf16 or fp16 of precision half_weights."),
     ] = None,
 ) -> None:
     """Predict and rank strategies, or find the largest batch that fits.

@@ -63,11 +63,7 @@ def gpt2(width: int, layers: int, heads: int, length: int) -> Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        n_positions=max(length, 1024),
-        use_cache=False,
+        n_embd=width, n_layer=layers, n_head=heads, n_positions=max(length, 1024), use_cache=False
     )
     config._attn_implementation = "eager"
     model = GPT2LMHeadModel(config)

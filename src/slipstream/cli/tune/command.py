@@ -18,9 +18,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from slipstream.cli.options import (
     ExactOnly,
@@ -57,28 +57,28 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 def tune(
     script: Script,
     args: ScriptArgs = None,
-    budget: Annotated[str, typer.Option(help="Time for everything: 90s, 10m, 1h.")] = "10m",
+    budget: Annotated[str, Option(help="Time for everything: 90s, 10m, 1h.")] = "10m",
     exact_only: ExactOnly = True,
     ranks: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1, help="Ranks on this host; with --nodes, of each host.", show_default="2, or 1"
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(help="Emulated hosts to run on (slipstream testbed).")
+        int | None, Option(help="Emulated hosts to run on (slipstream testbed).")
     ] = None,
     rate: LinkRate = "1gbit",
     strategy: StrategySource = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="cluster.yaml of `slipstream doctor network`. Default: measure it."),
+        Option(help="cluster.yaml of `slipstream doctor network`. Default: measure it."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Iterations to measure in a trial.")] = 10,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="File of the best strategy.")
-    ] = Path("strategy.yaml"),
-    log: Annotated[Path, typer.Option(help="File of all trials, as JSON.")] = Path("trials.json"),
+    steps: Annotated[int, Option(min=1, help="Iterations to measure in a trial.")] = 10,
+    output: Annotated[Path, Option("--output", "-o", help="File of the best strategy.")] = Path(
+        "strategy.yaml"
+    ),
+    log: Annotated[Path, Option(help="File of all trials, as JSON.")] = Path("trials.json"),
 ) -> None:
     """Find the strategy under which a training is fastest, and write it to a file.
 
