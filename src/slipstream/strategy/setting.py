@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-)
-from pydantic_core import CoreSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.validate import explain
@@ -130,7 +122,7 @@ class OneOf:
     def __init__(self, read: Callable[[object], object] = from_kind) -> None:
         self._read = read
 
-    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+    def __get_pydantic_core_schema__(self, union: Any, handler: Any) -> Any:
         alone = tuple(
             variant.model_fields["kind"].default
             for variant in get_args(union)
