@@ -34,12 +34,14 @@ ExactOnly = Annotated[
 AsJson = Annotated[bool, Option("--json", help="Print the numbers as JSON, in seconds.")]
 
 
-def check_writable(option: str, file: Path, suffixes: Collection[str] = ()) -> None:
-    """Fail before the work if its result cannot be written.
+def check_writable(option: str, file: Path | None, suffixes: Collection[str] = ()) -> None:
+    """Fail before the work if its result, unless there is none, cannot be written.
 
     Raises:
         LaunchError: another suffix than ``suffixes``, or the place is not writable.
     """
+    if file is None:
+        return
     if suffixes and file.suffix.lower() not in suffixes:
         raise LaunchError(f"{option} {file}: the file name must end in {' or '.join(suffixes)}")
     place = file if file.exists() else file.parent

@@ -9,7 +9,6 @@ import json
 import os
 import socket
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -28,16 +27,6 @@ MEASURE = "slipstream.cli.doctor.measure"
 app = typer.Typer(no_args_is_help=True)
 # The ranks write to stdout.
 console = Console(stderr=True)
-
-
-@dataclass(frozen=True)
-class Job:
-    """The settings of every rank, passed as JSON in its one argument."""
-
-    file: str
-    seconds: float
-    terminal: bool
-    columns: int
 
 
 @app.command()
@@ -71,8 +60,8 @@ def network(
             f"--ranks {ranks} starts ranks on this host, --nodes {nodes} on emulated hosts: leave "
             "out one of the two; --ranks-per-node sets the ranks of each emulated host"
         )
-    screen = Console()
-    job = json.dumps(asdict(Job(str(output), seconds, screen.is_terminal, screen.width)))
+    screen = {"terminal": Console().is_terminal, "columns": Console().width}
+    job = json.dumps({"file": str(output), "seconds": seconds, **screen})
     if Environment.read(os.environ, socket.gethostname()).source != "none":
         if nodes is not None:
             raise ClusterError(
