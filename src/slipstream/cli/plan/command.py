@@ -6,7 +6,7 @@ Needs no training: a trace and a measured network are enough.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,34 +91,26 @@ def plan(
     [dim]slipstream plan --memory 80GB --model train.py:build --optimizer lamb --dtype bf16[/dim]
     """
     if memory is not None:
-        _refuse(
-            {
-                "--trace": trace, "--cluster": cluster, "--nodes": nodes,
-                "--ranks-per-node": ranks_per_node, "--rate": rate, "--output": output,
-                "--predicted": predicted, "--allow-lossy": None if exact_only else True,
-            },
-            "--memory, which finds the largest batch and predicts no times",
-        )  # fmt: skip
+        context = "--memory, which finds the largest batch and predicts no times"
+        clusters = {"nodes": nodes, "ranks_per_node": ranks_per_node, "rate": rate}
+        files = {"trace": trace, "cluster": cluster, "output": output, "predicted": predicted}
+        _refuse(context, **files, **clusters, allow_lossy=not exact_only or None)
         plan_memory(memory, model, length, optimizer or "adamw", dtype or "fp32", as_json)
         return
-    _refuse(
-        {"--model": model, "--length": length, "--optimizer": optimizer, "--dtype": dtype},
-        "--trace and --cluster, which predict times; add --memory to find the largest batch",
-    )
+    context = "--trace and --cluster, which predict times; add --memory to find the largest batch"
+    _refuse(context, model=model, length=length, optimizer=optimizer, dtype=dtype)
     if trace is None or cluster is None:
         raise StrategyError(
             "plan needs --trace and --cluster, to predict times; or --memory and --model, to find "
             "the largest batch"
         )
-    if output is not None:
-        check_writable("--output", output, SUFFIXES)
-    if predicted is not None:
-        check_writable("--predicted", predicted)
+    check_writable("--output", output, SUFFIXES)
+    check_writable("--predicted", predicted)
     bits = None if rate is None else float(parse_rate(rate))
     recorded = chrome.read(trace)
     base = traced_strategy(recorded)
     measured = NetworkProfile.load(cluster)
-    if nodes is not None or ranks_per_node is not None:
+    if nodes or ranks_per_node:
         measured = _as_traced(measured, recorded)
     workload, here = prepare(recorded, measured)
     if bits is not None and (nodes or here.hosts) == 1:
@@ -126,7 +118,7 @@ def plan(
             f"--rate {rate}: all ranks are on one host, and use no link; give --nodes, too"
         )
     target = here
-    if any(option is not None for option in (nodes, ranks_per_node, rate)):
+    if nodes or ranks_per_node or rate:
         target = here.scaled(nodes or here.hosts, ranks_per_node or here.ranks_per_host, bits)
         workload = workload.for_ranks(target.world_size)
     predictions = rank(candidates(workload, target, exact_only, base), workload, target, base)
@@ -146,25 +138,24 @@ def plan(
         console.print(Text(f"warning: {doubt}", style="yellow"))
     if target.extrapolated:
         console.print(Text(f"Extrapolated: {target.extrapolated}", style="yellow"))
-    if by_nodes:
-        title = f"{label(best)}: more and fewer nodes, {ranks(target.ranks_per_host)} each"
-        console.print("", curve(title, by_nodes, "nodes"))
-    if by_rate:
-        title = f"{label(best)}: other links, {ranks(target.world_size)}"
-        console.print("", curve(title, by_rate, "rate"))
+    more = f"more and fewer nodes, {ranks(target.ranks_per_host)} each"
+    others = f"other links, {ranks(target.world_size)}"
+    for title, points, over in ((more, by_nodes, "nodes"), (others, by_rate, "rate")):
+        if points:
+            console.print("", curve(f"{label(best)}: {title}", points, over))
     if output is not None:
         console.print(Text(f"The best strategy is in {output}."), soft_wrap=True)
 
 
-def _refuse(options: Mapping[str, object], context: str) -> None:
+def _refuse(context: str, **options: object) -> None:
     """Refuse options that have no effect.
 
     Raises:
         StrategyError: names the option.
     """
-    for option, value in options.items():
+    for name, value in options.items():
         if value is not None:
-            raise StrategyError(f"{option} has no effect with {context}")
+            raise StrategyError(f"--{name.replace('_', '-')} has no effect with {context}")
 
 
 def _curves(
@@ -224,12 +215,6 @@ def _document(
 
 
 def _point(point: Point) -> dict[str, Any]:
-    prediction = point.prediction
-    return {
-        "nodes": point.nodes,
-        "ranks": point.ranks,
-        "rate": point.rate,
-        "seconds": prediction.seconds,
-        "samples_per_second": prediction.samples_per_second,
-        "efficiency": prediction.efficiency,
-    }
+    where = {"nodes": point.nodes, "ranks": point.ranks, "rate": point.rate}
+    names = ("seconds", "samples_per_second", "efficiency")
+    return where | {name: getattr(point.prediction, name) for name in names}
