@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -173,7 +173,7 @@ def run(spec: LaunchSpec) -> Outcome:
     arguments = [argument.replace("$", "$$") for argument in arguments]
     python = ("-I", "-S", _rank.__file__)
     try:
-        with _quiet(), _interruptible(), logs:
+        with _quiet_and_interruptible(), closing(logs):
             elastic_launch(_config(spec, logs), sys.executable)(*python, *arguments)
     except ChildFailedError as error:
         failure = _first_failure(error.failures, logs)
@@ -221,25 +221,16 @@ def _first_failure(failures: Mapping[int, Any], logs: RankLogs) -> RankFailure:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the agent's log messages: `run` reports what matters."""
-    before = logging.root.manager.disable
+def _quiet_and_interruptible() -> Iterator[None]:
+    """Without the agent's log messages, and with a Ctrl-C that ends a wait for other nodes.
+
+    `run` reports what matters. Python's own handler would run only when torch's C++ code returns.
+    Once the ranks start, the agent installs handlers of its own.
+    """
+    level, handler = logging.root.manager.disable, signal.signal(signal.SIGINT, signal.SIG_DFL)
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(before)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end a process that waits for other nodes.
-
-    Python's own handler would run only when torch's C++ code returns. Once the ranks start, the
-    agent installs handlers of its own.
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        logging.disable(level)
+        signal.signal(signal.SIGINT, handler)
