@@ -9,6 +9,8 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
 
 from slipstream.strategy.setting import OneOf, Setting, Variant
 
+_Share = Annotated[float, Field(gt=0, le=1)]
+
 
 class Half(Variant, kind="half", exactness="lossy"):
     """Gradients travel and are summed as 16-bit floats.
@@ -71,7 +73,7 @@ class Dgc(Variant, kind="dgc", exactness="lossy"):
         0.01
     """
 
-    density: float = Field(default=0.001, gt=0, le=1)
+    density: _Share = 0.001
     """Share of the values that is sent."""
 
     dense_steps: NonNegativeInt = 0
@@ -80,10 +82,10 @@ class Dgc(Variant, kind="dgc", exactness="lossy"):
     warmup_steps: NonNegativeInt = 1000
     """Updates after ``dense_steps`` over which the density falls."""
 
-    warmup: tuple[float, ...] = Field(default=(0.25, 0.0625, 0.015625, 0.004), strict=False)
+    warmup: tuple[_Share, ...] = Field(default=(0.25, 0.0625, 0.015625, 0.004), strict=False)
     """Densities of the warm-up, each for an equal part of it."""
 
-    sample: float = Field(default=0.01, gt=0, le=1)
+    sample: _Share = 0.01
     """Share of the values sampled to estimate the threshold."""
 
     clip: PositiveFloat | None = None
@@ -105,13 +107,6 @@ class Dgc(Variant, kind="dgc", exactness="lossy"):
             stages += [(begin + round(i * each), share) for i, share in enumerate(self.warmup)]
         end = begin + (self.warmup_steps if self.warmup else 0)
         return (*stages, (end, self.density))
-
-    @field_validator("warmup")
-    @classmethod
-    def _shares(cls, warmup: tuple[float, ...]) -> tuple[float, ...]:
-        if not all(0 < density <= 1 for density in warmup):
-            raise ValueError("allowed: densities above 0 and at most 1")
-        return warmup
 
 
 class PowerSgd(Variant, kind="powersgd", exactness="lossy"):

@@ -101,11 +101,6 @@ def format_yaml(document: object) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
 
 
-def format_json(document: object) -> str:
-    """Write a document as indented JSON."""
-    return json.dumps(document, indent=2) + "\n"
-
-
 SUFFIXES = {".yaml": parse_yaml, ".yml": parse_yaml, ".json": parse_json}
 
 
