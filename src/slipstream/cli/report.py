@@ -43,7 +43,13 @@ def report(
     if picture:
         written[picture] = png(measured, predicted)
     for path, content in written.items():
-        _write(path, content)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        except OSError as error:
+            reason = f"{path} cannot be written: {error.strerror}; choose another path"
+            raise TraceError(reason) from error
+        typer.echo(f"{path} ({len(content) / 1e6:.1f} MB)")
 
 
 def names(paths: Sequence[Path]) -> list[str]:
@@ -53,23 +59,9 @@ def names(paths: Sequence[Path]) -> list[str]:
         >>> names([Path("before/trace.json"), Path("runs/after.json.gz")])
         ['before', 'after']
     """
-    stems = [path.name.removesuffix(".gz").removesuffix(".json") for path in paths]
-    short = [
-        (path.resolve().parent.name or stem) if stem == "trace" else stem
-        for path, stem in zip(paths, stems, strict=True)
-    ]
-    return [
-        name if short.count(name) == 1 else str(path)
-        for name, path in zip(short, paths, strict=True)
-    ]
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise TraceError(
-            f"{path} cannot be written: {error.strerror}; choose another path"
-        ) from error
-    typer.echo(f"{path} ({len(content) / 1e6:.1f} MB)")
+    short = []
+    for path in paths:
+        stem = path.name.removesuffix(".gz").removesuffix(".json")
+        short.append((path.resolve().parent.name if stem == "trace" else "") or stem)
+    pairs = zip(short, paths, strict=True)
+    return [name if short.count(name) == 1 else str(path) for name, path in pairs]

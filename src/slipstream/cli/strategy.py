@@ -14,7 +14,7 @@ from typer import Argument
 
 from slipstream.strategy import Strategy, overview, presets
 
-app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.command(epilog="Example: slipstream strategy show hccl")

@@ -27,7 +27,7 @@ from slipstream.strategy import Strategy
 from slipstream.testbed import Testbed, format_rate
 from slipstream.testbed.link_check import TOLERANCE
 
-app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(no_args_is_help=True)
 # As in `launch`, stdout carries the script's output alone.
 console = Console(stderr=True)
 

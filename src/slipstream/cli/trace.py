@@ -45,7 +45,6 @@ def summary(
         Option(
             metavar="TRACE",
             help="Trace of the same training on one rank: adds the scaling efficiency.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -76,7 +75,6 @@ def advise(
         Option(
             metavar="FILE",
             help="cluster.yaml of `slipstream doctor network`. Default: the costs in the trace.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,

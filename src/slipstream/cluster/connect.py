@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from itertools import count
 
@@ -220,6 +220,7 @@ def _as_in_world(environment: Environment, hosts: Sequence[str]) -> Environment:
         return environment
     by_host = ranks_by_host(hosts)
     neighbours = by_host[hosts[rank]]
-    among_neighbours = {"local_rank": neighbours.index(rank), "local_world_size": len(neighbours)}
-    among_nodes = {"node_rank": list(by_host).index(hosts[rank]), "num_nodes": len(by_host)}
-    return replace(environment, rank=rank, world_size=world_size, **among_neighbours, **among_nodes)
+    node_rank, local_rank = list(by_host).index(hosts[rank]), neighbours.index(rank)
+    *_, host, source, address, port = astuple(environment)
+    place = (rank, world_size, local_rank, len(neighbours), node_rank, len(by_host))
+    return Environment(*place, host, source, address, port)

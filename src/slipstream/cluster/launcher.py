@@ -60,10 +60,8 @@ class LaunchSpec:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        nodes = f"--nnodes {self.nnodes}"
-        node_rank = f"--node-rank {self.node_rank}"
-        restarts = f"--max-restarts {self.max_restarts}"
-        several, fixed = self.nnodes > 1, self.node_rank is not None
+        nodes, restarts = f"--nnodes {self.nnodes}", f"--max-restarts {self.max_restarts}"
+        node_rank, several = f"--node-rank {self.node_rank}", self.nnodes > 1
         problems = {
             f"--nproc {self.nproc}: must be at least 1": self.nproc < 1,
             f"{restarts}: must be at least 0": self.max_restarts < 0,
@@ -77,7 +75,7 @@ class LaunchSpec:
             f"{nodes} needs --rdzv-endpoint HOST:PORT, where the nodes meet and the same on each, "
             "e.g. node0:29500": several and self.rdzv_endpoint is None,
             f"{node_rank} with {restarts}: nodes of fixed rank cannot be restarted; leave out one "
-            "of the two": several and fixed and self.max_restarts > 0,
+            "of the two": several and self.node_rank is not None and self.max_restarts > 0,
         }
         for problem, present in problems.items():
             if present:
@@ -214,10 +212,8 @@ def _first_failure(failures: Mapping[int, Any], logs: RankLogs) -> RankFailure:
     # After a failure the agent ends the other ranks by SIGTERM: those come last.
     stopped = -signal.SIGTERM
     rank = min(failures, key=lambda r: (failures[r].exitcode == stopped, failures[r].timestamp))
-    failed = failures[rank]
-    return RankFailure(
-        rank, failed.local_rank, socket.gethostname(), failed.exitcode, logs.paths[rank]
-    )
+    local_rank, code = failures[rank].local_rank, failures[rank].exitcode
+    return RankFailure(rank, local_rank, socket.gethostname(), code, logs.paths[rank])
 
 
 @contextmanager

@@ -206,13 +206,9 @@ def codec_of(codec: PlainCodec | ByName | Adaptive | None, name: str) -> PlainCo
         >>> codec_of(Adaptive(codec="int8"), "head.weight").kind
         'int8'
     """
-    match codec:
-        case ByName():
-            return codec.of(name)
-        case Adaptive():
-            return codec.codec
-        case _:
-            return codec
+    if isinstance(codec, ByName):
+        return codec.of(name)
+    return codec.codec if isinstance(codec, Adaptive) else codec
 
 
 def keeps_state(codec: PlainCodec | ByName | Adaptive | None) -> bool:
@@ -223,13 +219,10 @@ def keeps_state(codec: PlainCodec | ByName | Adaptive | None) -> bool:
         (False, False, True)
     """
     match codec:
-        case None | Half():
-            return False
         case Int8():
             return codec.error_feedback
         case ByName():
             return any(keeps_state(rule.codec) for rule in codec.rules)
         case Adaptive():
             return keeps_state(codec.codec)
-        case _:
-            return True
+    return not isinstance(codec, Half | None)

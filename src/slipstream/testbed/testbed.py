@@ -177,7 +177,7 @@ def _ask(keeper: subprocess.Popen[str], order: dict[str, Any]) -> list[int]:
 def _as_ended(processes: list[subprocess.Popen[Any]]) -> Iterator[int]:
     """Indices of ``processes`` in the order in which they end."""
     with ExitStack() as cleanup:
-        running = {os.pidfd_open(process.pid): i for i, process in enumerate(processes)}
+        running: dict[Any, int] = {os.pidfd_open(p.pid): i for i, p in enumerate(processes)}
         for pidfd in running:
             cleanup.callback(os.close, pidfd)
         while running:

@@ -174,12 +174,9 @@ def verdict(measured: Measured) -> str:
     if comparison.ratio_interval is None:
         return f"Too few iterations to say: slipstream {took}."
     low, high = comparison.ratio_interval
-    if high < 1:
-        words = "slipstream was faster in this run: it"
-    elif low > 1:
-        words = "slipstream was NOT faster in this run: it"
-    else:
-        words = "Too close to say: slipstream"
+    words = "Too close to say: slipstream"
+    if high < 1 or low > 1:
+        words = f"slipstream was {'' if high < 1 else 'NOT '}faster in this run: it"
     return f"{words} {took} (95 %: {low:.3f} to {high:.3f})."
 
 

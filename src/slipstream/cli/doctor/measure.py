@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import closing
 
 import torch
 from rich.console import Console
@@ -32,16 +33,13 @@ def measure(file: str, seconds: float, terminal: bool, columns: int) -> None:
         disable=ranks.rank != 0 or not console.is_terminal,
     )
     task = bar.add_task("", total=1.0)
-    try:
-        with bar:
-            profile = calibrate(
-                ranks,
-                seconds=seconds,
-                codecs=(Half(), Int8(), OneBit(), Dgc(), PowerSgd()),
-                progress=lambda share, what: bar.update(task, completed=share, description=what),
-            )
-    finally:
-        ranks.close()
+    with closing(ranks), bar:
+        profile = calibrate(
+            ranks,
+            seconds=seconds,
+            codecs=(Half(), Int8(), OneBit(), Dgc(), PowerSgd()),
+            progress=lambda share, what: bar.update(task, completed=share, description=what),
+        )
     if ranks.rank == 0:
         console.print(report(profile))
         profile.save(file)
