@@ -75,10 +75,9 @@ def check(nodes: Nodes = 4, rate: LinkRate = "1gbit") -> None:
 
 def _check(bed: Testbed) -> None:
     """Measure the links, draw them, and warn of those that miss the rate."""
+    title = f"testbed: links of {format_rate(bed.rate)}"
     headings = ("host", "from node0", "to node0", "round trip", "address")
-    table = compact(
-        f"testbed: links of {format_rate(bed.rate)}", *headings, left=["host", "address"]
-    )
+    table = compact(title, *headings, left=["host", "address"])
     table.add_row(bed.nodes[0].name, "", "", "", bed.nodes[0].address)
     checks = bed.check()
     for link in checks:

@@ -146,13 +146,11 @@ def table(measured: Measured) -> Table:
 def plan_table(measured: Measured) -> Table:
     """Predicted next to measured times, for the default and for the plan."""
     plan = measured.plan
-    planned = median(measured.seconds[SLIPSTREAM])
     headings = ("", "segments", "predicted", "measured", "error")
     table = compact("Predicted next to measured", *headings, left=[""])
-    for name, segments, predicted, seconds in (
-        ("default", plan.default_segments, plan.default_predicted, plan.default_measured),
-        ("planned", len(plan.last), plan.predicted, planned),
-    ):
+    default = (plan.default_segments, plan.default_predicted, plan.default_measured)
+    ours = (len(plan.last), plan.predicted, median(measured.seconds[SLIPSTREAM]))
+    for name, (segments, predicted, seconds) in {"default": default, "planned": ours}.items():
         error = f"{predicted / seconds - 1:+.1%}"
         table.add_row(name, str(segments), _seconds(predicted), _seconds(seconds), error)
     return table

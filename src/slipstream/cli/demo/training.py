@@ -177,6 +177,7 @@ class Trainers:
         """All that was measured, over all ranks."""
         both = (DDP, SLIPSTREAM)
         parameters = list(self.models[DDP].parameters())
+        collectives = sum(segment.num_collectives for segment in self.session.segments)
         return Measured(
             nodes=dist.get_world_size(),
             network=network,
@@ -185,10 +186,7 @@ class Trainers:
             parameters=sum(p.numel() for p in parameters),
             batch=task.BATCH,
             seconds=self.seconds,
-            all_reduces={
-                DDP: num_buckets(self.ddp),
-                SLIPSTREAM: sum(segment.num_collectives for segment in self.session.segments),
-            },
+            all_reduces={DDP: num_buckets(self.ddp), SLIPSTREAM: collectives},
             plan=self.plan,
             apart_after_one_step=self.apart,
             final_loss={name: mean_of_ranks(self.losses[name][-LAST_LOSSES:]) for name in both},
@@ -203,10 +201,8 @@ def make_plan(trace: Trace, network: NetworkProfile) -> Planned:
     default = Strategy()
     split = optimal_split(workload, fitted, [default])
     best = Strategy.load({"gradients": {"split": split.document(full=True)}})
-    before, after = (
-        predict(workload, Plan.of(strategy, workload.gradients), fitted)
-        for strategy in (default, best)
-    )
+    plans = [Plan.of(strategy, workload.gradients) for strategy in (default, best)]
+    before, after = (predict(workload, plan, fitted) for plan in plans)
     segments = len(trace.meta["segments"])
     return Planned(list(split.last), segments, before, median(iterations(trace)), after)
 
