@@ -13,8 +13,7 @@ from slipstream.version import __version__
 
 if TYPE_CHECKING:
     from slipstream.errors import SlipstreamError as SlipstreamError
-    from slipstream.session.accelerate import accelerate as accelerate
-    from slipstream.session.accelerate import data_share as data_share
+    from slipstream.session.accelerate import accelerate as accelerate, data_share as data_share
     from slipstream.session.session import Session as Session
     from slipstream.strategy import Strategy as Strategy
 

@@ -6,8 +6,7 @@ from itertools import accumulate, combinations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.advisor.exchange_cost import fitted_line, time_shares
 from slipstream.advisor.exchanges import TOLERANCE

@@ -6,8 +6,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.analysis.stragglers import median_of_others, stragglers
 from slipstream.trace.timeline import timeline

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from slipstream.calibration import calibrate as calibration
-from slipstream.calibration import collective_timer
+from slipstream.calibration import calibrate as calibration, collective_timer
 from slipstream.calibration.calibrate import calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.errors import ClusterError, ExchangeError

@@ -17,8 +17,7 @@ from slipstream.cli.doctor.report import report
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.curve import Curve
 from slipstream.testbed import unavailable
-from tests.planner.networks import SIZES
-from tests.planner.networks import ring_profile as cluster
+from tests.planner.networks import SIZES, ring_profile as cluster
 
 _reason = unavailable()
 SLIPSTREAM = [sys.executable, "-m", "slipstream"]

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.cli import main as cli
-from slipstream.cli import testbed
+from slipstream.cli import main as cli, testbed
 from slipstream.testbed import unavailable
 from tests.testbed.traces import wait_for_marked
 

@@ -7,8 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 import slipstream.comm as comm
 from slipstream.errors import CommError

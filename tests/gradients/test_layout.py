@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import accumulate, groupby
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.errors import ModelError, StrategyError
 from slipstream.gradients.layout import MEGABYTE, Gradient, SegmentRange, plan_segments

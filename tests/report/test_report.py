@@ -12,8 +12,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from slipstream.advisor.findings import Finding
 from slipstream.errors import TraceError

@@ -9,8 +9,7 @@ from math import inf
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.errors import StrategyError
 from slipstream.strategy import (

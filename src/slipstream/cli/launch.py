@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from slipstream.cli.options import LogDir, ScriptArgs, StrategySource
 from slipstream.cli.ranks import log_folder, threads_per_rank
@@ -24,24 +25,22 @@ console = Console(stderr=True)
 
 
 def launch(
-    script: Annotated[str, typer.Argument(help="Python file to run (a module with -m).")],
+    script: Annotated[str, Argument(help="Python file to run (a module with -m).")],
     args: ScriptArgs = None,
     nproc: Annotated[
-        str, typer.Option(metavar="N|gpu", help="Ranks on this node; gpu: one for each GPU.")
+        str, Option(metavar="N|gpu", help="Ranks on this node; gpu: one for each GPU.")
     ] = "1",
-    nnodes: Annotated[int, typer.Option(help="Number of nodes.")] = 1,
+    nnodes: Annotated[int, Option(help="Number of nodes.")] = 1,
     node_rank: Annotated[
-        int | None,
-        typer.Option(help="Index of this node, from 0. By default the rendezvous assigns it."),
+        int | None, Option(help="Index of this node, from 0. By default the rendezvous assigns it.")
     ] = None,
     rdzv_endpoint: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="Address on node 0 where the nodes meet."),
+        str | None, Option(metavar="HOST:PORT", help="Address on node 0 where the nodes meet.")
     ] = None,
-    max_restarts: Annotated[int, typer.Option(help="Restarts of the ranks after a failure.")] = 0,
+    max_restarts: Annotated[int, Option(help="Restarts of the ranks after a failure.")] = 0,
     log_dir: LogDir = None,
     strategy: StrategySource = None,
-    module: Annotated[bool, typer.Option("--module", "-m", help="SCRIPT is a module.")] = False,
+    module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module.")] = False,
 ) -> None:
     """Run a script on several ranks of this machine, or on this node of several.
 
@@ -52,8 +51,11 @@ def launch(
     [dim]slipstream launch --nproc gpu --strategy strategy.yaml -m my.training[/dim]
     [dim]slipstream launch --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 train.py[/dim]
     """
-    config = None if strategy is None else Strategy.load(strategy)
     ranks = _rank_count(nproc)
+    variables = {"OMP_NUM_THREADS": threads_per_rank(ranks)}
+    if strategy is not None:
+        config, path = Strategy.load(strategy), Path(strategy)
+        variables["SLIPSTREAM_STRATEGY"] = str(path.resolve()) if path.is_file() else strategy
     spec = LaunchSpec(
         script=script,
         args=tuple(args or ()),
@@ -64,11 +66,11 @@ def launch(
         rdzv_endpoint=rdzv_endpoint,
         max_restarts=max_restarts,
         log_dir=log_dir or log_folder(),
-        variables=_variables(ranks, strategy),
+        variables=variables,
     )
     if spec.node_rank in (None, 0):
         console.print(_environment(spec))
-        if config is not None:
+        if strategy is not None:
             console.print(overview(config))
     outcome = run(spec)
     if outcome.failure is not None:
@@ -92,15 +94,6 @@ def _rank_count(nproc: str) -> int:
     return torch.cuda.device_count()
 
 
-def _variables(nproc: int, strategy: str | None) -> dict[str, str]:
-    """Environment variables of every rank: its number of threads, and its strategy."""
-    variables = {"OMP_NUM_THREADS": threads_per_rank(nproc)}
-    if strategy is not None:
-        path = Path(strategy)
-        variables["SLIPSTREAM_STRATEGY"] = str(path.resolve()) if path.is_file() else strategy
-    return variables
-
-
 def _environment(spec: LaunchSpec) -> Panel:
     import torch
 
@@ -122,13 +115,11 @@ def _environment(spec: LaunchSpec) -> Panel:
 
 
 def _failure(failure: RankFailure) -> Panel:
-    cause = (
-        f"rank {failure.rank} (local rank {failure.local_rank}) on host {failure.host} "
-        f"{failure.cause}"
-    )
-    log = Text(f"log: {failure.log}", overflow="fold")
+    which = f"rank {failure.rank} (local rank {failure.local_rank}) on host {failure.host}"
+    cause = Text(f"{which} {failure.cause}", style="bold")
+    log, excerpt = f"log: {failure.log}\n", failure.excerpt()
     return Panel(
-        Group(Text(cause, style="bold"), log, Text(), Text(failure.excerpt(), overflow="fold")),
+        Group(cause, Text(log, overflow="fold"), Text(excerpt, overflow="fold")),
         title=f"rank {failure.rank} failed first",
         title_align="left",
         border_style="red",

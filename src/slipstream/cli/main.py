@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
+from typer import Option
 
 from slipstream.cli import launch, report, scale, strategy, testbed, trace
 from slipstream.cli.demo.command import demo
@@ -49,10 +50,7 @@ def _print_version(wanted: bool) -> None:
 )
 def _options(
     version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
+        bool, Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """The options before a command."""

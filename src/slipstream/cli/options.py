@@ -7,43 +7,41 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from slipstream.errors import LaunchError
 
-Script = Annotated[str, typer.Argument(help="Python file of the training.")]
+Script = Annotated[str, Argument(help="Python file of the training.")]
 ScriptArgs = Annotated[
-    list[str] | None, typer.Argument(help="Arguments of the script, passed on untouched.")
+    list[str] | None, Argument(help="Arguments of the script, passed on untouched.")
 ]
 StrategySource = Annotated[
     str | None,
-    typer.Option(
-        metavar="FILE|PRESET", envvar="SLIPSTREAM_STRATEGY", help="Strategy of the ranks."
-    ),
+    Option(metavar="FILE|PRESET", envvar="SLIPSTREAM_STRATEGY", help="Strategy of the ranks."),
 ]
-LogDir = Annotated[
-    Path | None, typer.Option(help="Folder of the logs. Default: slipstream-logs/TIME.")
-]
+LogDir = Annotated[Path | None, Option(help="Folder of the logs. Default: slipstream-logs/TIME.")]
 LinkRate = Annotated[
-    str, typer.Option(help="Rate of each emulated host's link: 300mbit, 1gbit, 2.5gbit.")
+    str, Option(help="Rate of each emulated host's link: 300mbit, 1gbit, 2.5gbit.")
 ]
-RanksPerNode = Annotated[int, typer.Option(min=1, help="Ranks on each emulated host.")]
+RanksPerNode = Annotated[int, Option(min=1, help="Ranks on each emulated host.")]
 ExactOnly = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--exact-only/--allow-lossy",
         help="Keep the mathematics, or also try codecs and larger batches (accumulate).",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, in seconds.")]
+AsJson = Annotated[bool, Option("--json", help="Print the numbers as JSON, in seconds.")]
 
 
-def check_writable(option: str, file: Path, suffixes: Collection[str] = ()) -> None:
-    """Fail before the work if its result cannot be written.
+def check_writable(option: str, file: Path | None, suffixes: Collection[str] = ()) -> None:
+    """Fail before the work if its result, unless there is none, cannot be written.
 
     Raises:
         LaunchError: another suffix than ``suffixes``, or the place is not writable.
     """
+    if file is None:
+        return
     if suffixes and file.suffix.lower() not in suffixes:
         raise LaunchError(f"{option} {file}: the file name must end in {' or '.join(suffixes)}")
     place = file if file.exists() else file.parent

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -50,31 +51,24 @@ def refuse_launcher(command: str) -> None:
         )
 
 
-def launch_command(words: Sequence[str], **options: object) -> list[str]:
-    """The command line that launches ``words``, a script or ``-m MODULE`` with its arguments.
+def slipstream(command: str, *words: str, **options: object) -> list[str]:
+    """The command line of one of slipstream's commands; an option of None is left out.
 
     Example:
-        >>> launch_command(["train.py"], nproc=2, log_dir="logs", strategy=None)[3:]
+        >>> slipstream("launch", "train.py", nproc=2, log_dir="logs", strategy=None)[3:]
         ['launch', '--nproc', '2', '--log-dir', 'logs', 'train.py']
     """
     given = {f"--{name.replace('_', '-')}": value for name, value in options.items()}
     flags = [str(w) for name, value in given.items() if value is not None for w in (name, value)]
-    return [sys.executable, "-m", "slipstream", "launch", *flags, *words]
+    return [sys.executable, "-m", "slipstream", *command.split(), *flags, *words]
 
 
 def run_on_this_host(module: str, argument: str, ranks: int, console: Console) -> int:
     """Run ``python -m MODULE ARGUMENT`` as so many ranks; say which failed, return its code."""
     with tempfile.TemporaryDirectory(prefix="slipstream-logs-") as folder:
-        outcome = run(
-            LaunchSpec(
-                script=module,
-                module=True,
-                args=(argument,),
-                nproc=ranks,
-                log_dir=Path(folder),
-                variables={"OMP_NUM_THREADS": threads_per_rank(ranks)},
-            )
-        )
+        variables = {"OMP_NUM_THREADS": threads_per_rank(ranks)}
+        words: dict[str, Any] = {"script": module, "module": True, "args": (argument,)}
+        outcome = run(LaunchSpec(**words, nproc=ranks, log_dir=Path(folder), variables=variables))
         if failure := outcome.failure:
             # What rank 0 wrote has been shown as it came.
             excerpt = "" if failure.rank == 0 else f":\n{failure.excerpt()}"
@@ -87,20 +81,12 @@ def run_on_hosts(
 ) -> int:
     """Launch ``words`` on all hosts of a testbed; returns 0, or the code of the first to fail."""
     endpoint = f"{bed.nodes[0].address}:{PORT}"
-    return bed.run(
-        [
-            launch_command(
-                words,
-                nnodes=len(bed.nodes),
-                node_rank=node.index,
-                nproc=ranks_per_node,
-                rdzv_endpoint=endpoint,
-                log_dir=logs,
-                strategy=strategy,
-            )
-            for node in bed.nodes
-        ]
-    )
+    shape = {"nnodes": len(bed.nodes), "nproc": ranks_per_node, "rdzv_endpoint": endpoint}
+    files = {"log_dir": logs, "strategy": strategy}
+    launches = [
+        slipstream("launch", *words, node_rank=node.index, **shape, **files) for node in bed.nodes
+    ]
+    return bed.run(launches)
 
 
 def describe_hosts(bed: Testbed) -> str:

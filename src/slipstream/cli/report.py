@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from slipstream.advisor.advise import advise
 from slipstream.errors import TraceError
@@ -15,19 +16,13 @@ from slipstream.trace import chrome
 
 
 def report(
-    traces: Annotated[
-        list[Path], typer.Argument(help="Traces: .json or .json.gz.", show_default=False)
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Page to write.")] = Path(
-        "report.html"
-    ),
+    traces: Annotated[list[Path], Argument(help="Traces: .json or .json.gz.")],
+    output: Annotated[Path, Option("--output", "-o", help="Page to write.")] = Path("report.html"),
     picture: Annotated[
-        Path | None,
-        typer.Option("--png", help="Also write the timelines as a picture.", show_default=False),
+        Path | None, Option("--png", help="Also write the timelines as a picture.")
     ] = None,
     trials: Annotated[
-        Path | None,
-        typer.Option(help="trials.json of [bold]slipstream tune[/bold].", show_default=False),
+        Path | None, Option(help="trials.json of [bold]slipstream tune[/bold].")
     ] = None,
 ) -> None:
     """Write a page for the browser: timeline, breakdown, findings, predictions and trials.
@@ -48,7 +43,13 @@ def report(
     if picture:
         written[picture] = png(measured, predicted)
     for path, content in written.items():
-        _write(path, content)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        except OSError as error:
+            reason = f"{path} cannot be written: {error.strerror}; choose another path"
+            raise TraceError(reason) from error
+        typer.echo(f"{path} ({len(content) / 1e6:.1f} MB)")
 
 
 def names(paths: Sequence[Path]) -> list[str]:
@@ -58,23 +59,9 @@ def names(paths: Sequence[Path]) -> list[str]:
         >>> names([Path("before/trace.json"), Path("runs/after.json.gz")])
         ['before', 'after']
     """
-    stems = [path.name.removesuffix(".gz").removesuffix(".json") for path in paths]
-    short = [
-        (path.resolve().parent.name or stem) if stem == "trace" else stem
-        for path, stem in zip(paths, stems, strict=True)
-    ]
-    return [
-        name if short.count(name) == 1 else str(path)
-        for name, path in zip(short, paths, strict=True)
-    ]
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise TraceError(
-            f"{path} cannot be written: {error.strerror}; choose another path"
-        ) from error
-    typer.echo(f"{path} ({len(content) / 1e6:.1f} MB)")
+    short = []
+    for path in paths:
+        stem = path.name.removesuffix(".gz").removesuffix(".json")
+        short.append((path.resolve().parent.name if stem == "trace" else "") or stem)
+    pairs = zip(short, paths, strict=True)
+    return [name if short.count(name) == 1 else str(path) for name, path in pairs]

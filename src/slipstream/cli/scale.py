@@ -14,22 +14,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
+from typer import Option
 
 from slipstream.analysis.breakdown import typical_iteration
 from slipstream.analysis.compact_table import compact
-from slipstream.analysis.throughput import (
-    compute_share,
-    iterations_per_second,
-    samples_per_second,
-)
+from slipstream.analysis.throughput import compute_share, iterations_per_second, samples_per_second
 from slipstream.analysis.time_unit import TimeUnit
 from slipstream.cli.options import Script, ScriptArgs, StrategySource
-from slipstream.cli.ranks import launch_command, log_folder, refuse_launcher, threads_per_rank
+from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream, threads_per_rank
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy
@@ -63,14 +59,13 @@ class Point:
 def scale(
     script: Script,
     args: ScriptArgs = None,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to run with.")] = "1,2,4",
-    steps: Annotated[int, typer.Option(min=1, help="Iterations to measure in each run.")] = 10,
-    skip: Annotated[int, typer.Option(min=0, help="Iterations before them, as warm-up.")] = 3,
-    limit: Annotated[float, typer.Option(help="Time limit of a run, in seconds.")] = 600.0,
+    ranks: Annotated[str, Option(help="Numbers of ranks to run with.")] = "1,2,4",
+    steps: Annotated[int, Option(min=1, help="Iterations to measure in each run.")] = 10,
+    skip: Annotated[int, Option(min=0, help="Iterations before them, as warm-up.")] = 3,
+    limit: Annotated[float, Option(help="Time limit of a run, in seconds.")] = 600.0,
     strategy: StrategySource = None,
     folder: Annotated[
-        Path | None,
-        typer.Option(help="For traces, logs, JSON. Default: slipstream-logs/scale-TIME."),
+        Path | None, Option(help="For traces, logs, JSON. Default: slipstream-logs/scale-TIME.")
     ] = None,
 ) -> None:
     """Measure how a training speeds up with more ranks of this machine.
@@ -91,7 +86,8 @@ def scale(
     traces: dict[int, Trace] = {}
     # As Ctrl-C does, SIGTERM unwinds the stack, which ends the ranks of the current run.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with _progress() as progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("")
         for count in counts:
             progress.update(task, description=f"{count} ranks: {steps} steps after {skip}")
@@ -189,11 +185,8 @@ def _command(words: Sequence[str], count: int, most: int) -> Callable[[Path], li
     threads = ["env", f"OMP_NUM_THREADS={threads_per_rank(most)}"]
 
     def command(folder: Path) -> list[str]:
-        strategy, logs = folder / STRATEGY, folder / "logs"
-        return [
-            *threads,
-            *launch_command(["--", *words], nproc=count, strategy=strategy, log_dir=logs),
-        ]
+        files = {"strategy": folder / STRATEGY, "log_dir": folder / "logs"}
+        return [*threads, *slipstream("launch", "--", *words, nproc=count, **files)]
 
     return command
 
@@ -211,14 +204,10 @@ def _trace(outcome: Measurement | Failure, count: int) -> Trace:
     raise LaunchError(f"the run with --ranks {count}: {outcome.reason}. {fix}")
 
 
-def _progress() -> Progress:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
-
-
 def _table(points: Sequence[Point], unit: str) -> Table:
-    name, scale, digits = TimeUnit.of(max(point.iteration for point in points))
-    headings = ("speed-up", "efficiency", f"{unit}/s", f"iteration {name}", "compute", "exposed")
+    time = TimeUnit.of(max(point.iteration for point in points))
+    iteration = f"iteration {time.name}"
+    headings = ("speed-up", "efficiency", f"{unit}/s", iteration, "compute", "exposed")
     table = compact("Scaling on this machine", "ranks", *headings)
     for point in points:
         table.add_row(
@@ -226,7 +215,7 @@ def _table(points: Sequence[Point], unit: str) -> Table:
             f"{point.speed_up:.2f}",
             f"{point.efficiency:.1%}",
             f"{point.rate:.5g}",
-            f"{point.iteration * scale:.{digits}f}",
+            time.number(point.iteration),
             f"{point.compute_share:.1%}",
             f"{point.exposed / point.iteration:.1%}" if point.iteration else "-",
         )

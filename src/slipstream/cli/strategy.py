@@ -10,17 +10,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument
 
 from slipstream.strategy import Strategy, overview, presets
 
-app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.command(epilog="Example: slipstream strategy show hccl")
 def show(
     source: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[FILE|PRESET]", help="A strategy file or a preset. Default: the defaults."
         ),
     ] = None,
@@ -47,7 +48,7 @@ def schema() -> None:
 
 @app.command(epilog="Example: slipstream strategy check strategy.yaml")
 def check(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .yaml, .yml or .json file.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="A .yaml, .yml or .json file.")],
 ) -> None:
     """Check a strategy file: print one line if it is valid, else every problem."""
     typer.echo(f"{file}: valid ({Strategy.load(file).exactness})")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from slipstream.analysis.compact_table import compact
 from slipstream.cli.options import (
@@ -26,11 +27,11 @@ from slipstream.strategy import Strategy
 from slipstream.testbed import Testbed, format_rate
 from slipstream.testbed.link_check import TOLERANCE
 
-app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
+app = typer.Typer(no_args_is_help=True)
 # As in `launch`, stdout carries the script's output alone.
 console = Console(stderr=True)
 
-Nodes = Annotated[int, typer.Option(help="Number of hosts.")]
+Nodes = Annotated[int, Option(help="Number of hosts.")]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -74,10 +75,9 @@ def check(nodes: Nodes = 4, rate: LinkRate = "1gbit") -> None:
 
 def _check(bed: Testbed) -> None:
     """Measure the links, draw them, and warn of those that miss the rate."""
+    title = f"testbed: links of {format_rate(bed.rate)}"
     headings = ("host", "from node0", "to node0", "round trip", "address")
-    table = compact(
-        f"testbed: links of {format_rate(bed.rate)}", *headings, left=["host", "address"]
-    )
+    table = compact(title, *headings, left=["host", "address"])
     table.add_row(bed.nodes[0].name, "", "", "", bed.nodes[0].address)
     checks = bed.check()
     for link in checks:

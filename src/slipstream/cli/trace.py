@@ -12,11 +12,11 @@ import typer
 from rich.console import Console, Group
 from rich.padding import Padding
 from rich.text import Text
+from typer import Argument, Option
 
 from slipstream.advisor.advise import advise as find
 from slipstream.advisor.findings import Finding
-from slipstream.analysis.summary import document
-from slipstream.analysis.summary import summary as draw
+from slipstream.analysis.summary import document, summary as draw
 from slipstream.analysis.time_unit import format_seconds
 from slipstream.cli.options import AsJson
 from slipstream.planner.cost import NetworkProfile
@@ -29,24 +29,21 @@ app = typer.Typer(no_args_is_help=True)
 
 COLOURS = {"good": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
-File = Annotated[Path, typer.Argument(help="A trace: .json or .json.gz.", show_default=False)]
+File = Annotated[Path, Argument(help="A trace: .json or .json.gz.")]
 
 
 @app.command()
 def summary(
     file: File,
-    rank: Annotated[
-        int | None, typer.Option(help="Show this rank alone.", show_default=False)
-    ] = None,
+    rank: Annotated[int | None, Option(help="Show this rank alone.")] = None,
     per_rank: Annotated[
-        bool, typer.Option("--per-rank", help="Add a table with a row for each rank.")
+        bool, Option("--per-rank", help="Add a table with a row for each rank.")
     ] = False,
     baseline: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="TRACE",
             help="Trace of the same training on one rank: adds the scaling efficiency.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,
@@ -74,10 +71,9 @@ def advise(
     file: File,
     cluster: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="cluster.yaml of `slipstream doctor network`. Default: the costs in the trace.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,

@@ -62,8 +62,7 @@ class RankLogs:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(
-                f"the log folder {str(self.folder)!r} cannot be created: {error}; choose another "
-                "with --log-dir"
+                f"the log folder cannot be created: {error}; choose another with --log-dir"
             ) from error
 
     @property
@@ -87,10 +86,8 @@ class RankLogs:
             error_files=dict.fromkeys(envs, os.devnull),
         )
 
-    def __enter__(self) -> RankLogs:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Copy what rank 0 still wrote, and stop."""
         for tail in self._tails:
             tail.stop()
 

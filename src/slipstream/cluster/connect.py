@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from itertools import count
 
@@ -124,9 +124,10 @@ def connect(
         return Cluster(environment, device, None, (environment.host,), owns_world=False)
     if not ready:
         _init_world(environment, device, timeout)
-    hosts = _gather_hosts(environment.host)
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, environment.host)
     environment = _as_in_world(environment, hosts)
-    return Cluster(environment, device, dist.group.WORLD, hosts, owns_world=not ready)
+    return Cluster(environment, device, dist.group.WORLD, tuple(hosts), owns_world=not ready)
 
 
 def local_gpu(environment: Environment, visible: int) -> int:
@@ -212,25 +213,14 @@ def _rendezvous_advice(environment: Environment, timeout: timedelta, error: Exce
     return text
 
 
-def _gather_hosts(host: str) -> tuple[str, ...]:
-    hosts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host)
-    return tuple(hosts)
-
-
-def _as_in_world(environment: Environment, hosts: tuple[str, ...]) -> Environment:
+def _as_in_world(environment: Environment, hosts: Sequence[str]) -> Environment:
     """``environment`` with rank, world size and neighbours of the script's group, if it differs."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if (environment.rank, environment.world_size) == (rank, world_size):
         return environment
     by_host = ranks_by_host(hosts)
     neighbours = by_host[hosts[rank]]
-    return replace(
-        environment,
-        rank=rank,
-        world_size=world_size,
-        local_rank=neighbours.index(rank),
-        local_world_size=len(neighbours),
-        node_rank=list(by_host).index(hosts[rank]),
-        num_nodes=len(by_host),
-    )
+    node_rank, local_rank = list(by_host).index(hosts[rank]), neighbours.index(rank)
+    *_, host, source, address, port = astuple(environment)
+    place = (rank, world_size, local_rank, len(neighbours), node_rank, len(by_host))
+    return Environment(*place, host, source, address, port)

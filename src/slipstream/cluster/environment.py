@@ -16,6 +16,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal
 
 from slipstream.cluster.slurm import expand_counts, expand_hosts
@@ -86,9 +87,13 @@ class _Variables:
     def any(self, *names: str) -> bool:
         return any(name in self.values for name in names)
 
+    def first(self, *names: str) -> str:
+        """The first of ``names`` that is set, else the last."""
+        return next((name for name in names if name in self.values), names[-1])
+
     def text(self, *names: str) -> str | None:
         """The value of the first of ``names`` that is set."""
-        return next((self.values[name] for name in names if name in self.values), None)
+        return self.values.get(self.first(*names))
 
     def needed(self, name: str, why: str) -> str:
         if name not in self.values:
@@ -121,19 +126,11 @@ def _read_torchrun(variables: _Variables) -> Environment:
     _check_range("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_size)
     _check_range("LOCAL_WORLD_SIZE", local_size, "WORLD_SIZE", world_size, first=1)
     node_rank = variables.number("GROUP_RANK", rank // local_size)
-    num_nodes = variables.number("GROUP_WORLD_SIZE", _ceil(world_size, local_size), least=1)
+    num_nodes = variables.number("GROUP_WORLD_SIZE", ceil(world_size / local_size), least=1)
     _check_range("GROUP_RANK", node_rank, "GROUP_WORLD_SIZE", num_nodes)
-    return Environment(
-        rank,
-        world_size,
-        local_rank,
-        local_size,
-        node_rank,
-        num_nodes,
-        source="torchrun",
-        master_addr=address,
-        master_port=variables.port(why=why),
-    )
+    place = (rank, world_size, local_rank, local_size, node_rank, num_nodes)
+    port = variables.port(why=why)
+    return Environment(*place, source="torchrun", master_addr=address, master_port=port)
 
 
 def _read_mpi(variables: _Variables) -> Environment:
@@ -154,31 +151,24 @@ def _read_mpi(variables: _Variables) -> Environment:
             "not say where rank 0 is: mpirun -x MASTER_ADDR=HOST_OF_RANK_0 ...",
         )
     job = variables.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or ""
-    return Environment(
-        rank,
-        world_size,
-        local_rank,
-        local_size,
-        node_rank=rank // local_size,
-        num_nodes=_ceil(world_size, local_size),
-        source="mpi",
-        master_addr=address,
-        master_port=variables.port(_job_port(job)),
-    )
+    nodes = (rank // local_size, ceil(world_size / local_size))
+    place = (rank, world_size, local_rank, local_size, *nodes)
+    port = variables.port(_job_port(job))
+    return Environment(*place, source="mpi", master_addr=address, master_port=port)
 
 
 def _read_slurm(variables: _Variables) -> Environment:
     """A task of a step; rank 0 is on the first host of the step's node list."""
     # The SLURM_STEP_* variables come first: a step may be smaller than its job.
-    size_name = "SLURM_STEP_NUM_TASKS" if variables.any("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    size_name = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, world_size = _rank_and_size(variables, "SLURM_PROCID", size_name)
     why = f"SLURM_PROCID={rank} is"
-    nodes_name = "SLURM_STEP_NUM_NODES" if variables.any("SLURM_STEP_NUM_NODES") else "SLURM_NNODES"
+    nodes_name = variables.first("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     num_nodes = variables.number(nodes_name, least=1, why=why)
     node_rank = variables.number("SLURM_NODEID", why=why)
     _check_range("SLURM_NODEID", node_rank, nodes_name, num_nodes)
     counts = variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    tasks = expand_counts(counts) if counts else (_ceil(world_size, num_nodes),) * num_nodes
+    tasks = expand_counts(counts) if counts else (ceil(world_size / num_nodes),) * num_nodes
     if len(tasks) != num_nodes:
         raise ClusterError(
             f"Slurm's tasks per node, {counts!r}, describe {len(tasks)} nodes: "
@@ -189,17 +179,9 @@ def _read_slurm(variables: _Variables) -> Environment:
     nodelist = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     address = variables.text("MASTER_ADDR") or expand_hosts(nodelist or "")[0]
     job = f"{variables.text('SLURM_JOB_ID')}.{variables.text('SLURM_STEP_ID', 'SLURM_STEPID')}"
-    return Environment(
-        rank,
-        world_size,
-        local_rank,
-        tasks[node_rank],
-        node_rank,
-        num_nodes,
-        source="slurm",
-        master_addr=address,
-        master_port=variables.port(_job_port(job)),
-    )
+    place = (rank, world_size, local_rank, tasks[node_rank], node_rank, num_nodes)
+    port = variables.port(_job_port(job))
+    return Environment(*place, source="slurm", master_addr=address, master_port=port)
 
 
 def _rank_and_size(variables: _Variables, rank_name: str, size_name: str) -> tuple[int, int]:
@@ -218,10 +200,6 @@ def _check_range(name: str, value: int, limit_name: str, limit: int, first: int 
             f"{name}={value} contradicts {limit_name}={limit}: {name} must be "
             f"{first}..{first + limit - 1}"
         )
-
-
-def _ceil(count: int, per_group: int) -> int:
-    return -(-count // per_group)
 
 
 def _job_port(job: str) -> int:

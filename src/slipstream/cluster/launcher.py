@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -60,10 +60,8 @@ class LaunchSpec:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        nodes = f"--nnodes {self.nnodes}"
-        node_rank = f"--node-rank {self.node_rank}"
-        restarts = f"--max-restarts {self.max_restarts}"
-        several, fixed = self.nnodes > 1, self.node_rank is not None
+        nodes, restarts = f"--nnodes {self.nnodes}", f"--max-restarts {self.max_restarts}"
+        node_rank, several = f"--node-rank {self.node_rank}", self.nnodes > 1
         problems = {
             f"--nproc {self.nproc}: must be at least 1": self.nproc < 1,
             f"{restarts}: must be at least 0": self.max_restarts < 0,
@@ -77,7 +75,7 @@ class LaunchSpec:
             f"{nodes} needs --rdzv-endpoint HOST:PORT, where the nodes meet and the same on each, "
             "e.g. node0:29500": several and self.rdzv_endpoint is None,
             f"{node_rank} with {restarts}: nodes of fixed rank cannot be restarted; leave out one "
-            "of the two": several and fixed and self.max_restarts > 0,
+            "of the two": several and self.node_rank is not None and self.max_restarts > 0,
         }
         for problem, present in problems.items():
             if present:
@@ -173,7 +171,7 @@ def run(spec: LaunchSpec) -> Outcome:
     arguments = [argument.replace("$", "$$") for argument in arguments]
     python = ("-I", "-S", _rank.__file__)
     try:
-        with _quiet(), _interruptible(), logs:
+        with _quiet_and_interruptible(), closing(logs):
             elastic_launch(_config(spec, logs), sys.executable)(*python, *arguments)
     except ChildFailedError as error:
         failure = _first_failure(error.failures, logs)
@@ -214,32 +212,21 @@ def _first_failure(failures: Mapping[int, Any], logs: RankLogs) -> RankFailure:
     # After a failure the agent ends the other ranks by SIGTERM: those come last.
     stopped = -signal.SIGTERM
     rank = min(failures, key=lambda r: (failures[r].exitcode == stopped, failures[r].timestamp))
-    failed = failures[rank]
-    return RankFailure(
-        rank, failed.local_rank, socket.gethostname(), failed.exitcode, logs.paths[rank]
-    )
+    local_rank, code = failures[rank].local_rank, failures[rank].exitcode
+    return RankFailure(rank, local_rank, socket.gethostname(), code, logs.paths[rank])
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the agent's log messages: `run` reports what matters."""
-    before = logging.root.manager.disable
+def _quiet_and_interruptible() -> Iterator[None]:
+    """Without the agent's log messages, and with a Ctrl-C that ends a wait for other nodes.
+
+    `run` reports what matters. Python's own handler would run only when torch's C++ code returns.
+    Once the ranks start, the agent installs handlers of its own.
+    """
+    level, handler = logging.root.manager.disable, signal.signal(signal.SIGINT, signal.SIG_DFL)
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(before)
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end a process that waits for other nodes.
-
-    Python's own handler would run only when torch's C++ code returns. Once the ranks start, the
-    agent installs handlers of its own.
-    """
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        logging.disable(level)
+        signal.signal(signal.SIGINT, handler)

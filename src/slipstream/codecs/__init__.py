@@ -4,29 +4,19 @@ Never communicates: an exchange yields requests (``transport.requests``), which 
 out.
 """
 
-from slipstream.codecs.compressor import Compressor, Ranks
-from slipstream.codecs.dgc import DgcCodec, DgcCompressor, Momentum
-from slipstream.codecs.half import HalfCodec
-from slipstream.codecs.int8 import Int8Codec
-from slipstream.codecs.make import make_compressor, wire_bytes
-from slipstream.codecs.onebit import OneBitCodec
-from slipstream.codecs.powersgd import PowerSgdCodec, PowerSgdCompressor
-from slipstream.codecs.residual import Residual
-from slipstream.codecs.two_phase import TwoPhaseCompressor
-
-__all__ = [
-    "Compressor",
-    "DgcCodec",
-    "DgcCompressor",
-    "HalfCodec",
-    "Int8Codec",
-    "Momentum",
-    "OneBitCodec",
-    "PowerSgdCodec",
-    "PowerSgdCompressor",
-    "Ranks",
-    "Residual",
-    "TwoPhaseCompressor",
-    "make_compressor",
-    "wire_bytes",
-]
+from slipstream.codecs.compressor import Compressor as Compressor, Ranks as Ranks
+from slipstream.codecs.dgc import (
+    DgcCodec as DgcCodec,
+    DgcCompressor as DgcCompressor,
+    Momentum as Momentum,
+)
+from slipstream.codecs.half import HalfCodec as HalfCodec
+from slipstream.codecs.int8 import Int8Codec as Int8Codec
+from slipstream.codecs.make import make_compressor as make_compressor, wire_bytes as wire_bytes
+from slipstream.codecs.onebit import OneBitCodec as OneBitCodec
+from slipstream.codecs.powersgd import (
+    PowerSgdCodec as PowerSgdCodec,
+    PowerSgdCompressor as PowerSgdCompressor,
+)
+from slipstream.codecs.residual import Residual as Residual
+from slipstream.codecs.two_phase import TwoPhaseCompressor as TwoPhaseCompressor

@@ -15,22 +15,21 @@ value. Under ``torch.compile`` each call is a graph break. Names and semantics f
 ``functional.distributed``.
 """
 
-from slipstream.comm.graphs import Graph as Graph
-from slipstream.comm.graphs import backward as backward
-from slipstream.comm.graphs import graph as graph
-from slipstream.comm.groups import Group as Group
-from slipstream.comm.groups import group as group
-from slipstream.comm.groups import group_of as group_of
-from slipstream.comm.point_to_point import recv as recv
-from slipstream.comm.point_to_point import send as send
-from slipstream.comm.rearrangements import all_gather as all_gather
-from slipstream.comm.rearrangements import all_to_all as all_to_all
-from slipstream.comm.rearrangements import broadcast as broadcast
-from slipstream.comm.rearrangements import gather as gather
-from slipstream.comm.rearrangements import reduce_scatter_sum as reduce_scatter_sum
-from slipstream.comm.rearrangements import scatter as scatter
-from slipstream.comm.reductions import all_reduce_max as all_reduce_max
-from slipstream.comm.reductions import all_reduce_mean as all_reduce_mean
-from slipstream.comm.reductions import all_reduce_min as all_reduce_min
-from slipstream.comm.reductions import all_reduce_sum as all_reduce_sum
-from slipstream.comm.reductions import reduce_sum as reduce_sum
+from slipstream.comm.graphs import Graph as Graph, backward as backward, graph as graph
+from slipstream.comm.groups import Group as Group, group as group, group_of as group_of
+from slipstream.comm.point_to_point import recv as recv, send as send
+from slipstream.comm.rearrangements import (
+    all_gather as all_gather,
+    all_to_all as all_to_all,
+    broadcast as broadcast,
+    gather as gather,
+    reduce_scatter_sum as reduce_scatter_sum,
+    scatter as scatter,
+)
+from slipstream.comm.reductions import (
+    all_reduce_max as all_reduce_max,
+    all_reduce_mean as all_reduce_mean,
+    all_reduce_min as all_reduce_min,
+    all_reduce_sum as all_reduce_sum,
+    reduce_sum as reduce_sum,
+)

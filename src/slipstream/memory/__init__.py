@@ -5,19 +5,15 @@ activations, `offload` moves activations to the host or a disk until backward, `
 `max_batch` predict memory before training.
 """
 
-from slipstream.memory.estimate.estimate import Estimate, estimate, optimizer_bytes
-from slipstream.memory.estimate.max_batch import max_batch
-from slipstream.memory.offload.offload import Offloader, check_offload, offload
-from slipstream.memory.recompute.recompute import Recomputed, recompute
-
-__all__ = [
-    "Estimate",
-    "Offloader",
-    "Recomputed",
-    "check_offload",
-    "estimate",
-    "max_batch",
-    "offload",
-    "optimizer_bytes",
-    "recompute",
-]
+from slipstream.memory.estimate.estimate import (
+    Estimate as Estimate,
+    estimate as estimate,
+    optimizer_bytes as optimizer_bytes,
+)
+from slipstream.memory.estimate.max_batch import max_batch as max_batch
+from slipstream.memory.offload.offload import (
+    Offloader as Offloader,
+    check_offload as check_offload,
+    offload as offload,
+)
+from slipstream.memory.recompute.recompute import Recomputed as Recomputed, recompute as recompute

@@ -12,7 +12,5 @@ Both are plain ``torch.optim.Optimizer``: schedulers, ``state_dict``, ``GradScal
 show one.
 """
 
-from slipstream.optim.lamb import Lamb
-from slipstream.optim.lars import Lars
-
-__all__ = ["Lamb", "Lars"]
+from slipstream.optim.lamb import Lamb as Lamb
+from slipstream.optim.lars import Lars as Lars

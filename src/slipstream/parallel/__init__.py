@@ -10,5 +10,7 @@ from slipstream.parallel.pipeline.pipeline import Pipeline as Pipeline
 from slipstream.parallel.pipeline.schedules import ideal_bubble as ideal_bubble
 from slipstream.parallel.tensor.loss import vocabulary_cross_entropy as vocabulary_cross_entropy
 from slipstream.parallel.tensor.plans import known_plan as known_plan
-from slipstream.parallel.tensor.split import SplitLayers as SplitLayers
-from slipstream.parallel.tensor.split import split_layers as split_layers
+from slipstream.parallel.tensor.split import (
+    SplitLayers as SplitLayers,
+    split_layers as split_layers,
+)

@@ -13,8 +13,7 @@ from slipstream.planner.comm_plan import Plan, cuts_of
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.simulate import predict
 from slipstream.planner.workload import Workload
-from slipstream.strategy import Optimal, Strategy
-from slipstream.strategy import Trace as TraceSettings
+from slipstream.strategy import Optimal, Strategy, Trace as TraceSettings
 from slipstream.trace import Trace
 
 NODES = tuple(2**power for power in range(13))

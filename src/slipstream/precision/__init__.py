@@ -9,7 +9,8 @@ Both wrap any module from outside and can be removed:
     half.close()
 """
 
-from slipstream.precision.autocast import Autocast, autocast
-from slipstream.precision.half_weights import HalfWeights, half_weights
-
-__all__ = ["Autocast", "HalfWeights", "autocast", "half_weights"]
+from slipstream.precision.autocast import Autocast as Autocast, autocast as autocast
+from slipstream.precision.half_weights import (
+    HalfWeights as HalfWeights,
+    half_weights as half_weights,
+)

@@ -118,8 +118,18 @@ def compose(
         )
         names, codec = [t.name for t in trainables], strategy.gradients.codec
         state = SessionState(model, names, engine, dims, online_split, precision, codec)
-        parts = (cluster, dims, session_loader, loop, state, full_state, handles)
-        return Session(model, optimizer, strategy, *parts)
+        return Session(
+            model,
+            optimizer,
+            strategy,
+            cluster=cluster,
+            dims=dims,
+            loader=session_loader,
+            loop=loop,
+            state=state,
+            full_state=full_state,
+            handles=handles,
+        )
 
 
 @dataclass(frozen=True, slots=True)

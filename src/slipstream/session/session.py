@@ -51,6 +51,7 @@ class Session(Generic[M, O]):
         model: M,
         optimizer: O,
         strategy: Strategy,
+        *,
         cluster: Cluster,
         dims: ParallelDims,
         loader: UnevenInputLoader | None,

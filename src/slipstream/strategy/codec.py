@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, field_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
 
-from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
+from slipstream.strategy.setting import OneOf, Setting, Variant
+
+_Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Half(Variant):
+class Half(Variant, kind="half", exactness="lossy"):
     """Gradients travel and are summed as 16-bit floats.
 
     Example:
@@ -18,25 +20,19 @@ class Half(Variant):
         'fp16'
     """
 
-    kind: Literal["half"] = "half"
-    exactness: ClassVar[Exactness] = "lossy"
-
     dtype: Literal["bf16", "fp16"] = "bf16"
     """bf16 has the range of fp32. fp16 is finer, but only holds 6e-8 to 65504: a smaller mean
     becomes 0, a larger one infinite. The range applies before the loss scale is divided out; with a
     loss scale, an overflow skips the update."""
 
 
-class Int8(Variant):
+class Int8(Variant, kind="int8", exactness="lossy"):
     """Gradients travel as 8-bit integers with one scale per block and are summed in fp32.
 
     Example:
         >>> Int8(rounding="stochastic").block
         256
     """
-
-    kind: Literal["int8"] = "int8"
-    exactness: ClassVar[Exactness] = "lossy"
 
     block: int = Field(default=256, ge=8, le=65536, multiple_of=8)
     """Values that share a scale."""
@@ -48,7 +44,7 @@ class Int8(Variant):
     """Add the rounding error to the next gradients; needs as much memory as the gradients."""
 
 
-class OneBit(Variant):
+class OneBit(Variant, kind="onebit", exactness="lossy"):
     """Gradients travel as signs with one scale per block; error feedback sends the rest later.
 
     The first ``start_step`` updates are dense, as in 1-bit Adam (Tang et al. 2021): an optimizer
@@ -59,9 +55,6 @@ class OneBit(Variant):
         1024
     """
 
-    kind: Literal["onebit"] = "onebit"
-    exactness: ClassVar[Exactness] = "lossy"
-
     block: int = Field(default=1024, ge=64, le=65536, multiple_of=64)
     """Values that share a scale."""
 
@@ -69,7 +62,7 @@ class OneBit(Variant):
     """Updates that send gradients uncompressed first: early gradients change too fast."""
 
 
-class Dgc(Variant):
+class Dgc(Variant, kind="dgc", exactness="lossy"):
     """Only the largest values travel; the others accumulate until they are large (DGC).
 
     Takes over momentum and weight decay of ``torch.optim.SGD``, because DGC applies them before it
@@ -80,10 +73,7 @@ class Dgc(Variant):
         0.01
     """
 
-    kind: Literal["dgc"] = "dgc"
-    exactness: ClassVar[Exactness] = "lossy"
-
-    density: float = Field(default=0.001, gt=0, le=1)
+    density: _Share = 0.001
     """Share of the values that is sent."""
 
     dense_steps: NonNegativeInt = 0
@@ -92,10 +82,10 @@ class Dgc(Variant):
     warmup_steps: NonNegativeInt = 1000
     """Updates after ``dense_steps`` over which the density falls."""
 
-    warmup: tuple[float, ...] = Field(default=(0.25, 0.0625, 0.015625, 0.004), strict=False)
+    warmup: tuple[_Share, ...] = Field(default=(0.25, 0.0625, 0.015625, 0.004), strict=False)
     """Densities of the warm-up, each for an equal part of it."""
 
-    sample: float = Field(default=0.01, gt=0, le=1)
+    sample: _Share = 0.01
     """Share of the values sampled to estimate the threshold."""
 
     clip: PositiveFloat | None = None
@@ -118,24 +108,14 @@ class Dgc(Variant):
         end = begin + (self.warmup_steps if self.warmup else 0)
         return (*stages, (end, self.density))
 
-    @field_validator("warmup")
-    @classmethod
-    def _shares(cls, warmup: tuple[float, ...]) -> tuple[float, ...]:
-        if not all(0 < density <= 1 for density in warmup):
-            raise ValueError("allowed: densities above 0 and at most 1")
-        return warmup
 
-
-class PowerSgd(Variant):
+class PowerSgd(Variant, kind="powersgd", exactness="lossy"):
     """Gradients travel as products of two thin matrices; error feedback sends the rest later.
 
     Example:
         >>> PowerSgd(rank=2).start_step
         1000
     """
-
-    kind: Literal["powersgd"] = "powersgd"
-    exactness: ClassVar[Exactness] = "lossy"
 
     rank: int = Field(default=4, ge=1)
     """Columns of the thin matrices."""
@@ -154,13 +134,7 @@ class PowerSgd(Variant):
 
 
 PlainCodec = Half | Int8 | OneBit | Dgc | PowerSgd
-_Kind = Literal["half", "int8", "onebit", "dgc", "powersgd"]
-
-_OneCodec = Annotated[
-    PlainCodec,
-    Field(discriminator="kind"),
-    BeforeValidator(from_kind, json_schema_input_type=PlainCodec | _Kind),
-]
+_OneCodec = Annotated[PlainCodec, OneOf()]
 
 
 class Rule(Setting):
@@ -178,7 +152,7 @@ class Rule(Setting):
     """Their codec; null: none."""
 
 
-class ByName(Variant):
+class ByName(Variant, kind="by_name", exactness="lossy"):
     """Each parameter gets the codec of the first rule that matches its path, else none.
 
     ``accelerate()`` warns about a rule that matches no trainable parameter.
@@ -189,9 +163,6 @@ class ByName(Variant):
         (None, 'bf16')
     """
 
-    kind: Literal["by_name"] = "by_name"
-    exactness: ClassVar[Exactness] = "lossy"
-
     rules: tuple[Rule, ...] = Field(min_length=1, strict=False)
     """First match wins."""
 
@@ -200,7 +171,7 @@ class ByName(Variant):
         return next((r.codec for r in self.rules if fnmatchcase(name, r.match)), None)
 
 
-class Adaptive(Variant):
+class Adaptive(Variant, kind="adaptive", exactness="lossy"):
     """A codec, used only for segments where it saves more time on the wire than it costs.
 
     Both times are measured on the live ranks before the first update.
@@ -209,9 +180,6 @@ class Adaptive(Variant):
         >>> Adaptive(codec="int8").codec.kind
         'int8'
     """
-
-    kind: Literal["adaptive"] = "adaptive"
-    exactness: ClassVar[Exactness] = "lossy"
 
     codec: _OneCodec = Half()
     """The codec for segments where it pays."""
@@ -227,13 +195,7 @@ class Adaptive(Variant):
         return codec
 
 
-_AnyCodec = PlainCodec | ByName | Adaptive
-
-Codec = Annotated[
-    _AnyCodec,
-    Field(discriminator="kind"),
-    BeforeValidator(from_kind, json_schema_input_type=_AnyCodec | _Kind | Literal["adaptive"]),
-]
+Codec = Annotated[PlainCodec | ByName | Adaptive, OneOf()]
 """A codec, or only its kind where the defaults do: ``half`` for ``{kind: half}``."""
 
 
@@ -244,13 +206,9 @@ def codec_of(codec: PlainCodec | ByName | Adaptive | None, name: str) -> PlainCo
         >>> codec_of(Adaptive(codec="int8"), "head.weight").kind
         'int8'
     """
-    match codec:
-        case ByName():
-            return codec.of(name)
-        case Adaptive():
-            return codec.codec
-        case _:
-            return codec
+    if isinstance(codec, ByName):
+        return codec.of(name)
+    return codec.codec if isinstance(codec, Adaptive) else codec
 
 
 def keeps_state(codec: PlainCodec | ByName | Adaptive | None) -> bool:
@@ -261,13 +219,10 @@ def keeps_state(codec: PlainCodec | ByName | Adaptive | None) -> bool:
         (False, False, True)
     """
     match codec:
-        case None | Half():
-            return False
         case Int8():
             return codec.error_feedback
         case ByName():
             return any(keeps_state(rule.codec) for rule in codec.rules)
         case Adaptive():
             return keeps_state(codec.codec)
-        case _:
-            return True
+    return not isinstance(codec, Half | None)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
+from slipstream.strategy.setting import OneOf, Setting, Variant, from_kind
 
 Operation = Literal["matmul", "convolution", "attention"]
 
@@ -23,7 +23,7 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-class Every(Variant):
+class Every(Variant, kind="every", exactness="bitwise"):
     """Checkpoint every N blocks: keep only the group's input, recompute the rest in backward.
 
     Blocks are the repeated modules found in the model, such as the layers of a transformer.
@@ -33,9 +33,6 @@ class Every(Variant):
         ('matmul',)
     """
 
-    kind: Literal["every"] = "every"
-    exactness: ClassVar[Exactness] = "bitwise"
-
     every: PositiveInt = 1
     """Blocks per group. A larger group keeps fewer inputs, but holds the activations of all its
     blocks while it is recomputed."""
@@ -44,16 +41,13 @@ class Every(Variant):
     """Operations whose results are kept; backward runs once (no ``retain_graph``)."""
 
 
-class Checkpoints(Variant):
+class Checkpoints(Variant, kind="checkpoints", exactness="bitwise"):
     """Keep only the input of the named modules; recompute the rest in backward.
 
     Example:
         >>> Checkpoints(checkpoints=("encoder.layer.*",)).kind
         'checkpoints'
     """
-
-    kind: Literal["checkpoints"] = "checkpoints"
-    exactness: ClassVar[Exactness] = "bitwise"
 
     checkpoints: tuple[str, ...] = Field(min_length=1, strict=False, examples=[["encoder.layer.*"]])
     """Module paths with ``*`` and ``?`` as wildcards."""
@@ -62,7 +56,7 @@ class Checkpoints(Variant):
     """Operations whose results are kept; backward runs once (no ``retain_graph``)."""
 
 
-class Budget(Variant):
+class Budget(Variant, kind="budget", exactness="bitwise"):
     """Recompute the blocks that cost least time, so that activations fit a share of their bytes.
 
     Blocks are measured in the first forward: hooks on modules inside them run four more times.
@@ -72,14 +66,11 @@ class Budget(Variant):
         0.5
     """
 
-    kind: Literal["budget"] = "budget"
-    exactness: ClassVar[Exactness] = "bitwise"
-
     budget: float = Field(gt=0, le=1, examples=[0.5])
     """Share of the bytes that the blocks keep without recomputation."""
 
 
-class BudgetBytes(Variant):
+class BudgetBytes(Variant, kind="budget_bytes", exactness="bitwise"):
     """Recompute the blocks that cost least time, so that activations fit a number of bytes.
 
     Measured as for `Budget`.
@@ -88,9 +79,6 @@ class BudgetBytes(Variant):
         >>> BudgetBytes(budget_bytes=2**30).kind
         'budget_bytes'
     """
-
-    kind: Literal["budget_bytes"] = "budget_bytes"
-    exactness: ClassVar[Exactness] = "bitwise"
 
     budget_bytes: Annotated[PositiveInt, BeforeValidator(_whole)] = Field(examples=[2**30])
     """Bytes for the activations of all blocks at any time, per rank."""
@@ -109,14 +97,7 @@ def _kind_of(value: object) -> object:
     return from_kind(value)
 
 
-Recompute = Annotated[
-    Every | Checkpoints | Budget | BudgetBytes,
-    Field(discriminator="kind"),
-    BeforeValidator(
-        _kind_of,
-        json_schema_input_type=Every | Checkpoints | Budget | BudgetBytes | Literal["every"],
-    ),
-]
+Recompute = Annotated[Every | Checkpoints | Budget | BudgetBytes, OneOf(_kind_of)]
 """What to recompute. ``kind`` may be left out: ``{every: 2}`` means ``{kind: every, every: 2}``."""
 
 

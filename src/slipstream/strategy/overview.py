@@ -48,11 +48,11 @@ def overview(strategy: Setting, resolved: Sequence[Row] = ()) -> Table:
         table.caption = "* differs from the default"
     for heading in ("setting", "value", "exactness", "note"):
         table.add_column(heading, no_wrap=heading in ("setting", "exactness"))
-    for row in rows:
-        _add(table, row)
-    table.add_section()
-    for row in resolved:
-        _add(table, row)
+    for row in (*rows, *resolved):
+        # Text objects: rich would read a folder called "[red]" as markup.
+        cells = (row.setting + (" *" if row.changed else ""), row.value, row.exactness, row.note)
+        style = "bold" if row.changed else None
+        table.add_row(*map(Text, cells), style=style, end_section=row is rows[-1])
     return table
 
 
@@ -64,19 +64,13 @@ def plain_text(table: Table, width: int = 100) -> str:
     return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
 
 
-def _add(table: Table, row: Row) -> None:
-    # Text objects: rich would read a folder called "[red]" as markup.
-    cells = (row.setting + (" *" if row.changed else ""), row.value, row.exactness, row.note)
-    table.add_row(*(Text(cell) for cell in cells), style="bold" if row.changed else None)
-
-
 def _rows(setting: Setting, prefix: str = "") -> Iterator[Row]:
     """One row per leaf or variant, in field order."""
     for name, info in type(setting).model_fields.items():
         value, path = getattr(setting, name), prefix + name
         changed = value != info.default
         if isinstance(value, Variant):
-            yield Row(path, _variant(value), first_line(value.__doc__), value.exactness, changed)
+            yield Row(path, _shown(value), first_line(value.__doc__), value.exactness, changed)
         elif isinstance(value, Setting) and value.active:
             yield from _rows(value, f"{path}.")
         elif isinstance(value, Setting):
@@ -85,25 +79,15 @@ def _rows(setting: Setting, prefix: str = "") -> Iterator[Row]:
             yield Row(path, _shown(value), first_line(info.description), changed=changed)
 
 
-def _variant(variant: Variant) -> str:
-    """``by_bytes (megabytes 25, first_megabytes 1)``"""
-    settings = [f"{name} {_shown(value)}" for name, value in variant if name != "kind"]
-    return f"{variant.kind} ({', '.join(settings)})" if settings else variant.kind
-
-
 def _shown(value: object) -> str:
-    """A value on one line; variants, rules and lists may be nested."""
+    """A value on one line, as in YAML; variants, rules and lists may be nested."""
     if isinstance(value, Variant):
-        return _variant(value)
+        settings = [f"{name} {_shown(inner)}" for name, inner in value if name != "kind"]
+        return f"{value.kind} ({', '.join(settings)})" if settings else value.kind
     if isinstance(value, Setting):
         return ": ".join(_shown(inner) for _, inner in value)
     if isinstance(value, tuple):
         return f"[{', '.join(map(_shown, value))}]"
-    return _scalar(value)
-
-
-def _scalar(value: object) -> str:
-    """A value as in YAML, except null, shown as off."""
     if isinstance(value, float) and value.is_integer():
         return f"{value:.0f}"
     if value is None:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
+from slipstream.strategy.setting import OneOf, Setting, Variant
 
 
-class Column(Variant):
+class Column(Variant, kind="column", exactness="reordered"):
     """A linear or convolutional layer is split along its outputs.
 
     Example:
         >>> Column(parts=3).gather
         False
     """
-
-    kind: Literal["column"] = "column"
-    exactness: ClassVar[Exactness] = "reordered"
 
     parts: int = Field(default=1, ge=1)
     """Blocks of outputs that are split one by one, e.g. 3 for a fused query-key-value layer."""
@@ -37,32 +34,23 @@ class Column(Variant):
     """The input is split along the sequence (axis 1); all-gather it before the layer."""
 
 
-class Row(Variant):
+class Row(Variant, kind="row", exactness="reordered"):
     """A linear or convolutional layer is split along its inputs, which arrive split."""
-
-    kind: Literal["row"] = "row"
-    exactness: ClassVar[Exactness] = "reordered"
 
     sequence: bool = False
     """Reduce-scatter the output along the sequence (axis 1) instead of all-reducing it."""
 
 
-class Channels(Variant):
+class Channels(Variant, kind="channels", exactness="reordered"):
     """A layer between column and row works on this rank's channels: batch or group normalisation, a
     grouped or depthwise convolution."""
 
-    kind: Literal["channels"] = "channels"
-    exactness: ClassVar[Exactness] = "reordered"
 
-
-class Vocabulary(Variant):
+class Vocabulary(Variant, kind="vocabulary", exactness="reordered"):
     """An embedding is split along its rows."""
 
-    kind: Literal["vocabulary"] = "vocabulary"
-    exactness: ClassVar[Exactness] = "reordered"
 
-
-class Heads(Variant):
+class Heads(Variant, kind="heads", exactness="reordered"):
     """Attributes of a module, such as its number of heads, are divided by the number of ranks.
 
     Example:
@@ -70,19 +58,13 @@ class Heads(Variant):
         ('num_heads', 'split_size')
     """
 
-    kind: Literal["heads"] = "heads"
-    exactness: ClassVar[Exactness] = "reordered"
-
     divide: tuple[str, ...] = Field(min_length=1, strict=False)
     """Names of the attributes."""
 
 
-class Sequence(Variant):
+class Sequence(Variant, kind="sequence", exactness="reordered"):
     """A module works on this rank's part of the sequence or of the batch: normalisation, dropout,
     data-parallel layers between split layers."""
-
-    kind: Literal["sequence"] = "sequence"
-    exactness: ClassVar[Exactness] = "reordered"
 
     axis: Literal[0, 1] = 1
     """1: the sequence; 0: the batch."""
@@ -94,7 +76,7 @@ class Sequence(Variant):
     """All-gather the output on every rank."""
 
 
-class Switch(Variant):
+class Switch(Variant, kind="switch", exactness="reordered"):
     """Switch tensors between a split along batch or sequence and a split along features, before or
     after a module without parameters. An all-to-all, which moves fewer bytes than a gather.
 
@@ -102,9 +84,6 @@ class Switch(Variant):
         >>> Switch(before="features", after="part").axis
         1
     """
-
-    kind: Literal["switch"] = "switch"
-    exactness: ClassVar[Exactness] = "reordered"
 
     axis: Literal[0, 1] = 1
     """1: the sequence; 0: the batch."""
@@ -117,13 +96,7 @@ class Switch(Variant):
 
 
 Style = Column | Row | Channels | Vocabulary | Heads | Sequence | Switch
-_Kind = Literal["column", "row", "channels", "vocabulary", "heads", "sequence", "switch"]
-
-_OneStyle = Annotated[
-    Style,
-    Field(discriminator="kind"),
-    BeforeValidator(from_kind, json_schema_input_type=Style | _Kind),
-]
+_OneStyle = Annotated[Style, OneOf()]
 
 
 class Place(Setting):

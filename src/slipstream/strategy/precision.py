@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.strategy.setting import Exactness, Setting, Variant, from_kind
+from slipstream.strategy.setting import OneOf, Setting, Variant, from_kind
 from slipstream.strategy.validate import did_you_mean
 
 
-class AutoScale(Variant):
+class AutoScale(Variant, kind="auto", exactness="reordered"):
     """Dynamic for fp16; none for bf16, which has the range of fp32."""
 
-    kind: Literal["auto"] = "auto"
-    exactness: ClassVar[Exactness] = "reordered"
 
-
-class DynamicScale(Variant):
+class DynamicScale(Variant, kind="dynamic", exactness="reordered"):
     """The scale shrinks when gradients overflow and grows after many updates without an overflow.
 
     The defaults are those of ``torch.amp.GradScaler`` and Apex. Paddle's are ``init 32768,
@@ -28,9 +25,6 @@ class DynamicScale(Variant):
         >>> DynamicScale(init=2.0**15, decr_every_n=2).incr_every_n
         2000
     """
-
-    kind: Literal["dynamic"] = "dynamic"
-    exactness: ClassVar[Exactness] = "reordered"
 
     init: PositiveFloat = 65536.0
     """Scale of the first update."""
@@ -63,7 +57,7 @@ class DynamicScale(Variant):
         return self
 
 
-class StaticScale(Variant):
+class StaticScale(Variant, kind="static", exactness="reordered"):
     """A constant scale; updates whose gradients overflow are still skipped.
 
     Example:
@@ -71,29 +65,18 @@ class StaticScale(Variant):
         128.0
     """
 
-    kind: Literal["static"] = "static"
-    exactness: ClassVar[Exactness] = "reordered"
-
     scale: PositiveFloat = Field(le=2.0**24, examples=[1024.0])  # the largest dynamic scale
     """Factor for losses."""
 
 
-_AnyScale = AutoScale | DynamicScale | StaticScale
-
-LossScale = Annotated[
-    _AnyScale,
-    Field(discriminator="kind"),
-    BeforeValidator(from_kind, json_schema_input_type=_AnyScale | Literal["auto", "dynamic"]),
-]
+LossScale = Annotated[AutoScale | DynamicScale | StaticScale, OneOf()]
 """A loss scale, or only its kind where the defaults do."""
 
 HalfType = Literal["bf16", "fp16"]
 
 
-class _Half(Variant):
+class _Half(Variant, exactness="lossy"):
     """Settings of both 16-bit modes."""
-
-    exactness: ClassVar[Exactness] = "lossy"
 
     dtype: HalfType = "bf16"
     """bf16: the range of fp32, 8 bits of mantissa. fp16: 6e-8 to 65504, 11 bits of mantissa."""
@@ -120,15 +103,13 @@ class _Half(Variant):
         return self.loss_scale
 
 
-class Autocast(_Half):
+class Autocast(_Half, kind="autocast"):
     """Matrix products and convolutions run in 16 bits, weights stay fp32 (O1).
 
     Example:
         >>> Autocast(dtype="fp16", float_ops=("gelu",)).kind
         'autocast'
     """
-
-    kind: Literal["autocast"] = "autocast"
 
     float_ops: tuple[str, ...] = Field(default=(), strict=False)
     """Torch functions that run in fp32, besides autocast's own, e.g. gelu."""
@@ -143,7 +124,7 @@ class Autocast(_Half):
         return self
 
 
-class HalfWeights(_Half):
+class HalfWeights(_Half, kind="half_weights"):
     """16-bit weights and activations; the optimizer works on fp32 masters (O2).
 
     Normalisation layers stay fp32.
@@ -152,8 +133,6 @@ class HalfWeights(_Half):
         >>> HalfWeights(float_modules=("head",)).exchange
         'half'
     """
-
-    kind: Literal["half_weights"] = "half_weights"
 
     exchange: Literal["half", "fp32"] = "half"
     """Type of gradients on the wire where no codec applies; ``half`` sends half the bytes."""
@@ -174,14 +153,7 @@ def _kind_of(value: object) -> object:
     return found
 
 
-Precision = Annotated[
-    Autocast | HalfWeights,
-    Field(discriminator="kind"),
-    BeforeValidator(
-        _kind_of,
-        json_schema_input_type=Autocast | HalfWeights | Literal["autocast", "half_weights"],
-    ),
-]
+Precision = Annotated[Autocast | HalfWeights, OneOf(_kind_of)]
 """A precision, or only its kind."""
 
 

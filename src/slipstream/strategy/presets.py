@@ -1,13 +1,39 @@
-"""Named strategies, each with the reason to choose it. A preset is a short YAML-like document."""
+"""Named strategies, each with the reason to choose it. A preset is a short YAML document."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.validate import did_you_mean, shown
-from slipstream.strategy.yaml import SUFFIXES
+from slipstream.strategy.yaml import SUFFIXES, parse_yaml
+
+_PRESETS = """
+default:
+  reason: the defaults
+  settings: {}
+optimal:
+  reason: the split computed from this model's ready times and this network's speed
+  settings: {gradients: {split: optimal}}
+sequential:
+  reason: "the plain reference: one exchange of all gradients, strictly after backward"
+  settings: {gradients: {split: single, overlap: false}}
+ddp:
+  reason: "the buckets of PyTorch's DistributedDataParallel: 1 MB first, then 25 MB"
+  settings: {gradients: {split: {kind: by_bytes, megabytes: 25, last_megabytes: null}}}
+hccl:
+  reason: "the default of Ascend's HCCL: 96.54 % of the bytes, then a short tail"
+  settings: {gradients: {split: {kind: by_percent, percents: [96.54, 3.46]}}}
+per_layer:
+  reason: "the default fusion of Paddle Fleet: a layer's weight and bias together"
+  settings: {gradients: {split: per_layer}}
+fused_16:
+  reason: "the size Paddle Fleet advises: segments of 16 MB"
+  settings:
+    gradients: {split: {kind: by_bytes, megabytes: 16, first_megabytes: null, last_megabytes: null}}
+"""
 
 
 @dataclass(frozen=True)
@@ -28,42 +54,8 @@ def presets() -> dict[str, Preset]:
         >>> Strategy.load("sequential").gradients.overlap
         False
     """
-    return {
-        "default": Preset("the defaults", {}),
-        "optimal": Preset(
-            "the split computed from this model's ready times and this network's speed",
-            {"gradients": {"split": "optimal"}},
-        ),
-        "sequential": Preset(
-            "the plain reference: one exchange of all gradients, strictly after backward",
-            {"gradients": {"split": "single", "overlap": False}},
-        ),
-        "ddp": Preset(
-            "the buckets of PyTorch's DistributedDataParallel: 1 MB first, then 25 MB",
-            {"gradients": {"split": {"kind": "by_bytes", "megabytes": 25, "last_megabytes": None}}},
-        ),
-        "hccl": Preset(
-            "the default of Ascend's HCCL: 96.54 % of the bytes, then a short tail",
-            {"gradients": {"split": {"kind": "by_percent", "percents": [96.54, 3.46]}}},
-        ),
-        "per_layer": Preset(
-            "the default fusion of Paddle Fleet: a layer's weight and bias together",
-            {"gradients": {"split": "per_layer"}},
-        ),
-        "fused_16": Preset(
-            "the size Paddle Fleet advises: segments of 16 MB",
-            {
-                "gradients": {
-                    "split": {
-                        "kind": "by_bytes",
-                        "megabytes": 16,
-                        "first_megabytes": None,
-                        "last_megabytes": None,
-                    }
-                }
-            },
-        ),
-    }
+    documents: Any = parse_yaml(_PRESETS)
+    return {name: Preset(**document) for name, document in documents.items()}
 
 
 def preset(name: str) -> Preset:

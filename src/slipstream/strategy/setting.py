@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NoReturn, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.validate import explain
@@ -95,15 +95,41 @@ class Setting(FrozenModel):
 
 
 class Variant(Setting):
-    """One of several alternatives; each is a type, told apart by ``kind``."""
+    """One of several alternatives; each is a type, told apart by ``kind``.
 
-    kind: str
+    Both words of the class line become attributes: ``class Single(Variant, kind="single", ...)``
+    has the field ``kind: Literal["single"] = "single"``.
+    """
+
+    kind: str = ""
     exactness: ClassVar[Exactness]
+
+    def __init_subclass__(cls, kind: str = "", exactness: Exactness | None = None) -> None:
+        if kind:
+            cls.__annotations__["kind"], cls.kind = Literal[kind], kind
+        if exactness:
+            cls.exactness = exactness
 
 
 def from_kind(value: object) -> object:
     """Reads ``split: single`` as ``split: {kind: single}``; passes anything else on."""
     return {"kind": value} if isinstance(value, str) else value
+
+
+class OneOf:
+    """Annotates a union of variants: a kind may stand alone where the rest has defaults."""
+
+    def __init__(self, read: Callable[[object], object] = from_kind) -> None:
+        self._read = read
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: Any) -> Any:
+        alone = tuple(
+            variant.model_fields["kind"].default
+            for variant in get_args(union)
+            if not any(field.is_required() for field in variant.model_fields.values())
+        )
+        read = BeforeValidator(self._read, json_schema_input_type=union | Literal[alone])
+        return handler.generate_schema(Annotated[union, Field(discriminator="kind"), read])
 
 
 def _plain(value: object, *, full: bool) -> object:

@@ -6,6 +6,7 @@ The variants of a group are in files of their own: ``split``, ``codec``, ``memor
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, get_args
@@ -23,14 +24,7 @@ from slipstream.strategy.setting import Exactness, Setting
 from slipstream.strategy.split import ByBytes, Split
 from slipstream.strategy.transport import Flat, Transport
 from slipstream.strategy.validate import shown
-from slipstream.strategy.yaml import (
-    SUFFIXES,
-    format_json,
-    format_yaml,
-    parse_json,
-    parse_yaml,
-    read,
-)
+from slipstream.strategy.yaml import SUFFIXES, format_yaml, parse_json, parse_yaml, read
 
 
 class Gradients(Setting):
@@ -140,31 +134,25 @@ class Strategy(Setting):
             >>> Strategy.load("hccl").gradients.split.kind
             'by_percent'
         """
+        if isinstance(source, str) and Path(source).suffix.lower() in SUFFIXES:
+            source = Path(source)
         match source:
-            case None:
-                return cls()
             case Strategy():
                 return source
-            case Mapping():
-                return cls.model_validate(dict(source))
             case Path():
-                return cls._from_file(source)
-            case str() if Path(source).suffix.lower() in SUFFIXES:
-                return cls._from_file(Path(source))
+                document = read(source)
+                try:
+                    return cls.model_validate(document)
+                except StrategyError as error:
+                    raise StrategyError(f"{source}: {error}") from None
             case str():
                 return cls.model_validate(preset(source).settings)
+            case Mapping() | None:
+                return cls.model_validate(dict(source or {}))
         raise StrategyError(
             f"cannot make a strategy from {shown(source)}; allowed: a path, a preset name, "
             "a mapping, a Strategy or None"
         )
-
-    @classmethod
-    def _from_file(cls, path: Path) -> Self:
-        document = read(path)
-        try:
-            return cls.model_validate(document)
-        except StrategyError as error:
-            raise StrategyError(f"{path}: {error}") from None
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
@@ -182,7 +170,7 @@ class Strategy(Setting):
 
     def to_json(self, *, full: bool = False) -> str:
         """JSON text of what differs from the defaults, or of everything."""
-        return format_json(self.document(full=full))
+        return json.dumps(self.document(full=full), indent=2) + "\n"
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:

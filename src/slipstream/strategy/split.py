@@ -6,21 +6,14 @@ layer comes first. ``gradients.layout`` turns these values into segments.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    field_validator,
-)
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from slipstream.strategy.setting import Exactness, Variant, from_kind
+from slipstream.strategy.setting import OneOf, Variant
 
 
-class ByBytes(Variant):
+class ByBytes(Variant, kind="by_bytes", exactness="reordered"):
     """A segment closes when it reaches a size.
 
     A small first segment starts the exchange early; a small last one is short, because no backward
@@ -31,9 +24,6 @@ class ByBytes(Variant):
         >>> ByBytes(megabytes=16).first_megabytes
         1.0
     """
-
-    kind: Literal["by_bytes"] = "by_bytes"
-    exactness: ClassVar[Exactness] = "reordered"
 
     megabytes: PositiveFloat = 8.0
     """Size at which a segment closes."""
@@ -46,7 +36,7 @@ class ByBytes(Variant):
     model whose remaining gradients do not reach ``first_megabytes`` is one segment."""
 
 
-class ByPercent(Variant):
+class ByPercent(Variant, kind="by_percent", exactness="reordered"):
     """Segments hold given percentages of the gradient bytes.
 
     Each segment ends at the gradient boundary nearest to its mark. The percentages sum to 100
@@ -56,9 +46,6 @@ class ByPercent(Variant):
         >>> ByPercent(percents=(60, 20, 20)).percents
         (60.0, 20.0, 20.0)
     """
-
-    kind: Literal["by_percent"] = "by_percent"
-    exactness: ClassVar[Exactness] = "reordered"
 
     percents: tuple[PositiveFloat, ...] = Field(default=(96.54, 3.46), strict=False)
     """Share of the bytes of each segment, in ready order."""
@@ -73,7 +60,7 @@ class ByPercent(Variant):
         return percents
 
 
-class ByIndex(Variant):
+class ByIndex(Variant, kind="by_index", exactness="reordered"):
     """Segments end after the gradients with the given indices.
 
     Indices start at 0 and ascend; the last one must be the index of the model's last gradient,
@@ -83,9 +70,6 @@ class ByIndex(Variant):
         >>> ByIndex(last=(20, 100, 159)).last
         (20, 100, 159)
     """
-
-    kind: Literal["by_index"] = "by_index"
-    exactness: ClassVar[Exactness] = "reordered"
 
     last: tuple[NonNegativeInt, ...] = Field(min_length=1, strict=False, examples=[[20, 100, 159]])
     """Index of the last gradient of each segment."""
@@ -98,7 +82,7 @@ class ByIndex(Variant):
         return last
 
 
-class ByLayers(Variant):
+class ByLayers(Variant, kind="by_layers", exactness="reordered"):
     """A segment holds the gradients of at most ``layers`` layers.
 
     A layer is a module with parameters of its own. As in Paddle Fleet.
@@ -108,35 +92,23 @@ class ByLayers(Variant):
         50
     """
 
-    kind: Literal["by_layers"] = "by_layers"
-    exactness: ClassVar[Exactness] = "reordered"
-
     layers: int = Field(ge=1, examples=[50])
     """Layers per segment, at most."""
 
 
-class PerLayer(Variant):
+class PerLayer(Variant, kind="per_layer", exactness="reordered"):
     """One segment per layer: weight and bias share it."""
 
-    kind: Literal["per_layer"] = "per_layer"
-    exactness: ClassVar[Exactness] = "reordered"
 
-
-class PerGradient(Variant):
+class PerGradient(Variant, kind="per_gradient", exactness="reordered"):
     """One segment per gradient: nothing is fused."""
 
-    kind: Literal["per_gradient"] = "per_gradient"
-    exactness: ClassVar[Exactness] = "reordered"
 
-
-class Single(Variant):
+class Single(Variant, kind="single", exactness="reordered"):
     """One segment for all gradients: nothing overlaps."""
 
-    kind: Literal["single"] = "single"
-    exactness: ClassVar[Exactness] = "reordered"
 
-
-class Optimal(Variant):
+class Optimal(Variant, kind="optimal", exactness="reordered"):
     """The best split for this model on this network, found during training.
 
     The first iterations run under the default split and are traced. Then rank 0 computes the split
@@ -150,19 +122,11 @@ class Optimal(Variant):
         20
     """
 
-    kind: Literal["optimal"] = "optimal"
-    exactness: ClassVar[Exactness] = "reordered"
-
     steps: PositiveInt = 10
     """Iterations measured per turn; each split has two turns."""
 
 
-_AnySplit = ByBytes | ByPercent | ByIndex | ByLayers | PerLayer | PerGradient | Single | Optimal
-_PlainSplit = Literal["by_bytes", "by_percent", "per_layer", "per_gradient", "single", "optimal"]
-
 Split = Annotated[
-    _AnySplit,
-    Field(discriminator="kind"),
-    BeforeValidator(from_kind, json_schema_input_type=_AnySplit | _PlainSplit),
+    ByBytes | ByPercent | ByIndex | ByLayers | PerLayer | PerGradient | Single | Optimal, OneOf()
 ]
 """A split, or only its kind where the defaults do: ``single`` for ``{kind: single}``."""

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
-
-from slipstream.strategy.setting import Exactness, Variant, from_kind
+from slipstream.strategy.setting import OneOf, Variant
 
 
-class Flat(Variant):
+class Flat(Variant, exactness="reordered"):
     """The backend's own all-reduce over all ranks."""
 
-    kind: Literal["flat"] = "flat"
-    exactness: ClassVar[Exactness] = "reordered"
+    kind: Literal["flat"] = "flat"  # written out for type checkers: the planner looks it up
 
 
-class Direct(Variant):
+class Direct(Variant, exactness="reordered"):
     """Each rank sums a share of every segment, and sends the sum to all others. On CPUs only.
 
     Receives are posted before backward begins, so messages wait neither for their receiver nor, hop
@@ -24,14 +21,7 @@ class Direct(Variant):
     """
 
     kind: Literal["direct"] = "direct"
-    exactness: ClassVar[Exactness] = "reordered"
 
 
-_Kind = Literal["flat", "direct"]
-
-Transport = Annotated[
-    Flat | Direct,
-    Field(discriminator="kind"),
-    BeforeValidator(from_kind, json_schema_input_type=Flat | Direct | _Kind),
-]
+Transport = Annotated[Flat | Direct, OneOf()]
 """A transport, or only its kind: ``flat`` for ``{kind: flat}``."""

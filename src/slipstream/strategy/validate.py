@@ -21,23 +21,15 @@ _TYPES = {
     "string": "text",
     "null": "null",
 }
-_BOUNDS = {
-    "exclusiveMinimum": ">",
-    "minimum": ">=",
-    "exclusiveMaximum": "<",
-    "maximum": "<=",
-}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """The text of a StrategyError: a head line, then one line per problem of ``error``."""
-    all_problems = error.errors(include_url=False)
-    places = {problem["loc"] for problem in all_problems}
-    problems = [  # pydantic also reports a list with a wrong item as too short
-        problem
-        for problem in all_problems
-        if problem["type"] != "too_short" or not _inside(problem["loc"], places)
-    ]
+    problems = error.errors(include_url=False)
+    # pydantic also reports a list with a wrong item as too short.
+    outer = {p["loc"][:depth] for p in problems for depth in range(len(p["loc"]))}
+    problems = [p for p in problems if p["type"] != "too_short" or p["loc"] not in outer]
     count = f"{len(problems)} problem{'s' if len(problems) > 1 else ''}"
     return "\n  ".join([f"{model.__name__} has {count}:", *(_line(model, p) for p in problems)])
 
@@ -62,7 +54,7 @@ def _line(model: type[BaseModel], problem: ErrorDetails) -> str:
         case "extra_forbidden" | "invalid_key":
             allowed = list(owner.model_fields)
             near = did_you_mean(field, allowed)
-            return f"{place}: no such setting{near}; allowed: {_listed(allowed)}"
+            return f"{place}: no such setting{near}; allowed: {', '.join(allowed)}"
         case "value_error":
             return f"{place}: {shown(seen)}: {problem['ctx']['error']}"
         case "missing":
@@ -94,19 +86,9 @@ def _locate(model: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[Ba
 
 def _inner(owner: type[BaseModel], field: str) -> dict[str, type[BaseModel]]:
     """The models that a field may hold, by kind (a model without a kind: by its name)."""
-    if field not in owner.model_fields:
-        return {}
-    models = [
-        option
-        for option in _options(owner.model_fields[field].annotation)
-        if isinstance(option, type) and issubclass(option, BaseModel)
-    ]
-    return {_kind(option) or option.__name__: option for option in models}
-
-
-def _inside(place: tuple[int | str, ...], places: Iterable[tuple[int | str, ...]]) -> bool:
-    """Whether any other path lies inside ``place``."""
-    return any(other != place and other[: len(place)] == place for other in places)
+    options = _options(owner.model_fields[field].annotation) if field in owner.model_fields else []
+    models = [m for m in options if isinstance(m, type) and issubclass(m, BaseModel)]
+    return {_kind(model) or model.__name__: model for model in models}
 
 
 def _is_list(owner: type[BaseModel], field: str) -> bool:
@@ -131,14 +113,12 @@ def _kind(model: type[BaseModel]) -> str | None:
 def _allowed(owner: type[BaseModel], field: str) -> str:
     """The values that a field takes, with an example to copy."""
     inner = _inner(owner, field)
-    if not field:
-        return f"a mapping with the settings {_listed(owner.model_fields)}"
-    if inner and not any(_kind(option) for option in inner.values()):
-        (group,) = inner.values()
+    group = next(iter(inner.values()), owner)
+    if not field or (inner and not _kind(group)):
         what = "a non-empty list of mappings" if _is_list(owner, field) else "a mapping"
-        return f"{what} with the settings {_listed(group.model_fields)}"
+        return f"{what} with the settings {', '.join(group.model_fields)}"
     if inner:
-        return f"the kinds {_listed(inner)}; e.g. {field}: {{kind: {next(iter(inner))}}}"
+        return f"the kinds {', '.join(inner)}; e.g. {field}: {{kind: {next(iter(inner))}}}"
     info = owner.model_fields[field]
     example = info.examples[0] if info.examples else info.default
     words = _words(owner.model_json_schema()["properties"][field])
@@ -161,7 +141,3 @@ def _words(schema: dict[str, Any]) -> str:
         return f"non-empty {words}"
     bounds = [f"{sign} {schema[key]}" for key, sign in _BOUNDS.items() if key in schema]
     return " ".join([words, " and ".join(bounds)]) if bounds else words
-
-
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(words)

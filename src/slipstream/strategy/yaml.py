@@ -98,18 +98,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def format_yaml(document: object) -> str:
     """Write a document; keys keep their order, values without mappings stay on one line."""
-    return yaml.dump(
-        document,
-        Dumper=_Dumper,
-        sort_keys=False,
-        default_flow_style=None,
-        width=100,
-    )
-
-
-def format_json(document: object) -> str:
-    """Write a document as indented JSON."""
-    return json.dumps(document, indent=2) + "\n"
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=100)
 
 
 SUFFIXES = {".yaml": parse_yaml, ".yml": parse_yaml, ".json": parse_json}

@@ -36,12 +36,13 @@ def main() -> None:
 def serve(address: str, warmup: float, window: float) -> None:
     """Serve one client, then end."""
     with socket.create_server((address, PORT)) as listener:
-        with accept(listener) as sock:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+        with listener.accept()[0] as sock:
             while byte := sock.recv(1):
                 sock.sendall(byte)
-        with accept(listener) as sock:
+        with listener.accept()[0] as sock:
             send_until_stopped(sock)
-        with accept(listener) as sock:
+        with listener.accept()[0] as sock:
             sock.sendall(RESULT.pack(bandwidth(sock, warmup, window)))
             drain(sock)
 
@@ -107,13 +108,6 @@ def drain(sock: socket.socket) -> None:
 def abort(sock: socket.socket) -> None:
     """Let closing drop the queued data, which would fill the link during the next measurement."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-def accept(listener: socket.socket) -> socket.socket:
-    """The next connection, with small messages sent at once."""
-    sock, _ = listener.accept()
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock
 
 
 def connect(address: str, patience: float = 10.0) -> socket.socket:

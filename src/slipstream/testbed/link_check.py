@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.errors import TestbedError
 from slipstream.testbed.network import Node
@@ -19,11 +19,8 @@ _PROBE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("_link_probe.
 # buckets start full, and TCP's window has to grow.
 _SECONDS, _LEAST_SECONDS = 1.0, 0.06
 
-
-class _Popen(Protocol):
-    def __call__(
-        self, node: Node, argv: Sequence[str], env: None = None, **kwargs: Any
-    ) -> subprocess.Popen[Any]: ...
+Start = Callable[..., subprocess.Popen[Any]]
+"""``Testbed.popen``."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class LinkCheck:
         return max(abs(measured / rate - 1) for measured in (self.there, self.back))
 
 
-def check_links(nodes: tuple[Node, ...], popen: _Popen) -> list[LinkCheck]:
+def check_links(nodes: tuple[Node, ...], popen: Start) -> list[LinkCheck]:
     """Measure between the first node and each other one, one after the other.
 
     Raises:
@@ -61,12 +58,8 @@ def check_links(nodes: tuple[Node, ...], popen: _Popen) -> list[LinkCheck]:
     times = [str(share / 4), str(share * 3 / 4)]
     servers = [popen(peer, [*_PROBE, "serve", peer.address, *times]) for peer in peers]
     try:
-        client = popen(
-            first,
-            [*_PROBE, "measure", ",".join(peer.address for peer in peers), *times],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        addresses = ",".join(peer.address for peer in peers)
+        client = popen(first, [*_PROBE, "measure", addresses, *times], stdout=subprocess.PIPE)
         measured, _ = client.communicate()
     finally:
         for server in servers:

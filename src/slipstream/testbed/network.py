@@ -79,19 +79,14 @@ def plan(nodes: tuple[Node, ...], rate: int) -> Plan:
     those of another testbed or of the machine.
     """
     ports = [f"port{node.index}" for node in nodes]
-    return Plan(
-        hosts=[_host(node, port, rate) for node, port in zip(nodes, ports, strict=True)],
-        switch=_switch(ports, rate),
-        names=_names(nodes),
-    )
-
-
-def _names(nodes: tuple[Node, ...]) -> str:
-    """``/etc/hosts``, also with IPv4-mapped IPv6 addresses: torch warns if those have no name."""
+    hosts = [_host(node, port, rate) for node, port in zip(nodes, ports, strict=True)]
+    ip = ["link add bridge type bridge", "link set bridge up"]
+    ip += [f"link set {port} master bridge up" for port in ports]
+    switch = Namespace("switch", ip, [shape(port, rate) for port in ports], plug=[])
     names = {"127.0.0.1": "localhost"} | {node.address: node.name for node in nodes}
-    return "".join(
-        f"{address} {name}\n::ffff:{address} {name}-ipv6\n" for address, name in names.items()
-    )
+    # Also IPv4-mapped IPv6 addresses: torch warns if those have no name.
+    lines = [f"{address} {name}\n::ffff:{address} {name}-ipv6\n" for address, name in names.items()]
+    return Plan(hosts, switch, "".join(lines))
 
 
 def _host(node: Node, port: str, rate: int) -> Namespace:
@@ -105,12 +100,6 @@ def _host(node: Node, port: str, rate: int) -> Namespace:
     # In the other order the kernel may delay that event by a second, and first packets are lost.
     plug = [f"link set {node.interface} up"]
     return Namespace(node.name, ip, [shape(node.interface, rate)], plug)
-
-
-def _switch(ports: list[str], rate: int) -> Namespace:
-    ip = ["link add bridge type bridge", "link set bridge up"]
-    ip += [f"link set {port} master bridge up" for port in ports]
-    return Namespace("switch", ip, [shape(port, rate) for port in ports], plug=[])
 
 
 def shape(interface: str, rate: int) -> str:

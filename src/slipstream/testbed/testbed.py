@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -90,11 +90,7 @@ class Testbed:
         self._keeper, self._pids, self._started = None, [], []
 
     def popen(
-        self,
-        node: Node,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        **kwargs: Any,
+        self, node: Node, argv: Sequence[str], env: Mapping[str, str] | None = None, **kwargs: Any
     ) -> subprocess.Popen[Any]:
         """Start ``argv`` on ``node``; returns a ``subprocess.Popen``, which forwards signals, too.
 
@@ -180,22 +176,19 @@ def _ask(keeper: subprocess.Popen[str], order: dict[str, Any]) -> list[int]:
 
 def _as_ended(processes: list[subprocess.Popen[Any]]) -> Iterator[int]:
     """Indices of ``processes`` in the order in which they end."""
-    with selectors.DefaultSelector() as selector, ExitStack() as cleanup:
-        for index, process in enumerate(processes):
-            pidfd = os.pidfd_open(process.pid)
+    with ExitStack() as cleanup:
+        running: dict[Any, int] = {os.pidfd_open(p.pid): i for i, p in enumerate(processes)}
+        for pidfd in running:
             cleanup.callback(os.close, pidfd)
-            selector.register(pidfd, selectors.EVENT_READ, index)
-        while selector.get_map():
-            for key, _ in selector.select():
-                selector.unregister(key.fd)
-                yield key.data
+        while running:
+            yield from [running.pop(pidfd) for pidfd in wait(running)]
 
 
 def _show(node: Node, code: int, log: IO[bytes]) -> None:
     log.seek(0)
     text = log.read().decode(errors="replace")
-    print(f"{node.name} ended with code {code}", end="", file=sys.stderr)
-    print(f"; its output:\n{text.rstrip()}" if text else "", file=sys.stderr, flush=True)
+    output = f"; its output:\n{text.rstrip()}" if text else ""
+    print(f"{node.name} ended with code {code}{output}", file=sys.stderr, flush=True)
 
 
 def _stop(processes: list[subprocess.Popen[Any]]) -> None:

@@ -3,7 +3,5 @@
 Does not import torch: only ``slipstream.trace.recorder`` needs it, and is not imported here.
 """
 
-from slipstream.trace.chrome import read, write
-from slipstream.trace.event import Event, Mark, Trace, marks
-
-__all__ = ["Event", "Mark", "Trace", "marks", "read", "write"]
+from slipstream.trace.chrome import read as read, write as write
+from slipstream.trace.event import Event as Event, Mark as Mark, Trace as Trace, marks as marks

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from slipstream.strategy import Direct, Flat
-from slipstream.strategy import Transport as TransportConfig
+from slipstream.strategy import Direct, Flat, Transport as TransportConfig
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.requests import AllReduce, Exchange, Request

@@ -7,8 +7,7 @@ from functools import cache
 from math import isqrt
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from slipstream.errors import StrategyError
 from slipstream.memory.recompute.budget import (

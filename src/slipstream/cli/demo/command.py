@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from slipstream.advisor.advise import advise
 from slipstream.analysis.summary import summary
@@ -37,25 +37,14 @@ FILES = {
 }
 
 
-@dataclass(frozen=True)
-class Job:
-    """The settings of every rank, passed as JSON in its one argument."""
-
-    steps: int
-    folder: str
-    network: str
-    terminal: bool
-    columns: int
-
-
 def demo(
-    nodes: Annotated[int, typer.Option(min=2, help="Emulated hosts, with one rank each.")] = 4,
+    nodes: Annotated[int, Option(min=2, help="Emulated hosts, with one rank each.")] = 4,
     rate: LinkRate = "1gbit",
-    steps: Annotated[int, typer.Option(min=2, help="Iterations to time of each training.")] = 50,
+    steps: Annotated[int, Option(min=2, help="Iterations to time of each training.")] = 50,
     loopback: Annotated[
-        bool, typer.Option("--loopback", help="Run the ranks on this host, without slow links.")
+        bool, Option("--loopback", help="Run the ranks on this host, without slow links.")
     ] = False,
-    folder: Annotated[Path, typer.Option(help="Where trace, overview and numbers go.")] = Path(
+    folder: Annotated[Path, Option(help="Where trace, overview and numbers go.")] = Path(
         "slipstream-demo"
     ),
 ) -> None:
@@ -80,7 +69,8 @@ def demo(
     check_writable("--folder", folder / "demo.json")
     reason = "--loopback" if loopback else unavailable()
     network = "ranks of this host" if reason else f"hosts at {format_rate(bed.rate)}"
-    job = Job(steps, str(folder), network, console.is_terminal, console.width)
+    screen = {"terminal": console.is_terminal, "columns": console.width}
+    job = json.dumps({"steps": steps, "folder": str(folder), "network": network, **screen})
     console.print(
         f"ResNet-18 learns handwritten digits: {steps} timed steps, with DDP and with slipstream"
     )
@@ -88,7 +78,7 @@ def demo(
     if reason:
         console.print(Text(f"{nodes} ranks on loopback, no emulated hosts: {reason}"))
         console.print(starting)
-        code = run_on_this_host(TRAINING, json.dumps(asdict(job)), nodes, console)
+        code = run_on_this_host(TRAINING, job, nodes, console)
     else:
         with bed:
             console.print(describe_hosts(bed), starting, sep="\n")
@@ -98,16 +88,11 @@ def demo(
     _show(console, folder)
 
 
-def _rank_command(job: Job, bed: Testbed, rank: int) -> list[str]:
+def _rank_command(job: str, bed: Testbed, rank: int) -> list[str]:
     # Without a launcher on each host: four more processes that import torch would delay the start.
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": len(bed.nodes),
-        "MASTER_ADDR": bed.nodes[0].address,
-        "MASTER_PORT": PORT,
-    }
-    settings = [f"{name}={value}" for name, value in variables.items()]
-    return ["env", *settings, sys.executable, "-m", TRAINING, json.dumps(asdict(job))]
+    meeting = [f"MASTER_ADDR={bed.nodes[0].address}", f"MASTER_PORT={PORT}"]
+    place = [f"RANK={rank}", f"WORLD_SIZE={len(bed.nodes)}"]
+    return ["env", *place, *meeting, sys.executable, "-m", TRAINING, job]
 
 
 def _show(console: Console, folder: Path) -> None:
@@ -119,9 +104,7 @@ def _show(console: Console, folder: Path) -> None:
     console.rule("2  diagnosis", align="left")
     network = NetworkProfile.load(folder / "cluster.yaml").groups("world")
     console.print(drawn(advise(trace, network.all_reduce.seconds_of)))
-    console.rule(
-        "3  the plan, computed from this trace and this network, and applied", align="left"
-    )
+    console.rule("3  the plan, computed from trace and network, and applied", align="left")
     console.print(plan_table(measured), "")
     console.rule("4  plain DDP and slipstream with that plan", align="left")
     console.print(table(measured))

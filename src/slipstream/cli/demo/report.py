@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from operator import truediv
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -79,14 +79,14 @@ class Measured:
 class Comparison:
     """The results; mappings are by training, ``ratio`` is slipstream's time over DDP's.
 
-    Triples are first quartile, median, third quartile; ``ratio_interval`` is the 95 % confidence
-    interval of the median, None where there are too few iterations for one.
+    Three numbers are first quartile, median, third quartile; ``ratio_interval`` is the 95 %
+    confidence interval of the median, None where there are too few iterations for one.
     """
 
     alone: float
-    iteration: dict[str, tuple[float, float, float]]
+    iteration: dict[str, list[float]]
     exposed: dict[str, float]
-    ratio: tuple[float, float, float]
+    ratio: list[float]
     ratio_interval: tuple[float, float] | None
     loss_difference: float
     accuracy_difference: float
@@ -97,14 +97,13 @@ def compare(measured: Measured) -> Comparison:
     both = (DDP, SLIPSTREAM)
     seconds, loss, accuracy = measured.seconds, measured.final_loss, measured.accuracy
     alone = median(seconds[ALONE])
-    iteration = {name: quartiles(seconds[name]) for name in both}
-    pairs = zip(seconds[SLIPSTREAM], seconds[DDP], strict=True)
-    ratios = [ours / theirs for ours, theirs in pairs]
+    iteration = {name: quantiles(seconds[name], n=4, method="inclusive") for name in both}
+    ratios = list(map(truediv, seconds[SLIPSTREAM], seconds[DDP]))
     return Comparison(
         alone=alone,
         iteration=iteration,
         exposed={name: iteration[name][1] - alone for name in both},
-        ratio=quartiles(ratios),
+        ratio=quantiles(ratios, n=4, method="inclusive"),
         ratio_interval=median_interval(ratios),
         loss_difference=loss[SLIPSTREAM] - loss[DDP],
         accuracy_difference=accuracy[SLIPSTREAM] - accuracy[DDP],
@@ -122,16 +121,18 @@ def table(measured: Measured) -> Table:
         caption=METHOD.format(comparison.alone),
     )
     both = (DDP, SLIPSTREAM)
-    low, middle, high = zip(*(comparison.iteration[name] for name in both), strict=True)
-    faster = _change(comparison.ratio[1])
-    table.add_row("iteration, median", *map(_seconds, middle), faster, style="bold")
-    table.add_row("  its quartiles", *map(_range, low, high))
+    spreads = [comparison.iteration[name] for name in both]
+    ratio = comparison.ratio[1]
+    faster = f"{abs(1 - ratio):.1%} {'faster' if ratio < 1 else 'slower'}"
+    medians = [_seconds(middle) for _, middle, _ in spreads]
+    table.add_row("iteration, median", *medians, faster, style="bold")
+    table.add_row("  its quartiles", *(f"{low:.3f} .. {high:.3f}" for low, _, high in spreads))
     theirs, ours = (comparison.exposed[name] for name in both)
     change = f"{1e3 * (ours - theirs):+.0f} ms"
     table.add_row("exposed exchange", _seconds(theirs), _seconds(ours), change)
-    collectives = [measured.all_reduces[name] for name in both]
-    fused = [f"{measured.gradients} -> {count}" for count in collectives]
-    table.add_row("gradients -> all-reduces", *fused, f"{collectives[1] - collectives[0]:+d}")
+    counts = measured.all_reduces
+    fused = [f"{measured.gradients} -> {counts[name]}" for name in both]
+    table.add_row("gradients -> all-reduces", *fused, f"{counts[SLIPSTREAM] - counts[DDP]:+d}")
     apart = f"{far:.1e} apart" if (far := measured.apart_after_one_step) else "identical"
     table.add_row("parameters after one step", "", "", apart)
     losses = [f"{measured.final_loss[name]:.4f}" for name in both]
@@ -145,13 +146,11 @@ def table(measured: Measured) -> Table:
 def plan_table(measured: Measured) -> Table:
     """Predicted next to measured times, for the default and for the plan."""
     plan = measured.plan
-    planned = median(measured.seconds[SLIPSTREAM])
     headings = ("", "segments", "predicted", "measured", "error")
     table = compact("Predicted next to measured", *headings, left=[""])
-    for name, segments, predicted, seconds in (
-        ("default", plan.default_segments, plan.default_predicted, plan.default_measured),
-        ("planned", len(plan.last), plan.predicted, planned),
-    ):
+    default = (plan.default_segments, plan.default_predicted, plan.default_measured)
+    ours = (len(plan.last), plan.predicted, median(measured.seconds[SLIPSTREAM]))
+    for name, (segments, predicted, seconds) in {"default": default, "planned": ours}.items():
         error = f"{predicted / seconds - 1:+.1%}"
         table.add_row(name, str(segments), _seconds(predicted), _seconds(seconds), error)
     return table
@@ -169,33 +168,15 @@ def verdict(measured: Measured) -> str:
         Too few iterations to say: slipstream took 1.000 of DDP's time.
     """
     comparison = compare(measured)
+    took = f"took {comparison.ratio[1]:.3f} of DDP's time"
     if comparison.ratio_interval is None:
-        return (
-            f"Too few iterations to say: slipstream took {comparison.ratio[1]:.3f} of DDP's time."
-        )
+        return f"Too few iterations to say: slipstream {took}."
     low, high = comparison.ratio_interval
-    if high < 1:
-        words = "slipstream was faster in this run: it"
-    elif low > 1:
-        words = "slipstream was NOT faster in this run: it"
-    else:
-        words = "Too close to say: slipstream"
-    return f"{words} took {comparison.ratio[1]:.3f} of DDP's time (95 %: {low:.3f} to {high:.3f})."
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile of two values or more."""
-    low, middle, high = quantiles(values, n=4, method="inclusive")
-    return low, middle, high
+    words = "Too close to say: slipstream"
+    if high < 1 or low > 1:
+        words = f"slipstream was {'' if high < 1 else 'NOT '}faster in this run: it"
+    return f"{words} {took} (95 %: {low:.3f} to {high:.3f})."
 
 
 def _seconds(value: float) -> str:
     return f"{value:.3f} s"
-
-
-def _range(low: float, high: float) -> str:
-    return f"{low:.3f} .. {high:.3f}"
-
-
-def _change(ratio: float) -> str:
-    return f"{abs(1 - ratio):.1%} {'faster' if ratio < 1 else 'slower'}"

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,18 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
 
 from slipstream.calibration.calibrate import SIZES, calibrate
-from slipstream.cli.demo.command import Job
+from slipstream.cli.demo import task
 from slipstream.cli.demo.report import ALONE, DDP, SLIPSTREAM, Measured, Planned
-from slipstream.cli.demo.task import (
-    BATCH,
-    SEED,
-    Batch,
-    ResNet18,
-    accuracy,
-    batches,
-    cross_entropy,
-    digits,
-)
+from slipstream.cli.demo.task import Batch, ResNet18, cross_entropy
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.candidates import optimal_split
 from slipstream.planner.comm_plan import Plan
@@ -66,33 +58,33 @@ Train = Callable[[Batch], Tensor]
 """One iteration: from this rank's batch to its loss."""
 
 
-def main(argument: str) -> None:
-    """Be one rank of the demo."""
-    job = Job(**json.loads(argument))
+def main(steps: int, folder: str, network: str, terminal: bool, columns: int) -> None:
+    """Be one rank of the demo; the arguments are those of `command`."""
     torch.set_num_threads(1)
-    steps = WARMUP + SETTLING + job.steps
-    calibration = min(CALIBRATION_SECONDS * job.steps, MOST_SECONDS)
+    calibration = min(CALIBRATION_SECONDS * steps, MOST_SECONDS)
+    steps += WARMUP + SETTLING
     is_first = os.environ["RANK"] == "0"
-    console = Console(force_terminal=job.terminal, width=job.columns, quiet=not is_first)
+    console = Console(force_terminal=terminal, width=columns, quiet=not is_first)
     with Bars(steps, console) as bars:  # before anything slow
         dist.init_process_group("gloo")
-        train, held_out = digits()
-        trainers = Trainers(Path(job.folder), steps, bars)
-        trainers.run(batches(train, steps, dist.get_rank(), dist.get_world_size()), calibration)
-    measured = trainers.measured(job.network, held_out)
+        train, held_out = task.digits()
+        trainers = Trainers(Path(folder), steps, bars)
+        given = task.batches(train, steps, dist.get_rank(), dist.get_world_size())
+        trainers.run(given, calibration)
+    measured = trainers.measured(network, held_out)
     if is_first:
-        Path(job.folder, "overview.txt").write_text(trainers.session.report() + "\n")
-        measured.write(Path(job.folder, "demo.json"))
+        Path(folder, "overview.txt").write_text(trainers.session.report() + "\n")
+        measured.write(Path(folder, "demo.json"))
     dist.barrier()
     trainers.session.close()
     dist.destroy_process_group()
 
 
-class Bars:
+class Bars(Progress):
     """A progress bar for each of the two trainings, with its loss and its median iteration."""
 
     def __init__(self, steps: int, console: Console) -> None:
-        self._progress = Progress(
+        super().__init__(
             TextColumn("{task.description:10}"),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
@@ -101,27 +93,17 @@ class Bars:
             console=console,
             expand=True,
         )
-        self._tasks = {
-            name: self._progress.add_task(label, total=steps, loss="", median="warm-up")
+        self._bars = {
+            name: self.add_task(label, total=steps, loss="", median="warm-up")
             for name, label in {DDP: "plain DDP", SLIPSTREAM: SLIPSTREAM}.items()
         }
 
-    def __enter__(self) -> Bars:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def update(self, name: str, losses: Sequence[Tensor], seconds: Sequence[float]) -> None:
+    def show(self, name: str, losses: Sequence[Tensor], seconds: Sequence[float]) -> None:
         """Show the iterations of ``name`` so far."""
-        if name in self._tasks:
-            self._progress.update(
-                self._tasks[name],
-                completed=len(losses),
-                loss=f"{losses[-1].item():.3f}",
-                median=f"{median(seconds):.3f} s" if seconds else "warm-up",
-            )
+        if name in self._bars:
+            typical = f"{median(seconds):.3f} s" if seconds else "warm-up"
+            loss = f"{losses[-1].item():.3f}"
+            self.update(self._bars[name], completed=len(losses), loss=loss, median=typical)
 
 
 class Trainers:
@@ -155,7 +137,7 @@ class Trainers:
         self._each_in_a_block(others)
         self.plan = self.apply_plan(calibration)
         self._each_in_a_block(batches[WARMUP : WARMUP + SETTLING])
-        order = random.Random(SEED)  # the same on all ranks
+        order = random.Random(task.SEED)  # the same on all ranks
         for step, batch in enumerate(batches[WARMUP + SETTLING :]):
             for name in order.sample(list(self.train), len(self.train)):
                 if name != ALONE or step % ALONE_EVERY == 0:
@@ -165,7 +147,7 @@ class Trainers:
         for name, iterate in self.train.items():
             for batch in batches:
                 self.losses[name].append(iterate(batch))
-                self._bars.update(name, self.losses[name], [])
+                self._bars.show(name, self.losses[name], [])
 
     def _timed(self, name: str, batch: Batch) -> None:
         """An iteration that all ranks start together; it takes as long as on the slowest."""
@@ -176,21 +158,19 @@ class Trainers:
         dist.all_reduce(spent, op=dist.ReduceOp.MAX)
         self.losses[name].append(loss)
         self.seconds[name].append(spent.item())
-        self._bars.update(name, self.losses[name], self.seconds[name])
+        self._bars.show(name, self.losses[name], self.seconds[name])
 
     def apply_plan(self, calibration: float) -> Planned:
         """Measure the network, plan on rank 0 from the trace, go on with a session of that plan."""
         ranks = connect(from_environ(), torch.device("cpu"))
         network = calibrate(ranks, sizes=SIZES[::2], seconds=calibration, rounds=5)
-        is_first = dist.get_rank() == 0
-        plans: list[Planned | None] = [None]
-        if is_first:
+        plans: list[Any] = [None]
+        if ranks.rank == 0:
             plans = [make_plan(chrome.read(self._folder / "trace.json"), network)]
         dist.broadcast_object_list(plans)
-        plan = plans[0]
-        assert plan is not None
+        plan: Planned = plans[0]
         strategy = Strategy.load({"gradients": {"split": {"kind": "by_index", "last": plan.last}}})
-        if is_first:
+        if ranks.rank == 0:
             network.save(self._folder / "cluster.yaml")
             (self._folder / "strategy.yaml").write_text(strategy.to_yaml())
         self.session.close()
@@ -202,22 +182,20 @@ class Trainers:
         """All that was measured, over all ranks."""
         both = (DDP, SLIPSTREAM)
         parameters = list(self.models[DDP].parameters())
+        collectives = sum(segment.num_collectives for segment in self.session.segments)
         return Measured(
             nodes=dist.get_world_size(),
             network=network,
             model="ResNet-18",
             gradients=len(parameters),
             parameters=sum(p.numel() for p in parameters),
-            batch=BATCH,
+            batch=task.BATCH,
             seconds=self.seconds,
-            all_reduces={
-                DDP: num_buckets(self.ddp),
-                SLIPSTREAM: sum(segment.num_collectives for segment in self.session.segments),
-            },
+            all_reduces={DDP: num_buckets(self.ddp), SLIPSTREAM: collectives},
             plan=self.plan,
             apart_after_one_step=self.apart,
             final_loss={name: mean_of_ranks(self.losses[name][-LAST_LOSSES:]) for name in both},
-            accuracy={name: accuracy(self.models[name], held_out) for name in both},
+            accuracy={name: task.accuracy(self.models[name], held_out) for name in both},
             versions={"slipstream": __version__, "torch": torch.__version__},
         )
 
@@ -228,10 +206,8 @@ def make_plan(trace: Trace, network: NetworkProfile) -> Planned:
     default = Strategy()
     split = optimal_split(workload, fitted, [default])
     best = Strategy.load({"gradients": {"split": split.document(full=True)}})
-    before, after = (
-        predict(workload, Plan.of(strategy, workload.gradients), fitted)
-        for strategy in (default, best)
-    )
+    plans = [Plan.of(strategy, workload.gradients) for strategy in (default, best)]
+    before, after = (predict(workload, plan, fitted) for plan in plans)
     segments = len(trace.meta["segments"])
     return Planned(list(split.last), segments, before, median(iterations(trace)), after)
 
@@ -294,4 +270,4 @@ def mean_of_ranks(losses: Sequence[Tensor]) -> float:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(**json.loads(sys.argv[1]))

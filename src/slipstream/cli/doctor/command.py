@@ -9,12 +9,12 @@ import json
 import os
 import socket
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from typer import Option
 
 from slipstream.cli.options import LinkRate, RanksPerNode, check_writable
 from slipstream.cli.ranks import describe_hosts, log_folder, run_on_hosts, run_on_this_host
@@ -29,36 +29,19 @@ app = typer.Typer(no_args_is_help=True)
 console = Console(stderr=True)
 
 
-@dataclass(frozen=True)
-class Job:
-    """The settings of every rank, passed as JSON in its one argument."""
-
-    file: str
-    seconds: float
-    terminal: bool
-    columns: int
-
-
 @app.command()
 def network(
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="YAML file of the numbers.")
+        Path, Option("--output", "-o", metavar="FILE", help="YAML file of the numbers.")
     ] = Path("cluster.yaml"),
     ranks: Annotated[
         int | None,
-        typer.Option(
-            min=2, help="Ranks to start on this host, without a launcher.", show_default="2"
-        ),
+        Option(min=2, help="Ranks to start on this host, without a launcher.", show_default="2"),
     ] = None,
-    nodes: Annotated[
-        int | None,
-        typer.Option(help="Emulated hosts to start ranks on, instead.", show_default=False),
-    ] = None,
+    nodes: Annotated[int | None, Option(help="Emulated hosts to start ranks on, instead.")] = None,
     ranks_per_node: RanksPerNode = 1,
     rate: LinkRate = "1gbit",
-    seconds: Annotated[
-        float, typer.Option(min=1, help="Upper limit of the measurement, about.")
-    ] = 20.0,
+    seconds: Annotated[float, Option(min=1, help="Upper limit of the measurement, about.")] = 20.0,
 ) -> None:
     """Measure all-reduce, reduce-scatter and all-gather from 1 KB to 64 MB; save the numbers.
 
@@ -77,8 +60,8 @@ def network(
             f"--ranks {ranks} starts ranks on this host, --nodes {nodes} on emulated hosts: leave "
             "out one of the two; --ranks-per-node sets the ranks of each emulated host"
         )
-    screen = Console()
-    job = json.dumps(asdict(Job(str(output), seconds, screen.is_terminal, screen.width)))
+    screen = {"terminal": Console().is_terminal, "columns": Console().width}
+    job = json.dumps({"file": str(output), "seconds": seconds, **screen})
     if Environment.read(os.environ, socket.gethostname()).source != "none":
         if nodes is not None:
             raise ClusterError(

@@ -43,7 +43,7 @@ def report(profile: NetworkProfile) -> Group:
     )
     doubts = "".join(f"\n  {doubt}" for doubt in profile.doubts)
     warning = [Text(DOUBTFUL + doubts, style="yellow")] if doubts else []
-    tables = [_table(network) for network in profile.networks.values()]
+    tables = [*map(_table, profile.networks.values())]
     tables += [_codecs_table(profile)] if profile.codecs else []
     return Group(*map(Text, sentences), *warning, *(Padding(t, (1, 0, 0, 0)) for t in tables))
 
@@ -72,8 +72,9 @@ def _codecs_table(profile: NetworkProfile) -> Table:
 
 
 def _table(network: Network) -> Table:
+    sizes = " to ".join(_size(network.all_reduce.points[at][0]) for at in (0, -1))
     table = compact(
-        f"{network.kind}: {network.ranks} ranks, {PLACES[network.kind]}, {_range(network)}",
+        f"{network.kind}: {network.ranks} ranks, {PLACES[network.kind]}, {sizes}",
         *("collective", "bytes", "ms", "Gbit/s", "bus Gbit/s", "fit error"),
         left=["collective"],
     )
@@ -108,11 +109,6 @@ def _verdict(network: Network) -> str:
         f"{network.kind}: up to {best / 1e9:.3g} Gbit/s over each rank's link, half of that from "
         f"{_size(half)} on; the smallest all-reduce takes {curve.points[0][1] * 1e3:.3g} ms."
     )
-
-
-def _range(network: Network) -> str:
-    smallest, largest = (_size(network.all_reduce.points[at][0]) for at in (0, -1))
-    return f"{smallest} to {largest}"
 
 
 def _size(num_bytes: int) -> str:

@@ -6,7 +6,7 @@ Needs no training: a trace and a measured network are enough.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
 from slipstream.cli.options import AsJson, ExactOnly, check_writable
 from slipstream.cli.plan.memory import plan_memory
@@ -23,14 +24,7 @@ from slipstream.planner.candidates import candidates, label
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import (
-    RATES,
-    Point,
-    Prediction,
-    rank,
-    traced_strategy,
-    what_if,
-)
+from slipstream.planner.ranking import RATES, Point, Prediction, rank, traced_strategy, what_if
 from slipstream.planner.simulate import simulate
 from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy
@@ -42,49 +36,44 @@ PREDICTED_STEPS = 3
 
 
 def plan(
-    trace: Annotated[
-        Path | None, typer.Option(help="Trace of the training: .json or .json.gz.")
-    ] = None,
+    trace: Annotated[Path | None, Option(help="Trace of the training: .json or .json.gz.")] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="cluster.yaml of `slipstream doctor network`.")
+        Path | None, Option(help="cluster.yaml of `slipstream doctor network`.")
     ] = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Predict for this number of hosts.")
-    ] = None,
+    nodes: Annotated[int | None, Option(min=1, help="Predict for this number of hosts.")] = None,
     ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Predict for this number of ranks on each.")
+        int | None, Option(min=1, help="Predict for this number of ranks on each.")
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(help="Predict for links of this rate: 300mbit, 25gbit.")
+        str | None, Option(help="Predict for links of this rate: 300mbit, 25gbit.")
     ] = None,
     exact_only: ExactOnly = True,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the best strategy here: .yaml.")
+        Path | None, Option("--output", "-o", help="Write the best strategy here: .yaml.")
     ] = None,
     predicted: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FILE",
             help="Write the predicted trace of the best strategy, for `slipstream report`.",
         ),
     ] = None,
     as_json: AsJson = False,
     memory: Annotated[
-        str | None,
-        typer.Option(help="Memory of a rank's device, 32GiB: find the largest batch instead."),
+        str | None, Option(help="Memory of a rank's device, 32GiB: find the largest batch instead.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="With --memory: a known model, or FILE.py:FUNCTION.")
+        str | None, Option(help="With --memory: a known model, or FILE.py:FUNCTION.")
     ] = None,
     length: Annotated[
-        int | None, typer.Option(min=1, help="With --memory: tokens of a text, or pixels a side.")
+        int | None, Option(min=1, help="With --memory: tokens of a text, or pixels a side.")
     ] = None,
     optimizer: Annotated[
-        str | None, typer.Option(help="With --memory: adamw (the default), sgd, momentum, lamb.")
+        str | None, Option(help="With --memory: adamw (the default), sgd, momentum, lamb.")
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="With --memory: fp32, or the bf16 or fp16 of precision half_weights."),
+        Option(help="With --memory: fp32, or the bf16 or fp16 of precision half_weights."),
     ] = None,
 ) -> None:
     """Predict and rank strategies, or find the largest batch that fits.
@@ -102,34 +91,26 @@ def plan(
     [dim]slipstream plan --memory 80GB --model train.py:build --optimizer lamb --dtype bf16[/dim]
     """
     if memory is not None:
-        _refuse(
-            {
-                "--trace": trace, "--cluster": cluster, "--nodes": nodes,
-                "--ranks-per-node": ranks_per_node, "--rate": rate, "--output": output,
-                "--predicted": predicted, "--allow-lossy": None if exact_only else True,
-            },
-            "--memory, which finds the largest batch and predicts no times",
-        )  # fmt: skip
+        context = "--memory, which finds the largest batch and predicts no times"
+        clusters = {"nodes": nodes, "ranks_per_node": ranks_per_node, "rate": rate}
+        files = {"trace": trace, "cluster": cluster, "output": output, "predicted": predicted}
+        _refuse(context, **files, **clusters, allow_lossy=not exact_only or None)
         plan_memory(memory, model, length, optimizer or "adamw", dtype or "fp32", as_json)
         return
-    _refuse(
-        {"--model": model, "--length": length, "--optimizer": optimizer, "--dtype": dtype},
-        "--trace and --cluster, which predict times; add --memory to find the largest batch",
-    )
+    context = "--trace and --cluster, which predict times; add --memory to find the largest batch"
+    _refuse(context, model=model, length=length, optimizer=optimizer, dtype=dtype)
     if trace is None or cluster is None:
         raise StrategyError(
             "plan needs --trace and --cluster, to predict times; or --memory and --model, to find "
             "the largest batch"
         )
-    if output is not None:
-        check_writable("--output", output, SUFFIXES)
-    if predicted is not None:
-        check_writable("--predicted", predicted)
+    check_writable("--output", output, SUFFIXES)
+    check_writable("--predicted", predicted)
     bits = None if rate is None else float(parse_rate(rate))
     recorded = chrome.read(trace)
     base = traced_strategy(recorded)
     measured = NetworkProfile.load(cluster)
-    if nodes is not None or ranks_per_node is not None:
+    if nodes or ranks_per_node:
         measured = _as_traced(measured, recorded)
     workload, here = prepare(recorded, measured)
     if bits is not None and (nodes or here.hosts) == 1:
@@ -137,7 +118,7 @@ def plan(
             f"--rate {rate}: all ranks are on one host, and use no link; give --nodes, too"
         )
     target = here
-    if any(option is not None for option in (nodes, ranks_per_node, rate)):
+    if nodes or ranks_per_node or rate:
         target = here.scaled(nodes or here.hosts, ranks_per_node or here.ranks_per_host, bits)
         workload = workload.for_ranks(target.world_size)
     predictions = rank(candidates(workload, target, exact_only, base), workload, target, base)
@@ -157,25 +138,24 @@ def plan(
         console.print(Text(f"warning: {doubt}", style="yellow"))
     if target.extrapolated:
         console.print(Text(f"Extrapolated: {target.extrapolated}", style="yellow"))
-    if by_nodes:
-        title = f"{label(best)}: more and fewer nodes, {ranks(target.ranks_per_host)} each"
-        console.print("", curve(title, by_nodes, "nodes"))
-    if by_rate:
-        title = f"{label(best)}: other links, {ranks(target.world_size)}"
-        console.print("", curve(title, by_rate, "rate"))
+    more = f"more and fewer nodes, {ranks(target.ranks_per_host)} each"
+    others = f"other links, {ranks(target.world_size)}"
+    for title, points, over in ((more, by_nodes, "nodes"), (others, by_rate, "rate")):
+        if points:
+            console.print("", curve(f"{label(best)}: {title}", points, over))
     if output is not None:
         console.print(Text(f"The best strategy is in {output}."), soft_wrap=True)
 
 
-def _refuse(options: Mapping[str, object], context: str) -> None:
+def _refuse(context: str, **options: object) -> None:
     """Refuse options that have no effect.
 
     Raises:
         StrategyError: names the option.
     """
-    for option, value in options.items():
+    for name, value in options.items():
         if value is not None:
-            raise StrategyError(f"{option} has no effect with {context}")
+            raise StrategyError(f"--{name.replace('_', '-')} has no effect with {context}")
 
 
 def _curves(
@@ -235,12 +215,6 @@ def _document(
 
 
 def _point(point: Point) -> dict[str, Any]:
-    prediction = point.prediction
-    return {
-        "nodes": point.nodes,
-        "ranks": point.ranks,
-        "rate": point.rate,
-        "seconds": prediction.seconds,
-        "samples_per_second": prediction.samples_per_second,
-        "efficiency": prediction.efficiency,
-    }
+    where = {"nodes": point.nodes, "ranks": point.ranks, "rate": point.rate}
+    names = ("seconds", "samples_per_second", "efficiency")
+    return where | {name: getattr(point.prediction, name) for name in names}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from runpy import run_path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,38 +39,30 @@ OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] 
 }
 
 
-def bert(width: int, layers: int, heads: int, length: int) -> Built:
-    """BERT with a classification head and eager attention, on texts of ``length`` tokens."""
-    from transformers import BertConfig, BertForSequenceClassification
+def _pretrained(family: str, task: str, **settings: object) -> Any:
+    """A model of transformers from its settings alone, with eager attention."""
+    import transformers
 
-    config = BertConfig(
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        max_position_embeddings=max(length, 512),
-    )
+    config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = "eager"
     config.problem_type = "single_label_classification"
-    return BertForSequenceClassification(config), lambda batch: {
+    return getattr(transformers, f"{family}{task}")(config)
+
+
+def bert(width: int, layers: int, heads: int, length: int) -> Built:
+    """BERT with a classification head, on texts of ``length`` tokens."""
+    shape = {"num_hidden_layers": layers, "num_attention_heads": heads, "hidden_size": width}
+    shape |= {"intermediate_size": 4 * width, "max_position_embeddings": max(length, 512)}
+    return _pretrained("Bert", "ForSequenceClassification", **shape), lambda batch: {
         "input_ids": torch.zeros(batch, length, dtype=torch.long),
         "labels": torch.zeros(batch, dtype=torch.long),
     }
 
 
 def gpt2(width: int, layers: int, heads: int, length: int) -> Built:
-    """GPT-2 with its language-model head and eager attention, on texts of ``length`` tokens."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        n_embd=width,
-        n_layer=layers,
-        n_head=heads,
-        n_positions=max(length, 1024),
-        use_cache=False,
-    )
-    config._attn_implementation = "eager"
-    model = GPT2LMHeadModel(config)
+    """GPT-2 with its language-model head, on texts of ``length`` tokens."""
+    shape = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": max(length, 1024)}
+    model = _pretrained("GPT2", "LMHeadModel", use_cache=False, **shape)
     model.loss_type = "ForCausalLM"
 
     def inputs(batch: int) -> dict[str, Tensor]:
@@ -80,30 +72,13 @@ def gpt2(width: int, layers: int, heads: int, length: int) -> Built:
     return model, inputs
 
 
-def _images(model: nn.Module, length: int) -> Built:
+def images(family: str, length: int, **settings: object) -> Built:
+    """A classifier of square images of ``length`` pixels a side."""
+    model = _pretrained(family, "ForImageClassification", num_labels=1000, **settings)
     return model, lambda batch: {
         "pixel_values": torch.zeros(batch, 3, length, length),
         "labels": torch.zeros(batch, dtype=torch.long),
     }
-
-
-def resnet50(length: int) -> Built:
-    """ResNet-50 on square images of ``length`` pixels a side."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig()
-    config.num_labels, config.problem_type = 1000, "single_label_classification"
-    return _images(ResNetForImageClassification(config), length)
-
-
-def swin_tiny(length: int) -> Built:
-    """Swin-T on square images of ``length`` pixels a side."""
-    from transformers import SwinConfig, SwinForImageClassification
-
-    config = SwinConfig(image_size=length)
-    config.num_labels, config.problem_type = 1000, "single_label_classification"
-    config._attn_implementation = "eager"
-    return _images(SwinForImageClassification(config), length)
 
 
 KNOWN: Mapping[str, tuple[Callable[[int], Built], int]] = {
@@ -111,8 +86,8 @@ KNOWN: Mapping[str, tuple[Callable[[int], Built], int]] = {
     "bert-large": (lambda length: bert(1024, 24, 16, length), 512),
     "gpt2": (lambda length: gpt2(768, 12, 12, length), 1024),
     "gpt2-medium": (lambda length: gpt2(1024, 24, 16, length), 1024),
-    "resnet50": (resnet50, 224),
-    "swin-tiny": (swin_tiny, 224),
+    "resnet50": (lambda length: images("ResNet", length), 224),
+    "swin-tiny": (lambda length: images("Swin", length, image_size=length), 224),
 }
 """Builders of models, and the default length of their inputs."""
 
@@ -140,8 +115,7 @@ def builder(name: str, length: int | None) -> Callable[[], Any]:
         from_file = run_path(file).get(function)
     if not callable(from_file):
         raise ModelError(f"--model {name}: {file} has no function {function}")
-    build_model: Callable[[], Any] = from_file
-    return build_model
+    return cast("Callable[[], Any]", from_file)
 
 
 def estimate_job(job: Mapping[str, Any]) -> Estimate:

@@ -25,7 +25,6 @@ from slipstream.errors import ModelError, StrategyError
 
 COUNT = "slipstream.cli.plan.count"
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "adagrad", "rmsprop", "lamb", "lars")
-_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _MEANING = (
     "Against: the batch of the first line. Activations and total: at the batch; where none fits, "
     "the total is of parameters, gradients and optimizer. Estimated on shapes, before training. A "
@@ -48,7 +47,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(I?)B", text.strip().upper())
     if match is None or not float(match[1]):
         raise StrategyError(f"--memory {text!r}: write a size such as 32GiB, 80GB or 500MiB")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** _POWERS[match[2]])
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2]))
 
 
 def plan_memory(

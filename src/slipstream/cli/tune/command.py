@@ -10,28 +10,20 @@ import json
 import re
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option
 
-from slipstream.cli.options import (
-    ExactOnly,
-    LinkRate,
-    Script,
-    ScriptArgs,
-    StrategySource,
-    check_writable,
-)
+from slipstream.cli import options
+from slipstream.cli.options import ExactOnly, LinkRate, Script, ScriptArgs, StrategySource
 from slipstream.cli.plan.command import write_strategy
-from slipstream.cli.ranks import launch_command, log_folder, refuse_launcher
+from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream
 from slipstream.cli.tune.display import Display, table
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, TestbedError
@@ -49,7 +41,6 @@ from slipstream.tuner.tune import Tuner
 
 console = Console(stderr=True)
 
-SLIPSTREAM = (sys.executable, "-m", "slipstream")
 MOST_SECONDS = 20.0  # of the network's measurement
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -57,28 +48,28 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 def tune(
     script: Script,
     args: ScriptArgs = None,
-    budget: Annotated[str, typer.Option(help="Time for everything: 90s, 10m, 1h.")] = "10m",
+    budget: Annotated[str, Option(help="Time for everything: 90s, 10m, 1h.")] = "10m",
     exact_only: ExactOnly = True,
     ranks: Annotated[
         int | None,
-        typer.Option(
+        Option(
             min=1, help="Ranks on this host; with --nodes, of each host.", show_default="2, or 1"
         ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option(help="Emulated hosts to run on (slipstream testbed).")
+        int | None, Option(help="Emulated hosts to run on (slipstream testbed).")
     ] = None,
     rate: LinkRate = "1gbit",
     strategy: StrategySource = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="cluster.yaml of `slipstream doctor network`. Default: measure it."),
+        Option(help="cluster.yaml of `slipstream doctor network`. Default: measure it."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Iterations to measure in a trial.")] = 10,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", help="File of the best strategy.")
-    ] = Path("strategy.yaml"),
-    log: Annotated[Path, typer.Option(help="File of all trials, as JSON.")] = Path("trials.json"),
+    steps: Annotated[int, Option(min=1, help="Iterations to measure in a trial.")] = 10,
+    output: Annotated[Path, Option("--output", "-o", help="File of the best strategy.")] = Path(
+        "strategy.yaml"
+    ),
+    log: Annotated[Path, Option(help="File of all trials, as JSON.")] = Path("trials.json"),
 ) -> None:
     """Find the strategy under which a training is fastest, and write it to a file.
 
@@ -94,16 +85,18 @@ def tune(
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
     """
     refuse_launcher("slipstream tune --ranks N -- train.py")
-    check_writable("--output", output, SUFFIXES)
+    options.check_writable("--output", output, SUFFIXES)
     _check_not_lost(output, strategy)
-    check_writable("--log", log)
+    options.check_writable("--log", log)
     seconds = parse_budget(budget)
     base = _start(Strategy.load(strategy))
     known = NetworkProfile.load(cluster) if cluster else None
     folder = log_folder("tune-")
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
     where = _Where(ranks or (1 if nodes else 2), nodes, rate)
-    with _ended_by_signals(), Display(seconds, console) as display:
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    with Display(seconds, console) as display:
 
         def predict(trace: Trace) -> list[Prediction]:
             here = known or _measure_network(where, folder / "network", display)
@@ -154,8 +147,8 @@ def _check_not_lost(output: Path, strategy: str | None) -> None:
     Raises:
         LaunchError: the file exists and is not the one to start from.
     """
-    started_from = strategy is not None and Path(strategy).exists()
-    if output.exists() and not (started_from and output.samefile(str(strategy))):
+    base = Path(strategy or "")
+    if output.exists() and not (base.exists() and output.samefile(base)):
         raise LaunchError(
             f"--output {output} exists and would be overwritten: start from it (--strategy "
             f"{output}), or choose another file"
@@ -199,24 +192,22 @@ class _Where:
         """The command of a trial, given its folder."""
 
         def command(folder: Path) -> list[str]:
-            strategy, logs = folder / STRATEGY, folder / "logs"
-            words = ["--", script, *args]
+            files = {"strategy": folder / STRATEGY, "log_dir": folder / "logs"}
             if self.nodes is None:
-                return launch_command(words, nproc=self.ranks, strategy=strategy, log_dir=logs)
-            files = ["--strategy", str(strategy), "--log-dir", str(logs)]
-            return [*SLIPSTREAM, "testbed", "run", *self._hosts(), *files, *words]
+                return slipstream("launch", "--", script, *args, nproc=self.ranks, **files)
+            return slipstream("testbed run", "--", script, *args, **self.hosts, **files)
 
         return command
 
     def doctor(self, output: Path, seconds: float) -> list[str]:
         """The command that measures the network there."""
-        ranks = self._hosts() if self.nodes else ["--ranks", str(self.ranks)]
-        options = ["--output", str(output), "--seconds", f"{seconds:.0f}"]
-        return [*SLIPSTREAM, "doctor", "network", *ranks, *options]
+        ranks = self.hosts if self.nodes else {"ranks": self.ranks}
+        return slipstream("doctor network", **ranks, output=output, seconds=round(seconds))
 
-    def _hosts(self) -> list[str]:
-        ranks = ["--ranks-per-node", str(self.ranks)]
-        return ["--nodes", str(self.nodes), "--rate", self.rate, *ranks]
+    @property
+    def hosts(self) -> dict[str, object]:
+        """The options of emulated hosts."""
+        return {"nodes": self.nodes, "rate": self.rate, "ranks_per_node": self.ranks}
 
 
 def _measure_network(where: _Where, folder: Path, display: Display) -> NetworkProfile:
@@ -238,17 +229,6 @@ def _measure_network(where: _Where, folder: Path, display: Display) -> NetworkPr
     return NetworkProfile.load(file)
 
 
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end the tuner as Ctrl-C does, with all processes of a trial."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, stop) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+def _end(number: int, _: FrameType | None) -> None:
+    """Let a signal end the tuner as Ctrl-C does, with all processes of a trial."""
+    raise SystemExit(128 + number)

@@ -53,21 +53,14 @@ class _Left(ProgressColumn):
         return grid
 
 
-class Display:
+class Display(Progress):
     """A line with the current activity and the budget left; above it a line for each trial."""
 
     def __init__(self, budget: float, console: Console) -> None:
         self._deadline = time.monotonic() + budget
         columns = (SpinnerColumn(), TextColumn("{task.description}"), _Left(budget, self.left))
-        self._progress = Progress(*columns, console=console, transient=True)
-        self._task = self._progress.add_task("starting", total=None)
-
-    def __enter__(self) -> Display:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
+        super().__init__(*columns, console=console, transient=True)
+        self._activity = self.add_task("starting", total=None)
 
     def left(self) -> float:
         """Seconds left of the budget."""
@@ -75,15 +68,14 @@ class Display:
 
     def doing(self, words: str) -> None:
         """Show another activity."""
-        self._progress.update(self._task, description=words)
+        self.update(self._activity, description=words)
 
     def warn(self, words: str) -> None:
         """Print a warning above the line."""
-        self._progress.print(Text(f"warning: {words}", style="yellow"), soft_wrap=True)
+        self.print(Text(f"warning: {words}", style="yellow"), soft_wrap=True)
 
     def show(self, trial: Trial) -> None:
         """Print the result of a trial above the line."""
-        if trial.status == "not measured":
-            return
-        result = _ms(trial.measured) if trial.status == "measured" else trial.status
-        self._progress.print(Text(f"{trial.name}: {result} ({trial.reason})"), soft_wrap=True)
+        if trial.status != "not measured":
+            result = _ms(trial.measured) if trial.status == "measured" else trial.status
+            self.print(Text(f"{trial.name}: {result} ({trial.reason})"), soft_wrap=True)
