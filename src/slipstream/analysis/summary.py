@@ -26,11 +26,7 @@ from slipstream.trace.timeline import Iteration, timeline
 
 
 def summary(
-    trace: Trace,
-    rank: int | None = None,
-    *,
-    per_rank: bool = False,
-    baseline: Trace | None = None,
+    trace: Trace, rank: int | None = None, *, per_rank: bool = False, baseline: Trace | None = None
 ) -> Group:
     """The numbers of a trace as text and tables that fit 80 columns.
 

@@ -120,9 +120,5 @@ def _add_key(figure: Figure, kinds: set[str]) -> None:
     patches = [Patch(color=swatch.colour, label=swatch.name) for swatch in swatches]
     if patches:
         figure.legend(
-            handles=patches,
-            loc="outside lower left",
-            ncols=len(patches),
-            frameon=False,
-            fontsize=9,
+            handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, fontsize=9
         )
