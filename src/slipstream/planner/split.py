@@ -147,9 +147,9 @@ def _by_halves(cuts: Cuts) -> Iterator[int]:
 def _costs(sizes: Array, seconds: SizeCost, borders: Collection[int]) -> Array:
     """Seconds of segment ``[i, j]``; infinite where it is not allowed, and for ``i >= j``."""
     total = np.concatenate([[0.0], np.cumsum(sizes)])  # bytes before each index
-    starts, stops = np.triu_indices(len(total), 1)
     costs = np.full((len(total), len(total)), np.inf)
-    costs[starts, stops] = seconds(total[stops] - total[starts])
+    for start in range(len(sizes)):
+        costs[start, start + 1 :] = seconds(total[start + 1 :] - total[start])
     for border in borders:
         costs[:border, border + 1 :] = np.inf
     return costs
