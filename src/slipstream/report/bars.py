@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import nlargest
+from operator import attrgetter
 from statistics import median
 from typing import Any
 
@@ -85,9 +87,15 @@ def lay_out(run: Run, most_bars: int = MOST_BARS) -> Drawing:
         labels.append((_label(rank, compute, run.meta), top + height / 2))
         top += height + _GAP
     steps = len({iteration.step for iteration in run.iterations})
+    note = f"Step {step}" + (f", the nearest to the median of {steps} steps." * (steps > 1) or ".")
     world = max(len(compute), run.meta.get("world_size") or 0)  # a simulated trace may hold fewer
-    cut_exchanges = frame.most if busiest > frame.most else 0
-    note = _note(step, steps, len(ranks), world, cut_exchanges)
+    if len(ranks) < world:
+        note += (
+            f" {len(ranks)} of {world:,} ranks: the first, and evenly from the fastest in compute "
+            "to the slowest."
+        )
+    if busiest > frame.most:
+        note += f" Of each rank the {frame.most:,} longest exchanges."
     return Drawing(tuple(bars), tuple(labels), top - _GAP, end, note)
 
 
@@ -118,13 +126,13 @@ def chosen_ranks(seconds: Mapping[int, float], most: int) -> list[int]:
     """
     if len(seconds) <= most:
         return sorted(seconds)
-    ordered = sorted(seconds, key=lambda rank: (seconds[rank], rank))
-
-    def evenly(count: int) -> set[int]:
-        return {ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)}
-
-    chosen = evenly(most)
-    return sorted(chosen if min(seconds) in chosen else evenly(most - 1) | {min(seconds)})
+    ordered, first = sorted(seconds, key=lambda rank: (seconds[rank], rank)), min(seconds)
+    for count in (most, most - 1):
+        step = (len(ordered) - 1) / (count - 1)
+        chosen = {ordered[round(i * step)] for i in range(count)}
+        if first in chosen:
+            break
+    return sorted(chosen | {first})
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +157,11 @@ class _Frame:
         bars = []
         for event in iteration.events:
             if event.name in _COMPUTE and event.duration > 0:
-                label = PALETTE[event.name].name
+                label, span = PALETTE[event.name].name, (event.start, event.end)
                 tip = self._tip(label, event)
-                span = event.start, event.end
                 bars.append(self._bar(event.name, span, (top + 0.5, 1.0), label, tip))
-        exchanges = _longest(iteration.exchanges, self.most)
+        longest = nlargest(self.most, iteration.exchanges, attrgetter("duration"))
+        exchanges = sorted(longest, key=attrgetter("start"))
         # Exchanges that overlap by less than the eye can see share a row: else each pair of
         # neighbours, which clocks let overlap by microseconds, would need two.
         lane_of = lanes([(e.start, max(e.start, e.end - self.blur)) for e in exchanges])
@@ -215,12 +223,6 @@ class _Frame:
         return f": {', '.join(shortened(name, 40) for name in names[:3])}{more}" if names else ""
 
 
-def _longest(exchanges: Sequence[Event], most: int) -> list[Event]:
-    """The ``most`` longest, in their order."""
-    by_duration = sorted(range(len(exchanges)), key=lambda i: -exchanges[i].duration)
-    return [exchanges[i] for i in sorted(by_duration[:most])]
-
-
 def _label(rank: int, compute: Mapping[int, float], meta: Mapping[str, Any]) -> str:
     """The rank, whether it is the slowest or fastest of many, and below them its host."""
     words = f"rank {rank}"
@@ -229,17 +231,3 @@ def _label(rank: int, compute: Mapping[int, float], meta: Mapping[str, Any]) -> 
         words += ", fastest" * (compute[rank] == min(compute.values()))
     hosts = meta.get("hosts") or []
     return f"{words}\n{shortened(str(hosts[rank]), 18)}" if rank < len(hosts) else words
-
-
-def _note(step: int, steps: int, ranks: int, world: int, most_exchanges: int) -> str:
-    """Which step is shown, and what was left out."""
-    words = f"Step {step}"
-    words += f", the nearest to the median of {steps} steps." if steps > 1 else "."
-    if ranks < world:
-        words += (
-            f" {ranks} of {world:,} ranks: the first, and evenly from the fastest in compute to "
-            "the slowest."
-        )
-    if most_exchanges:
-        words += f" Of each rank the {most_exchanges:,} longest exchanges."
-    return words

@@ -44,11 +44,9 @@ def chart_unit(largest: float) -> TimeUnit:
         >>> chart_unit(1.8)(0.0256), chart_unit(0.02).name
         ('26 ms', 'ms')
     """
-    if largest < 1e-3:
-        return TimeUnit("us", 1e6, 1)
-    if largest < 10:
-        return TimeUnit("ms", 1e3, 2 if largest < 0.1 else 1 if largest < 1 else 0)
-    return TimeUnit("s", 1.0, 2)
+    of_milliseconds = 2 if largest < 0.1 else 1 if largest < 1 else 0
+    unit = TimeUnit.of(largest)
+    return unit._replace(digits={"us": 1, "ms": of_milliseconds, "s": 2}[unit.name])
 
 
 def shortened(text: str, most: int) -> str:
