@@ -12,7 +12,7 @@ from statistics import median
 
 from slipstream.errors import TraceError
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
-from slipstream.trace.intervals import Intervals, length, subtract, touching, union
+from slipstream.trace.intervals import Intervals, length, subtract, union
 from slipstream.trace.timeline import Iteration
 
 
@@ -182,8 +182,7 @@ def _tail(backward: Intervals, exchanges: Sequence[Event]) -> float:
 
 
 def _exchange(event: Event, zero: float, compute: Intervals) -> Exchange:
-    beside = touching(compute, event.start, event.end)
-    exposed = length(subtract(union([(event.start, event.end)]), beside))
+    exposed = length(subtract(union([(event.start, event.end)]), compute))
     return Exchange(event, event.start - zero, event.duration - exposed, exposed)
 
 

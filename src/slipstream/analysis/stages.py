@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from slipstream.errors import TraceError
-from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT, Event
+from slipstream.trace.event import STAGE_FORWARD, STAGE_SPANS, Event
 from slipstream.trace.timeline import Iteration
-
-_COMPUTE = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ def _by_rank(events: Iterable[Event]) -> dict[int, list[TypicalStages]]:
     """Each step of each rank that runs stages."""
     steps: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
-        if event.name in _COMPUTE:
+        if event.name in STAGE_SPANS:
             steps[event.step][event.rank].append(event)
     by_rank: dict[int, list[TypicalStages]] = defaultdict(list)
     for ranks in steps.values():

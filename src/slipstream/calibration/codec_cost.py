@@ -38,10 +38,8 @@ def codec_cost(codec: PlainCodec, ranks: int, device: torch.device) -> CodecCost
     )
     per_byte = max(large - small, 0.0) / (4 * (SIZES[1] - SIZES[0]))
     startup = max(small - per_byte * 4 * SIZES[0], 0.0)
-    share = encode / max(encode + decode, 1e-12)
-    return CodecCost(
-        ratio=ratio, encode=per_byte * share, decode=per_byte * (1 - share), startup=startup / 2
-    )
+    coding = encode / max(encode + decode, 1e-12) * per_byte
+    return CodecCost(ratio=ratio, encode=coding, decode=per_byte - coding, startup=startup / 2)
 
 
 def slowest_cost(codec: PlainCodec, world: dist.ProcessGroup, device: torch.device) -> CodecCost:

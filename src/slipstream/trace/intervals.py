@@ -36,17 +36,11 @@ def subtract(whole: Intervals, holes: Intervals) -> Intervals:
         ((0, 1), (2, 3), (7, 8))
     """
     remaining: list[Interval] = []
-    first = 0  # holes before it end before the current interval: skipping them keeps this linear
     for start, end in whole:
-        while first < len(holes) and holes[first][1] <= start:
-            first += 1
-        index = first
-        while index < len(holes) and holes[index][0] < end:
-            low, high = holes[index]
+        for low, high in touching(holes, start, end):
             if low > start:
                 remaining.append((start, low))
             start = min(high, end)
-            index += 1
         if start < end:
             remaining.append((start, end))
     return tuple(remaining)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,7 @@ _PINGS = 10
 _Row = tuple[str, int, Stamp, Stamp, dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
+class _Reading(NamedTuple):
     """When one clock showed ``at``, the other showed ``at + offset``, plus or minus ``error``."""
 
     at: float
@@ -154,14 +153,12 @@ class Recorder:
             self._gpu.synchronize()  # elapsed times exist for completed events only
         error = max((reading.error for reading in self._readings), default=0.0)
         local = (self._events(), socket.gethostname(), error)
-        parts = [local]
+        parts: list[Any] | None = [local]
         if _size(group) > 1:
-            first = dist.get_rank(group) == 0
-            gathered: list[Any] | None = [None] * _size(group) if first else None
-            dist.gather_object(local, gathered, group=group, group_dst=0)
-            if gathered is None:
-                return None
-            parts = gathered
+            parts = [None] * _size(group) if dist.get_rank(group) == 0 else None
+            dist.gather_object(local, parts, group=group, group_dst=0)
+        if parts is None:
+            return None
         events, hosts, errors = zip(*parts, strict=True)
         meta = {
             "world_size": len(parts),
@@ -169,21 +166,18 @@ class Recorder:
             "versions": {"slipstream": __version__, "torch": torch.__version__},
             "clock_error": list(errors),
         }
-        merged = sorted((event for part in events for event in part), key=_order)
+        merged = sorted(chain(*events), key=lambda e: (e.start, -e.end, e.rank))
         return Trace(tuple(merged), meta | self.meta)
 
     def _events(self) -> list[Event]:
         """This rank's spans on rank 0's clock."""
         events = []
         for name, step, start, end, args in self._rows:
+            begin = self._seconds(start)
             if "ready" in args:
                 args = args | {"ready": self._seconds(args["ready"])}
-            begin = self._seconds(start)
-            if "gradients_ready" in args:
-                offsets = [
-                    None if stamp is None else self._seconds(stamp) - begin
-                    for stamp in args["gradients_ready"]
-                ]
+            if stamps := args.get("gradients_ready"):
+                offsets = [None if at is None else self._seconds(at) - begin for at in stamps]
                 args = args | {"gradients_ready": offsets}
             events.append(Event(name, self.rank, step, begin, self._seconds(end), args))
         return events
@@ -280,7 +274,3 @@ def _size(group: dist.ProcessGroup | None) -> int:
     """Ranks of the group; 1 without a process group."""
     joined = dist.is_available() and dist.is_initialized()
     return dist.get_world_size(group) if joined else 1
-
-
-def _order(event: Event) -> tuple[float, float, int]:
-    return event.start, -event.end, event.rank

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from slipstream.planner.candidates import label
@@ -30,51 +30,24 @@ class Trial:
     reason: str
     status: Status
 
-
-@dataclass
-class TrialLog:
-    """All trials so far.
-
-    Attributes:
-        base: the strategy that all others are compared with.
-        notify: called with all trials after each new one.
-    """
-
-    base: Strategy
-    notify: Callable[[Sequence[Trial]], None]
-    trials: list[Trial] = field(default_factory=list, init=False)
-
-    def predicted(self, prediction: Prediction) -> float:
-        """Predicted seconds for as many batches as an iteration of the baseline takes."""
-        return prediction.per_batch * self.base.gradients.accumulate
-
-    def add(
-        self,
+    @classmethod
+    def of(
+        cls,
+        base: Strategy,
         strategy: Strategy,
         prediction: Prediction | None,
         outcome: Measurement | Failure | None,
         reason: str,
-    ) -> float | None:
-        """Note one run (``outcome`` None: there was none) and the reason.
-
-        Returns:
-            Its measured seconds, as in `Trial`; None without a measurement.
-        """
+    ) -> Trial:
+        """One run (``outcome`` None: there was none), in seconds that compare with ``base``."""
         # Iterations of this strategy that take as many batches as one of the baseline.
-        scale = self.base.gradients.accumulate / strategy.gradients.accumulate
-        ran = outcome if isinstance(outcome, Measurement) else None
-        failed = outcome if isinstance(outcome, Failure) else None
-        measured = ran.seconds * scale if ran else None
-        self.trials.append(
-            Trial(
-                name=label(strategy),
-                strategy=strategy.document(),
-                predicted=self.predicted(prediction) if prediction else None,
-                measured=measured,
-                spread=ran.spread * scale if ran else None,
-                reason=f"{reason}; {failed.reason}" if failed else reason,
-                status="measured" if ran else failed.status if failed else "not measured",
-            )
-        )
-        self.notify(self.trials)
-        return measured
+        scale = base.gradients.accumulate / strategy.gradients.accumulate
+        predicted = prediction.seconds * scale if prediction else None
+        status: Status = "not measured"
+        measured = spread = None
+        if isinstance(outcome, Measurement):
+            measured, spread, status = outcome.seconds * scale, outcome.spread * scale, "measured"
+        elif outcome:
+            reason, status = f"{reason}; {outcome.reason}", outcome.status
+        name, settings = label(strategy), strategy.document()
+        return cls(name, settings, predicted, measured, spread, reason, status)

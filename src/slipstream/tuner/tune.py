@@ -28,7 +28,7 @@ from slipstream.planner.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
-from slipstream.tuner.trial_log import Trial, TrialLog
+from slipstream.tuner.trial_log import Trial
 from slipstream.tuner.trials import Failure, Measurement
 
 MODEL_ERROR = 0.05
@@ -75,7 +75,7 @@ class Tuner:
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
     clock: Callable[[], float] = time.monotonic
-    _log: TrialLog = field(init=False)
+    _trials: list[Trial] = field(default_factory=list, init=False)
     _deadline: float = field(default=0.0, init=False)
     _longest: float = field(default=0.0, init=False)  # seconds of the longest run so far
 
@@ -87,14 +87,13 @@ class Tuner:
             TraceError: the baseline ends without a trace.
         """
         self._deadline = self.clock() + self.budget
-        self._log = TrialLog(self.base, self.notify)
         first = self._baseline()
         self._check_budget()
         self.doing("predicting")
         predictions = self.predict(first.trace)
         self._check_budget()  # again: predicting may measure the network
         baseline = next(p for p in predictions if p.strategy == self.base)
-        self._log.add(self.base, baseline, first, "the baseline")
+        self._note(self.base, baseline, first, "the baseline")
         others = [p for p in predictions if p is not baseline]
         measured = self._measure_promising(others, first, first.seconds / baseline.seconds)
         return self._choose(measured, first)
@@ -140,23 +139,23 @@ class Tuner:
         ``scale`` is the baseline's measured over its predicted time: predictions of the others are
         expected to be off by the same factor.
         """
-        noise = max(LEAST_NOISE, first.spread / first.seconds / sqrt(len(_steps(first))))
+        steps = {event.step for event in first.trace.events}
+        noise = max(LEAST_NOISE, first.spread / first.seconds / sqrt(len(steps)))
         most = max(LEAST_MEASURED, ceil(len(predictions) / 4))
         best, stop, tried = first.seconds, "", 0
         measured: list[tuple[float, Prediction]] = []
         for prediction in predictions:
-            expected = self._log.predicted(prediction) * scale
+            expected = prediction.per_batch * self.base.gradients.accumulate * scale
             if not stop:
                 stop = self._reason_to_stop(expected, best, noise, tried >= most)
             if stop:
-                self._log.add(prediction.strategy, prediction, None, stop)
+                self._note(prediction.strategy, prediction, None, stop)
                 continue
             tried += 1
             self.doing(label(prediction.strategy))
             outcome = self._run(prediction.strategy, keep=self._comparison())
-            gain = 1 - expected / first.seconds
-            reason = f"predicted {_change(gain)}, {prediction.exactness}"
-            seconds = self._log.add(prediction.strategy, prediction, outcome, reason)
+            reason = f"predicted {_change(expected / first.seconds)}, {prediction.exactness}"
+            seconds = self._note(prediction.strategy, prediction, outcome, reason)
             if seconds is not None:
                 best = min(best, seconds)
                 measured.append((seconds, prediction))
@@ -177,25 +176,22 @@ class Tuner:
 
     def _choose(self, measured: Sequence[tuple[float, Prediction]], first: Measurement) -> Tuned:
         """The fastest that is proved faster than the baseline, or the baseline."""
+        chosen, verdict = self.base, "no candidate was faster: the baseline stays"
+        ratios: tuple[float, ...] | None = None
         for seconds, prediction in measured:
-            if seconds >= first.seconds:
-                break
-            ratios = self._compare(prediction)
-            if ratios is None:  # it ran before but failed now: try the next one
+            ratios = self._compare(prediction) if seconds < first.seconds else None
+            if ratios is None:  # it is slower, or ran before but failed now: try the next one
                 continue
             name, text = label(prediction.strategy), in_words(ratios)
-            if len(ratios) < LEAST_PAIRS:
-                verdict = f"the budget ended before {name} was compared: the baseline stays"
-            elif is_faster(ratios):
-                gain = _change(1 - median(ratios))
+            if is_faster(ratios):
+                gain, chosen = _change(median(ratios)), prediction.strategy
                 verdict = f"{name} ({prediction.exactness}) is {gain} than the baseline: {text}"
-                return self._end(prediction.strategy, verdict, ratios, improved=True)
+            elif len(ratios) < LEAST_PAIRS:
+                verdict = f"the budget ended before {name} was compared: the baseline stays"
             else:
                 verdict = f"{name} is not faster beyond the noise: {text}; the baseline stays"
-            return self._end(self.base, verdict, ratios, improved=False)
-        return self._end(
-            self.base, "no candidate was faster: the baseline stays", (), improved=False
-        )
+            break
+        return Tuned(chosen, chosen != self.base, verdict, ratios or (), tuple(self._trials))
 
     def _compare(self, prediction: Prediction) -> tuple[float, ...] | None:
         """The candidate's time over the baseline's, in alternation; None: the candidate failed.
@@ -212,12 +208,9 @@ class Tuner:
             for is_candidate in (False, True) if pair % 2 == 0 else (True, False):
                 strategy = prediction.strategy if is_candidate else self.base
                 self.doing(f"pair {pair + 1}: {name if is_candidate else 'the baseline'}")
-                measured = self._log.add(
-                    strategy,
-                    prediction if is_candidate else None,
-                    self._run(strategy),
-                    f"pair {pair + 1} of {name} and the baseline",
-                )
+                predicted = prediction if is_candidate else None
+                reason = f"pair {pair + 1} of {name} and the baseline"
+                measured = self._note(strategy, predicted, self._run(strategy), reason)
                 if measured is not None:
                     seconds[is_candidate] = measured
                 elif is_candidate:
@@ -226,10 +219,18 @@ class Tuner:
                 ratios.append(seconds[True] / seconds[False])
         return tuple(ratios)
 
-    def _end(
-        self, strategy: Strategy, verdict: str, ratios: Sequence[float], *, improved: bool
-    ) -> Tuned:
-        return Tuned(strategy, improved, verdict, tuple(ratios), tuple(self._log.trials))
+    def _note(
+        self,
+        strategy: Strategy,
+        prediction: Prediction | None,
+        outcome: Measurement | Failure | None,
+        reason: str,
+    ) -> float | None:
+        """Log one run and return its measured seconds, as in `Trial`; None without them."""
+        trial = Trial.of(self.base, strategy, prediction, outcome, reason)
+        self._trials.append(trial)
+        self.notify(self._trials)
+        return trial.measured
 
     def _left(self) -> float:
         """Seconds of the budget that are left."""
@@ -257,9 +258,5 @@ def _baseline_error(failure: Failure, budget: float, room: float) -> LaunchError
     return LaunchError(f"the baseline run failed, {failure.reason}; fix the script first")
 
 
-def _steps(measurement: Measurement) -> set[int]:
-    return {event.step for event in measurement.trace.events}
-
-
-def _change(gain: float) -> str:
-    return f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
+def _change(ratio: float) -> str:
+    return f"{abs(1 - ratio):.1%} {'faster' if ratio < 1 else 'slower'}"
