@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from statistics import median
+from typing import NamedTuple
 
 from slipstream.advisor.exchange_cost import fitted_line, time_shares
 from slipstream.advisor.split_model import MAX_SEGMENTS, SplitModel
@@ -104,16 +105,10 @@ def typical_exchanges(
         if seconds_of is None and not _tell_startup(num_bytes):
             most = min(most, max(2, len(cuts)))
         best_cuts = _preferred(model, len(cuts), most, worthwhile)
-    return Exchanges(
-        cuts=cuts,
-        num_bytes=num_bytes,
-        spans=spans,
-        backward=median(one.backward for one in measured),
-        skew=median(max(one.all_ready) - min(one.all_ready) for one in measured),
-        lag=median(max(one.all_ready) - median(one.all_ready) for one in measured),
-        model=model,
-        best_cuts=best_cuts,
-    )
+    backward = median(one.backward for one in measured)
+    skew = median(max(one.all_ready) - min(one.all_ready) for one in measured)
+    lag = median(max(one.all_ready) - median(one.all_ready) for one in measured)
+    return Exchanges(cuts, num_bytes, spans, backward, skew, lag, model, best_cuts)
 
 
 def layout_of(step: Step) -> tuple[int, ...]:
@@ -122,9 +117,8 @@ def layout_of(step: Step) -> tuple[int, ...]:
     Raises:
         TraceError: Ranks disagree.
     """
-    layouts = {rank: _layout(iteration) for rank, iteration in step.items()}
-    first_rank, first = next(iter(layouts.items()))
-    for rank, layout in layouts.items():
+    (first_rank, first), *others = ((rank, _layout(one)) for rank, one in step.items())
+    for rank, layout in others:
         if layout != first:
             raise TraceError(
                 f"ranks disagree in step {step[rank].step}: rank {first_rank} exchanged segments "
@@ -134,8 +128,7 @@ def layout_of(step: Step) -> tuple[int, ...]:
     return first
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
+class _Measured(NamedTuple):
     """One step, in seconds since the first rank's start of backward.
 
     ``all_ready`` is by rank, ``ready`` by gradient (on the last rank).
@@ -174,11 +167,8 @@ def _backward(iteration: Iteration) -> Event | None:
 
 def _segments(iteration: Iteration) -> list[list[Event]]:
     """The exchanges of each segment: one for each dtype in it."""
-    by_order: dict[int, list[Event]] = {}
-    for event in iteration.exchanges:
-        if order := exchange_order(event.name):
-            by_order.setdefault(order, []).append(event)
-    return [by_order[order] for order in sorted(by_order)]
+    by_order = groupby(iteration.exchanges, lambda event: exchange_order(event.name))
+    return [list(events) for order, events in by_order if order]  # 0: buffers
 
 
 def _layout(iteration: Iteration) -> tuple[int, ...]:

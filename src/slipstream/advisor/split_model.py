@@ -45,8 +45,7 @@ class SplitModel:
 
     def sizes_of(self, cuts: Sequence[int]) -> list[int]:
         """Bytes of the segments of a split."""
-        before = [0, *accumulate(self.num_bytes)]
-        return [before[stop] - before[start] for start, stop in pairwise((0, *cuts))]
+        return [sum(self.num_bytes[start:stop]) for start, stop in pairwise((0, *cuts))]
 
     def best_cuts(self, max_segments: int = MAX_SEGMENTS, tolerance: float = 0.0) -> Cuts:
         """The split that ends first; the fewest segments that end within ``tolerance`` of it.

@@ -13,6 +13,7 @@ from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
 from slipstream.analysis.stragglers import Straggler, stragglers
 from slipstream.errors import TraceError
 from slipstream.planner.split import SizeCost
+from slipstream.planner.workload import gradients_of
 from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
 
@@ -89,7 +90,8 @@ def trace_stats(trace: Trace, seconds_of: SizeCost | None = None) -> TraceStats:
     typical = typical_iteration(iterations)
     clock_error = max(meta.get("clock_error") or [0.0])
     worthwhile = max(WORTHWHILE * typical.spread("iteration").median, clock_error)
-    sizes, settings = _gradient_sizes(meta), _gradient_settings(meta)
+    sizes = [g.num_bytes for g in gradients_of(trace)] if meta.get("gradients") else []
+    settings = (meta.get("strategy") or {}).get("gradients") or {}
     return TraceStats(
         typical=typical,
         stragglers=stragglers(iterations, clock_error),
@@ -101,25 +103,6 @@ def trace_stats(trace: Trace, seconds_of: SizeCost | None = None) -> TraceStats:
         worthwhile=worthwhile,
         missing_steps=missing_steps,
     )
-
-
-def _gradient_sizes(meta: Mapping[str, Any]) -> list[int]:
-    """Bytes of each gradient in ready order."""
-    try:
-        return [int(gradient["bytes"]) for gradient in meta.get("gradients") or ()]
-    except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(
-            f"the trace's list of gradients cannot be read ({error!r:.80}): each entry needs name, "
-            "layer, bytes and dtype. Record the trace again."
-        ) from error
-
-
-def _gradient_settings(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section ``gradients`` of the recorded strategy; empty if there is none."""
-    section: Any = meta
-    for name in ("strategy", "gradients"):
-        section = section.get(name) if isinstance(section, Mapping) else None
-    return section if isinstance(section, Mapping) else {}
 
 
 def _common_steps(

@@ -5,15 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from slipstream.analysis.time_unit import format_seconds
-from slipstream.trace.event import (
-    BACKWARD,
-    BUFFERS,
-    DATA_WAIT,
-    FORWARD,
-    OPTIMIZER,
-    Event,
-    exchange_order,
-)
+from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
 from slipstream.trace.intervals import lanes
 from slipstream.trace.timeline import Iteration
 
@@ -73,7 +65,5 @@ def _row(label: str, events: list[Event], iteration: Iteration, width: int) -> T
 
 
 def _letter(event: Event) -> str:
-    order = exchange_order(event.name)
-    if order is None:
-        return _LETTERS[event.name]
-    return "v" if event.name == BUFFERS else str(order % 10)
+    order = exchange_order(event.name)  # of buffers: 0
+    return _LETTERS[event.name] if order is None else str(order % 10) if order else "v"

@@ -31,6 +31,7 @@ from slipstream.planner.traced_step import Step, complete_steps, measure
 from slipstream.trace.event import BUFFERS, Trace
 
 _MEDIANS = ("data_wait", "forward", "optimizer", "other", "samples")
+"""What has an entry a rank and is measured as it is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +79,7 @@ class Workload:
         if count == self.num_ranks:
             return self
         rows = np.arange(count) % self.num_ranks
-        names = ("data_wait", "forward", "backward", "ready", "optimizer", "other", "samples")
+        names = (*_MEDIANS, "backward", "ready")
         profiles: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
         hosts = tuple(self.hosts[row] for row in rows) if self.hosts else ()
         return replace(self, **profiles, hosts=hosts)
@@ -137,8 +138,8 @@ def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
         return tuple(Gradient(g["name"], g["layer"], int(g["bytes"]), g["dtype"]) for g in listed)
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(
-            f"the trace's list of gradients is damaged ({error!r:.80}); each one has name, layer, "
-            "bytes and dtype: record the trace again"
+            f"the trace is damaged: its list of gradients cannot be read ({error!r:.80}); each one "
+            "has name, layer, bytes and dtype: record the trace again"
         ) from error
 
 
@@ -150,5 +151,4 @@ def _typical_ranks(times: Array) -> Array:
 
 
 def _buffers_bytes(step: Step) -> int:
-    sizes = [event.args.get("bytes", 0) for event in step[0].exchanges if event.name == BUFFERS]
-    return int(sum(sizes))
+    return sum(e.args.get("bytes", 0) for e in step[0].exchanges if e.name == BUFFERS)
