@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,7 @@ MAX_POSITIONS = 200
 """Of a model with more gradients, cuts are tried at this many positions only."""
 
 
-@dataclass(frozen=True, slots=True)
-class SplitModel:
+class SplitModel(NamedTuple):
     """Gradients in ready order, and the cost of an exchange of their network.
 
     Attributes:

@@ -12,6 +12,7 @@ from itertools import chain
 from math import inf
 from operator import attrgetter
 from statistics import median
+from typing import NamedTuple
 
 from slipstream.errors import TraceError
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
@@ -40,8 +41,7 @@ class Parts:
     tail: float
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One exchange of one iteration of one rank; ``hidden + exposed == duration``.
 
     ``hidden`` is the time beside forward or backward of this rank; ``start`` counts from the start
@@ -55,8 +55,7 @@ class Exchange:
     exposed: float
 
 
-@dataclass(frozen=True, slots=True)
-class Breakdown:
+class Breakdown(NamedTuple):
     """The parts and exchanges of one iteration of one rank."""
 
     iteration: Iteration
@@ -102,8 +101,7 @@ def breakdown(iteration: Iteration) -> Breakdown:
     return Breakdown(iteration, parts, beside)
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """One part over ranks: median, extremes, and the slowest rank."""
 
     median: float
@@ -112,8 +110,7 @@ class Spread:
     slowest: int
 
 
-@dataclass(frozen=True, slots=True)
-class TypicalExchange:
+class TypicalExchange(NamedTuple):
     """Medians of one exchange over iterations and ranks.
 
     ``skew`` is the time between the first and the last rank having the segment's gradients ready
@@ -131,8 +128,7 @@ class TypicalExchange:
     skew: float
 
 
-@dataclass(frozen=True, slots=True)
-class TypicalIteration:
+class TypicalIteration(NamedTuple):
     """Medians over iterations: the parts by rank, and each exchange."""
 
     iterations: int

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from slipstream.trace.event import Event
 from slipstream.trace.timeline import Iteration
 
 
-@dataclass(frozen=True, slots=True)
-class TypicalOperator:
+class TypicalOperator(NamedTuple):
     """One operator in groups of ``ranks`` ranks: sums over an iteration, medians over iterations.
 
     ``seconds`` includes the wait for the other ranks of the group.

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 from slipstream.errors import TraceError
 from slipstream.trace.event import STAGE_FORWARD, STAGE_SPANS, Event
 from slipstream.trace.timeline import Iteration
 
 
-@dataclass(frozen=True, slots=True)
-class TypicalStages:
+class TypicalStages(NamedTuple):
     """What a rank of a pipeline does in a step: medians over steps.
 
     Attributes:
@@ -112,4 +111,4 @@ def _of_step(rank: int, events: Sequence[Event], window: float) -> TypicalStages
 def _median(steps: Sequence[TypicalStages]) -> TypicalStages:
     fields = ("forward", "backward", "waits", "bubble")
     middle = {field: median(getattr(step, field) for step in steps) for field in fields}
-    return replace(steps[0], **middle)
+    return steps[0]._replace(**middle)

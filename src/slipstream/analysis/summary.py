@@ -90,11 +90,11 @@ def document(
         "compute_share": compute_share(typical),
         **_throughput(iterations, baseline),
         "ranks": {str(rank): asdict(parts) for rank, parts in typical.ranks.items()},
-        "over_ranks": {part: asdict(typical.spread(part)) for part in tables.PARTS},
-        "exchanges": [asdict(exchange) for exchange in typical.exchanges],
-        "stages": [asdict(stages) for stages in typical_stages(iterations, rank)],
-        "operators": [asdict(operator) for operator in typical_operators(iterations, rank)],
-        "stragglers": [asdict(straggler) for straggler in slow],
+        "over_ranks": {part: typical.spread(part)._asdict() for part in tables.PARTS},
+        "exchanges": [exchange._asdict() for exchange in typical.exchanges],
+        "stages": [stages._asdict() for stages in typical_stages(iterations, rank)],
+        "operators": [operator._asdict() for operator in typical_operators(iterations, rank)],
+        "stragglers": [straggler._asdict() for straggler in slow],
     }
 
 

@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,16 +29,14 @@ IN_FLIGHT = 2
 _INSTANT = 1e-10  # moments less than a nanosecond apart are one
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """An exchange: the work at which the last rank has handed it over, and its phases."""
 
     ready: float
     phases: tuple[Phase, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """When an exchange started and ended, in time, and the work at its end."""
 
     start: float

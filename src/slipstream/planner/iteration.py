@@ -13,7 +13,7 @@ that the first simulated iteration is as good as the hundredth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +28,7 @@ _SETTLING = 4
 _SAME = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """One batch: when a rank waits for it, begins forward, begins backward, and ends backward."""
 
     waits: Array
@@ -38,8 +37,7 @@ class Pass:
     ends: Array
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedIteration:
+class SimulatedIteration(NamedTuple):
     """The moments of one iteration.
 
     ``ready`` has a column a gradient; ``handed_over`` one a task: when the rank gave it to the
@@ -122,7 +120,7 @@ class IterationModel:
             at = ends
         ready, handed_over, busy = self._hand_over(passes[-1])
         if self.plan.overlap:
-            passes[-1] = replace(passes[-1], ends=busy)
+            passes[-1] = passes[-1]._replace(ends=busy)
         exchanges = self._exchange(handed_over, busy, clock)
         done = np.maximum(busy, max((one.work for one in exchanges), default=-np.inf))
         decoded = self._decoded(busy, exchanges)

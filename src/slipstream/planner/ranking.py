@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import harmonic_mean
+from typing import NamedTuple
 
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import TOLERANCE, by_index, with_gradients
@@ -46,8 +47,7 @@ class Prediction:
         return self.seconds / self.strategy.gradients.accumulate
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """A prediction for a number of nodes and ranks, with links of ``rate`` bits/s.
 
     ``rate`` None: that of the measured network.

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.analysis.time_unit import TimeUnit
 from slipstream.report.palette import PALETTE, chart_unit, shortened
@@ -29,8 +28,7 @@ _GAP = 0.55
 """Between two ranks; a row of compute is 1 high."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """One rectangle: times in seconds since the start of the step, places in rows from the top.
 
     ``wide`` bars have room for a border; in narrow ones it would hide the colour.
@@ -46,8 +44,7 @@ class Bar:
     tip: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
+class Drawing(NamedTuple):
     """The bars of one step, label and place of each rank, and a note of what was left out."""
 
     bars: tuple[Bar, ...]
@@ -135,8 +132,7 @@ def chosen_ranks(seconds: Mapping[int, float], most: int) -> list[int]:
     return sorted(chosen | {first})
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     """What the bars of all ranks share.
 
     ``most`` bounds the exchanges drawn of a rank. Two bars of a row may overlap by ``blur``

@@ -6,15 +6,14 @@ colour blindness can tell apart; the ink is chosen for contrast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.analysis.time_unit import TimeUnit
 
 TEXT, FAINT, LINE, PAPER = "#1f2933", "#5b6770", "#d9dee3", "#ffffff"
 
 
-@dataclass(frozen=True, slots=True)
-class Swatch:
+class Swatch(NamedTuple):
     """Name, colour, and the colour of text on it."""
 
     name: str

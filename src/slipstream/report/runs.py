@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
 from slipstream.analysis.summary import strategy_words
@@ -19,8 +18,7 @@ from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """One trace of the report; make it with ``of``."""
 
     name: str
@@ -98,8 +96,7 @@ class Run:
         return self.ranks, json.dumps([rest, split], sort_keys=True, default=str)
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Seconds of an iteration: predicted, measured, and the spread of the measurement."""
 
     name: str

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 ITERATION = "iteration"
 """From the wait for a batch to the end of the update; contains all other spans of the step."""
@@ -98,8 +98,7 @@ class Event:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A point in time of one step of one rank; ``marks`` lists the names."""
 
     name: str

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from slipstream.errors import TraceError
 from slipstream.strategy import Strategy
@@ -29,8 +29,7 @@ TRACE, OUTPUT, STRATEGY = "trace.json", "output.log", "strategy.yaml"
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(NamedTuple):
     """What one short run measured, in seconds.
 
     ``seconds`` is the median over iterations of the mean over ranks; ``spread`` is half the
@@ -44,8 +43,7 @@ class Measurement:
     trace: Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """A run without a measurement: it failed, it hung, or it succeeded without a trace."""
 
     status: Literal["failed", "hanging", "no trace"]

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, sqrt
 from statistics import median
+from typing import NamedTuple
 
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
@@ -43,8 +44,7 @@ Run = Callable[[Strategy, float], Measurement | Failure]
 Predict = Callable[[Trace], Sequence[Prediction]]
 
 
-@dataclass(frozen=True, slots=True)
-class Tuned:
+class Tuned(NamedTuple):
     """The strategy to use and the proof: ``ratios`` are its time over the baseline's, by pair."""
 
     strategy: Strategy
