@@ -90,22 +90,15 @@ def _by_rank(events: Iterable[Event]) -> dict[int, list[TypicalStages]]:
         of_all = [event for of_rank in ranks.values() for event in of_rank]
         window = max(e.end for e in of_all) - min(e.start for e in of_all)
         for rank, of_rank in ranks.items():
-            by_rank[rank].append(_of_step(rank, of_rank, window))
+            stages = sorted({e.args.get("stage", 0) for e in of_rank})
+            micro_batches = len({e.args.get("micro_batch", 0) for e in of_rank})
+            forward = sum(e.duration for e in of_rank if e.name == STAGE_FORWARD)
+            busy = sum(e.duration for e in of_rank)
+            times = {"forward": forward, "backward": busy - forward, "waits": window - busy}
+            bubble = 1 - busy / window if window else 0.0
+            step = TypicalStages(rank, tuple(stages), micro_batches, **times, bubble=bubble)
+            by_rank[rank].append(step)
     return by_rank
-
-
-def _of_step(rank: int, events: Sequence[Event], window: float) -> TypicalStages:
-    forward = sum(e.duration for e in events if e.name == STAGE_FORWARD)
-    busy = sum(e.duration for e in events)
-    return TypicalStages(
-        rank,
-        tuple(sorted({e.args.get("stage", 0) for e in events})),
-        len({e.args.get("micro_batch", 0) for e in events}),
-        forward,
-        busy - forward,
-        window - busy,
-        1 - busy / window if window else 0.0,
-    )
 
 
 def _median(steps: Sequence[TypicalStages]) -> TypicalStages:

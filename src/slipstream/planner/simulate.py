@@ -114,14 +114,11 @@ def _spans(
 
 
 def _exchange_spans(
-    tasks: Sequence[CommTask],
-    completions: Sequence[Completion],
-    handed_over: Sequence[float],
-    collective: str,
+    tasks: list[CommTask], done: Sequence[Completion], handed_over: list[float], collective: str
 ) -> Iterator[_Span]:
     """A span begins when its rank has handed the task over and fewer than two are in flight."""
     free_from = [0.0] * IN_FLIGHT
-    for task, completion, ready in zip(tasks, completions, handed_over, strict=True):
+    for task, completion, ready in zip(tasks, done, handed_over, strict=True):
         slot = free_from.index(min(free_from))
         start = min(max(ready, free_from[slot]), completion.start)
         free_from[slot] = completion.end

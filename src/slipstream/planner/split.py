@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Numbers = Sequence[float] | Array
 Cuts = tuple[int, ...]
 SizeCost = Callable[[Array], ArrayLike]
 """Seconds of one exchange: from an array of bytes to an array of seconds of the same shape. Any
@@ -22,8 +23,8 @@ _ROUNDING = 1e-9
 
 
 def optimal_cuts(
-    ready: Sequence[float] | Array,
-    num_bytes: Sequence[int] | Array,
+    ready: Numbers,
+    num_bytes: Numbers,
     seconds: SizeCost,
     *,
     borders: Collection[int] = (),
@@ -62,10 +63,7 @@ def optimal_cuts(
 
 
 def finish_time(
-    cuts: Sequence[int],
-    ready: Sequence[float] | Array,
-    num_bytes: Sequence[int] | Array,
-    seconds: SizeCost,
+    cuts: Sequence[int], ready: Numbers, num_bytes: Numbers, seconds: SizeCost
 ) -> float:
     """When the last exchange ends, if each one starts when the one before has ended.
 

@@ -16,7 +16,7 @@ from slipstream.analysis.time_unit import TimeUnit
 from slipstream.report.palette import PALETTE, chart_unit, shortened
 from slipstream.report.runs import Run
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
-from slipstream.trace.intervals import Intervals, lanes, length, subtract, union
+from slipstream.trace.intervals import Interval, Intervals, lanes, length, subtract, union
 from slipstream.trace.timeline import Iteration
 
 MOST_RANKS = 16
@@ -168,9 +168,7 @@ class _Frame(NamedTuple):
             bars += self._exchange(event, compute, (top + 1.0 + (lane + 0.5) * height, height))
         return bars, 1.0 + min(rows, 2)
 
-    def _exchange(
-        self, event: Event, compute: Intervals, place: tuple[float, float]
-    ) -> Iterator[Bar]:
+    def _exchange(self, event: Event, compute: Intervals, place: Interval) -> Iterator[Bar]:
         """The pieces of an exchange with and without compute beside them; the longest is named."""
         whole = union([(event.start, event.end)])
         exposed = subtract(whole, compute)
@@ -183,12 +181,7 @@ class _Frame(NamedTuple):
             yield self._bar(kind, (start, end), place, label, tip)
 
     def _bar(
-        self,
-        kind: str,
-        span: tuple[float, float],
-        place: tuple[float, float],
-        label: str,
-        tip: tuple[str, ...],
+        self, kind: str, span: Interval, place: Interval, label: str, tip: tuple[str, ...]
     ) -> Bar:
         (start, end), (middle, height) = span, place
         wide = end - start > self.blur

@@ -111,7 +111,7 @@ def _breakdown_bars(part: str, runs: Sequence[Run], unit: TimeUnit) -> Figure:
     return _bars(
         swatch,
         [value * unit.scale for value in seconds],
-        list(range(len(runs))),
+        [float(place) for place in range(len(runs))],
         [f"{share:.0f} %" if share >= 3 else "" for share in shares],
         [
             f"<b>{swatch.name}</b><br>{unit(value)}, {share:.1f} % of an iteration"
@@ -133,12 +133,7 @@ def _comparison_bars(
 
 
 def _bars(
-    swatch: Swatch,
-    x: Sequence[float],
-    y: Sequence[float],
-    text: Sequence[str],
-    tips: Sequence[str],
-    **more: Any,
+    swatch: Swatch, x: list[float], y: list[float], text: list[str], tips: list[str], **more: Any
 ) -> Figure:
     """Horizontal bars of one kind, with text inside where it fits."""
     ink = {"color": swatch.ink, "size": 12}
@@ -167,17 +162,11 @@ def _axis(title: str, end: float) -> Figure:
 
 
 def _layout(
-    height: int,
-    barmode: str,
-    xaxis: Figure,
-    yaxis: Figure,
-    right: int = 14,
-    top: int = 6,
-    **more: Any,
+    height: int, barmode: str, x: Figure, y: Figure, right: int = 14, top: int = 6, **more: Any
 ) -> Figure:
     """Of a plot ``height`` pixels high, with margins on the right and at the top."""
     margin = {"l": 8, "r": right, "t": top, "b": 52}
-    own = Figure(height=height, barmode=barmode, margin=margin, xaxis=xaxis, yaxis=yaxis)
+    own = Figure(height=height, barmode=barmode, margin=margin, xaxis=x, yaxis=y)
     return _LOOK | own | more
 
 

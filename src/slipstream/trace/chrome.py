@@ -87,7 +87,7 @@ def read(path: str | Path) -> Trace:
         TraceError: The file cannot be read, is damaged, comes from another program, or holds no
             iteration.
     """
-    content = _load(Path(path))
+    content = load_json(path, "a .json or .json.gz file of slipstream")
     other = content.get("otherData") if isinstance(content, dict) else None
     if not isinstance(other, dict) or other.get("format") != _FORMAT:
         raise TraceError(
@@ -111,26 +111,22 @@ def read(path: str | Path) -> Trace:
     return Trace(events, {key: value for key, value in other.items() if key != "format"})
 
 
-def _load(path: Path) -> Any:
-    """The JSON value in a file, compressed or not."""
+def load_json(path: str | Path, what: str) -> Any:
+    """The JSON value in a file, compressed or not; errors say to give ``what``.
+
+    Raises:
+        TraceError: The file cannot be read, or is damaged or not JSON.
+    """
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TraceError(
-            f"{path} cannot be read: {error.strerror}. Give the path of a trace file."
-        ) from error
-    try:
-        if data.startswith(b"\x1f\x8b"):
-            data = gzip.decompress(data)
-        return json.loads(data)
+        data = Path(path).read_bytes()
+        return json.loads(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(
-            f"{path} is truncated or damaged: gzip says {error!s:.80}. Copy or record it again."
-        ) from error
+        problem = f"is truncated or damaged: gzip says {error!s:.80}. Copy or record it again."
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}. Give the path of {what}."
     except ValueError as error:
-        raise TraceError(
-            f"{path} is not JSON: {error!s:.80}. Give a .json or .json.gz file of slipstream."
-        ) from error
+        problem = f"is not JSON: {error!s:.80}. Give {what}."
+    raise TraceError(f"{path} {problem}")
 
 
 def _ns(seconds: float) -> int:

@@ -20,6 +20,9 @@ from slipstream.version import __version__
 Stamp = float | torch.cuda.Event
 """A point in time: seconds on this rank's clock, or a CUDA event that is resolved later."""
 
+Clock = Callable[[], float]
+"""Seconds now."""
+
 _PINGS = 10
 _Row = tuple[str, int, Stamp, Stamp, dict[str, Any]]
 
@@ -53,6 +56,7 @@ class Recorder:
         active: True while the current step is recorded; check it before measuring anything.
         done: True once the last step has ended; then call ``gather``.
         first_step: The first step to record.
+        now: Seconds on this rank's clock.
         meta: Goes into ``Trace.meta`` of rank 0; overrides what the recorder adds itself.
 
     Example:
@@ -68,17 +72,12 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        rank: int,
-        first_step: int,
-        num_steps: int,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        self, rank: int, first_step: int, num_steps: int, *, clock: Clock = time.perf_counter
     ) -> None:
         self.rank = rank
         self.active = False
         self.meta: dict[str, Any] = {}
-        self._clock = clock
+        self.now = clock
         self._step = -1
         self._begin: Stamp = 0.0
         self._gpu: _GpuClock | None = None
@@ -91,16 +90,12 @@ class Recorder:
         self._rows: list[_Row] = []
         self._readings: list[_Reading] = []
 
-    def now(self) -> float:
-        """Seconds on this rank's clock."""
-        return self._clock()
-
     def stamp(self, device: torch.device) -> Stamp:
         """Now on the CPU; on CUDA the moment at which the current stream gets to this point."""
         if device.type != "cuda":
-            return self._clock()
+            return self.now()
         if self._gpu is None:
-            self._gpu = _GpuClock(device, self._clock)
+            self._gpu = _GpuClock(device, self.now)
         return self._gpu.record()
 
     def begin_step(self, step: int, start: Stamp | None = None) -> None:
@@ -138,9 +133,9 @@ class Recorder:
         if _size(group) == 1:
             return
         if dist.get_rank(group) == 0:
-            _answer_pings(self._clock, group)
+            _answer_pings(self.now, group)
         else:
-            self._readings.append(_ping(self._clock, group))
+            self._readings.append(_ping(self.now, group))
 
     def gather(self, group: dist.ProcessGroup | None = None) -> Trace | None:
         """Gather the events of all ranks on rank 0's clock: a trace on rank 0, None on others.
@@ -198,7 +193,7 @@ class _GpuClock:
     because the clocks of GPU and host drift apart by microseconds a second.
     """
 
-    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+    def __init__(self, device: torch.device, clock: Clock) -> None:
         self._device, self._clock = device, clock
         self._zero, self._start = self._anchor()
         self._readings = [_Reading(0.0, self._start, 0.0)]
@@ -239,7 +234,7 @@ def _translate(at: float, readings: list[_Reading]) -> float:
     return at + first.offset + drift * (at - first.at)
 
 
-def _ping(clock: Callable[[], float], group: dist.ProcessGroup | None) -> _Reading:
+def _ping(clock: Clock, group: dist.ProcessGroup | None) -> _Reading:
     """The reading of rank 0's clock with the fastest of several round trips."""
     message = _message(group)
     readings = []
@@ -254,7 +249,7 @@ def _ping(clock: Callable[[], float], group: dist.ProcessGroup | None) -> _Readi
     return min(readings, key=lambda reading: reading.error)
 
 
-def _answer_pings(clock: Callable[[], float], group: dist.ProcessGroup | None) -> None:
+def _answer_pings(clock: Clock, group: dist.ProcessGroup | None) -> None:
     """On rank 0: send the time to each other rank in turn."""
     message = _message(group)
     for peer in range(1, _size(group)):

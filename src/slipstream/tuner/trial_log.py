@@ -6,11 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slipstream.planner.candidates import label
-from slipstream.planner.ranking import Prediction
-from slipstream.strategy import Strategy
-from slipstream.tuner.trials import Failure, Measurement
-
 Status = Literal["measured", "failed", "hanging", "no trace", "not measured"]
 
 
@@ -29,25 +24,3 @@ class Trial:
     spread: float | None
     reason: str
     status: Status
-
-    @classmethod
-    def of(
-        cls,
-        base: Strategy,
-        strategy: Strategy,
-        prediction: Prediction | None,
-        outcome: Measurement | Failure | None,
-        reason: str,
-    ) -> Trial:
-        """One run (``outcome`` None: there was none), in seconds that compare with ``base``."""
-        # Iterations of this strategy that take as many batches as one of the baseline.
-        scale = base.gradients.accumulate / strategy.gradients.accumulate
-        predicted = prediction.seconds * scale if prediction else None
-        status: Status = "not measured"
-        measured = spread = None
-        if isinstance(outcome, Measurement):
-            measured, spread, status = outcome.seconds * scale, outcome.spread * scale, "measured"
-        elif outcome:
-            reason, status = f"{reason}; {outcome.reason}", outcome.status
-        name, settings = label(strategy), strategy.document()
-        return cls(name, settings, predicted, measured, spread, reason, status)

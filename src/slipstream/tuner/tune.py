@@ -29,7 +29,7 @@ from slipstream.planner.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
-from slipstream.tuner.trial_log import Trial
+from slipstream.tuner.trial_log import Status, Trial
 from slipstream.tuner.trials import Failure, Measurement
 
 MODEL_ERROR = 0.05
@@ -226,11 +226,24 @@ class Tuner:
         outcome: Measurement | Failure | None,
         reason: str,
     ) -> float | None:
-        """Log one run and return its measured seconds, as in `Trial`; None without them."""
-        trial = Trial.of(self.base, strategy, prediction, outcome, reason)
-        self._trials.append(trial)
+        """Log one run (``outcome`` None: there was none).
+
+        Returns:
+            Its measured seconds, as in `Trial`; None without a measurement.
+        """
+        # Iterations of this strategy that take as many batches as one of the baseline.
+        scale = self.base.gradients.accumulate / strategy.gradients.accumulate
+        predicted = prediction.seconds * scale if prediction else None
+        status: Status = "not measured"
+        measured = spread = None
+        if isinstance(outcome, Measurement):
+            measured, spread, status = outcome.seconds * scale, outcome.spread * scale, "measured"
+        elif outcome:
+            reason, status = f"{reason}; {outcome.reason}", outcome.status
+        name, settings = label(strategy), strategy.document()
+        self._trials.append(Trial(name, settings, predicted, measured, spread, reason, status))
         self.notify(self._trials)
-        return trial.measured
+        return measured
 
     def _left(self) -> float:
         """Seconds of the budget that are left."""
