@@ -8,8 +8,7 @@ from itertools import accumulate, chain, groupby
 from statistics import median
 from typing import NamedTuple
 
-from slipstream.advisor.exchange_cost import fitted_line, time_shares
-from slipstream.advisor.split_model import MAX_SEGMENTS, SplitModel
+from slipstream.advisor.split_model import MAX_SEGMENTS, SplitModel, fitted_line, time_shares
 from slipstream.errors import TraceError
 from slipstream.planner.split import Cuts, SizeCost
 from slipstream.trace.event import BACKWARD, Event, exchange_order
@@ -95,14 +94,17 @@ def typical_exchanges(
         (median(start for start, _ in spans), median(end for _, end in spans))
         for spans in zip(*(one.spans for one in measured), strict=True)
     )
-    num_bytes = _bytes_of(next(iter(steps[0].values())))
+    segments = _segments(next(iter(steps[0].values())))
+    num_bytes = tuple(sum(event.args.get("bytes", 0) for event in events) for events in segments)
     model, best_cuts = None, cuts
     if sizes and len(sizes) == cuts[-1]:
         times = zip(*(one.ready for one in measured), strict=True)
         ready = tuple(accumulate(map(median, times), max))
         model = SplitModel(ready, sizes, seconds_of or fitted_line(num_bytes, time_shares(spans)))
         most = MAX_SEGMENTS
-        if seconds_of is None and not _tell_startup(num_bytes):
+        # Where sizes hardly differ, a fitted line does not tell the cost of small exchanges: it
+        # starts at zero, and ever smaller segments would look ever better.
+        if seconds_of is None and max(num_bytes) < 2 * min(num_bytes):
             most = min(most, max(2, len(cuts)))
         best_cuts = _preferred(model, len(cuts), most, worthwhile)
     backward = median(one.backward for one in measured)
@@ -175,10 +177,6 @@ def _layout(iteration: Iteration) -> tuple[int, ...]:
     return tuple(events[0].args.get("gradients", 0) for events in _segments(iteration))
 
 
-def _bytes_of(iteration: Iteration) -> tuple[int, ...]:
-    return tuple(sum(e.args.get("bytes", 0) for e in events) for events in _segments(iteration))
-
-
 def _ready_of(event: Event) -> float:
     """When the segment was full, or, if that is unknown, when its exchange started."""
     return float(event.args.get("ready", event.start))
@@ -205,18 +203,8 @@ def _interpolated(iteration: Iteration, start: float, sizes: Sequence[int]) -> I
         start, done = full, done + count
 
 
-def _tell_startup(num_bytes: Sequence[int]) -> bool:
-    """Whether the sizes differ enough for a fitted line to tell the cost of small exchanges.
-
-    Otherwise the line starts at zero, and ever smaller segments would look ever better.
-    """
-    return max(num_bytes) >= 2 * min(num_bytes)
-
-
 def _preferred(model: SplitModel, count: int, most: int, worthwhile: float) -> Cuts:
     """The best split of at most ``most`` segments, or of ``count`` if that is nearly as good."""
     best = model.best_cuts(most, TOLERANCE)
-    if len(best) <= count:
-        return best
-    same = model.best_cuts(count)
+    same = model.best_cuts(count) if len(best) > count else best
     return same if model.finish(same) - model.finish(best) < worthwhile else best

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.advisor.exchanges import Exchanges, Step, layout_of, typical_exchanges
 from slipstream.advisor.findings import Severity
@@ -23,8 +22,7 @@ PROBLEM = 0.1
 """A finding that costs this share of an iteration is a problem, below it a warning."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceStats:
+class TraceStats(NamedTuple):
     """What a trace tells about its run.
 
     Attributes:
@@ -116,11 +114,8 @@ def _common_steps(
     # A simulated trace holds the events of some ranks only; a recorded one must hold all ranks.
     expected = ranks if meta.get("predicted") else ranks | set(range(meta.get("world_size", 0)))
     counts = {rank: sum(rank in step for step in by_step.values()) for rank in sorted(expected)}
-    missing = tuple(
-        f"rank {rank} has {count} of {len(by_step)} steps"
-        for rank, count in counts.items()
-        if count < len(by_step)
-    )
+    short = {rank: count for rank, count in counts.items() if count < len(by_step)}
+    missing = tuple(f"rank {r} has {count} of {len(by_step)} steps" for r, count in short.items())
     common = [by_step[step] for step in sorted(by_step) if by_step[step].keys() == ranks]
     if not common:
         raise TraceError(

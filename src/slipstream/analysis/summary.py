@@ -51,12 +51,10 @@ def summary(
     """
     iterations = timeline(trace.events)
     typical = typical_iteration(iterations, rank)
-    pieces: list[Table | Text] = [
-        _headline(trace.meta, typical),
-        _speed(typical, _throughput(iterations, baseline)),
-        ascii_timeline(_example(iterations, typical)),
-        tables.parts_table(typical),
-    ]
+    head, speed = _headline(trace.meta, typical), _throughput(iterations, baseline)
+    drawing = ascii_timeline(_example(iterations, typical))
+    pieces: list[Table | Text] = [head, _speed(typical, speed), drawing]
+    pieces.append(tables.parts_table(typical))
     if slow := stragglers(iterations, _clock_error(trace.meta)):
         pieces.append(tables.straggler_table(slow))
     if per_rank:
@@ -128,11 +126,9 @@ def _parallel_words(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _throughput(iterations: Sequence[Iteration], baseline: Trace | None) -> dict[str, float | None]:
     """Samples a second of all ranks, and the efficiency against one rank."""
-    one = None if baseline is None else timeline(baseline.events)
-    return {
-        "samples_per_second": samples_per_second(iterations),
-        "scaling_efficiency": None if one is None else scaling_efficiency(iterations, one),
-    }
+    one = baseline and timeline(baseline.events)
+    efficiency = scaling_efficiency(iterations, one) if one else None
+    return {"samples_per_second": samples_per_second(iterations), "scaling_efficiency": efficiency}
 
 
 def _speed(typical: TypicalIteration, throughput: Mapping[str, float | None]) -> Text:

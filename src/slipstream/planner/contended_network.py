@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
@@ -80,10 +80,7 @@ class _InFlight:
     number: int
     start: float
     phases: list[Phase]
-    seconds_left: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.seconds_left = self.phases[0].seconds
+    seconds_left: float
 
     def stretch(
         self, others: Sequence[_InFlight], contention: Contention, computing: float
@@ -133,7 +130,8 @@ def run(
     while flying or next_job < len(jobs):
         may_start = next_job < len(jobs) and len(flying) < IN_FLIGHT
         if may_start and jobs[next_job].ready <= clock.work + _INSTANT:
-            flying.append(_InFlight(next_job, clock.time, list(jobs[next_job].phases)))
+            phases = list(jobs[next_job].phases)
+            flying.append(_InFlight(next_job, clock.time, phases, phases[0].seconds))
             next_job += 1
             continue
         rate = 1.0 / (1.0 + contention.compute_slowdown) if flying else 1.0

@@ -16,8 +16,7 @@ from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contended_network import Clock
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.iteration import IterationModel
-from slipstream.planner.traced_step import complete_steps, in_flight
-from slipstream.planner.workload import Workload
+from slipstream.planner.workload import Workload, complete_steps, in_flight
 from slipstream.trace.event import Trace
 
 TRUST = 0.03

@@ -92,7 +92,8 @@ def _spans(
         return float(clock.times_of(work[rank]))
 
     samples = float(model.workload.samples[rank]) * model.plan.accumulate
-    args: dict[str, Any] = {"samples": _whole(samples)} if samples else {}
+    count = int(samples) if samples.is_integer() else samples
+    args: dict[str, Any] = {"samples": count} if samples else {}
     yield ITERATION, time(iteration.start), time(iteration.end), args
     for index, one in enumerate(iteration.passes):
         if model.workload.data_wait[rank] > 0:
@@ -128,10 +129,6 @@ def _exchange_spans(
             args |= {"collectives": task.collectives}
             args |= {"collective": collective} if collective else {}
         yield task.name, start, completion.end, args
-
-
-def _whole(number: float) -> int | float:
-    return int(number) if number == int(number) else number
 
 
 def _meta(

@@ -6,6 +6,7 @@ after the last gradient of a segment; the last cut is the number of gradients.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 
@@ -131,15 +132,13 @@ def _neighbours(cuts: Cuts) -> Iterator[Cuts]:
 
 def _by_halves(cuts: Cuts) -> Iterator[int]:
     """Every index that is not a cut yet: the middle of each segment, then of its halves ..."""
-    spans = list(pairwise((0, *cuts)))
+    spans = deque(pairwise((0, *cuts)))
     while spans:
-        halves = []
-        for low, high in spans:
-            if high - low > 1:
-                middle = (low + high) // 2
-                yield middle
-                halves += [(low, middle), (middle, high)]
-        spans = halves
+        low, high = spans.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield middle
+            spans += [(low, middle), (middle, high)]
 
 
 def _costs(sizes: Array, seconds: SizeCost, borders: Collection[int]) -> Array:

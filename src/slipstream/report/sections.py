@@ -130,18 +130,11 @@ def trials(log: Sequence[Mapping[str, Any]]) -> str:
 
 def _run_table(runs: Sequence[Run]) -> str:
     """Configuration and speed of each run, and its change from the first."""
-    rows = [
-        [
-            run.title,
-            run.model,
-            f"{run.ranks:,}",
-            run.strategy,
-            chart_unit(run.iteration)(run.iteration),
-            _four_digits(run.samples_per_second) if run.samples_per_second else "-",
-            run.change_from(runs[0]) or "-",
-        ]
-        for run in runs
-    ]
+    rows = []
+    for run in runs:
+        took, change = chart_unit(run.iteration)(run.iteration), run.change_from(runs[0]) or "-"
+        speed = _four_digits(run.samples_per_second) if run.samples_per_second else "-"
+        rows.append([run.title, run.model, f"{run.ranks:,}", run.strategy, took, speed, change])
     headings = ["trace", "model", "ranks", "strategy", "iteration", "samples/s", "change"]
     return page.table(headings, rows, words=(0, 1, 3))
 

@@ -18,9 +18,7 @@ def union(spans: Iterable[Interval]) -> Intervals:
         ((0, 3), (4, 5))
     """
     merged: list[Interval] = []
-    for start, end in sorted(spans):
-        if end <= start:
-            continue
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:

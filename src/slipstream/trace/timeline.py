@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 from slipstream.errors import TraceError
 from slipstream.trace.event import BACKWARD, FORWARD, ITERATION, Event, exchange_order
 from slipstream.trace.intervals import Intervals, union
 
 
-@dataclass(frozen=True, slots=True)
-class Iteration:
+class Iteration(NamedTuple):
     """One step of one rank: its bounds in seconds, and its spans ordered by start.
 
     ``samples`` is how many samples it trained on (its share, if several ranks hold one model); 0 if

@@ -176,7 +176,8 @@ def _wait_for_trace(
         if code == 0:
             return Failure("no trace", f"it ended without a trace{_where(folder)}")
         if code is not None:
-            return Failure("failed", f"{_cause(code)}: {last_words(folder)}")
+            cause = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+            return Failure("failed", f"{cause}: {last_words(folder)}")
         if time.monotonic() > deadline:
             waited = time.monotonic() - began
             return Failure("hanging", f"no trace after {waited:.0f} s: killed{_where(folder)}")
@@ -185,11 +186,6 @@ def _wait_for_trace(
 
 def _where(folder: Path) -> str:
     return f" (see {folder / OUTPUT})"
-
-
-def _cause(code: int) -> str:
-    """How a process ended, by its ``subprocess`` return code."""
-    return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def _started_by(folder: Path) -> list[int]:
