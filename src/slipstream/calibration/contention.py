@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from slipstream.planner.cost import Contention
 from slipstream.planner.curve import Curve
+from slipstream.transport.consistency import maximum
 
 ROUNDS = 3
 AT_ONCE = 4
@@ -84,8 +85,7 @@ def _queue(
         waits.append(small)
     # Behind the largest ones the wait has reached its maximum: the smaller half tells the share.
     slowest = torch.tensor([median(shares[: len(shares) // 2 + 1]), max(waits)])
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world)
-    share, most = slowest.tolist()
+    share, most = maximum(slowest, world).tolist()
     return min(round(share, 4), 1.0), round(most, 6)
 
 

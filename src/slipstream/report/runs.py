@@ -114,10 +114,10 @@ def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
     """Each prediction with the measured run of its name, else of its configuration."""
     matched = []
     measured = [run for run in runs if not run.predicted]
-    for prediction in (run for run in runs if run.predicted):
-        matches = [m for m in measured if m.name == prediction.name]
-        matches += [m for m in measured if m.configuration() == prediction.configuration()]
-        matched += [(prediction, matches[0])] if matches else []
+    for one in (run for run in runs if run.predicted):
+        matches = [run for run in measured if run.name == one.name]
+        matches += [run for run in measured if run.configuration() == one.configuration()]
+        matched += [(one, run) for run in matches[:1]]
     return matched
 
 

@@ -17,11 +17,11 @@ file.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, sqrt
 from statistics import median
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
@@ -29,7 +29,6 @@ from slipstream.planner.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
-from slipstream.tuner.trial_log import Status, Trial
 from slipstream.tuner.trials import Failure, Measurement
 
 MODEL_ERROR = 0.05
@@ -42,6 +41,24 @@ RESERVE = 1.2  # later runs may take a little longer than the first one
 
 Run = Callable[[Strategy, float], Measurement | Failure]
 Predict = Callable[[Trace], Sequence[Prediction]]
+Status = Literal["measured", "failed", "hanging", "no trace", "not measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One strategy that was run, or was not, and why.
+
+    ``predicted``, ``measured`` and ``spread`` are seconds for as many batches as one iteration of
+    the baseline takes, so that strategies that accumulate differently compare.
+    """
+
+    name: str
+    strategy: Mapping[str, Any]
+    predicted: float | None
+    measured: float | None
+    spread: float | None
+    reason: str
+    status: Status
 
 
 class Tuned(NamedTuple):
