@@ -51,10 +51,9 @@ def summary(
     """
     iterations = timeline(trace.events)
     typical = typical_iteration(iterations, rank)
-    head, speed = _headline(trace.meta, typical), _throughput(iterations, baseline)
+    words = _headline(trace.meta, typical), _speed(typical, _throughput(iterations, baseline))
     drawing = ascii_timeline(_example(iterations, typical))
-    pieces: list[Table | Text] = [head, _speed(typical, speed), drawing]
-    pieces.append(tables.parts_table(typical))
+    pieces: list[Table | Text] = [*words, drawing, tables.parts_table(typical)]
     if slow := stragglers(iterations, _clock_error(trace.meta)):
         pieces.append(tables.straggler_table(slow))
     if per_rank:

@@ -97,8 +97,7 @@ def exchange_table(exchanges: Sequence[TypicalExchange]) -> Table:
         number, hidden = exchange_order(e.name) or e.name, _percent(e.hidden, e.duration)
         numbers = map(unit.number, (e.duration, e.start, e.skew))
         speed = f"{e.bytes * 8e-9 / e.duration:.2f}" if e.duration else "-"
-        size = f"{e.bytes / 1e6:.2f}"
-        exposed = unit.number(e.exposed)
+        exposed, size = unit.number(e.exposed), f"{e.bytes / 1e6:.2f}"
         rows.append((number, exposed, hidden, *numbers, size, speed, e.gradients or "-"))
     return _table(
         "Exchanges between ranks",

@@ -179,13 +179,12 @@ class NetworkProfile(Contention):
         Raises:
             ClusterError: the file cannot be written.
         """
+        document = format_yaml(self.model_dump(mode="json", exclude_none=True))
         try:
-            document = self.model_dump(mode="json", exclude_none=True)
-            Path(path).write_text(format_yaml(document), encoding="utf-8")
+            Path(path).write_text(document, encoding="utf-8")
         except OSError as error:
-            raise ClusterError(
-                f"{path}: cannot be written: {error.strerror}; choose another file"
-            ) from error
+            problem = f"{path}: cannot be written: {error.strerror}; choose another file"
+            raise ClusterError(problem) from error
 
     def groups(self, kind: Kind) -> Network:
         """The groups of this kind; the world where they are the same ranks.

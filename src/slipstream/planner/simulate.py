@@ -126,7 +126,7 @@ def _exchange_spans(
         args: dict[str, Any] = {"bytes": task.num_bytes}
         if task.segment is not None:
             args |= {"segment": task.segment, "gradients": task.gradients, "ready": ready}
-            args |= {"collectives": task.collectives}
+            args["collectives"] = task.collectives
             args |= {"collective": collective} if collective else {}
         yield task.name, start, completion.end, args
 

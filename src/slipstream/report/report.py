@@ -56,14 +56,10 @@ def html(
     runs = _runs(measured, predicted)
     title = f"{runs[0].model} on {runs[0].ranks:,} rank{'s' * (runs[0].ranks != 1)}"
     names = ", ".join(run.title for run in runs)
-    content = [
-        sections.timelines(runs),
-        sections.breakdowns(runs),
-        sections.findings(runs, findings or {}),
-        sections.predictions(runs, trials),
-        sections.trials(trials),
-    ]
-    return page(title, f"slipstream report: {names}", sections.cards(runs), "".join(content))
+    body = sections.timelines(runs) + sections.breakdowns(runs)
+    body += sections.findings(runs, findings or {})
+    body += sections.predictions(runs, trials) + sections.trials(trials)
+    return page(title, f"slipstream report: {names}", sections.cards(runs), body)
 
 
 def png(measured: Named, predicted: Named = ()) -> bytes:

@@ -62,11 +62,8 @@ def breakdowns(runs: Sequence[Run]) -> str:
         cells = [f"{unit(part)} ({_share(part, run.iteration)})" for part in run.parts.values()]
         columns.append([run.title, *cells, unit(run.iteration)])
     headings, *rows = zip(*columns, strict=True)
-    content = [
-        page.key(PARTS),
-        page.plot("breakdown", breakdown_plot(runs), with_library=False),
-        page.table(headings, rows, totals=True),
-    ]
+    plot = page.plot("breakdown", breakdown_plot(runs), with_library=False)
+    content = [page.key(PARTS), plot, page.table(headings, rows, totals=True)]
     if len(runs) > 1:
         content.append(_run_table(runs))
     remark = (
@@ -105,10 +102,9 @@ def predictions(runs: Sequence[Run], trials: Sequence[Mapping[str, Any]]) -> str
         [one.name, unit(one.predicted), _with_spread(one, unit), f"{one.error:+.1%}"]
         for one in compared
     ]
-    content = [
-        page.plot("compared", comparison_plot(compared[:_MOST_COMPARED]), with_library=False),
-        page.table(["", "predicted", "measured", "difference"], rows),
-    ]
+    figure = comparison_plot(compared[:_MOST_COMPARED])
+    content = [page.plot("compared", figure, with_library=False)]
+    content.append(page.table(["", "predicted", "measured", "difference"], rows))
     for prediction, measured in matched:
         title = page.heading(f"{measured.name}, part by part")
         content += [title, _part_by_part(prediction, measured)]
