@@ -170,8 +170,7 @@ def typical_iteration(iterations: Iterable[Iteration], rank: int | None = None) 
 
 def _exchange(event: Event, zero: float, compute: Intervals) -> Exchange:
     exposed = length(subtract(union([(event.start, event.end)]), compute))
-    duration = event.duration
-    return Exchange(event, event.start - zero, duration, duration - exposed, exposed)
+    return Exchange(event, event.start - zero, event.duration, event.duration - exposed, exposed)
 
 
 def _median_parts(breakdowns: Sequence[Breakdown]) -> Parts:

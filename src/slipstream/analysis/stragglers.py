@@ -53,8 +53,7 @@ def stragglers(iterations: Sequence[Iteration], clock_error: float = 0.0) -> tup
         >>> [(straggler.rank, straggler.phase) for straggler in stragglers(timeline(spans))]
         [(2, 'forward')]
     """
-    whole = median(iteration.duration for iteration in iterations)
-    bound = max(clock_error, OF_ITERATION * whole)
+    bound = max(clock_error, OF_ITERATION * median(one.duration for one in iterations))
     slow = [s for phase in PHASES for s in _of_phase(iterations, phase, bound)]
     return tuple(sorted(slow, key=lambda s: -s.seconds))
 

@@ -58,6 +58,11 @@ class Timing:
     blocks: list[float] = field(default_factory=list)
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.elements * ELEMENT
+
+    @property
     def repeat(self) -> int:
         """Exchanges that are timed at once."""
         return min(max(round(BLOCK / self.first), 1), MOST_AT_ONCE)
@@ -148,7 +153,7 @@ class CollectiveTimer:
                 timing.blocks.append(block)
                 left -= block * timing.repeat
             progress(min(1 - left / seconds, 1.0))
-        points = [(timing.elements * ELEMENT, round(timing.seconds, 9)) for timing in timings]
+        points = [(timing.num_bytes, round(timing.seconds, 9)) for timing in timings]
         return Curve.fit(points), left
 
     def _timed(self, call: Callable[[], object], repeat: int) -> float:

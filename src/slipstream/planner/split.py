@@ -183,8 +183,7 @@ def _fewest(
     count = len(costs) - 1
     next_ready = latest.diagonal(1)
     latest_end = _latest_end(latest, costs, limit)
-    ends = np.full(count + 1, np.inf)
-    ends[0] = 0.0
+    ends = np.concatenate([[0.0], np.full(count, np.inf)])
     earliest_so_far = np.full(count, np.inf)
     parents: list[NDArray[np.intp]] = []  # of each round: where the last segment starts
     totals: list[float] = []  # of each round: when all gradients have been exchanged
