@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.harness import marks
 
@@ -27,6 +28,9 @@ def pytest_configure() -> None:
     # Before torch is imported. Threads that wait for work spin: two a process, with several workers
     # and their ranks on two cores, took most of the time of the suite.
     os.environ["OMP_NUM_THREADS"] = "1"
+    # A busy machine draws examples slowly; that says nothing of the code.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
     marks.watch()
 
 

@@ -48,7 +48,7 @@ from slipstream.strategy import (
 )
 from slipstream.transport.channel import Channel, Label
 from slipstream.transport.requests import AllReduce, Exchange
-from slipstream.transport.roads import make_transport
+from slipstream.transport.transport import make_transport
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -136,8 +136,8 @@ class DdpCodec:
         self._plan = CompressionPlan(partial(codec_of, config), self._ranks, momenta)
         group = dist.new_group(members, use_local_synchronization=True)
         assert group is not None
-        road = make_transport(transport, group)
-        self._channel = Channel(road, [road], next(ddp.parameters()).device)
+        single = make_transport(transport, group)
+        self._channel = Channel(single, [single], next(ddp.parameters()).device)
         self._loss_scale = loss_scale
         self._parts: dict[tuple[int, ...], list[_Part]] = {}
         self._states = CodecStates(self._correction.buffers if self._correction else {})

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from slipstream.advisor.exchange_cost import fitted_line, time_shares
 from slipstream.advisor.exchanges import TOLERANCE
-from slipstream.advisor.split_model import SplitModel
+from slipstream.advisor.split_model import SplitModel, fitted_line, time_shares
 from slipstream.trace.intervals import length, union
 from tests.harness.traces import many
 

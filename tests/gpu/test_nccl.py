@@ -26,7 +26,7 @@ from slipstream.memory.offload.offload import offload
 from slipstream.strategy import Flat, Offload, PerLayer, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.channel import Channel
-from slipstream.transport.roads import make_transport
+from slipstream.transport.transport import make_transport
 from tests.harness.ranks import Ranks
 
 pytestmark = pytest.mark.gpu

@@ -19,7 +19,7 @@ from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.gradients.segments import parameters_of
 from slipstream.strategy import Flat, Split, Strategy, codec_of
 from slipstream.transport.channel import Channel
-from slipstream.transport.roads import make_transport
+from slipstream.transport.transport import make_transport
 
 CODECS: dict[str, dict[str, Any]] = {
     "bf16": {"kind": "half"},
@@ -125,8 +125,8 @@ def engine_of(model: nn.Module, codec: object, split: Split) -> Iterator[Engine]
     config = Strategy.load({"gradients": {"codec": codec}}).gradients.codec
     trainables, world = parameters_of(model, trainable=True), dist.get_world_size()
     correction = MomentumCorrection(sgd(model), trainables, config, world)
-    roads = [make_transport(Flat(), dist.new_group()) for _ in range(2)]
-    channel = Channel(roads[0], roads[1:], torch.device("cpu"))
+    transports = [make_transport(Flat(), dist.new_group()) for _ in range(2)]
+    channel = Channel(transports[0], transports[1:], torch.device("cpu"))
     ranks = CodecRanks(dist.get_rank(), world)
     engine = Engine(
         model,

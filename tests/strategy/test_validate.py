@@ -39,7 +39,10 @@ WRONG: list[tuple[object, list[str]]] = [
     ({"gradients": {"split": None}}, ["gradients.split: got None; allowed: the kinds by_bytes"]),
     ({"gradients": {"split": Flat()}}, ["gradients.split.kind: got 'flat'; allowed: the kinds"]),
     (_split(megabytes=3), ["gradients.split.kind: missing in {'megabytes': 3}", "by_bytes"]),
-    ({"gradients": {"transport": "flot"}}, ["transport.kind: got 'flot'; allowed: flat; e.g."]),
+    (
+        {"gradients": {"transport": "flot"}},
+        ["transport.kind: got 'flot'; did you mean 'flat'?; allowed: the kinds flat, direct; e.g."],
+    ),
     # no value is converted
     ({"gradients": {"overlap": "yes"}}, ["overlap: got 'yes'; allowed: true or false; e.g. over"]),
     ({"gradients": {"overlap": 1}}, ["overlap: got 1; allowed: true or false"]),

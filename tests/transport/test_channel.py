@@ -15,7 +15,7 @@ from slipstream.strategy import Flat
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.channel import Channel, Label
 from slipstream.transport.requests import AllGather, AllReduce, Broadcast, Exchange, Request
-from slipstream.transport.roads import Transport, make_transport
+from slipstream.transport.transport import Transport, make_transport
 from tests.harness.counters import collectives
 from tests.harness.ranks import PerRank, Ranks
 
@@ -265,29 +265,29 @@ def test_after_a_staged_failure_no_staged_exchange_is_begun(three: Ranks) -> Non
 
 
 class Refuses:
-    """A road whose requests fail at their start, as long as ``broken``."""
+    """A transport whose requests fail at their start, as long as ``broken``."""
 
     def __init__(self) -> None:
-        self.road, self.broken = flat(), True
+        self.transport, self.broken = flat(), True
 
     def prepare(self, requests: Sequence[AllReduce]) -> None:
-        self.road.prepare(requests)
+        self.transport.prepare(requests)
 
     def start(self, request: Request) -> Sequence[dist.Work]:
         if self.broken:
             raise RuntimeError("Connection reset by peer")
-        return self.road.start(request)
+        return self.transport.start(request)
 
     def close(self) -> None:
-        self.road.close()
+        self.transport.close()
 
 
 def single_failure() -> list[str]:
-    road = Refuses()
-    channel, told = Channel(road, [], CPU), []
-    for road.broken in (True, False):
+    transport = Refuses()
+    channel, told = Channel(transport, [], CPU), []
+    for transport.broken in (True, False):
         channel.start(label("buffers"), AllReduce(torch.ones(1)))
-        road.broken = False
+        transport.broken = False
         channel.start(label("allreduce1"), AllReduce(torch.ones(1)))
         assert channel.in_flight
         try:
@@ -305,8 +305,8 @@ def test_a_collective_that_cannot_begin_is_told_by_wait(three: Ranks) -> None:
 
 def failure_seen_inside() -> list[str]:
     """A staged exchange whose request fails sees the error at its yield."""
-    road = Refuses()
-    channel, seen = Channel(flat(), [road], CPU), list[str]()
+    transport = Refuses()
+    channel, seen = Channel(flat(), [transport], CPU), list[str]()
 
     def exchange() -> Exchange:
         try:

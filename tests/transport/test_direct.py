@@ -1,4 +1,4 @@
-"""The direct road: sums in rank order, receives posted ahead, the bytes of a ring, and failures."""
+"""The direct transport: sums in rank order, receives posted ahead, bytes as a ring, failures."""
 
 from __future__ import annotations
 

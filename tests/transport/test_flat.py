@@ -1,4 +1,4 @@
-"""The flat road: each request begun by the call, its result there when its works are done."""
+"""The flat transport: each request begun by the call, its result there when its works are done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from slipstream.strategy import Flat, Transport
 from slipstream.transport.requests import AllGather, AllReduce, AllToAll, Broadcast, Request
-from slipstream.transport.roads import TRANSPORTS, make_transport
+from slipstream.transport.transport import TRANSPORTS, make_transport
 from tests.harness.ranks import Ranks
 
 
@@ -22,12 +22,12 @@ def two() -> Iterator[Ranks]:
 
 
 def carried_out(request: Request) -> int:
-    road = make_transport(Flat(), dist.group.WORLD)
-    works = road.start(request)
+    transport = make_transport(Flat(), dist.group.WORLD)
+    works = transport.start(request)
     for work in works:
         work.wait()
-    road.close()
-    road.close()
+    transport.close()
+    transport.close()
     return len(works)
 
 

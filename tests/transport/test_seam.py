@@ -1,6 +1,6 @@
-"""Every exchange goes through the transport that the strategy names: a road of the test's own.
+"""Every exchange goes through the transport that the strategy names: one of the test's own.
 
-The road is a class and a row in the table. It never calls the backend's all-reduce: it gathers the
+It is a class and a row in the table. It never calls the backend's all-reduce: it gathers the
 tensors of all ranks and sums them.
 """
 
@@ -23,7 +23,7 @@ from slipstream.ddp import DdpCodec, codec_hook
 from slipstream.strategy import Flat
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.requests import AllGather, AllReduce, Request
-from slipstream.transport.roads import TRANSPORTS
+from slipstream.transport.transport import TRANSPORTS
 from tests.harness import reference
 from tests.harness.counters import collectives, count
 from tests.harness.models import MODELS
@@ -33,7 +33,7 @@ STEPS = 3
 
 
 class GatherAndSum(Flat):
-    """The setting that selects the road; a road of slipstream's own is a variant of the union."""
+    """The setting that selects the transport; slipstream's own are variants of the union."""
 
 
 class GatherAndSumTransport:
@@ -59,7 +59,7 @@ class GatherAndSumTransport:
             return self._flat.start(request)
         tensor = request.tensor
         self.num_bytes[kind] += tensor.nbytes
-        if self._announced:  # the thread that stages exchanges has a road without announcements
+        if self._announced:  # a stage's transport hears of none
             assert self._announced.pop(0).tensor is tensor
         rows = tensor.new_empty(self._ranks, tensor.numel())
         for work in self._flat.start(AllGather(tensor, rows)):
@@ -75,13 +75,13 @@ class GatherAndSumTransport:
 
 @contextmanager
 def registered() -> Iterator[type[GatherAndSumTransport]]:
-    road = GatherAndSumTransport
-    for counter in (road.requests, road.num_bytes, road.closed):
+    transport = GatherAndSumTransport
+    for counter in (transport.requests, transport.num_bytes, transport.closed):
         counter.clear()
-    with patch.dict(TRANSPORTS, {GatherAndSum: road}):
-        yield road
-    assert road.closed
-    assert all(road.closed)
+    with patch.dict(TRANSPORTS, {GatherAndSum: transport}):
+        yield transport
+    assert transport.closed
+    assert all(transport.closed)
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +91,14 @@ def two() -> Iterator[Ranks]:
 
 
 def trained(name: str, settings: dict[str, Any]) -> tuple[bool, dict[str, int], dict[str, int]]:
-    """Whether the road trains a model to the bits of the flat one; requests and bytes."""
+    """Whether the transport trains a model to the bits of the flat one; requests and bytes."""
     case = MODELS[name]
     flat = reference.accelerated(case, "sgd", STEPS, 1, settings)
-    with registered() as road, collectives() as log:
+    with registered() as ours_used, collectives() as log:
         settings = {**settings, "transport": GatherAndSum()}
         ours = reference.accelerated(case, "sgd", STEPS, 1, settings)
     assert count(log, "all_reduce") == 1  # on which gradients come, before the first exchange
-    return reference.same_bits(flat, ours), dict(road.requests), dict(road.num_bytes)
+    return reference.same_bits(flat, ours), dict(ours_used.requests), dict(ours_used.num_bytes)
 
 
 def test_dense_gradients_and_buffers(two: Ranks) -> None:
@@ -159,7 +159,7 @@ def hooked(codec: object) -> tuple[bool, set[str]]:
     """The same for DDP's hook."""
     models = []
     for transport in (Flat(), GatherAndSum()):
-        with registered() as road:
+        with registered() as log:
             torch.manual_seed(0)
             ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
             hook = DdpCodec(ddp, codec, transport=transport)
@@ -171,8 +171,8 @@ def hooked(codec: object) -> tuple[bool, set[str]]:
                 optimizer.step()
                 optimizer.zero_grad()
             hook.close()
-            road.closed.append(True)  # none is open in the flat turn
-            kinds = set(road.requests)
+            log.closed.append(True)  # none is open in the flat turn
+            kinds = set(log.requests)
         assert bool(kinds) == (type(transport) is GatherAndSum)
         models.append(ddp)
     return reference.same_bits(*models), kinds
@@ -188,7 +188,7 @@ def shared() -> tuple[float, dict[str, int]]:
     """Two ranks share each of two models: only ranks of the same part average gradients."""
     losses = []
     for transport in (Flat(), GatherAndSum()):
-        with registered() as road:
+        with registered() as log:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
             strategy = {
@@ -202,8 +202,8 @@ def shared() -> tuple[float, dict[str, int]]:
                     loss = session.model(torch.randn(4, 16, generator=seed)).square().mean()
                     session.backward(loss)
                     session.step()
-            road.closed.append(True)
-            requests = dict(road.requests)
+            log.closed.append(True)
+            requests = dict(log.requests)
         losses.append(float(loss.detach()))
     return abs(losses[0] - losses[1]), requests
 

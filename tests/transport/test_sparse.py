@@ -11,7 +11,7 @@ import torch.distributed as dist
 from slipstream.strategy import Flat
 from slipstream.transport import sparse
 from slipstream.transport.requests import Exchange
-from slipstream.transport.roads import make_transport, run
+from slipstream.transport.transport import make_transport, run
 from tests.harness.ranks import PerRank, Ranks
 
 Rows = list[int]

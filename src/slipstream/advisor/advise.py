@@ -66,15 +66,13 @@ def advise(trace: Trace, seconds_of: SizeCost | None = None) -> list[Finding]:
 
 def _joined(findings: Iterable[Finding]) -> list[Finding]:
     """Findings with equal patches become one."""
-    joined: list[Finding] = []
-    for finding in findings:
-        for index, earlier in enumerate(joined):
-            if finding.patch and finding.patch == earlier.patch:
-                joined[index] = replace(earlier, evidence=f"{earlier.evidence} {finding.evidence}")
-                break
-        else:
-            joined.append(finding)
-    return joined
+    joined: dict[str, Finding] = {}
+    for number, finding in enumerate(findings):
+        key = repr(finding.patch or number)
+        if earlier := joined.get(key):
+            finding = replace(earlier, evidence=f"{earlier.evidence} {finding.evidence}")
+        joined[key] = finding
+    return list(joined.values())
 
 
 def _nothing_to_do(stats: TraceStats) -> Finding:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 from statistics import median
+from typing import NamedTuple
 
-from slipstream.advisor.exchange_cost import fitted_line, time_shares
-from slipstream.advisor.split_model import MAX_SEGMENTS, SplitModel
+from slipstream.advisor.split_model import MAX_SEGMENTS, SplitModel, fitted_line, time_shares
 from slipstream.errors import TraceError
 from slipstream.planner.split import Cuts, SizeCost
 from slipstream.trace.event import BACKWARD, Event, exchange_order
@@ -94,26 +94,23 @@ def typical_exchanges(
         (median(start for start, _ in spans), median(end for _, end in spans))
         for spans in zip(*(one.spans for one in measured), strict=True)
     )
-    num_bytes = _bytes_of(next(iter(steps[0].values())))
+    segments = _segments(next(iter(steps[0].values())))
+    num_bytes = tuple(sum(event.args.get("bytes", 0) for event in events) for events in segments)
     model, best_cuts = None, cuts
     if sizes and len(sizes) == cuts[-1]:
         times = zip(*(one.ready for one in measured), strict=True)
         ready = tuple(accumulate(map(median, times), max))
         model = SplitModel(ready, sizes, seconds_of or fitted_line(num_bytes, time_shares(spans)))
         most = MAX_SEGMENTS
-        if seconds_of is None and not _tell_startup(num_bytes):
+        # Where sizes hardly differ, a fitted line does not tell the cost of small exchanges: it
+        # starts at zero, and ever smaller segments would look ever better.
+        if seconds_of is None and max(num_bytes) < 2 * min(num_bytes):
             most = min(most, max(2, len(cuts)))
         best_cuts = _preferred(model, len(cuts), most, worthwhile)
-    return Exchanges(
-        cuts=cuts,
-        num_bytes=num_bytes,
-        spans=spans,
-        backward=median(one.backward for one in measured),
-        skew=median(max(one.all_ready) - min(one.all_ready) for one in measured),
-        lag=median(max(one.all_ready) - median(one.all_ready) for one in measured),
-        model=model,
-        best_cuts=best_cuts,
-    )
+    backward = median(one.backward for one in measured)
+    skew = median(max(one.all_ready) - min(one.all_ready) for one in measured)
+    lag = median(max(one.all_ready) - median(one.all_ready) for one in measured)
+    return Exchanges(cuts, num_bytes, spans, backward, skew, lag, model, best_cuts)
 
 
 def layout_of(step: Step) -> tuple[int, ...]:
@@ -122,9 +119,8 @@ def layout_of(step: Step) -> tuple[int, ...]:
     Raises:
         TraceError: Ranks disagree.
     """
-    layouts = {rank: _layout(iteration) for rank, iteration in step.items()}
-    first_rank, first = next(iter(layouts.items()))
-    for rank, layout in layouts.items():
+    (first_rank, first), *others = ((rank, _layout(one)) for rank, one in step.items())
+    for rank, layout in others:
         if layout != first:
             raise TraceError(
                 f"ranks disagree in step {step[rank].step}: rank {first_rank} exchanged segments "
@@ -134,8 +130,7 @@ def layout_of(step: Step) -> tuple[int, ...]:
     return first
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
+class _Measured(NamedTuple):
     """One step, in seconds since the first rank's start of backward.
 
     ``all_ready`` is by rank, ``ready`` by gradient (on the last rank).
@@ -174,19 +169,12 @@ def _backward(iteration: Iteration) -> Event | None:
 
 def _segments(iteration: Iteration) -> list[list[Event]]:
     """The exchanges of each segment: one for each dtype in it."""
-    by_order: dict[int, list[Event]] = {}
-    for event in iteration.exchanges:
-        if order := exchange_order(event.name):
-            by_order.setdefault(order, []).append(event)
-    return [by_order[order] for order in sorted(by_order)]
+    by_order = groupby(iteration.exchanges, lambda event: exchange_order(event.name))
+    return [list(events) for order, events in by_order if order]  # 0: buffers
 
 
 def _layout(iteration: Iteration) -> tuple[int, ...]:
     return tuple(events[0].args.get("gradients", 0) for events in _segments(iteration))
-
-
-def _bytes_of(iteration: Iteration) -> tuple[int, ...]:
-    return tuple(sum(e.args.get("bytes", 0) for e in events) for events in _segments(iteration))
 
 
 def _ready_of(event: Event) -> float:
@@ -215,18 +203,8 @@ def _interpolated(iteration: Iteration, start: float, sizes: Sequence[int]) -> I
         start, done = full, done + count
 
 
-def _tell_startup(num_bytes: Sequence[int]) -> bool:
-    """Whether the sizes differ enough for a fitted line to tell the cost of small exchanges.
-
-    Otherwise the line starts at zero, and ever smaller segments would look ever better.
-    """
-    return max(num_bytes) >= 2 * min(num_bytes)
-
-
 def _preferred(model: SplitModel, count: int, most: int, worthwhile: float) -> Cuts:
     """The best split of at most ``most`` segments, or of ``count`` if that is nearly as good."""
     best = model.best_cuts(most, TOLERANCE)
-    if len(best) <= count:
-        return best
-    same = model.best_cuts(count)
+    same = model.best_cuts(count) if len(best) > count else best
     return same if model.finish(same) - model.finish(best) < worthwhile else best

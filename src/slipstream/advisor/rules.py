@@ -6,7 +6,6 @@ it computes the gain.
 
 from __future__ import annotations
 
-from slipstream.advisor.exchanges import Exchanges
 from slipstream.advisor.findings import Finding
 from slipstream.advisor.trace_stats import TraceStats
 from slipstream.analysis.time_unit import format_seconds
@@ -102,7 +101,10 @@ def accumulate(stats: TraceStats) -> Finding | None:
     """
     if stats.exchanges is None:
         return None
-    exposed = min(stats.median("exposed"), _exposed_at_best(stats.exchanges))
+    exchanges, after_best = stats.exchanges, stats.exchanges.tail
+    if exchanges.model is not None:
+        after_best = max(0.0, exchanges.model.finish(exchanges.best_cuts) - exchanges.backward)
+    exposed = min(stats.median("exposed"), after_best)
     if exposed <= EXPOSED * stats.compute or not stats.compute:
         return None
     enough = (n for n in (2, 4) if exposed <= EXPOSED * n * stats.compute)
@@ -178,10 +180,3 @@ def miss_sizes(stats: TraceStats) -> Finding | None:
         "The trace does not hold the size of each gradient; traces of older versions do not.",
         "Record again to get advice about the split.",
     )
-
-
-def _exposed_at_best(exchanges: Exchanges) -> float:
-    """Seconds of exchange after backward at the best split; the measured tail without a model."""
-    if exchanges.model is None:
-        return exchanges.tail
-    return max(0.0, exchanges.model.finish(exchanges.best_cuts) - exchanges.backward)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from statistics import linear_regression
+from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.planner.split import Cuts, SizeCost, finish_time, optimal_cuts
+from slipstream.trace.intervals import Interval
 
 MAX_SEGMENTS = 16
 """Splits into more segments are not tried."""
@@ -21,8 +23,7 @@ MAX_POSITIONS = 200
 """Of a model with more gradients, cuts are tried at this many positions only."""
 
 
-@dataclass(frozen=True, slots=True)
-class SplitModel:
+class SplitModel(NamedTuple):
     """Gradients in ready order, and the cost of an exchange of their network.
 
     Attributes:
@@ -45,8 +46,7 @@ class SplitModel:
 
     def sizes_of(self, cuts: Sequence[int]) -> list[int]:
         """Bytes of the segments of a split."""
-        before = [0, *accumulate(self.num_bytes)]
-        return [before[stop] - before[start] for start, stop in pairwise((0, *cuts))]
+        return [sum(self.num_bytes[start:stop]) for start, stop in pairwise((0, *cuts))]
 
     def best_cuts(self, max_segments: int = MAX_SEGMENTS, tolerance: float = 0.0) -> Cuts:
         """The split that ends first; the fewest segments that end within ``tolerance`` of it.
@@ -74,3 +74,40 @@ class SplitModel:
         before = [0, *accumulate(self.num_bytes)]
         marks = (before[-1] * (index + 1) / MAX_POSITIONS for index in range(MAX_POSITIONS - 1))
         return sorted({bisect_left(before, mark, lo=1, hi=count) for mark in marks} | {count})
+
+
+def fitted_line(sizes: Sequence[float], seconds: Sequence[float]) -> SizeCost:
+    """The least-squares line ``startup + per_byte * size``, with neither of the two negative.
+
+    A trace has a handful of sizes, often one; ``planner.fit`` needs measured points of many.
+
+    Example:
+        >>> cost = fitted_line([10, 20, 40], [3.0, 5.0, 9.0])
+        >>> round(cost(30), 6)
+        7.0
+    """
+    startup, per_byte = 0.0, 0.0
+    if len(set(sizes)) > 1:
+        per_byte, startup = linear_regression(sizes, seconds)
+    if startup <= 0 and any(sizes):
+        startup, per_byte = 0.0, sum(seconds) / sum(sizes)
+    if per_byte < 0 or not any(sizes):
+        startup, per_byte = sum(seconds) / len(seconds), 0.0
+    return lambda size: startup + per_byte * size
+
+
+def time_shares(spans: Sequence[Interval]) -> list[float]:
+    """Seconds of network time of each span; spans that overlap share that time evenly.
+
+    The sum is the time in which any of them ran.
+
+    Example:
+        >>> time_shares([(0.0, 4.0), (2.0, 3.0)])
+        [3.5, 0.5]
+    """
+    shares = [0.0] * len(spans)
+    for low, high in pairwise(sorted({edge for span in spans for edge in span})):
+        running = [i for i, (start, end) in enumerate(spans) if start <= low and high <= end]
+        for index in running:
+            shares[index] += (high - low) / len(running)
+    return shares

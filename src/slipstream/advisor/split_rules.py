@@ -160,9 +160,8 @@ def _splittable(stats: TraceStats) -> Exchanges | None:
 def _first_exposed(stats: TraceStats, exchanges: Exchanges) -> int | None:
     """The first exchange before the last that ends after backward, beyond the clocks' error."""
     ends = [end - exchanges.backward for _, end in exchanges.spans[:-1]]
-    if not any(end > stats.clock_error for end in ends):
-        return None
-    return next(index for index, end in enumerate(ends) if end > 0)
+    late = [index for index, end in enumerate(ends) if end > 0]
+    return late[0] if late and max(ends) > stats.clock_error else None
 
 
 def _resplit(stats: TraceStats, evidence: str, advice: str) -> Finding:

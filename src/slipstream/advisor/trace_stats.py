@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.advisor.exchanges import Exchanges, Step, layout_of, typical_exchanges
 from slipstream.advisor.findings import Severity
@@ -13,6 +12,7 @@ from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
 from slipstream.analysis.stragglers import Straggler, stragglers
 from slipstream.errors import TraceError
 from slipstream.planner.split import SizeCost
+from slipstream.planner.workload import gradients_of
 from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
 
@@ -22,8 +22,7 @@ PROBLEM = 0.1
 """A finding that costs this share of an iteration is a problem, below it a warning."""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceStats:
+class TraceStats(NamedTuple):
     """What a trace tells about its run.
 
     Attributes:
@@ -89,7 +88,8 @@ def trace_stats(trace: Trace, seconds_of: SizeCost | None = None) -> TraceStats:
     typical = typical_iteration(iterations)
     clock_error = max(meta.get("clock_error") or [0.0])
     worthwhile = max(WORTHWHILE * typical.spread("iteration").median, clock_error)
-    sizes, settings = _gradient_sizes(meta), _gradient_settings(meta)
+    sizes = [g.num_bytes for g in gradients_of(trace)] if meta.get("gradients") else []
+    settings = (meta.get("strategy") or {}).get("gradients") or {}
     return TraceStats(
         typical=typical,
         stragglers=stragglers(iterations, clock_error),
@@ -103,25 +103,6 @@ def trace_stats(trace: Trace, seconds_of: SizeCost | None = None) -> TraceStats:
     )
 
 
-def _gradient_sizes(meta: Mapping[str, Any]) -> list[int]:
-    """Bytes of each gradient in ready order."""
-    try:
-        return [int(gradient["bytes"]) for gradient in meta.get("gradients") or ()]
-    except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(
-            f"the trace's list of gradients cannot be read ({error!r:.80}): each entry needs name, "
-            "layer, bytes and dtype. Record the trace again."
-        ) from error
-
-
-def _gradient_settings(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section ``gradients`` of the recorded strategy; empty if there is none."""
-    section: Any = meta
-    for name in ("strategy", "gradients"):
-        section = section.get(name) if isinstance(section, Mapping) else None
-    return section if isinstance(section, Mapping) else {}
-
-
 def _common_steps(
     iterations: Iterable[Iteration], meta: Mapping[str, Any]
 ) -> tuple[list[Step], tuple[str, ...]]:
@@ -133,11 +114,8 @@ def _common_steps(
     # A simulated trace holds the events of some ranks only; a recorded one must hold all ranks.
     expected = ranks if meta.get("predicted") else ranks | set(range(meta.get("world_size", 0)))
     counts = {rank: sum(rank in step for step in by_step.values()) for rank in sorted(expected)}
-    missing = tuple(
-        f"rank {rank} has {count} of {len(by_step)} steps"
-        for rank, count in counts.items()
-        if count < len(by_step)
-    )
+    short = {rank: count for rank, count in counts.items() if count < len(by_step)}
+    missing = tuple(f"rank {r} has {count} of {len(by_step)} steps" for r, count in short.items())
     common = [by_step[step] for step in sorted(by_step) if by_step[step].keys() == ranks]
     if not common:
         raise TraceError(

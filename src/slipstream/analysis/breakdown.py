@@ -6,13 +6,17 @@ Iterations in, numbers out. All times are seconds.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
+from math import inf
+from operator import attrgetter
 from statistics import median
+from typing import NamedTuple
 
 from slipstream.errors import TraceError
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
-from slipstream.trace.intervals import Intervals, length, subtract, touching, union
+from slipstream.trace.intervals import Intervals, length, subtract, union
 from slipstream.trace.timeline import Iteration
 
 
@@ -37,9 +41,8 @@ class Parts:
     tail: float
 
 
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """One exchange of one iteration of one rank; ``hidden + exposed == event.duration``.
+class Exchange(NamedTuple):
+    """One exchange of one iteration of one rank; ``hidden + exposed == duration``.
 
     ``hidden`` is the time beside forward or backward of this rank; ``start`` counts from the start
     of the iteration.
@@ -47,12 +50,12 @@ class Exchange:
 
     event: Event
     start: float
+    duration: float
     hidden: float
     exposed: float
 
 
-@dataclass(frozen=True, slots=True)
-class Breakdown:
+class Breakdown(NamedTuple):
     """The parts and exchanges of one iteration of one rank."""
 
     iteration: Iteration
@@ -89,19 +92,16 @@ def breakdown(iteration: Iteration) -> Breakdown:
         rest = subtract(remaining, covered)
         seconds[part] = length(remaining) - length(rest)
         remaining = rest
-    parts = Parts(
-        **seconds,
-        other=length(remaining),
-        iteration=iteration.duration,
-        tail=_tail(covers["backward"], exchanges),
-    )
-    return Breakdown(
-        iteration, parts, tuple(_exchange(e, iteration.start, compute) for e in exchanges)
-    )
+    # Without a backward there is no tail.
+    ended = covers["backward"][-1][1] if covers["backward"] else inf
+    tail = max((event.end - ended for event in exchanges), default=0.0)
+    other, whole = length(remaining), iteration.duration
+    parts = Parts(**seconds, other=other, iteration=whole, tail=max(tail, 0.0))
+    beside = tuple(_exchange(event, iteration.start, compute) for event in exchanges)
+    return Breakdown(iteration, parts, beside)
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """One part over ranks: median, extremes, and the slowest rank."""
 
     median: float
@@ -110,8 +110,7 @@ class Spread:
     slowest: int
 
 
-@dataclass(frozen=True, slots=True)
-class TypicalExchange:
+class TypicalExchange(NamedTuple):
     """Medians of one exchange over iterations and ranks.
 
     ``skew`` is the time between the first and the last rank having the segment's gradients ready
@@ -129,8 +128,7 @@ class TypicalExchange:
     skew: float
 
 
-@dataclass(frozen=True, slots=True)
-class TypicalIteration:
+class TypicalIteration(NamedTuple):
     """Medians over iterations: the parts by rank, and each exchange."""
 
     iterations: int
@@ -165,26 +163,14 @@ def typical_iteration(iterations: Iterable[Iteration], rank: int | None = None) 
         ranks = ", ".join(map(str, sorted(by_rank)))
         raise TraceError(f"rank {rank} is not in the trace. Ranks in it: {ranks}.")
     chosen = by_rank if rank is None else {rank: by_rank[rank]}
-    return TypicalIteration(
-        iterations=max(map(len, chosen.values())),
-        ranks={r: _median_parts(of_rank) for r, of_rank in sorted(chosen.items())},
-        exchanges=_typical_exchanges(
-            [one for of_rank in chosen.values() for one in of_rank], breakdowns
-        ),
-    )
-
-
-def _tail(backward: Intervals, exchanges: Sequence[Event]) -> float:
-    if not backward:
-        return 0.0
-    end = backward[-1][1]
-    return max([event.end for event in exchanges] + [end]) - end
+    parts = {r: _median_parts(of_rank) for r, of_rank in sorted(chosen.items())}
+    exchanges = _typical_exchanges(list(chain(*chosen.values())), breakdowns)
+    return TypicalIteration(max(map(len, chosen.values())), parts, exchanges)
 
 
 def _exchange(event: Event, zero: float, compute: Intervals) -> Exchange:
-    beside = touching(compute, event.start, event.end)
-    exposed = length(subtract(union([(event.start, event.end)]), beside))
-    return Exchange(event, event.start - zero, event.duration - exposed, exposed)
+    exposed = length(subtract(union([(event.start, event.end)]), compute))
+    return Exchange(event, event.start - zero, event.duration, event.duration - exposed, exposed)
 
 
 def _median_parts(breakdowns: Sequence[Breakdown]) -> Parts:
@@ -204,31 +190,14 @@ def _typical_exchanges(
     for one in of_all_ranks:
         for event in (exchange.event for exchange in one.exchanges):
             ready[event.name][event.step].append(event.args.get("ready", event.start))
-    return tuple(
-        _typical_exchange(
-            name,
-            list(by_rank[name].values()),
-            median(max(times) - min(times) for times in ready[name].values()),
-        )
-        for name in sorted(by_rank, key=lambda name: exchange_order(name) or 0)
-    )
-
-
-def _typical_exchange(name: str, by_rank: list[list[Exchange]], skew: float) -> TypicalExchange:
-    """Medians over iterations by rank, then over ranks."""
-
-    def middle(value: Callable[[Exchange], float]) -> float:
-        return median(median(map(value, of_rank)) for of_rank in by_rank)
-
-    args = by_rank[0][0].event.args
-    return TypicalExchange(
-        name=name,
-        bytes=args.get("bytes", 0),
-        gradients=args.get("gradients", 0),
-        collectives=args.get("collectives", 0),
-        start=middle(lambda e: e.start),
-        duration=middle(lambda e: e.event.duration),
-        hidden=middle(lambda e: e.hidden),
-        exposed=middle(lambda e: e.exposed),
-        skew=skew,
-    )
+    typical = []
+    for name in sorted(by_rank, key=lambda name: exchange_order(name) or 0):
+        ranks = list(by_rank[name].values())
+        skew = median(max(times) - min(times) for times in ready[name].values())
+        sizes = {n: ranks[0][0].event.args.get(n, 0) for n in ("bytes", "gradients", "collectives")}
+        times = {
+            n: median(median(map(attrgetter(n), of_rank)) for of_rank in ranks)
+            for n in ("start", "duration", "hidden", "exposed")
+        }
+        typical.append(TypicalExchange(name, **sizes, **times, skew=skew))
+    return tuple(typical)

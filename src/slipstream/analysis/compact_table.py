@@ -15,16 +15,9 @@ def compact(
 
     Numbers keep their width; where the terminal is narrow, text takes more lines.
     """
-    table = Table(
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        show_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table.box, table.pad_edge, table.show_edge = box.SIMPLE_HEAD, False, False
+    table.padding = (0, 1, 0, 0)
     for heading in headings:
         is_text = heading in left
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from slipstream.trace.event import Event
 from slipstream.trace.timeline import Iteration
 
 
-@dataclass(frozen=True, slots=True)
-class TypicalOperator:
+class TypicalOperator(NamedTuple):
     """One operator in groups of ``ranks`` ranks: sums over an iteration, medians over iterations.
 
     ``seconds`` includes the wait for the other ranks of the group.
@@ -46,14 +45,11 @@ def typical_operators(
             for event in iteration.events:
                 if "ranks" in event.args:
                     calls[event.name, event.args["ranks"]][number].append(event)
-    operators = (
-        TypicalOperator(
-            name,
-            ranks,
-            calls=round(median(map(len, by_iteration.values()))),
-            bytes=round(median(sum(e.args["bytes"] for e in es) for es in by_iteration.values())),
-            seconds=median(sum(e.duration for e in es) for es in by_iteration.values()),
-        )
-        for (name, ranks), by_iteration in calls.items()
-    )
+    operators = []
+    for (name, ranks), by_iteration in calls.items():
+        groups = by_iteration.values()
+        count = round(median(map(len, groups)))
+        num_bytes = round(median(sum(e.args["bytes"] for e in events) for events in groups))
+        seconds = median(sum(e.duration for e in events) for events in groups)
+        operators.append(TypicalOperator(name, ranks, count, num_bytes, seconds))
     return tuple(sorted(operators, key=lambda operator: -operator.seconds))

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from statistics import median
+from typing import NamedTuple
 
 from slipstream.errors import TraceError
-from slipstream.trace.event import STAGE_BACKWARD, STAGE_FORWARD, STAGE_WEIGHT, Event
+from slipstream.trace.event import STAGE_FORWARD, STAGE_SPANS, Event
 from slipstream.trace.timeline import Iteration
 
-_COMPUTE = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT)
 
-
-@dataclass(frozen=True, slots=True)
-class TypicalStages:
+class TypicalStages(NamedTuple):
     """What a rank of a pipeline does in a step: medians over steps.
 
     Attributes:
@@ -86,32 +83,25 @@ def _by_rank(events: Iterable[Event]) -> dict[int, list[TypicalStages]]:
     """Each step of each rank that runs stages."""
     steps: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
-        if event.name in _COMPUTE:
+        if event.name in STAGE_SPANS:
             steps[event.step][event.rank].append(event)
     by_rank: dict[int, list[TypicalStages]] = defaultdict(list)
     for ranks in steps.values():
         of_all = [event for of_rank in ranks.values() for event in of_rank]
         window = max(e.end for e in of_all) - min(e.start for e in of_all)
         for rank, of_rank in ranks.items():
-            by_rank[rank].append(_of_step(rank, of_rank, window))
+            stages = sorted({e.args.get("stage", 0) for e in of_rank})
+            micro_batches = len({e.args.get("micro_batch", 0) for e in of_rank})
+            forward = sum(e.duration for e in of_rank if e.name == STAGE_FORWARD)
+            busy = sum(e.duration for e in of_rank)
+            times = {"forward": forward, "backward": busy - forward, "waits": window - busy}
+            bubble = 1 - busy / window if window else 0.0
+            step = TypicalStages(rank, tuple(stages), micro_batches, **times, bubble=bubble)
+            by_rank[rank].append(step)
     return by_rank
-
-
-def _of_step(rank: int, events: Sequence[Event], window: float) -> TypicalStages:
-    forward = sum(e.duration for e in events if e.name == STAGE_FORWARD)
-    busy = sum(e.duration for e in events)
-    return TypicalStages(
-        rank,
-        tuple(sorted({e.args.get("stage", 0) for e in events})),
-        len({e.args.get("micro_batch", 0) for e in events}),
-        forward,
-        busy - forward,
-        window - busy,
-        1 - busy / window if window else 0.0,
-    )
 
 
 def _median(steps: Sequence[TypicalStages]) -> TypicalStages:
     fields = ("forward", "backward", "waits", "bubble")
     middle = {field: median(getattr(step, field) for step in steps) for field in fields}
-    return replace(steps[0], **middle)
+    return steps[0]._replace(**middle)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median, median_low
+from typing import NamedTuple
 
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER
 from slipstream.trace.intervals import length
@@ -22,8 +22,7 @@ OF_ITERATION = 0.01
 """... and by this share of an iteration: very short phases do not matter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Straggler:
+class Straggler(NamedTuple):
     """A rank that is persistently slower than the others in one phase.
 
     ``seconds`` is the typical excess over ``usual``, the median of the other ranks;
@@ -54,8 +53,7 @@ def stragglers(iterations: Sequence[Iteration], clock_error: float = 0.0) -> tup
         >>> [(straggler.rank, straggler.phase) for straggler in stragglers(timeline(spans))]
         [(2, 'forward')]
     """
-    whole = median(iteration.duration for iteration in iterations)
-    bound = max(clock_error, OF_ITERATION * whole)
+    bound = max(clock_error, OF_ITERATION * median(one.duration for one in iterations))
     slow = [s for phase in PHASES for s in _of_phase(iterations, phase, bound)]
     return tuple(sorted(slow, key=lambda s: -s.seconds))
 

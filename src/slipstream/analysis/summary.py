@@ -26,11 +26,7 @@ from slipstream.trace.timeline import Iteration, timeline
 
 
 def summary(
-    trace: Trace,
-    rank: int | None = None,
-    *,
-    per_rank: bool = False,
-    baseline: Trace | None = None,
+    trace: Trace, rank: int | None = None, *, per_rank: bool = False, baseline: Trace | None = None
 ) -> Group:
     """The numbers of a trace as text and tables that fit 80 columns.
 
@@ -55,12 +51,9 @@ def summary(
     """
     iterations = timeline(trace.events)
     typical = typical_iteration(iterations, rank)
-    pieces: list[Table | Text] = [
-        _headline(trace.meta, typical),
-        _speed(typical, _throughput(iterations, baseline)),
-        ascii_timeline(_example(iterations, typical)),
-        tables.parts_table(typical),
-    ]
+    words = _headline(trace.meta, typical), _speed(typical, _throughput(iterations, baseline))
+    drawing = ascii_timeline(_example(iterations, typical))
+    pieces: list[Table | Text] = [*words, drawing, tables.parts_table(typical)]
     if slow := stragglers(iterations, _clock_error(trace.meta)):
         pieces.append(tables.straggler_table(slow))
     if per_rank:
@@ -94,11 +87,11 @@ def document(
         "compute_share": compute_share(typical),
         **_throughput(iterations, baseline),
         "ranks": {str(rank): asdict(parts) for rank, parts in typical.ranks.items()},
-        "over_ranks": {part: asdict(typical.spread(part)) for part in tables.PARTS},
-        "exchanges": [asdict(exchange) for exchange in typical.exchanges],
-        "stages": [asdict(stages) for stages in typical_stages(iterations, rank)],
-        "operators": [asdict(operator) for operator in typical_operators(iterations, rank)],
-        "stragglers": [asdict(straggler) for straggler in slow],
+        "over_ranks": {part: typical.spread(part)._asdict() for part in tables.PARTS},
+        "exchanges": [exchange._asdict() for exchange in typical.exchanges],
+        "stages": [stages._asdict() for stages in typical_stages(iterations, rank)],
+        "operators": [operator._asdict() for operator in typical_operators(iterations, rank)],
+        "stragglers": [straggler._asdict() for straggler in slow],
     }
 
 
@@ -132,11 +125,9 @@ def _parallel_words(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _throughput(iterations: Sequence[Iteration], baseline: Trace | None) -> dict[str, float | None]:
     """Samples a second of all ranks, and the efficiency against one rank."""
-    one = None if baseline is None else timeline(baseline.events)
-    return {
-        "samples_per_second": samples_per_second(iterations),
-        "scaling_efficiency": None if one is None else scaling_efficiency(iterations, one),
-    }
+    one = baseline and timeline(baseline.events)
+    efficiency = scaling_efficiency(iterations, one) if one else None
+    return {"samples_per_second": samples_per_second(iterations), "scaling_efficiency": efficiency}
 
 
 def _speed(typical: TypicalIteration, throughput: Mapping[str, float | None]) -> Text:

@@ -39,22 +39,17 @@ def parts_table(typical: TypicalIteration) -> Table:
         "All numbers are medians over iterations. Exposed exchange: an exchange runs and forward "
         "and backward do not. Other: nothing recorded runs. Tail: from the end of backward to the "
         "end of the last exchange; it overlaps the rows above.",
-        rows=(),
         labels=1,
     )
     for part, label in PARTS.items():
         over = typical.spread(part)
-        low, high = unit.number(over.low), unit.number(over.high)
-        if part == "iteration":
+        middle, low, high = map(unit.number, (over.median, over.low, over.high))
+        slowest = f"rank {over.slowest}" if low != high else "-"
+        share, is_whole = _percent(over.median, whole.median), part == "iteration"
+        if is_whole:
             table.add_section()
-        table.add_row(
-            label,
-            unit.number(over.median),
-            _percent(over.median, whole.median),
-            f"{low} .. {high}",
-            f"rank {over.slowest}" if low != high else "-",
-            style="bold" if part == "iteration" else None,
-        )
+        style = "bold" if is_whole else None
+        table.add_row(label, middle, share, f"{low} .. {high}", slowest, style=style)
     return table
 
 
@@ -62,34 +57,33 @@ def rank_table(typical: TypicalIteration) -> Table:
     """A row for each rank: the whole iteration, then its parts."""
     unit = TimeUnit.of(typical.spread("iteration").high)
     parts = ["iteration", *(part for part in PARTS if part != "iteration")]
-    return _table(
-        "Rank by rank",
-        ("rank", *(PARTS[part].replace(" ", "\n") for part in parts)),
-        f"Medians over iterations, in {unit.name}.",
-        (
-            (rank, *(unit.number(getattr(numbers, part)) for part in parts))
-            for rank, numbers in typical.ranks.items()
-        ),
-    )
+    headings = ("rank", *(PARTS[part].replace(" ", "\n") for part in parts))
+    caption = f"Medians over iterations, in {unit.name}."
+    rows = [
+        (rank, *(unit.number(getattr(numbers, part)) for part in parts))
+        for rank, numbers in typical.ranks.items()
+    ]
+    return _table("Rank by rank", headings, caption, rows)
 
 
 def straggler_table(stragglers: Sequence[Straggler]) -> Table:
     """A row for each straggler, up to 8, the worst first."""
     unit = TimeUnit.of(max(s.usual + s.seconds for s in stragglers))
+    rows = [
+        (
+            PARTS[s.phase],
+            s.rank,
+            *map(unit.number, (s.seconds, s.usual)),
+            f"{s.iterations} of {s.of}",
+        )
+        for s in stragglers[:_MOST_STRAGGLERS]
+    ]
     return _table(
         "Ranks slower than the others",
         ("phase", "rank", f"slower by {unit.name}", f"others {unit.name}", "iterations"),
         "Slower in most iterations than the median of the other ranks, by more than 5 % of it and "
         "1 % of an iteration. The worst come first.",
-        (
-            (
-                PARTS[s.phase],
-                s.rank,
-                *map(unit.number, (s.seconds, s.usual)),
-                f"{s.iterations} of {s.of}",
-            )
-            for s in stragglers[:_MOST_STRAGGLERS]
-        ),
+        rows,
         labels=1,
     )
 
@@ -98,24 +92,20 @@ def exchange_table(exchanges: Sequence[TypicalExchange]) -> Table:
     """A row for each exchange: what it costs, when it runs, what it sends."""
     unit = TimeUnit.of(max(max(abs(e.start) + e.duration, e.skew) for e in exchanges))
     times = [f"{name}\n{unit.name}" for name in ("time", "start", "skew")]
+    rows = []
+    for e in exchanges:
+        number, hidden = exchange_order(e.name) or e.name, _percent(e.hidden, e.duration)
+        numbers = map(unit.number, (e.duration, e.start, e.skew))
+        speed = f"{e.bytes * 8e-9 / e.duration:.2f}" if e.duration else "-"
+        exposed, size = unit.number(e.exposed), f"{e.bytes / 1e6:.2f}"
+        rows.append((number, exposed, hidden, *numbers, size, speed, e.gradients or "-"))
     return _table(
         "Exchanges between ranks",
         ("#", f"exposed\n{unit.name}", "hidden\n%", *times, "MB", "Gbit/s", "gradients"),
         "Exposed: the time without forward or backward beside it. Hidden: the share beside them. "
         "Start: since the start of the iteration. Skew: how long the first rank waits for the "
         "last to be ready. Gbit/s: bytes / time.",
-        (
-            (
-                exchange_order(e.name) or e.name,
-                unit.number(e.exposed),
-                _percent(e.hidden, e.duration),
-                *map(unit.number, (e.duration, e.start, e.skew)),
-                f"{e.bytes / 1e6:.2f}",
-                f"{e.bytes * 8e-9 / e.duration:.2f}" if e.duration else "-",
-                e.gradients or "-",
-            )
-            for e in exchanges
-        ),
+        rows,
     )
 
 
@@ -123,36 +113,33 @@ def stage_table(ranks: Sequence[TypicalStages]) -> Table:
     """A row for each rank of a pipeline: its bubble, and what it computes."""
     unit = TimeUnit.of(max(s.forward + s.backward + s.waits for s in ranks))
     times = [f"{name}\n{unit.name}" for name in ("waits", "forward", "backward")]
+    rows = []
+    for s in ranks:
+        numbers = map(unit.number, (s.waits, s.forward, s.backward))
+        stages = ", ".join(map(str, s.stages))
+        rows.append((s.rank, f"{100 * s.bubble:.1f}", *numbers, s.micro_batches, stages))
     return _table(
         "Stages of the pipeline",
         ("rank", "bubble\n%", *times, "micro-\nbatches", "stages"),
         "Bubble: the share of the time from the first forward to the last backward in which a rank "
         "computes nothing.",
-        (
-            (
-                s.rank,
-                f"{100 * s.bubble:.1f}",
-                *map(unit.number, (s.waits, s.forward, s.backward)),
-                s.micro_batches,
-                ", ".join(map(str, s.stages)),
-            )
-            for s in ranks
-        ),
+        rows,
     )
 
 
 def operator_table(operators: Sequence[TypicalOperator]) -> Table:
     """A row for each operator of ``slipstream.comm``, the longest first."""
     unit = TimeUnit.of(max(o.seconds for o in operators))
+    rows = [
+        (o.name, unit.number(o.seconds), f"{o.bytes / 1e6:.2f}", o.calls, o.ranks)
+        for o in operators
+    ]
     return _table(
         "Operators between ranks",
         ("operator", unit.name, "MB", "calls", "ranks"),
         "Sums of one iteration, with the wait for the other ranks; they are part of forward and "
         "backward. Ranks: size of the group.",
-        (
-            (o.name, unit.number(o.seconds), f"{o.bytes / 1e6:.2f}", o.calls, o.ranks)
-            for o in operators
-        ),
+        rows,
         labels=1,
     )
 
@@ -161,7 +148,7 @@ def _table(
     title: str,
     headings: Sequence[str],
     caption: str,
-    rows: Iterable[Sequence[object]],
+    rows: Iterable[Sequence[object]] = (),
     labels: int = 0,
 ) -> Table:
     """A table; the first ``labels`` columns hold words, the others numbers."""

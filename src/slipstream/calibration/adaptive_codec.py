@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.calibration.codec_cost import slowest_cost
 from slipstream.calibration.collective_timer import CollectiveTimer
@@ -18,8 +18,7 @@ SIZES = (2**12, 2**16, 2**20, 2**23)
 """Bytes of the all-reduces that are measured."""
 
 
-@dataclass(frozen=True)
-class CodecDecision:
+class CodecDecision(NamedTuple):
     """Decides by the seconds that coding a segment saves.
 
     ``rounds`` is the number of exchanges, one after the other, of a coded segment.

@@ -14,7 +14,7 @@ from slipstream.calibration.collective_timer import COLLECTIVES, CollectiveTimer
 from slipstream.calibration.contention import measure_contention
 from slipstream.cluster.connect import Cluster
 from slipstream.cluster.topology import ranks_by_host
-from slipstream.planner.cost import CodecCost, Collective, Curves, Kind, Network, NetworkProfile
+from slipstream.planner.cost import Collective, Curves, Kind, Network, NetworkProfile
 from slipstream.planner.curve import Curve
 from slipstream.strategy import PlainCodec
 from slipstream.transport.consistency import broadcast_from_first, collective_errors
@@ -68,24 +68,17 @@ def calibrate(
         names = {kind: _names(kind, curves) for kind in groups}
         networks = _networks(timer, groups, names, seconds, report)
         report(1.0, "compute beside an exchange")
-        contention = measure_contention(
-            world,
-            device,
-            networks["world"].all_reduce,
-            min(0.075 * seconds / len(names["world"]), 0.3),
-        )
+        part = min(0.075 * seconds / len(names["world"]), 0.3)
+        contention = measure_contention(world, device, networks["world"].all_reduce, part)
         if codecs:
             report(1.0, "codecs")
-        costs: dict[str, CodecCost] = {
-            codec.kind: slowest_cost(codec, world, device) for codec in codecs
-        }
         profile = NetworkProfile(
             **dict(contention),
             world_size=ranks.world_size,
             hosts=len(by_host),
             ranks_per_host=max(map(len, by_host.values())),
             networks=networks,
-            codecs=costs,
+            codecs={codec.kind: slowest_cost(codec, world, device) for codec in codecs},
             backend=str(dist.get_backend(world)),
             date=datetime.now().isoformat(" ", "minutes"),
             versions={"slipstream": __version__, "torch": torch.__version__},
@@ -134,15 +127,12 @@ def _networks(
     """A network for each kind of groups; what one curve leaves of its time goes to the others."""
     curves: dict[Kind, dict[Collective, Curve]] = {kind: {} for kind in groups}
     todo = [(kind, name) for kind in groups for name in names[kind]]
+
+    def progress(share: float) -> None:
+        report((index + share) / len(todo), f"{kind} {name}")
+
     for index, (kind, name) in enumerate(todo):
         budget = max(seconds / (len(todo) - index), 1e-3)
-
-        def progress(share: float, index: int = index, what: str = f"{kind} {name}") -> None:
-            report((index + share) / len(todo), what)
-
         curves[kind][name], left = timer.curve(name, groups[kind], budget, progress)
         seconds -= budget - left
-    return {
-        kind: Network(kind=kind, ranks=group.size(), **curves[kind])
-        for kind, group in groups.items()
-    }
+    return {k: Network(kind=k, ranks=group.size(), **curves[k]) for k, group in groups.items()}

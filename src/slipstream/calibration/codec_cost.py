@@ -15,6 +15,7 @@ import torch.distributed as dist
 from slipstream.codecs import Momentum, Ranks, make_compressor
 from slipstream.planner.cost import CodecCost
 from slipstream.strategy import Half, PlainCodec
+from slipstream.transport.consistency import maximum
 from slipstream.transport.requests import AllGather, sent_bytes
 
 SIZES = (2**14, 2**21)
@@ -38,10 +39,8 @@ def codec_cost(codec: PlainCodec, ranks: int, device: torch.device) -> CodecCost
     )
     per_byte = max(large - small, 0.0) / (4 * (SIZES[1] - SIZES[0]))
     startup = max(small - per_byte * 4 * SIZES[0], 0.0)
-    share = encode / max(encode + decode, 1e-12)
-    return CodecCost(
-        ratio=ratio, encode=per_byte * share, decode=per_byte * (1 - share), startup=startup / 2
-    )
+    coding = encode / max(encode + decode, 1e-12) * per_byte
+    return CodecCost(ratio=ratio, encode=coding, decode=per_byte - coding, startup=startup / 2)
 
 
 def slowest_cost(codec: PlainCodec, world: dist.ProcessGroup, device: torch.device) -> CodecCost:
@@ -49,8 +48,7 @@ def slowest_cost(codec: PlainCodec, world: dist.ProcessGroup, device: torch.devi
     dist.barrier(group=world)
     cost = dict(codec_cost(codec, dist.get_world_size(world), device))
     values = torch.tensor(list(cost.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(values, op=dist.ReduceOp.MAX, group=world)
-    return CodecCost(**dict(zip(cost, values.tolist(), strict=True)))
+    return CodecCost(**dict(zip(cost, maximum(values, world).tolist(), strict=True)))
 
 
 def _measured(

@@ -16,6 +16,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.errors import ClusterError
 from slipstream.planner.cost import Collective
 from slipstream.planner.curve import Curve
+from slipstream.transport.consistency import maximum
 
 # torch below 2.13 knows these two by their older names only.
 _NEW = hasattr(dist, "reduce_scatter_single")
@@ -168,5 +169,4 @@ class CollectiveTimer:
     def _slowest(self, seconds: Sequence[float]) -> list[float]:
         """The maximum over ranks of each value."""
         times = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.world)
-        return [float(t) for t in times.tolist()]
+        return [float(time) for time in maximum(times, self.world).tolist()]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from slipstream.planner.cost import Contention
 from slipstream.planner.curve import Curve
+from slipstream.transport.consistency import maximum
 
 ROUNDS = 3
 AT_ONCE = 4
@@ -53,24 +54,16 @@ def measure_contention(
         in_turn = [tensors[i % AT_ONCE] for i in range(min(max(count, AT_ONCE), MOST))]
         pair = _ComputeAndExchange(world, device, in_turn)
         rounds = [pair.round(seconds) for _ in range(ROUNDS)]
-        ratios[num_bytes] = [median(column) for column in zip(*rounds, strict=True)]
+        ratios[num_bytes] = list(map(median, zip(*rounds, strict=True)))
     compute, exchange = ratios[large]
     latency = max(ratios[smallest][1], 1.0)
     total, waiting = all_reduce.seconds(large), all_reduce.latency
     if total > 2 * waiting:  # else the difference would be mostly noise
         exchange = (exchange * total - latency * waiting) / (total - waiting)
+    factors = {"compute": compute, "exchange": exchange, "latency": latency}
+    slowdowns = {f"{name}_slowdown": max(round(f - 1, 4), 0.0) for name, f in factors.items()}
     share, most = _queue(world, device, all_reduce, seconds)
-    return Contention(
-        compute_slowdown=_slowdown(compute),
-        exchange_slowdown=_slowdown(exchange),
-        latency_slowdown=_slowdown(latency),
-        queue_share=share,
-        queue_seconds=most,
-    )
-
-
-def _slowdown(factor: float) -> float:
-    return max(round(factor - 1, 4), 0.0)
+    return Contention(**slowdowns, queue_share=share, queue_seconds=most)
 
 
 def _queue(
@@ -87,13 +80,12 @@ def _queue(
     shares, waits = [], []
     for num_bytes in sizes:
         rounds = [_one_behind_the_other(world, num_bytes, smallest) for _ in range(ROUNDS)]
-        large, small = (median(column) for column in zip(*rounds, strict=True))
+        large, small = map(median, zip(*rounds, strict=True))
         shares.append(small / large)
         waits.append(small)
     # Behind the largest ones the wait has reached its maximum: the smaller half tells the share.
     slowest = torch.tensor([median(shares[: len(shares) // 2 + 1]), max(waits)])
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=world)
-    share, most = slowest.tolist()
+    share, most = maximum(slowest, world).tolist()
     return min(round(share, 4), 1.0), round(most, 6)
 
 
@@ -127,7 +119,7 @@ class _ComputeAndExchange:
 
     def round(self, seconds: float) -> tuple[float, float]:
         """Times of computing and of exchanging, both at once over each alone, over all ranks."""
-        self._barrier()
+        self._reduced([0.0], dist.ReduceOp.SUM)  # a barrier
         start, units = perf_counter(), 0
         while perf_counter() - start < seconds:
             self._compute()
@@ -141,15 +133,14 @@ class _ComputeAndExchange:
 
     def _exchange(self, compute: bool) -> tuple[float, float]:
         """Seconds until all exchanges have ended, and of each unit computed meanwhile."""
-        self._barrier()
+        self._reduced([0.0], dist.ReduceOp.SUM)  # a barrier
         start, units = perf_counter(), 0
         works = [dist.all_reduce(t, group=self._world, async_op=True) for t in self._tensors]
         while compute and not (units and all(w is None or w.is_completed() for w in works)):
             self._compute()
             units += 1
-        for work in works:
-            if work is not None:
-                work.wait()
+        for work in filter(None, works):
+            work.wait()
         self._synchronize()
         seconds = perf_counter() - start
         return seconds, seconds / max(units, 1)
@@ -163,9 +154,6 @@ class _ComputeAndExchange:
         # The current stream alone: exchanges on other streams are to go on beside compute.
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-    def _barrier(self) -> None:
-        self._reduced([0.0], dist.ReduceOp.SUM)
 
     def _reduced(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self._device)

@@ -7,10 +7,11 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from slipstream.errors import StrategyError
 from slipstream.gradients.layout import plan_segments
 from slipstream.gradients.momentum import check_momentum_correction
 from slipstream.gradients.segments import NamedParameter, gradients_of
-from slipstream.strategy import ByName, Gradients
+from slipstream.strategy import ByName, Direct, Gradients
 
 
 def check_gradients(
@@ -19,11 +20,18 @@ def check_gradients(
     """Refuse a split or a codec that does not fit these parameters and this optimizer.
 
     Raises:
-        StrategyError: the split does not fit the number of gradients.
+        StrategyError: the split does not fit the number of gradients, or the transport not the
+            device.
         ModelError: no parameter requires a gradient, or DGC cannot take over this optimizer.
     """
     plan_segments(gradients_of(trainables, [0] * len(trainables)), config.split)
     check_momentum_correction(optimizer, trainables, config.codec)
+    device = trainables[0].parameter.device if trainables else torch.device("cpu")
+    if isinstance(config.transport, Direct) and device.type != "cpu":
+        raise StrategyError(
+            f"gradients.transport direct sends the memory of CPUs alone, and the model is on "
+            f"{device}; write gradients: {{transport: flat}}"
+        )
 
 
 def gradient_warnings(trainables: Sequence[NamedParameter], config: Gradients) -> list[str]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -107,8 +108,7 @@ def optimal_split(
     def contended(num_bytes: Array) -> Array:
         alone = curve.seconds_of(num_bytes)
         latency = np.minimum(alone, curve.latency)
-        transfer = alone - latency
-        slowed = latency * network.latency_slowdown + transfer * network.exchange_slowdown
+        slowed = latency * network.latency_slowdown + (alone - latency) * network.exchange_slowdown
         return np.asarray(alone + slowed)
 
     before = workload.data_wait + workload.forward
@@ -119,10 +119,8 @@ def optimal_split(
         optimal_cuts(ready * slow_compute, sizes, contended, borders=workload.borders),
     ]
     for seed in seeds:
-        segments = plan_segments(gradients, seed.gradients.split)
-        starts.append(tuple(segment.stop for segment in segments))
-    start = min(starts, key=seconds)
-    return by_index(_joined(improve(start, seconds), seconds))
+        starts.append(tuple(s.stop for s in plan_segments(gradients, seed.gradients.split)))
+    return by_index(_joined(improve(min(starts, key=seconds), seconds), seconds))
 
 
 def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
@@ -170,11 +168,9 @@ def _split_label(split: Split) -> str:
 
 
 def _fixed_splits() -> list[Split]:
-    ends = ((1, 1), (1, None), (None, None))
     by_bytes = [
         ByBytes(megabytes=size, first_megabytes=first, last_megabytes=last)
-        for size in MEGABYTES
-        for first, last in ends
+        for size, (first, last) in product(MEGABYTES, ((1, 1), (1, None), (None, None)))
     ]
     by_layers = [ByLayers(layers=layers) for layers in LAYERS]
     return [*by_bytes, ByPercent(), *by_layers, PerLayer(), PerGradient(), Single()]

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,16 +29,14 @@ IN_FLIGHT = 2
 _INSTANT = 1e-10  # moments less than a nanosecond apart are one
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(NamedTuple):
     """An exchange: the work at which the last rank has handed it over, and its phases."""
 
     ready: float
     phases: tuple[Phase, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(NamedTuple):
     """When an exchange started and ended, in time, and the work at its end."""
 
     start: float
@@ -81,10 +80,7 @@ class _InFlight:
     number: int
     start: float
     phases: list[Phase]
-    seconds_left: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.seconds_left = self.phases[0].seconds
+    seconds_left: float
 
     def stretch(
         self, others: Sequence[_InFlight], contention: Contention, computing: float
@@ -134,7 +130,8 @@ def run(
     while flying or next_job < len(jobs):
         may_start = next_job < len(jobs) and len(flying) < IN_FLIGHT
         if may_start and jobs[next_job].ready <= clock.work + _INSTANT:
-            flying.append(_InFlight(next_job, clock.time, list(jobs[next_job].phases)))
+            phases = list(jobs[next_job].phases)
+            flying.append(_InFlight(next_job, clock.time, phases, phases[0].seconds))
             next_job += 1
             continue
         rate = 1.0 / (1.0 + contention.compute_slowdown) if flying else 1.0

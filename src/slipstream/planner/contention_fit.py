@@ -16,8 +16,7 @@ from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contended_network import Clock
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.iteration import IterationModel
-from slipstream.planner.traced_step import complete_steps, in_flight
-from slipstream.planner.workload import Workload
+from slipstream.planner.workload import Workload, complete_steps, in_flight
 from slipstream.trace.event import Trace
 
 TRUST = 0.03
@@ -64,9 +63,15 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
     measured = {name: float(getattr(network, name)) for name in GRIDS}
 
     def cost(values: Mapping[str, float]) -> float:
-        change = sum(log((1 + value) / (1 + measured[name])) ** 2 for name, value in values.items())
-        tried = network.model_copy(update=dict(values))
-        return _replay_error(workload, plan, tried, seconds, ends) + TRUST**2 * change
+        """Mean squared difference between replay and trace, in iterations, and of the change."""
+        model = IterationModel(workload, plan, network.model_copy(update=dict(values)))
+        start, replayed = model.settle()
+        replay = zip(model.tasks, model.run(start, Clock()).exchanges, strict=True)
+        replayed_ends = {task.name: one.end for task, one in replay}
+        squares = [(end - ends[name]) ** 2 for name, end in replayed_ends.items() if name in ends]
+        error = ((replayed - seconds) ** 2 + (fmean(squares) if squares else 0.0)) / seconds**2
+        changes = (log((1 + value) / (1 + measured[name])) for name, value in values.items())
+        return error + TRUST**2 * sum(change**2 for change in changes)
 
     best, least = measured, cost(measured)
     for sweep in range(_SWEEPS):  # one number after the other, on ever finer grids around the best
@@ -77,23 +82,6 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
                 if (error := cost(tried)) < least - 1e-12:
                     best, least = tried, error
     return network.model_copy(update=best)
-
-
-def _replay_error(
-    workload: Workload,
-    plan: Plan,
-    network: NetworkProfile,
-    seconds: float,
-    ends: Mapping[str, float],
-) -> float:
-    """Mean squared difference between a replay and the observed trace, in iterations."""
-    model = IterationModel(workload, plan, network)
-    start, replayed = model.settle()
-    exchanges = model.run(start, Clock()).exchanges
-    replayed_ends = {task.name: one.end for task, one in zip(model.tasks, exchanges, strict=True)}
-    common = replayed_ends.keys() & ends.keys()
-    squares = [(replayed_ends[name] - ends[name]) ** 2 for name in common]
-    return ((replayed - seconds) ** 2 + (fmean(squares) if squares else 0.0)) / seconds**2
 
 
 def _observed(trace: Trace) -> tuple[float, dict[str, float]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -45,11 +45,7 @@ class Network(FrozenModel):
     @property
     def curves(self) -> dict[Collective, Curve]:
         """The measured curves by collective."""
-        curves: dict[Collective, Curve | None] = {
-            "all_reduce": self.all_reduce,
-            "reduce_scatter": self.reduce_scatter,
-            "all_gather": self.all_gather,
-        }
+        curves = {name: getattr(self, name) for name in get_args(Collective)}
         return {name: curve for name, curve in curves.items() if curve is not None}
 
     def curve(self, name: Collective) -> Curve:
@@ -183,13 +179,12 @@ class NetworkProfile(Contention):
         Raises:
             ClusterError: the file cannot be written.
         """
+        document = format_yaml(self.model_dump(mode="json", exclude_none=True))
         try:
-            document = self.model_dump(mode="json", exclude_none=True)
-            Path(path).write_text(format_yaml(document), encoding="utf-8")
+            Path(path).write_text(document, encoding="utf-8")
         except OSError as error:
-            raise ClusterError(
-                f"{path}: cannot be written: {error.strerror}; choose another file"
-            ) from error
+            problem = f"{path}: cannot be written: {error.strerror}; choose another file"
+            raise ClusterError(problem) from error
 
     def groups(self, kind: Kind) -> Network:
         """The groups of this kind; the world where they are the same ranks.
@@ -197,13 +192,14 @@ class NetworkProfile(Contention):
         Raises:
             ClusterError: they were not measured.
         """
-        is_world = {"intra": self.hosts == 1, "inter": self.ranks_per_host == 1}.get(kind, False)
-        if kind not in self.networks and not is_world:
+        if {"intra": self.hosts, "inter": self.ranks_per_host}.get(kind) == 1:
+            kind = "world"
+        if kind not in self.networks:
             raise ClusterError(
                 f"networks.{kind} was not measured, only {', '.join(self.networks)}; measure it "
                 "where every host has the same number of ranks: slipstream doctor network"
             )
-        return self.networks["world" if is_world else kind]
+        return self.networks[kind]
 
     def scaled(self, nodes: int, ranks_per_node: int, rate: float | None = None) -> NetworkProfile:
         """The profile to expect for other hosts, ranks and links, by the laws of a ring.
@@ -241,16 +237,10 @@ class NetworkProfile(Contention):
             networks[kind] = source.scaled(kind, ranks, sharing / measured_sharing, per_byte)
         before, after = self.networks["world"].all_reduce, networks["world"].all_reduce
         slower = after.seconds(after.points[-1][0]) / before.seconds(after.points[-1][0])
-        return self.model_copy(
-            update={
-                "queue_seconds": self.queue_seconds * slower,
-                "world_size": nodes * ranks_per_node,
-                "hosts": nodes,
-                "ranks_per_host": ranks_per_node,
-                "networks": networks,
-                "extrapolated": "; ".join([*filter(None, [self.extrapolated]), *notes]),
-            }
-        )
+        shape = {"world_size": ranks_of["world"], "hosts": nodes, "ranks_per_host": ranks_per_node}
+        note = "; ".join(filter(None, [self.extrapolated, *notes]))
+        costs = {"networks": networks, "queue_seconds": self.queue_seconds * slower}
+        return self.model_copy(update={**shape, **costs, "extrapolated": note})
 
     def _check_scalable(self, nodes: int, ranks_per_node: int, rate: float | None) -> None:
         shape = {"nodes": nodes, "ranks per node": ranks_per_node, "rate": rate or 1}

@@ -59,10 +59,8 @@ class Curve(FrozenModel):
 
     @model_validator(mode="after")
     def _ascends(self) -> Self:
-        for name, sizes in {
-            "points": [num_bytes for num_bytes, _ in self.points],
-            "pieces": [piece.start_bytes for piece in self.pieces],
-        }.items():
+        points, pieces = [m for m, _ in self.points], [p.start_bytes for p in self.pieces]
+        for name, sizes in {"points": points, "pieces": pieces}.items():
             for smaller, larger in pairwise(sizes):
                 if larger <= smaller:
                     raise ValueError(f"{name} must ascend in bytes, but {larger} follows {smaller}")
@@ -95,12 +93,8 @@ class Curve(FrozenModel):
             error = abs(_on_lines(pieces, num_bytes) / seconds - 1.0)
             decade = _decade(num_bytes)
             errors[decade] = max(errors.get(decade, 0.0), round(error, 4))
-        return cls(
-            points=ordered,
-            pieces=tuple(pieces),
-            error_by_decade=errors,
-            trusted=max(errors.values()) <= WORST_ERROR,
-        )
+        trusted = max(errors.values()) <= WORST_ERROR
+        return cls(points=ordered, pieces=tuple(pieces), error_by_decade=errors, trusted=trusted)
 
     @property
     def worst_error(self) -> float:
@@ -189,8 +183,5 @@ def _rounded(value: float) -> float:
 
 def _decade(num_bytes: float) -> str:
     """``10 KB..100 KB`` for 20,000 bytes."""
-    power = math.floor(math.log10(num_bytes) + 1e-9)
-    low, high = (
-        f"{10 ** (p % 3)} {('B', 'KB', 'MB', 'GB', 'TB')[p // 3]}" for p in (power, power + 1)
-    )
-    return f"{low}..{high}"
+    power, units = math.floor(math.log10(num_bytes) + 1e-9), ("B", "KB", "MB", "GB", "TB")
+    return "..".join(f"{10 ** (p % 3)} {units[p // 3]}" for p in (power, power + 1))

@@ -13,8 +13,7 @@ that the first simulated iteration is as good as the hundredth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +28,7 @@ _SETTLING = 4
 _SAME = 1e-9
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
+class Pass(NamedTuple):
     """One batch: when a rank waits for it, begins forward, begins backward, and ends backward."""
 
     waits: Array
@@ -39,8 +37,7 @@ class Pass:
     ends: Array
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedIteration:
+class SimulatedIteration(NamedTuple):
     """The moments of one iteration.
 
     ``ready`` has a column a gradient; ``handed_over`` one a task: when the rank gave it to the
@@ -50,13 +47,13 @@ class SimulatedIteration:
 
     start: Array
     passes: tuple[Pass, ...]
+    exchanges: tuple[Completion, ...]
+    gathers: tuple[Completion, ...]
     ready: Array
     handed_over: Array
-    exchanges: tuple[Completion, ...]
     decoded: Array
     update: Array
     end: Array
-    gathers: tuple[Completion, ...]
 
 
 class IterationModel:
@@ -77,9 +74,7 @@ class IterationModel:
         self.plan, self._network = plan, network
         self.tasks = comm_tasks(work, plan, network)
         self.gather_tasks = gather_tasks(work, plan, network)
-        self.optimizer = work.optimizer
-        if plan.transport == "sharded":
-            self.optimizer = work.optimizer / work.num_ranks
+        self.optimizer = work.optimizer / (work.num_ranks if plan.transport == "sharded" else 1)
         self._backward = work.backward + plan.recompute_share * work.forward
         stretch = self._backward / np.maximum(work.backward, 1e-30)
         self._ready = work.ready * stretch[:, None]
@@ -125,23 +120,15 @@ class IterationModel:
             at = ends
         ready, handed_over, busy = self._hand_over(passes[-1])
         if self.plan.overlap:
-            passes[-1] = replace(passes[-1], ends=busy)
+            passes[-1] = passes[-1]._replace(ends=busy)
         exchanges = self._exchange(handed_over, busy, clock)
         done = np.maximum(busy, max((one.work for one in exchanges), default=-np.inf))
         decoded = self._decoded(busy, exchanges)
         if decoded.size:
             done = np.maximum(done, decoded[:, -1])
-        return SimulatedIteration(
-            start=start,
-            passes=tuple(passes),
-            ready=ready,
-            handed_over=handed_over,
-            exchanges=exchanges,
-            decoded=decoded,
-            update=done,
-            end=done + self.optimizer,
-            gathers=gathers,
-        )
+        handing = {"ready": ready, "handed_over": handed_over, "decoded": decoded}
+        update = {"update": done, "end": done + self.optimizer}
+        return SimulatedIteration(start, tuple(passes), exchanges, gathers, **handing, **update)
 
     def _codec_seconds(self) -> tuple[Array, Array]:
         """Seconds to encode each task (0 for buffers), and to decode each one but buffers."""
@@ -199,7 +186,11 @@ class IterationModel:
         gaps = np.diff(self._segments_ready, axis=1, prepend=0.0)[:, ::-1] + 1e-12
         shares = self.workload.forward[:, None] * gaps / gaps.sum(axis=1, keepdims=True)
         jobs = [Job(available, task.phases) for task in self.gather_tasks]
-        idle_from = partial(_idle_from, loaded, shares)
+
+        def idle_from(completions: Sequence[Completion | None]) -> Sequence[float]:
+            idle: list[float] = np.sort(_forward_ends(loaded, shares, completions)).tolist()
+            return idle
+
         completions = run(jobs, clock, idle_from, self._network)
         return tuple(completions), _forward_ends(loaded, shares, completions)
 
@@ -213,10 +204,3 @@ def _forward_ends(loaded: Array, shares: Array, completions: Sequence[Completion
         latest = max(latest, completion.work)
         at = np.maximum(at, latest) + share
     return at
-
-
-def _idle_from(
-    loaded: Array, shares: Array, completions: Sequence[Completion | None]
-) -> Sequence[float]:
-    idle: list[float] = np.sort(_forward_ends(loaded, shares, completions)).tolist()
-    return idle

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import harmonic_mean
+from typing import NamedTuple
 
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import TOLERANCE, by_index, with_gradients
@@ -44,8 +46,7 @@ class Prediction:
         return self.seconds / self.strategy.gradients.accumulate
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
+class Point(NamedTuple):
     """A prediction for a number of nodes and ranks, with links of ``rate`` bits/s.
 
     ``rate`` None: that of the measured network.
@@ -102,12 +103,11 @@ def what_if(
 ) -> list[Point]:
     """One strategy on other networks: every number of nodes at every rate."""
     points = []
-    for count in nodes:
-        ranks = count * ranks_per_node
-        larger = workload.for_ranks(ranks)
-        for rate in rates:
-            other = network.scaled(count, ranks_per_node, rate)
-            points.append(Point(count, ranks, rate, _prediction(strategy, larger, other, strategy)))
+    for count, rate in product(nodes, rates):
+        larger = workload.for_ranks(count * ranks_per_node)
+        other = network.scaled(count, ranks_per_node, rate)
+        prediction = _prediction(strategy, larger, other, strategy)
+        points.append(Point(count, larger.num_ranks, rate, prediction))
     return points
 
 

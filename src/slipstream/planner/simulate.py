@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from slipstream.planner.comm_plan import CommTask, Plan
@@ -91,7 +92,8 @@ def _spans(
         return float(clock.times_of(work[rank]))
 
     samples = float(model.workload.samples[rank]) * model.plan.accumulate
-    args: dict[str, Any] = {"samples": _whole(samples)} if samples else {}
+    count = int(samples) if samples.is_integer() else samples
+    args: dict[str, Any] = {"samples": count} if samples else {}
     yield ITERATION, time(iteration.start), time(iteration.end), args
     for index, one in enumerate(iteration.passes):
         if model.workload.data_wait[rank] > 0:
@@ -107,39 +109,26 @@ def _spans(
     handed_over = clock.times_of(iteration.handed_over[rank]).tolist()
     collective = "reduce_scatter" if model.plan.transport == "sharded" else ""
     yield from _exchange_spans(model.tasks, iteration.exchanges, handed_over, collective)
-    for column, seconds in enumerate(model.decode_seconds):
-        ends = iteration.decoded[rank, column]
+    for seconds, ends in zip(model.decode_seconds, iteration.decoded[rank], strict=True):
         yield DECODE, float(clock.times_of(ends - seconds)), float(clock.times_of(ends)), {}
     yield OPTIMIZER, time(iteration.update), time(iteration.end), {}
 
 
 def _exchange_spans(
-    tasks: Sequence[CommTask],
-    completions: Sequence[Completion],
-    handed_over: Sequence[float],
-    collective: str,
+    tasks: list[CommTask], done: Sequence[Completion], handed_over: list[float], collective: str
 ) -> Iterator[_Span]:
     """A span begins when its rank has handed the task over and fewer than two are in flight."""
     free_from = [0.0] * IN_FLIGHT
-    for task, completion, ready in zip(tasks, completions, handed_over, strict=True):
+    for task, completion, ready in zip(tasks, done, handed_over, strict=True):
         slot = free_from.index(min(free_from))
         start = min(max(ready, free_from[slot]), completion.start)
         free_from[slot] = completion.end
         args: dict[str, Any] = {"bytes": task.num_bytes}
         if task.segment is not None:
-            args |= {
-                "segment": task.segment,
-                "gradients": task.gradients,
-                "collectives": task.collectives,
-                "ready": ready,
-            }
-            if collective:
-                args["collective"] = collective
+            args |= {"segment": task.segment, "gradients": task.gradients, "ready": ready}
+            args["collectives"] = task.collectives
+            args |= {"collective": collective} if collective else {}
         yield task.name, start, completion.end, args
-
-
-def _whole(number: float) -> int | float:
-    return int(number) if number == int(number) else number
 
 
 def _meta(
@@ -147,12 +136,11 @@ def _meta(
 ) -> dict[str, Any]:
     count = workload.num_ranks
     hosts = list(workload.hosts) or [f"host{r // network.ranks_per_host}" for r in range(count)]
-    segments, start = [], 0
-    for stop in plan.cuts:
-        part = workload.gradients[start:stop]
-        names = [gradient.name for gradient in part]
-        segments.append({"bytes": sum(g.num_bytes for g in part), "gradients": names})
-        start = stop
+    parts = [workload.gradients[start:stop] for start, stop in pairwise((0, *plan.cuts))]
+    segments = [
+        {"bytes": sum(g.num_bytes for g in part), "gradients": [g.name for g in part]}
+        for part in parts
+    ]
     return {
         "predicted": True,
         "world_size": count,

@@ -6,6 +6,7 @@ after the last gradient of a segment; the last cut is the number of gradients.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 
@@ -13,25 +14,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Array = NDArray[np.float64]
+Numbers = Sequence[float] | Array
 Cuts = tuple[int, ...]
 SizeCost = Callable[[Array], ArrayLike]
-"""Seconds of one exchange: from an array of bytes to an array of seconds of the same shape."""
-
-Cost = SizeCost | Array
-"""A ``SizeCost``, or a table of ``n + 1`` rows and columns whose entry ``[i, j]`` is the seconds of
-the segment of gradients ``i .. j - 1``. Any values are allowed: concave, measured, not monotone."""
+"""Seconds of one exchange: from an array of bytes to an array of seconds of the same shape. Any
+values are allowed: concave, measured, not monotone."""
 
 _ROUNDING = 1e-9
 
 
 def optimal_cuts(
-    ready: Sequence[float] | Array,
-    num_bytes: Sequence[int] | Array,
-    seconds: Cost,
+    ready: Numbers,
+    num_bytes: Numbers,
+    seconds: SizeCost,
     *,
     borders: Collection[int] = (),
-    cap_bytes: float | None = None,
-    compute_overhead: float = 0.0,
     tolerance: float = 0.0,
     max_segments: int | None = None,
 ) -> Cuts:
@@ -48,37 +45,26 @@ def optimal_cuts(
         num_bytes: Bytes of each gradient.
         seconds: The cost of an exchange.
         borders: Indices where a segment must end (the dtype changes there).
-        cap_bytes: Most bytes of a segment; a larger gradient becomes a segment of its own.
-        compute_overhead: Seconds by which each segment delays the computing thread: segment ``m``
-            is ready ``m`` times this overhead later.
         tolerance: Share by which the end may come later if that saves segments.
-        max_segments: Search among at most this many segments. ``borders`` and ``cap_bytes`` must
-            allow so few.
+        max_segments: Search among at most this many segments. ``borders`` must allow so few.
 
     Example:
         >>> optimal_cuts([1.0, 2.0, 3.0], [8, 8, 1], lambda size: 1.0 + 0.1 * size)
         (1, 3)
     """
-    ready_at, sizes = np.asarray(ready, dtype=np.float64), np.asarray(num_bytes, dtype=np.float64)
-    if len(ready_at) == 0:
+    if len(ready) == 0:
         return ()
-    costs = _costs(sizes, seconds, borders, cap_bytes)
-    latest = _latest_ready(ready_at)
+    costs = _costs(np.asarray(num_bytes, dtype=np.float64), seconds, borders)
+    latest = _latest_ready(np.asarray(ready, dtype=np.float64))
     limit = np.inf
     if max_segments is None:
-        first = _earliest(latest, costs)
-        deadline = finish_time(first, ready_at, sizes, costs, compute_overhead=compute_overhead)
-        limit = deadline + abs(deadline) * (tolerance + _ROUNDING)
-    return _fewest(latest, costs, limit, compute_overhead, tolerance, max_segments)
+        earliest = _earliest_end(latest, costs)
+        limit = earliest + abs(earliest) * (tolerance + _ROUNDING)
+    return _fewest(latest, costs, limit, tolerance, max_segments)
 
 
 def finish_time(
-    cuts: Sequence[int],
-    ready: Sequence[float] | Array,
-    num_bytes: Sequence[int] | Array,
-    seconds: Cost,
-    *,
-    compute_overhead: float = 0.0,
+    cuts: Sequence[int], ready: Numbers, num_bytes: Numbers, seconds: SizeCost
 ) -> float:
     """When the last exchange ends, if each one starts when the one before has ended.
 
@@ -91,48 +77,37 @@ def finish_time(
     """
     sizes = np.asarray(num_bytes, dtype=np.float64)
     end = 0.0
-    for number, (start, stop) in enumerate(pairwise((0, *cuts)), 1):
-        if callable(seconds):
-            cost = float(np.asarray(seconds(sizes[start:stop].sum(keepdims=True)))[0])
-        else:
-            cost = float(seconds[start, stop])
-        end = max(end, float(np.max(ready[start:stop])) + number * compute_overhead) + cost
+    for start, stop in pairwise((0, *cuts)):
+        cost = np.asarray(seconds(sizes[start:stop].sum(keepdims=True)))
+        end = max(end, float(np.max(ready[start:stop]))) + float(cost[0])
     return end
 
 
 def improve(
-    cuts: Sequence[int],
-    evaluate: Callable[[Cuts], float],
-    *,
-    borders: Collection[int] = (),
-    max_evaluations: int = 400,
+    cuts: Sequence[int], evaluate: Callable[[Cuts], float], *, max_evaluations: int = 400
 ) -> Cuts:
     """Better cuts near these, where ``evaluate`` gives the seconds of a split (less is better).
 
     Local search for what the exact program cannot model, such as exchanges that slow down the
     compute they hide behind. A step removes a cut if that is no worse, or moves a cut by 1, 2, 4
     ... gradients or adds one if that is better. It stops where no step helps, or after
-    ``max_evaluations``. Cuts in ``borders`` are never moved or removed.
+    ``max_evaluations``.
 
     Example:
         >>> improve((3, 9), lambda cuts: abs(sum(cuts[:-1]) - 5) + 0.1 * len(cuts))
         (5, 9)
     """
-    best = tuple(cuts)
-    value, left = evaluate(best), max_evaluations - 1
-    seen = {best}
-    better = True
+    best, seen = tuple(cuts), {tuple(cuts)}
+    value, better = evaluate(best), True
     while better:
         better = False
-        for near in _neighbours(best, frozenset(borders)):
+        for near in _neighbours(best):
             if near in seen:
                 continue
-            if left <= 0:
+            if len(seen) >= max_evaluations:
                 return best
             seen.add(near)
-            left -= 1
-            near_value = evaluate(near)
-            margin = _ROUNDING * abs(value)
+            near_value, margin = evaluate(near), _ROUNDING * abs(value)
             fewer = len(near) < len(best)
             if near_value < value - margin or (fewer and near_value <= value + margin):
                 best, value, better = near, near_value, True
@@ -140,13 +115,13 @@ def improve(
     return best
 
 
-def _neighbours(cuts: Cuts, borders: frozenset[int]) -> Iterator[Cuts]:
+def _neighbours(cuts: Cuts) -> Iterator[Cuts]:
     """Cuts with one removed, one moved, one added: the most promising changes first."""
-    free = [position for position, cut in enumerate(cuts[:-1]) if cut not in borders]
-    for position in free:
+    positions = range(len(cuts) - 1)
+    for position in positions:
         yield cuts[:position] + cuts[position + 1 :]
     for step in (1, 2, 4, 8, 16, 32):
-        for position in free:
+        for position in positions:
             low, high = (0, *cuts)[position], cuts[position + 1]
             for moved in (cuts[position] - step, cuts[position] + step):
                 if low < moved < high:
@@ -157,32 +132,21 @@ def _neighbours(cuts: Cuts, borders: frozenset[int]) -> Iterator[Cuts]:
 
 def _by_halves(cuts: Cuts) -> Iterator[int]:
     """Every index that is not a cut yet: the middle of each segment, then of its halves ..."""
-    spans = list(pairwise((0, *cuts)))
+    spans = deque(pairwise((0, *cuts)))
     while spans:
-        halves = []
-        for low, high in spans:
-            if high - low > 1:
-                middle = (low + high) // 2
-                yield middle
-                halves += [(low, middle), (middle, high)]
-        spans = halves
+        low, high = spans.popleft()
+        if high - low > 1:
+            middle = (low + high) // 2
+            yield middle
+            spans += [(low, middle), (middle, high)]
 
 
-def _costs(sizes: Array, seconds: Cost, borders: Collection[int], cap_bytes: float | None) -> Array:
+def _costs(sizes: Array, seconds: SizeCost, borders: Collection[int]) -> Array:
     """Seconds of segment ``[i, j]``; infinite where it is not allowed, and for ``i >= j``."""
-    count = len(sizes)
     total = np.concatenate([[0.0], np.cumsum(sizes)])  # bytes before each index
-    # The loops of this file run over columns (the end of a segment): Fortran order keeps each
-    # column contiguous.
-    costs = np.full((count + 1, count + 1), np.inf, order="F")
-    for stop in range(1, count + 1):
-        if callable(seconds):
-            costs[:stop, stop] = seconds(total[stop] - total[:stop])
-        else:
-            costs[:stop, stop] = seconds[:stop, stop]
-        if cap_bytes is not None:
-            over = total[stop] - total[: stop - 1] > cap_bytes
-            costs[: stop - 1, stop][over] = np.inf
+    costs = np.full((len(total), len(total)), np.inf)
+    for start in range(len(sizes)):
+        costs[start, start + 1 :] = seconds(total[start + 1 :] - total[start])
     for border in borders:
         costs[:border, border + 1 :] = np.inf
     return costs
@@ -190,34 +154,21 @@ def _costs(sizes: Array, seconds: Cost, borders: Collection[int], cap_bytes: flo
 
 def _latest_ready(ready: Array) -> Array:
     """At ``[i, j]`` the latest ready time of gradients ``i .. j - 1``."""
-    count = len(ready)
-    latest = np.full((count + 1, count + 1), -np.inf, order="F")
-    for stop in range(1, count + 1):
-        np.maximum(latest[:stop, stop - 1], ready[stop - 1], out=latest[:stop, stop])
-    return latest
+    not_after = np.tri(len(ready) + 1, dtype=bool)
+    times = np.where(not_after, -np.inf, np.concatenate([[0.0], ready]))
+    return np.asarray(np.maximum.accumulate(times, axis=1))
 
 
-def _earliest(latest: Array, costs: Array) -> Cuts:
-    """The cuts of the earliest end, however many they are."""
-    count = len(costs) - 1
-    ends, before = np.zeros(count + 1), np.zeros(count + 1, dtype=np.intp)
-    for stop in range(1, count + 1):
-        candidates = np.maximum(ends[:stop], latest[:stop, stop]) + costs[:stop, stop]
-        before[stop] = np.argmin(candidates)
-        ends[stop] = candidates[before[stop]]
-    cuts = [count]
-    while before[cuts[-1]]:
-        cuts.append(int(before[cuts[-1]]))
-    return tuple(reversed(cuts))
+def _earliest_end(latest: Array, costs: Array) -> float:
+    """When all gradients have been exchanged at the earliest, in however many segments."""
+    ends = np.zeros(len(costs))
+    for stop in range(1, len(costs)):
+        ends[stop] = (np.maximum(ends[:stop], latest[:stop, stop]) + costs[:stop, stop]).min()
+    return float(ends[-1])
 
 
 def _fewest(
-    latest: Array,
-    costs: Array,
-    limit: float,
-    overhead: float,
-    tolerance: float,
-    max_segments: int | None,
+    latest: Array, costs: Array, limit: float, tolerance: float, max_segments: int | None
 ) -> Cuts:
     """The fewest segments that end within ``tolerance`` of the best.
 
@@ -230,36 +181,29 @@ def _fewest(
         limit: Later ends are useless. Infinite if the best end is not known yet.
     """
     count = len(costs) - 1
-    latest, costs = np.ascontiguousarray(latest), np.ascontiguousarray(costs)
     next_ready = latest.diagonal(1)
     latest_end = _latest_end(latest, costs, limit)
-    # With an overhead or a bound on segments, the best end is known only after all rounds.
-    limit_is_best = overhead == 0.0 and max_segments is None
-    ends = np.full(count + 1, np.inf)
-    ends[0] = 0.0
+    ends = np.concatenate([[0.0], np.full(count, np.inf)])
     earliest_so_far = np.full(count, np.inf)
     parents: list[NDArray[np.intp]] = []  # of each round: where the last segment starts
     totals: list[float] = []  # of each round: when all gradients have been exchanged
     active = np.array([0])
     while len(active) and len(parents) != max_segments:
-        number = len(parents) + 1
         low = int(active[0]) + 1
-        rows = latest[active, low:] + number * overhead
-        candidates = np.maximum(ends[active, None], rows) + costs[active, low:]
-        choice = np.argmin(candidates, axis=0)
+        candidates = np.maximum(ends[active, None], latest[active, low:]) + costs[active, low:]
         parent = np.zeros(count + 1, dtype=np.intp)
-        parent[low:] = active[choice]
+        parent[low:] = active[candidates.argmin(axis=0)]
         ends = np.full(count + 1, np.inf)
-        ends[low:] = candidates[choice, np.arange(count + 1 - low)]
+        ends[low:] = candidates.min(axis=0)
         parents.append(parent)
         totals.append(float(ends[count]))
-        if limit_is_best and totals[-1] <= limit:
+        if totals[-1] <= limit < np.inf:
             break
         useful = np.maximum(ends[:count], next_ready)
         active = np.flatnonzero((useful < earliest_so_far) & (ends[:count] <= latest_end))
         earliest_so_far = np.minimum(earliest_so_far, useful)
     best = min(totals)
-    bound = limit if limit_is_best else best + abs(best) * (tolerance + _ROUNDING)
+    bound = min(limit, best + abs(best) * (tolerance + _ROUNDING))
     number = next(m for m, end in enumerate(totals) if end <= bound)
     cuts = [count]
     for parent in reversed(parents[1 : number + 1]):

@@ -18,19 +18,28 @@ backward. Predictions need no more: an exchange waits for the last rank, whichev
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from slipstream.analysis.breakdown import breakdown
 from slipstream.errors import TraceError
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
-from slipstream.planner.traced_step import Step, complete_steps, measure
-from slipstream.trace.event import BUFFERS, Trace
+from slipstream.trace.event import BACKWARD, BUFFERS, DATA_WAIT, FORWARD, OPTIMIZER, Event, Trace
+from slipstream.trace.intervals import Intervals, union
+from slipstream.trace.timeline import Iteration, timeline
+
+Step = Sequence[Iteration]
+"""The iterations of all ranks in one step, by rank."""
+
 
 _MEDIANS = ("data_wait", "forward", "optimizer", "other", "samples")
+"""What has an entry a rank and is measured as it is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +87,7 @@ class Workload:
         if count == self.num_ranks:
             return self
         rows = np.arange(count) % self.num_ranks
-        names = ("data_wait", "forward", "backward", "ready", "optimizer", "other", "samples")
+        names = (*_MEDIANS, "backward", "ready")
         profiles: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
         hosts = tuple(self.hosts[row] for row in rows) if self.hosts else ()
         return replace(self, **profiles, hosts=hosts)
@@ -137,8 +146,8 @@ def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
         return tuple(Gradient(g["name"], g["layer"], int(g["bytes"]), g["dtype"]) for g in listed)
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(
-            f"the trace's list of gradients is damaged ({error!r:.80}); each one has name, layer, "
-            "bytes and dtype: record the trace again"
+            f"the trace is damaged: its list of gradients cannot be read ({error!r:.80}); each one "
+            "has name, layer, bytes and dtype: record the trace again"
         ) from error
 
 
@@ -150,5 +159,101 @@ def _typical_ranks(times: Array) -> Array:
 
 
 def _buffers_bytes(step: Step) -> int:
-    sizes = [event.args.get("bytes", 0) for event in step[0].exchanges if event.name == BUFFERS]
-    return int(sum(sizes))
+    return sum(e.args.get("bytes", 0) for e in step[0].exchanges if e.name == BUFFERS)
+
+
+def complete_steps(trace: Trace) -> list[list[Iteration]]:
+    """The steps that every rank of the trace went through, each with a backward pass.
+
+    Raises:
+        TraceError: there is none, or ranks exchanged different things in one step.
+    """
+    by_step: dict[int, list[Iteration]] = defaultdict(list)
+    for iteration in timeline(trace.events):
+        if iteration.during(BACKWARD):
+            by_step[iteration.step].append(iteration)
+    ranks = {iteration.rank for step in by_step.values() for iteration in step}
+    steps = [step for step in by_step.values() if len(step) == len(ranks)]
+    if not steps:
+        raise TraceError(
+            "the trace has no step with a backward pass on every rank, so nothing can be planned "
+            "from it; set trace.steps in the strategy to steps that the training reaches"
+        )
+    for step in steps:
+        names = {tuple(event.name for event in one.exchanges) for one in step}
+        if len(names) > 1:
+            raise TraceError(
+                f"the ranks disagree about what they exchanged in step {step[0].step} "
+                f"({' against '.join(str(len(n)) for n in names)} exchanges); the file is damaged "
+                "or put together from different runs: record it again"
+            )
+    return steps
+
+
+def in_flight(step: Step) -> list[tuple[float, float]]:
+    """Start and end of each exchange of a step; it starts when the last rank has handed it over."""
+    by_exchange = zip(*(one.exchanges for one in step), strict=True)
+    return [(max(e.start for e in same), max(e.end for e in same)) for same in by_exchange]
+
+
+def measure(step: Step, gradients: Sequence[Gradient], slowdown: float) -> dict[str, Array]:
+    """Work of one step by rank; ``marks``: when each gradient was ready and backward ended.
+
+    Args:
+        step: all ranks.
+        gradients: in ready order.
+        slowdown: compute takes ``1 + slowdown`` times as long while an exchange is in flight.
+    """
+    work = _Work(union(in_flight(step)), slowdown)
+    rows: dict[str, list[Any]] = defaultdict(list)
+    for one in step:
+        backwards = [event for event in one.events if event.name == BACKWARD]
+        last, passes = backwards[-1], len(backwards)
+        for name, event_name in (("data_wait", DATA_WAIT), ("forward", FORWARD)):
+            rows[name].append(work.spent(one, event_name) / passes)
+        rows["optimizer"].append(work.spent(one, OPTIMIZER))
+        rows["other"].append(breakdown(one).parts.other)
+        rows["samples"].append(one.samples / passes)
+        rows["passes"].append(passes)
+        rows["start"].append(work.at(one.start))
+        offsets = _ready_offsets(last, one, gradients)
+        rows["marks"].append(work.at(last.start + np.append(offsets, last.duration)))
+    return {name: np.array(values, dtype=np.float64) for name, values in rows.items()}
+
+
+class _Work:
+    """The clock of compute: it runs at ``1 / (1 + slowdown)`` while an exchange is in flight."""
+
+    def __init__(self, exchanging: Intervals, slowdown: float) -> None:
+        self._edges = np.array([edge for interval in exchanging for edge in interval] or [0.0])
+        lengths = np.diff(self._edges, prepend=self._edges[0])
+        lengths[::2] = 0.0  # the even ones lie between exchanges
+        self._covered = np.cumsum(lengths)
+        self._lost = slowdown / (1.0 + slowdown)
+
+    def at(self, time: float | Array) -> Any:
+        """The work at a time."""
+        return time - self._lost * np.interp(time, self._edges, self._covered)
+
+    def spent(self, iteration: Iteration, name: str) -> float:
+        """The work in the spans of one name."""
+        spans = [event for event in iteration.events if event.name == name]
+        return float(sum(self.at(span.end) - self.at(span.start) for span in spans))
+
+
+def _ready_offsets(backward: Event, iteration: Iteration, gradients: Sequence[Gradient]) -> Array:
+    """Seconds from the start of backward until each gradient was ready; its end for unused ones.
+
+    Ranks without exchanges record no ready times: there they are interpolated by bytes.
+    """
+    recorded = backward.args.get("gradients_ready")
+    if recorded is None:
+        done = np.cumsum([gradient.num_bytes + 1.0 for gradient in gradients])  # sparse ones have 0
+        return np.asarray(backward.duration * done / done[-1])
+    if len(recorded) != len(gradients):
+        raise TraceError(
+            f"rank {iteration.rank}, step {iteration.step}: {len(recorded)} ready times, but "
+            f"{len(gradients)} gradients; the file is damaged or put together from different "
+            "runs: record it again"
+        )
+    return np.array([backward.duration if at is None else at for at in recorded], dtype=np.float64)

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from heapq import nlargest
+from operator import attrgetter
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.analysis.time_unit import TimeUnit
 from slipstream.report.palette import PALETTE, chart_unit, shortened
 from slipstream.report.runs import Run
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
-from slipstream.trace.intervals import Intervals, lanes, length, subtract, union
+from slipstream.trace.intervals import Interval, Intervals, lanes, length, subtract, union
 from slipstream.trace.timeline import Iteration
 
 MOST_RANKS = 16
@@ -27,8 +28,7 @@ _GAP = 0.55
 """Between two ranks; a row of compute is 1 high."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(NamedTuple):
     """One rectangle: times in seconds since the start of the step, places in rows from the top.
 
     ``wide`` bars have room for a border; in narrow ones it would hide the colour.
@@ -44,8 +44,7 @@ class Bar:
     tip: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Drawing:
+class Drawing(NamedTuple):
     """The bars of one step, label and place of each rank, and a note of what was left out."""
 
     bars: tuple[Bar, ...]
@@ -85,9 +84,15 @@ def lay_out(run: Run, most_bars: int = MOST_BARS) -> Drawing:
         labels.append((_label(rank, compute, run.meta), top + height / 2))
         top += height + _GAP
     steps = len({iteration.step for iteration in run.iterations})
+    note = f"Step {step}" + (f", the nearest to the median of {steps} steps." * (steps > 1) or ".")
     world = max(len(compute), run.meta.get("world_size") or 0)  # a simulated trace may hold fewer
-    cut_exchanges = frame.most if busiest > frame.most else 0
-    note = _note(step, steps, len(ranks), world, cut_exchanges)
+    if len(ranks) < world:
+        note += (
+            f" {len(ranks)} of {world:,} ranks: the first, and evenly from the fastest in compute "
+            "to the slowest."
+        )
+    if busiest > frame.most:
+        note += f" Of each rank the {frame.most:,} longest exchanges."
     return Drawing(tuple(bars), tuple(labels), top - _GAP, end, note)
 
 
@@ -118,17 +123,16 @@ def chosen_ranks(seconds: Mapping[int, float], most: int) -> list[int]:
     """
     if len(seconds) <= most:
         return sorted(seconds)
-    ordered = sorted(seconds, key=lambda rank: (seconds[rank], rank))
+    ordered, first = sorted(seconds, key=lambda rank: (seconds[rank], rank)), min(seconds)
+    for count in (most, most - 1):
+        step = (len(ordered) - 1) / (count - 1)
+        chosen = {ordered[round(i * step)] for i in range(count)}
+        if first in chosen:
+            break
+    return sorted(chosen | {first})
 
-    def evenly(count: int) -> set[int]:
-        return {ordered[round(i * (len(ordered) - 1) / (count - 1))] for i in range(count)}
 
-    chosen = evenly(most)
-    return sorted(chosen if min(seconds) in chosen else evenly(most - 1) | {min(seconds)})
-
-
-@dataclass(frozen=True, slots=True)
-class _Frame:
+class _Frame(NamedTuple):
     """What the bars of all ranks share.
 
     ``most`` bounds the exchanges drawn of a rank. Two bars of a row may overlap by ``blur``
@@ -149,11 +153,11 @@ class _Frame:
         bars = []
         for event in iteration.events:
             if event.name in _COMPUTE and event.duration > 0:
-                label = PALETTE[event.name].name
+                label, span = PALETTE[event.name].name, (event.start, event.end)
                 tip = self._tip(label, event)
-                span = event.start, event.end
                 bars.append(self._bar(event.name, span, (top + 0.5, 1.0), label, tip))
-        exchanges = _longest(iteration.exchanges, self.most)
+        longest = nlargest(self.most, iteration.exchanges, attrgetter("duration"))
+        exchanges = sorted(longest, key=attrgetter("start"))
         # Exchanges that overlap by less than the eye can see share a row: else each pair of
         # neighbours, which clocks let overlap by microseconds, would need two.
         lane_of = lanes([(e.start, max(e.start, e.end - self.blur)) for e in exchanges])
@@ -164,9 +168,7 @@ class _Frame:
             bars += self._exchange(event, compute, (top + 1.0 + (lane + 0.5) * height, height))
         return bars, 1.0 + min(rows, 2)
 
-    def _exchange(
-        self, event: Event, compute: Intervals, place: tuple[float, float]
-    ) -> Iterator[Bar]:
+    def _exchange(self, event: Event, compute: Intervals, place: Interval) -> Iterator[Bar]:
         """The pieces of an exchange with and without compute beside them; the longest is named."""
         whole = union([(event.start, event.end)])
         exposed = subtract(whole, compute)
@@ -179,12 +181,7 @@ class _Frame:
             yield self._bar(kind, (start, end), place, label, tip)
 
     def _bar(
-        self,
-        kind: str,
-        span: tuple[float, float],
-        place: tuple[float, float],
-        label: str,
-        tip: tuple[str, ...],
+        self, kind: str, span: Interval, place: Interval, label: str, tip: tuple[str, ...]
     ) -> Bar:
         (start, end), (middle, height) = span, place
         wide = end - start > self.blur
@@ -215,12 +212,6 @@ class _Frame:
         return f": {', '.join(shortened(name, 40) for name in names[:3])}{more}" if names else ""
 
 
-def _longest(exchanges: Sequence[Event], most: int) -> list[Event]:
-    """The ``most`` longest, in their order."""
-    by_duration = sorted(range(len(exchanges)), key=lambda i: -exchanges[i].duration)
-    return [exchanges[i] for i in sorted(by_duration[:most])]
-
-
 def _label(rank: int, compute: Mapping[int, float], meta: Mapping[str, Any]) -> str:
     """The rank, whether it is the slowest or fastest of many, and below them its host."""
     words = f"rank {rank}"
@@ -229,17 +220,3 @@ def _label(rank: int, compute: Mapping[int, float], meta: Mapping[str, Any]) -> 
         words += ", fastest" * (compute[rank] == min(compute.values()))
     hosts = meta.get("hosts") or []
     return f"{words}\n{shortened(str(hosts[rank]), 18)}" if rank < len(hosts) else words
-
-
-def _note(step: int, steps: int, ranks: int, world: int, most_exchanges: int) -> str:
-    """Which step is shown, and what was left out."""
-    words = f"Step {step}"
-    words += f", the nearest to the median of {steps} steps." if steps > 1 else "."
-    if ranks < world:
-        words += (
-            f" {ranks} of {world:,} ranks: the first, and evenly from the fastest in compute to "
-            "the slowest."
-        )
-    if most_exchanges:
-        words += f" Of each rank the {most_exchanges:,} longest exchanges."
-    return words

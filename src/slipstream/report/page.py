@@ -71,15 +71,8 @@ def plot(name: str, figure: Figure, *, with_library: bool) -> str:
     # Imported here: plotly is optional, and slow to import.
     from plotly.io import to_html
 
-    drawn = to_html(
-        figure,
-        config=_CONFIG,
-        include_plotlyjs=with_library,
-        full_html=False,
-        validate=False,
-        div_id=f"plot-{name}",
-    )
-    return str(drawn)
+    shape: dict[str, Any] = {"full_html": False, "validate": False, "div_id": f"plot-{name}"}
+    return str(to_html(figure, config=_CONFIG, include_plotlyjs=with_library, **shape))
 
 
 def table(
@@ -87,27 +80,19 @@ def table(
     rows: Iterable[Sequence[str]],
     *,
     words: Collection[int] = (0,),
-    last_strong: bool = False,
+    totals: bool = False,
 ) -> str:
-    """A table; all columns but ``words`` hold numbers."""
+    """A table; all columns but ``words`` hold numbers; ``totals``: the last row is bold."""
     kinds = ["" if column in words else ' class="number"' for column in range(len(headings))]
 
     def cells(tag: str, row: Sequence[str]) -> str:
         texts = (cell if isinstance(cell, Html) else escape(cell) for cell in row)
         return "".join(f"<{tag}{k}>{text}</{tag}>" for k, text in zip(kinds, texts, strict=True))
 
-    lines = [f"<tr>{cells('td', row)}</tr>" for row in rows]
-    if last_strong:
-        lines[-1] = lines[-1].replace("<tr>", '<tr class="strong">', 1)
-    return (
-        f'<div class="wide"><table><thead><tr>{cells("th", headings)}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
-
-
-def findings_list(findings: Iterable[Finding], iteration: float) -> str:
-    """The findings in their order; gains also as a share of ``iteration`` seconds."""
-    return "\n".join(_finding(finding, iteration) for finding in findings)
+    body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
+    kind = ' class="totals"' * totals
+    head = f"<thead><tr>{cells('th', headings)}</tr></thead>"
+    return f'<div class="wide"><table{kind}>{head}<tbody>{body}</tbody></table></div>'
 
 
 def trials_table(trials: Sequence[Mapping[str, Any]]) -> str:
@@ -130,7 +115,8 @@ def _card(caption: str, value: str, remark: str) -> str:
     )
 
 
-def _finding(finding: Finding, iteration: float) -> str:
+def finding_card(finding: Finding, iteration: float) -> str:
+    """A finding; its gain also as a share of ``iteration`` seconds."""
     gain = ""
     if finding.gain > 0:
         share = f", {finding.gain / iteration:.1%}" if iteration > 0 else ""

@@ -6,15 +6,14 @@ colour blindness can tell apart; the ink is chosen for contrast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.analysis.time_unit import TimeUnit
 
 TEXT, FAINT, LINE, PAPER = "#1f2933", "#5b6770", "#d9dee3", "#ffffff"
 
 
-@dataclass(frozen=True, slots=True)
-class Swatch:
+class Swatch(NamedTuple):
     """Name, colour, and the colour of text on it."""
 
     name: str
@@ -44,11 +43,9 @@ def chart_unit(largest: float) -> TimeUnit:
         >>> chart_unit(1.8)(0.0256), chart_unit(0.02).name
         ('26 ms', 'ms')
     """
-    if largest < 1e-3:
-        return TimeUnit("us", 1e6, 1)
-    if largest < 10:
-        return TimeUnit("ms", 1e3, 2 if largest < 0.1 else 1 if largest < 1 else 0)
-    return TimeUnit("s", 1.0, 2)
+    of_milliseconds = 2 if largest < 0.1 else 1 if largest < 1 else 0
+    unit = TimeUnit.of(largest)
+    return unit._replace(digits={"us": 1, "ms": of_milliseconds, "s": 2}[unit.name])
 
 
 def shortened(text: str, most: int) -> str:

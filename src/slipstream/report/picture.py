@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.report.bars import Bar, Drawing
 from slipstream.report.palette import FAINT, LINE, PALETTE, PAPER, TEXT, chart_unit
@@ -52,18 +52,16 @@ def _draw(axes: Axes, drawing: Drawing, end: float) -> None:
         axes.add_collection(
             PolyCollection(corners, facecolors=swatch.colour, edgecolors=PAPER, linewidths=borders)
         )
+        centred: dict[str, Any] = {
+            "ha": "center",
+            "va": "center",
+            "fontsize": 8,
+            "color": swatch.ink,
+        }
         for bar in bars:
             if _fits(bar, end):
                 middle = (bar.start + bar.length / 2) * unit.scale
-                axes.text(
-                    middle,
-                    bar.middle,
-                    bar.label,
-                    ha="center",
-                    va="center",
-                    fontsize=8,
-                    color=swatch.ink,
-                )
+                axes.text(middle, bar.middle, bar.label, **centred)
     axes.set_xlim(0, end * unit.scale * 1.005)
     axes.set_ylim(drawing.height + 0.1, -0.1)
     axes.set_xlabel(f"{unit.name} since the step began", color=FAINT, fontsize=9)
@@ -85,32 +83,17 @@ def _fits(bar: Bar, end: float) -> bool:
 def _describe(axes: Axes, title: str, drawing: Drawing) -> None:
     """Title, note and ranks, without a frame. ``$`` in text from a trace is no mathematics."""
     note = wrap(drawing.note, 150)
-    axes.set_title(
-        title,
-        loc="left",
-        pad=8 + 12 * len(note),
-        fontsize=12,
-        fontweight="bold",
-        color=TEXT,
-        parse_math=False,
-    )
-    axes.annotate(
-        "\n".join(note),
-        xy=(0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 4),
-        textcoords="offset points",
-        va="bottom",
-        fontsize=9,
-        color=FAINT,
-    )
-    axes.set_yticks([place for _, place in drawing.ranks])
-    axes.set_yticklabels([label for label, _ in drawing.ranks], fontsize=9, parse_math=False)
+    bold: dict[str, Any] = {"fontsize": 12, "fontweight": "bold", "parse_math": False}
+    axes.set_title(title, loc="left", pad=8 + 12 * len(note), color=TEXT, **bold)
+    above: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    look: dict[str, Any] = {"va": "bottom", "fontsize": 9, "color": FAINT}
+    axes.annotate("\n".join(note), (0, 1), (0, 4), **above, **look)
+    labels, places = zip(*drawing.ranks, strict=True)
+    axes.set_yticks(places, labels, fontsize=9, parse_math=False)
     axes.tick_params(length=0, labelcolor=TEXT)
     axes.grid(axis="x", color=LINE, linewidth=0.8)
     axes.set_axisbelow(True)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
 
 
 def _add_key(figure: Figure, kinds: set[str]) -> None:
@@ -120,9 +103,5 @@ def _add_key(figure: Figure, kinds: set[str]) -> None:
     patches = [Patch(color=swatch.colour, label=swatch.name) for swatch in swatches]
     if patches:
         figure.legend(
-            handles=patches,
-            loc="outside lower left",
-            ncols=len(patches),
-            frameon=False,
-            fontsize=9,
+            handles=patches, loc="outside lower left", ncols=len(patches), frameon=False, fontsize=9
         )

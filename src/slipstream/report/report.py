@@ -5,7 +5,6 @@ Measures nothing: the caller passes findings and trials; numbers come from ``sli
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +17,7 @@ from slipstream.report.bars import MOST_BARS, lay_out
 from slipstream.report.page import page
 from slipstream.report.picture import picture
 from slipstream.report.runs import Run
+from slipstream.trace.chrome import load_json
 from slipstream.trace.event import Trace
 
 Named = Sequence[tuple[str, Trace]]
@@ -56,14 +56,10 @@ def html(
     runs = _runs(measured, predicted)
     title = f"{runs[0].model} on {runs[0].ranks:,} rank{'s' * (runs[0].ranks != 1)}"
     names = ", ".join(run.title for run in runs)
-    content = [
-        sections.timelines(runs),
-        sections.breakdowns(runs),
-        sections.findings(runs, findings or {}),
-        sections.predictions(runs, trials),
-        sections.trials(trials),
-    ]
-    return page(title, f"slipstream report: {names}", sections.cards(runs), "".join(content))
+    body = sections.timelines(runs) + sections.breakdowns(runs)
+    body += sections.findings(runs, findings or {})
+    body += sections.predictions(runs, trials) + sections.trials(trials)
+    return page(title, f"slipstream report: {names}", sections.cards(runs), body)
 
 
 def png(measured: Named, predicted: Named = ()) -> bytes:
@@ -97,15 +93,7 @@ def read_trials(path: str | Path) -> list[dict[str, Any]]:
         ...     read_trials(path)
         [{'name': 'per_layer', 'measured': 0.5}]
     """
-    path = Path(path)
-    try:
-        trials = json.loads(path.read_bytes())
-    except OSError as error:
-        raise TraceError(
-            f"{path} cannot be read: {error.strerror}. Give the path of a tuner's log."
-        ) from error
-    except ValueError as error:
-        raise TraceError(f"{path} is not JSON: {error!s:.80}. Give a tuner's log.") from error
+    trials = load_json(path, "a tuner's log")
     mistake = next(_mistakes(trials), "") if isinstance(trials, list) else "it is not a list"
     if mistake:
         raise TraceError(

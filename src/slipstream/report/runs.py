@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
 from slipstream.analysis.summary import strategy_words
@@ -19,8 +18,7 @@ from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """One trace of the report; make it with ``of``."""
 
     name: str
@@ -98,8 +96,7 @@ class Run:
         return self.ranks, json.dumps([rest, split], sort_keys=True, default=str)
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Seconds of an iteration: predicted, measured, and the spread of the measurement."""
 
     name: str
@@ -117,10 +114,10 @@ def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
     """Each prediction with the measured run of its name, else of its configuration."""
     matched = []
     measured = [run for run in runs if not run.predicted]
-    for prediction in (run for run in runs if run.predicted):
-        matches = [m for m in measured if m.name == prediction.name]
-        matches += [m for m in measured if m.configuration() == prediction.configuration()]
-        matched += [(prediction, matches[0])] if matches else []
+    for one in (run for run in runs if run.predicted):
+        matches = [run for run in measured if run.name == one.name]
+        matches += [run for run in measured if run.configuration() == one.configuration()]
+        matched += [(one, run) for run in matches[:1]]
     return matched
 
 

@@ -44,10 +44,8 @@ def timelines(runs: Sequence[Run]) -> str:
     content = [page.key(kind for kind in PALETTE if kind in kinds)]
     for number, (run, drawing) in enumerate(zip(runs, drawings, strict=True)):
         figure = timeline_plot(drawing, end)
-        content += [
-            page.heading(run.title, drawing.note),
-            page.plot(f"timeline-{number}", figure, with_library=number == 0),
-        ]
+        plot = page.plot(f"timeline-{number}", figure, with_library=number == 0)
+        content += [page.heading(run.title, drawing.note), plot]
     remark = (
         "Each rank: compute, and below it its exchanges, by number. An exchange is hidden while "
         "forward or backward run beside it; an exposed exchange costs time. Point at a bar for "
@@ -59,23 +57,13 @@ def timelines(runs: Sequence[Run]) -> str:
 def breakdowns(runs: Sequence[Run]) -> str:
     """The parts of an iteration of each run, as bars and as numbers."""
     unit = chart_unit(max(run.iteration for run in runs))
-    parts = [run.parts for run in runs]
-    rows = [
-        [
-            PALETTE[part].name,
-            *(
-                f"{unit(seconds[part])} ({_share(seconds[part], run.iteration)})"
-                for run, seconds in zip(runs, parts, strict=True)
-            ),
-        ]
-        for part in PARTS
-    ]
-    rows.append(["iteration", *(unit(run.iteration) for run in runs)])
-    content = [
-        page.key(PARTS),
-        page.plot("breakdown", breakdown_plot(runs), with_library=False),
-        page.table(["part", *(run.title for run in runs)], rows, last_strong=True),
-    ]
+    columns = [["part", *(PALETTE[part].name for part in PARTS), "iteration"]]
+    for run in runs:
+        cells = [f"{unit(part)} ({_share(part, run.iteration)})" for part in run.parts.values()]
+        columns.append([run.title, *cells, unit(run.iteration)])
+    headings, *rows = zip(*columns, strict=True)
+    plot = page.plot("breakdown", breakdown_plot(runs), with_library=False)
+    content = [page.key(PARTS), plot, page.table(headings, rows, totals=True)]
     if len(runs) > 1:
         content.append(_run_table(runs))
     remark = (
@@ -93,8 +81,8 @@ def findings(runs: Sequence[Run], by_name: Mapping[str, Sequence[Finding]]) -> s
     content = []
     for name, of_run in by_name.items():
         content += [page.heading(name)] if len(by_name) > 1 else []
-        found = page.findings_list(of_run, iterations.get(name, 0.0))
-        content.append(found or "<p>None.</p>")
+        content += [page.finding_card(finding, iterations.get(name, 0.0)) for finding in of_run]
+        content += [] if of_run else ["<p>None.</p>"]
     remark = (
         "What the trace shows, what to do about it, and the settings to merge into the strategy. "
         "Gains of several findings do not add up."
@@ -114,15 +102,12 @@ def predictions(runs: Sequence[Run], trials: Sequence[Mapping[str, Any]]) -> str
         [one.name, unit(one.predicted), _with_spread(one, unit), f"{one.error:+.1%}"]
         for one in compared
     ]
-    content = [
-        page.plot("compared", comparison_plot(compared[:_MOST_COMPARED]), with_library=False),
-        page.table(["", "predicted", "measured", "difference"], rows),
-    ]
+    figure = comparison_plot(compared[:_MOST_COMPARED])
+    content = [page.plot("compared", figure, with_library=False)]
+    content.append(page.table(["", "predicted", "measured", "difference"], rows))
     for prediction, measured in matched:
-        content += [
-            page.heading(f"{measured.name}, part by part"),
-            _part_by_part(prediction, measured),
-        ]
+        title = page.heading(f"{measured.name}, part by part")
+        content += [title, _part_by_part(prediction, measured)]
     remark = (
         f"Predictions are off by {median(errors):.1%} (median) and {max(errors):.1%} (worst). "
         "Spread: half the distance between the quartiles."
@@ -141,32 +126,24 @@ def trials(log: Sequence[Mapping[str, Any]]) -> str:
 
 def _run_table(runs: Sequence[Run]) -> str:
     """Configuration and speed of each run, and its change from the first."""
-    rows = [
-        [
-            run.title,
-            run.model,
-            f"{run.ranks:,}",
-            run.strategy,
-            chart_unit(run.iteration)(run.iteration),
-            _four_digits(run.samples_per_second) if run.samples_per_second else "-",
-            run.change_from(runs[0]) or "-",
-        ]
-        for run in runs
-    ]
+    rows = []
+    for run in runs:
+        took, change = chart_unit(run.iteration)(run.iteration), run.change_from(runs[0]) or "-"
+        speed = _four_digits(run.samples_per_second) if run.samples_per_second else "-"
+        rows.append([run.title, run.model, f"{run.ranks:,}", run.strategy, took, speed, change])
     headings = ["trace", "model", "ranks", "strategy", "iteration", "samples/s", "change"]
     return page.table(headings, rows, words=(0, 1, 3))
 
 
 def _part_by_part(prediction: Run, measured: Run) -> str:
     unit = chart_unit(max(prediction.iteration, measured.iteration))
-    predicted_parts, measured_parts = prediction.parts, measured.parts
-    times = [(PALETTE[part].name, predicted_parts[part], measured_parts[part]) for part in PARTS]
-    times.append(("iteration", prediction.iteration, measured.iteration))
+    names = [*(PALETTE[part].name for part in PARTS), "iteration"]
+    predicted, real = ([*run.parts.values(), run.iteration] for run in (prediction, measured))
     rows = [
-        [name, unit(predicted), unit(real), f"{'+' * (predicted > real)}{unit(predicted - real)}"]
-        for name, predicted, real in times
+        [name, unit(before), unit(after), f"{'+' * (before > after)}{unit(before - after)}"]
+        for name, before, after in zip(names, predicted, real, strict=True)
     ]
-    return page.table(["part", "predicted", "measured", "difference"], rows, last_strong=True)
+    return page.table(["part", "predicted", "measured", "difference"], rows, totals=True)
 
 
 def _with_spread(one: Comparison, unit: TimeUnit) -> str:

@@ -45,7 +45,7 @@ from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.channel import STAGES, Channel
 from slipstream.transport.consistency import broadcast_from_first
-from slipstream.transport.roads import make_transport
+from slipstream.transport.transport import make_transport
 from slipstream.tuner.online_split import SETTLING, OnlineSplit
 
 _accelerated: WeakSet[nn.Module] = WeakSet()

@@ -10,6 +10,8 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,8 @@ from slipstream.trace.event import (
     FORWARD,
     ITERATION,
     OPTIMIZER,
-    STAGE_BACKWARD,
-    STAGE_FORWARD,
-    STAGE_WEIGHT,
+    STAGE_SPANS,
     Event,
-    Mark,
     Trace,
     exchange_order,
     marks,
@@ -33,17 +32,9 @@ from slipstream.trace.intervals import lanes
 
 _FORMAT = "slipstream trace 1"
 _ROWS = ("iteration", "marks", "data", "compute", "exchange", "other")
-_ROW_OF = {
-    ITERATION: "iteration",
-    DATA_WAIT: "data",
-    FORWARD: "compute",
-    BACKWARD: "compute",
-    OPTIMIZER: "compute",
-    STAGE_FORWARD: "compute",
-    STAGE_BACKWARD: "compute",
-    STAGE_WEIGHT: "compute",
-}
-_Row = tuple[int, str, int]  # rank, name, lane
+_COMPUTE = (FORWARD, BACKWARD, OPTIMIZER, *STAGE_SPANS)
+_ROW_OF = {ITERATION: "iteration", DATA_WAIT: "data"} | dict.fromkeys(_COMPUTE, "compute")
+_Row = tuple[int, int, int]  # rank, index of the name, lane
 _Json = dict[str, Any]
 
 
@@ -71,14 +62,15 @@ def write(trace: Trace, path: str | Path) -> None:
             f"a trace cannot be written to {path}: the name must end in .json or .json.gz."
         )
     rows = _rows(trace.events)
-    tids = _tids(set(rows) | {(event.rank, "marks", 0) for event in trace.events})
+    points = [(mark, (mark.rank, _ROWS.index("marks"), 0)) for mark in marks(trace.events)]
+    tids = _tids({*rows, *(row for _, row in points)})
     timed = [_slice(event, tids[row]) for event, row in zip(trace.events, rows, strict=True)]
-    timed += [_instant(mark, tids[mark.rank, "marks", 0]) for mark in marks(trace.events)]
+    for mark, row in points:
+        args, at = {"step": mark.step}, _ns(mark.time) / 1000
+        timed.append(_entry("i", mark.name, mark.rank, tids[row], s="t", ts=at, args=args))
+    labels = _labels(tids, trace.meta.get("hosts") or [])
     content = {
-        "traceEvents": [
-            *_labels(tids, trace.meta.get("hosts")),
-            *sorted(timed, key=lambda entry: float(entry["ts"])),
-        ],
+        "traceEvents": [*labels, *sorted(timed, key=lambda entry: float(entry["ts"]))],
         "displayTimeUnit": "ms",
         "otherData": {"format": _FORMAT, **trace.meta},
     }
@@ -95,7 +87,7 @@ def read(path: str | Path) -> Trace:
         TraceError: The file cannot be read, is damaged, comes from another program, or holds no
             iteration.
     """
-    content = _load(Path(path))
+    content = load_json(path, "a .json or .json.gz file of slipstream")
     other = content.get("otherData") if isinstance(content, dict) else None
     if not isinstance(other, dict) or other.get("format") != _FORMAT:
         raise TraceError(
@@ -119,26 +111,22 @@ def read(path: str | Path) -> Trace:
     return Trace(events, {key: value for key, value in other.items() if key != "format"})
 
 
-def _load(path: Path) -> Any:
-    """The JSON value in a file, compressed or not."""
+def load_json(path: str | Path, what: str) -> Any:
+    """The JSON value in a file, compressed or not; errors say to give ``what``.
+
+    Raises:
+        TraceError: The file cannot be read, or is damaged or not JSON.
+    """
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise TraceError(
-            f"{path} cannot be read: {error.strerror}. Give the path of a trace file."
-        ) from error
-    try:
-        if data.startswith(b"\x1f\x8b"):
-            data = gzip.decompress(data)
-        return json.loads(data)
+        data = Path(path).read_bytes()
+        return json.loads(gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise TraceError(
-            f"{path} is truncated or damaged: gzip says {error!s:.80}. Copy or record it again."
-        ) from error
+        problem = f"is truncated or damaged: gzip says {error!s:.80}. Copy or record it again."
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}. Give the path of {what}."
     except ValueError as error:
-        raise TraceError(
-            f"{path} is not JSON: {error!s:.80}. Give a .json or .json.gz file of slipstream."
-        ) from error
+        problem = f"is not JSON: {error!s:.80}. Give {what}."
+    raise TraceError(f"{path} {problem}")
 
 
 def _ns(seconds: float) -> int:
@@ -156,37 +144,28 @@ def _rows(events: Iterable[Event]) -> list[_Row]:
     for (rank, row), members in grouped.items():
         spans = [(_ns(event.start), _ns(event.end)) for _, event in members]
         for (index, _), lane in zip(members, lanes(spans), strict=True):
-            rows[index] = (rank, row, lane)
-    return [rows[index] for index in sorted(rows)]
+            rows[index] = (rank, _ROWS.index(row), lane)
+    return [rows[index] for index in range(len(rows))]
 
 
-def _tids(rows: set[_Row]) -> dict[_Row, int]:
+def _tids(rows: Iterable[_Row]) -> dict[_Row, int]:
     """Thread numbers from 1 for the rows of each rank, in display order."""
-    tids: dict[_Row, int] = {}
-    last: dict[int, int] = defaultdict(int)
-    for rank, name, lane in sorted(rows, key=lambda row: (row[0], _ROWS.index(row[1]), row[2])):
-        last[rank] += 1
-        tids[rank, name, lane] = last[rank]
-    return tids
+    by_rank = groupby(sorted(rows), key=itemgetter(0))
+    return {row: tid for _, of_rank in by_rank for tid, row in enumerate(of_rank, 1)}
 
 
-def _labels(tids: Mapping[_Row, int], hosts: list[str] | None) -> list[_Json]:
+def _labels(tids: Mapping[_Row, int], hosts: list[str]) -> list[_Json]:
     """Names and order of processes and threads."""
-    entries = []
-    for rank in sorted({row[0] for row in tids}):
-        host = f" @ {hosts[rank]}" if hosts and rank < len(hosts) else ""
-        entries.append(_label("process_name", rank, name=f"rank {rank}{host}"))
-        entries.append(_label("process_sort_index", rank, sort_index=rank))
+    labels: list[tuple[str, int, int, _Json]] = []
+    for rank in sorted({rank for rank, _, _ in tids}):
+        host = f" @ {hosts[rank]}" if rank < len(hosts) else ""
+        labels.append(("process_name", rank, 0, {"name": f"rank {rank}{host}"}))
+        labels.append(("process_sort_index", rank, 0, {"sort_index": rank}))
     for (rank, name, lane), tid in tids.items():
-        entries.append(
-            _label("thread_name", rank, tid, name=f"{name} {lane + 1}" if lane else name)
-        )
-        entries.append(_label("thread_sort_index", rank, tid, sort_index=tid))
-    return entries
-
-
-def _label(kind: str, rank: int, tid: int = 0, **args: Any) -> _Json:
-    return {"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": args}
+        title = f"{_ROWS[name]} {lane + 1}" if lane else _ROWS[name]
+        labels.append(("thread_name", rank, tid, {"name": title}))
+        labels.append(("thread_sort_index", rank, tid, {"sort_index": tid}))
+    return [_entry("M", kind, rank, tid, args=args) for kind, rank, tid, args in labels]
 
 
 def _slice(event: Event, tid: int) -> _Json:
@@ -195,27 +174,12 @@ def _slice(event: Event, tid: int) -> _Json:
     args = {"step": event.step, **event.args}
     if "ready" in args:
         args["ready"] = _ns(args["ready"]) / 1000
-    return {
-        "ph": "X",
-        "name": event.name,
-        "pid": event.rank,
-        "tid": tid,
-        "ts": start / 1000,
-        "dur": (end - start) / 1000,
-        "args": args,
-    }
+    times = {"ts": start / 1000, "dur": (end - start) / 1000}
+    return _entry("X", event.name, event.rank, tid, **times, args=args)
 
 
-def _instant(mark: Mark, tid: int) -> _Json:
-    return {
-        "ph": "i",
-        "s": "t",
-        "name": mark.name,
-        "pid": mark.rank,
-        "tid": tid,
-        "ts": _ns(mark.time) / 1000,
-        "args": {"step": mark.step},
-    }
+def _entry(kind: str, name: str, rank: int, tid: int, **more: Any) -> _Json:
+    return {"ph": kind, "name": name, "pid": rank, "tid": tid, **more}
 
 
 def _event(entry: _Json) -> Event:

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 ITERATION = "iteration"
 """From the wait for a batch to the end of the update; contains all other spans of the step."""
@@ -35,6 +35,9 @@ STAGE_BACKWARD = "stage_backward"
 STAGE_WEIGHT = "stage_weight"
 """The part of a stage's backward for its parameters, if the schedule runs it separately."""
 
+STAGE_SPANS = (STAGE_FORWARD, STAGE_BACKWARD, STAGE_WEIGHT)
+
+_MARK_OF = {FORWARD: "fp_start", BACKWARD: "bp_end", ITERATION: "iteration_end"}
 _ALLREDUCE = re.compile(r"allreduce([1-9][0-9]*)\Z")
 
 
@@ -95,8 +98,7 @@ class Event:
         return self.end - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
+class Mark(NamedTuple):
     """A point in time of one step of one rank; ``marks`` lists the names."""
 
     name: str
@@ -139,23 +141,14 @@ def marks(events: Iterable[Event]) -> list[Mark]:
     """
     times: dict[tuple[int, int, str], list[float]] = defaultdict(list)
     for event in events:
-        for name, time in _points(event):
+        names = [_MARK_OF[event.name]] if event.name in _MARK_OF else []
+        if exchange_order(event.name):
+            names = [f"{event.name}_start", f"{event.name}_end"]
+        for name in names:
+            time = event.start if name.endswith("_start") else event.end
             times[event.rank, event.step, name].append(time)
     points = [
         Mark(name, rank, step, min(at) if name.endswith("_start") else max(at))
         for (rank, step, name), at in times.items()
     ]
     return sorted(points, key=lambda mark: (mark.time, mark.rank, mark.name))
-
-
-def _points(event: Event) -> list[tuple[str, float]]:
-    """The marks that one span may become."""
-    if event.name == FORWARD:
-        return [("fp_start", event.start)]
-    if event.name == BACKWARD:
-        return [("bp_end", event.end)]
-    if event.name == ITERATION:
-        return [("iteration_end", event.end)]
-    if exchange_order(event.name):
-        return [(f"{event.name}_start", event.start), (f"{event.name}_end", event.end)]
-    return []

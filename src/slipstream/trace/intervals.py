@@ -18,9 +18,7 @@ def union(spans: Iterable[Interval]) -> Intervals:
         ((0, 3), (4, 5))
     """
     merged: list[Interval] = []
-    for start, end in sorted(spans):
-        if end <= start:
-            continue
+    for start, end in sorted(span for span in spans if span[0] < span[1]):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
@@ -36,17 +34,11 @@ def subtract(whole: Intervals, holes: Intervals) -> Intervals:
         ((0, 1), (2, 3), (7, 8))
     """
     remaining: list[Interval] = []
-    first = 0  # holes before it end before the current interval: skipping them keeps this linear
     for start, end in whole:
-        while first < len(holes) and holes[first][1] <= start:
-            first += 1
-        index = first
-        while index < len(holes) and holes[index][0] < end:
-            low, high = holes[index]
+        for low, high in touching(holes, start, end):
             if low > start:
                 remaining.append((start, low))
             start = min(high, end)
-            index += 1
         if start < end:
             remaining.append((start, end))
     return tuple(remaining)

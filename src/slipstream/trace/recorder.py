@@ -8,8 +8,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +20,14 @@ from slipstream.version import __version__
 Stamp = float | torch.cuda.Event
 """A point in time: seconds on this rank's clock, or a CUDA event that is resolved later."""
 
+Clock = Callable[[], float]
+"""Seconds now."""
+
 _PINGS = 10
 _Row = tuple[str, int, Stamp, Stamp, dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
+class _Reading(NamedTuple):
     """When one clock showed ``at``, the other showed ``at + offset``, plus or minus ``error``."""
 
     at: float
@@ -54,6 +56,7 @@ class Recorder:
         active: True while the current step is recorded; check it before measuring anything.
         done: True once the last step has ended; then call ``gather``.
         first_step: The first step to record.
+        now: Seconds on this rank's clock.
         meta: Goes into ``Trace.meta`` of rank 0; overrides what the recorder adds itself.
 
     Example:
@@ -69,17 +72,12 @@ class Recorder:
     """
 
     def __init__(
-        self,
-        rank: int,
-        first_step: int,
-        num_steps: int,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
+        self, rank: int, first_step: int, num_steps: int, *, clock: Clock = time.perf_counter
     ) -> None:
         self.rank = rank
         self.active = False
         self.meta: dict[str, Any] = {}
-        self._clock = clock
+        self.now = clock
         self._step = -1
         self._begin: Stamp = 0.0
         self._gpu: _GpuClock | None = None
@@ -92,16 +90,12 @@ class Recorder:
         self._rows: list[_Row] = []
         self._readings: list[_Reading] = []
 
-    def now(self) -> float:
-        """Seconds on this rank's clock."""
-        return self._clock()
-
     def stamp(self, device: torch.device) -> Stamp:
         """Now on the CPU; on CUDA the moment at which the current stream gets to this point."""
         if device.type != "cuda":
-            return self._clock()
+            return self.now()
         if self._gpu is None:
-            self._gpu = _GpuClock(device, self._clock)
+            self._gpu = _GpuClock(device, self.now)
         return self._gpu.record()
 
     def begin_step(self, step: int, start: Stamp | None = None) -> None:
@@ -139,9 +133,9 @@ class Recorder:
         if _size(group) == 1:
             return
         if dist.get_rank(group) == 0:
-            _answer_pings(self._clock, group)
+            _answer_pings(self.now, group)
         else:
-            self._readings.append(_ping(self._clock, group))
+            self._readings.append(_ping(self.now, group))
 
     def gather(self, group: dist.ProcessGroup | None = None) -> Trace | None:
         """Gather the events of all ranks on rank 0's clock: a trace on rank 0, None on others.
@@ -154,14 +148,12 @@ class Recorder:
             self._gpu.synchronize()  # elapsed times exist for completed events only
         error = max((reading.error for reading in self._readings), default=0.0)
         local = (self._events(), socket.gethostname(), error)
-        parts = [local]
+        parts: list[Any] | None = [local]
         if _size(group) > 1:
-            first = dist.get_rank(group) == 0
-            gathered: list[Any] | None = [None] * _size(group) if first else None
-            dist.gather_object(local, gathered, group=group, group_dst=0)
-            if gathered is None:
-                return None
-            parts = gathered
+            parts = [None] * _size(group) if dist.get_rank(group) == 0 else None
+            dist.gather_object(local, parts, group=group, group_dst=0)
+        if parts is None:
+            return None
         events, hosts, errors = zip(*parts, strict=True)
         meta = {
             "world_size": len(parts),
@@ -169,21 +161,18 @@ class Recorder:
             "versions": {"slipstream": __version__, "torch": torch.__version__},
             "clock_error": list(errors),
         }
-        merged = sorted((event for part in events for event in part), key=_order)
+        merged = sorted(chain(*events), key=lambda e: (e.start, -e.end, e.rank))
         return Trace(tuple(merged), meta | self.meta)
 
     def _events(self) -> list[Event]:
         """This rank's spans on rank 0's clock."""
         events = []
         for name, step, start, end, args in self._rows:
+            begin = self._seconds(start)
             if "ready" in args:
                 args = args | {"ready": self._seconds(args["ready"])}
-            begin = self._seconds(start)
-            if "gradients_ready" in args:
-                offsets = [
-                    None if stamp is None else self._seconds(stamp) - begin
-                    for stamp in args["gradients_ready"]
-                ]
+            if stamps := args.get("gradients_ready"):
+                offsets = [None if at is None else self._seconds(at) - begin for at in stamps]
                 args = args | {"gradients_ready": offsets}
             events.append(Event(name, self.rank, step, begin, self._seconds(end), args))
         return events
@@ -204,7 +193,7 @@ class _GpuClock:
     because the clocks of GPU and host drift apart by microseconds a second.
     """
 
-    def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
+    def __init__(self, device: torch.device, clock: Clock) -> None:
         self._device, self._clock = device, clock
         self._zero, self._start = self._anchor()
         self._readings = [_Reading(0.0, self._start, 0.0)]
@@ -245,7 +234,7 @@ def _translate(at: float, readings: list[_Reading]) -> float:
     return at + first.offset + drift * (at - first.at)
 
 
-def _ping(clock: Callable[[], float], group: dist.ProcessGroup | None) -> _Reading:
+def _ping(clock: Clock, group: dist.ProcessGroup | None) -> _Reading:
     """The reading of rank 0's clock with the fastest of several round trips."""
     message = _message(group)
     readings = []
@@ -260,7 +249,7 @@ def _ping(clock: Callable[[], float], group: dist.ProcessGroup | None) -> _Readi
     return min(readings, key=lambda reading: reading.error)
 
 
-def _answer_pings(clock: Callable[[], float], group: dist.ProcessGroup | None) -> None:
+def _answer_pings(clock: Clock, group: dist.ProcessGroup | None) -> None:
     """On rank 0: send the time to each other rank in turn."""
     message = _message(group)
     for peer in range(1, _size(group)):
@@ -280,7 +269,3 @@ def _size(group: dist.ProcessGroup | None) -> int:
     """Ranks of the group; 1 without a process group."""
     joined = dist.is_available() and dist.is_initialized()
     return dist.get_world_size(group) if joined else 1
-
-
-def _order(event: Event) -> tuple[float, float, int]:
-    return event.start, -event.end, event.rank

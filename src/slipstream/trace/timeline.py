@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 from slipstream.errors import TraceError
 from slipstream.trace.event import BACKWARD, FORWARD, ITERATION, Event, exchange_order
 from slipstream.trace.intervals import Intervals, union
 
 
-@dataclass(frozen=True, slots=True)
-class Iteration:
+class Iteration(NamedTuple):
     """One step of one rank: its bounds in seconds, and its spans ordered by start.
 
     ``samples`` is how many samples it trained on (its share, if several ranks hold one model); 0 if
@@ -34,9 +34,8 @@ class Iteration:
     @property
     def exchanges(self) -> tuple[Event, ...]:
         """The exchanges: buffers first, then the segments in order."""
-        numbered = [(exchange_order(e.name), e) for e in self.events]
-        ordered = [(order, e.start, e) for order, e in numbered if order is not None]
-        return tuple(e for _, _, e in sorted(ordered, key=lambda entry: entry[:2]))
+        exchanges = (e for e in self.events if exchange_order(e.name) is not None)
+        return tuple(sorted(exchanges, key=lambda e: (exchange_order(e.name) or 0, e.start)))
 
     @property
     def compute(self) -> Intervals:
@@ -74,8 +73,7 @@ def timeline(events: Iterable[Event]) -> list[Iteration]:
             "training reaches."
         )
     iterations = []
-    for step, rank in sorted(bounds):
-        span = bounds[step, rank]
+    for (step, rank), span in sorted(bounds.items(), key=itemgetter(0)):
         spans = tuple(sorted(inside[step, rank], key=lambda e: (e.start, e.end)))
         samples = span.args.get("samples", 0)
         iterations.append(Iteration(rank, step, span.start, span.end, spans, samples))

@@ -27,7 +27,7 @@ import torch
 from slipstream.errors import ExchangeError
 from slipstream.trace.recorder import Recorder, Stamp
 from slipstream.transport.requests import AllReduce, Exchange, Request
-from slipstream.transport.roads import Transport, run
+from slipstream.transport.transport import Transport, run
 from slipstream.transport.work import Work
 
 GLOO_THREADS = 2

@@ -1,4 +1,4 @@
-"""The direct road: every rank owns a share of each tensor, sums it, and sends out the sum.
+"""The direct transport: every rank owns a share of each tensor, sums it, and sends out the sum.
 
 [Note: Why not the backend's ring]
 gloo's ring sends a piece once its peer has said that it receives, and every hop waits for a thread
@@ -55,7 +55,7 @@ class _AllReduce:
 
 
 class DirectTransport:
-    """All-reduces by sends to the owner of each share and back; all else as the flat road does it.
+    """All-reduces by sends to the owner of each share and back; all else as ``flat`` does it.
 
     A tensor of ``n`` bytes makes each of p ranks send and receive ``2 (p - 1) / p * n``, as in a
     ring, in 2 hops instead of ``2 (p - 1)``. Sums in rank order, those of 16-bit floats in float32:

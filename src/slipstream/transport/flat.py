@@ -1,4 +1,4 @@
-"""The flat road: each request is one collective of the backend over all ranks of the group."""
+"""The flat transport: each request is one collective of the backend over all ranks of the group."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """What can be asked of the network, as values. Never communicates: a transport does.
 
 An exchange of several dependent collectives is a generator. It yields a request, goes on once the
-tensors have been moved, and yields the next one; ``roads.run`` drives it over a transport. So the
-code of codecs and sparse gradients knows nothing of process groups, and every step of it can be
-driven by a plain loop.
+tensors have been moved, and yields the next one; ``transport.run`` drives it. So the code of codecs
+and sparse gradients knows nothing of process groups, and a plain loop can drive every step of it.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ measured fastest stays.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from statistics import median
 
 import torch.distributed as dist
@@ -40,12 +39,8 @@ LARGER = (ByBytes(megabytes=16), ByBytes(megabytes=25))
 MOST_WINDOWS = TURNS * (2 + len(LARGER))
 
 
-@dataclass(frozen=True)
-class _Decision:
-    """What rank 0 decided: the splits to measure, the default first, or the one to keep."""
-
-    splits: tuple[Split, ...]
-    outcome: str
+_Decision = tuple[tuple[Split, ...], str]
+"""What rank 0 decided: the splits to measure, the default first, or the one to keep; and why."""
 
 
 class OnlineSplit:
@@ -141,7 +136,7 @@ class OnlineSplit:
         """Take over what rank 0 decided."""
         agreed = broadcast_from_first(decision, self._control)
         assert agreed is not None
-        self._splits, self.outcome = agreed.splits, agreed.outcome
+        self._splits, self.outcome = agreed
 
     def _solve(self, trace: Trace, network: NetworkProfile) -> _Decision:
         """The splits to measure; only rank 0 has the trace of all ranks."""
@@ -149,19 +144,18 @@ class OnlineSplit:
         try:
             workload, network = prepare(trace, network)
             best = optimal_split(workload, network, [self._base])
-            plan = Plan.of(
-                with_gradients(self._base, split=best), self._engine.gradients, network.codecs
-            )
+            strategy = with_gradients(self._base, split=best)
+            plan = Plan.of(strategy, self._engine.gradients, network.codecs)
             seconds = predict(workload, plan, network)
         except SlipstreamError as error:  # the training goes on with the default
-            return _Decision((default,), f"the default split stays: {error}")
+            return (default,), f"the default split stays: {error}"
         distinct: dict[tuple[int, ...], Split] = {}
         for split in (default, best, *LARGER):
             distinct.setdefault(self._engine.split_points(split), split)
         splits = tuple(distinct.values())
         if len(splits) == 1:
-            return _Decision(splits, "the default split is the optimum")
-        return _Decision(splits, f"computed: {len(best.last)} segments, predicted {seconds:.4f} s")
+            return splits, "the default split is the optimum"
+        return splits, f"computed: {len(best.last)} segments, predicted {seconds:.4f} s"
 
     def _keep_the_fastest(self) -> None:
         """Rank 0 compares what was measured; all ranks install its choice."""
@@ -169,17 +163,10 @@ class OnlineSplit:
         if self._seconds[0]:
             medians = [median(seconds) for seconds in self._seconds]
             fastest = self._splits[medians.index(min(medians))]  # of equal ones the default
-            measured = ", ".join(
-                f"{self._num_segments(split)}: {seconds:.4f} s"
-                for split, seconds in zip(self._splits, medians, strict=True)
-            )
-            outcome = (
-                f"{self.outcome}; measured in turn, by segments: {measured}; "
-                f"{self._num_segments(fastest)} kept"
-            )
-            decision = _Decision((fastest,), outcome)
+            sizes = {split: len(self._engine.split_points(split)) for split in self._splits}
+            pairs = zip(sizes.values(), medians, strict=True)
+            measured = ", ".join(f"{size}: {seconds:.4f} s" for size, seconds in pairs)
+            words = f"measured in turn, by segments: {measured}; {sizes[fastest]} kept"
+            decision = (fastest,), f"{self.outcome}; {words}"
         self._receive(decision)
         self.settle(self._splits[0], self.outcome)
-
-    def _num_segments(self, split: Split) -> int:
-        return len(self._engine.split_points(split))

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, quantiles
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from slipstream.errors import TraceError
 from slipstream.strategy import Strategy
@@ -29,8 +29,7 @@ TRACE, OUTPUT, STRATEGY = "trace.json", "output.log", "strategy.yaml"
 _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
 
 
-@dataclass(frozen=True, slots=True)
-class Measurement:
+class Measurement(NamedTuple):
     """What one short run measured, in seconds.
 
     ``seconds`` is the median over iterations of the mean over ranks; ``spread`` is half the
@@ -44,8 +43,7 @@ class Measurement:
     trace: Trace
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(NamedTuple):
     """A run without a measurement: it failed, it hung, or it succeeded without a trace."""
 
     status: Literal["failed", "hanging", "no trace"]
@@ -178,7 +176,8 @@ def _wait_for_trace(
         if code == 0:
             return Failure("no trace", f"it ended without a trace{_where(folder)}")
         if code is not None:
-            return Failure("failed", f"{_cause(code)}: {last_words(folder)}")
+            cause = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+            return Failure("failed", f"{cause}: {last_words(folder)}")
         if time.monotonic() > deadline:
             waited = time.monotonic() - began
             return Failure("hanging", f"no trace after {waited:.0f} s: killed{_where(folder)}")
@@ -187,11 +186,6 @@ def _wait_for_trace(
 
 def _where(folder: Path) -> str:
     return f" (see {folder / OUTPUT})"
-
-
-def _cause(code: int) -> str:
-    """How a process ended, by its ``subprocess`` return code."""
-    return f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
 
 
 def _started_by(folder: Path) -> list[int]:

@@ -17,10 +17,11 @@ file.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil, sqrt
 from statistics import median
+from typing import Any, Literal, NamedTuple
 
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
@@ -28,7 +29,6 @@ from slipstream.planner.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
-from slipstream.tuner.trial_log import Trial, TrialLog
 from slipstream.tuner.trials import Failure, Measurement
 
 MODEL_ERROR = 0.05
@@ -41,10 +41,27 @@ RESERVE = 1.2  # later runs may take a little longer than the first one
 
 Run = Callable[[Strategy, float], Measurement | Failure]
 Predict = Callable[[Trace], Sequence[Prediction]]
+Status = Literal["measured", "failed", "hanging", "no trace", "not measured"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class Trial:
+    """One strategy that was run, or was not, and why.
+
+    ``predicted``, ``measured`` and ``spread`` are seconds for as many batches as one iteration of
+    the baseline takes, so that strategies that accumulate differently compare.
+    """
+
+    name: str
+    strategy: Mapping[str, Any]
+    predicted: float | None
+    measured: float | None
+    spread: float | None
+    reason: str
+    status: Status
+
+
+class Tuned(NamedTuple):
     """The strategy to use and the proof: ``ratios`` are its time over the baseline's, by pair."""
 
     strategy: Strategy
@@ -75,7 +92,7 @@ class Tuner:
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
     clock: Callable[[], float] = time.monotonic
-    _log: TrialLog = field(init=False)
+    _trials: list[Trial] = field(default_factory=list, init=False)
     _deadline: float = field(default=0.0, init=False)
     _longest: float = field(default=0.0, init=False)  # seconds of the longest run so far
 
@@ -87,14 +104,13 @@ class Tuner:
             TraceError: the baseline ends without a trace.
         """
         self._deadline = self.clock() + self.budget
-        self._log = TrialLog(self.base, self.notify)
         first = self._baseline()
         self._check_budget()
         self.doing("predicting")
         predictions = self.predict(first.trace)
         self._check_budget()  # again: predicting may measure the network
         baseline = next(p for p in predictions if p.strategy == self.base)
-        self._log.add(self.base, baseline, first, "the baseline")
+        self._note(self.base, baseline, first, "the baseline")
         others = [p for p in predictions if p is not baseline]
         measured = self._measure_promising(others, first, first.seconds / baseline.seconds)
         return self._choose(measured, first)
@@ -140,23 +156,23 @@ class Tuner:
         ``scale`` is the baseline's measured over its predicted time: predictions of the others are
         expected to be off by the same factor.
         """
-        noise = max(LEAST_NOISE, first.spread / first.seconds / sqrt(len(_steps(first))))
+        steps = {event.step for event in first.trace.events}
+        noise = max(LEAST_NOISE, first.spread / first.seconds / sqrt(len(steps)))
         most = max(LEAST_MEASURED, ceil(len(predictions) / 4))
         best, stop, tried = first.seconds, "", 0
         measured: list[tuple[float, Prediction]] = []
         for prediction in predictions:
-            expected = self._log.predicted(prediction) * scale
+            expected = prediction.per_batch * self.base.gradients.accumulate * scale
             if not stop:
                 stop = self._reason_to_stop(expected, best, noise, tried >= most)
             if stop:
-                self._log.add(prediction.strategy, prediction, None, stop)
+                self._note(prediction.strategy, prediction, None, stop)
                 continue
             tried += 1
             self.doing(label(prediction.strategy))
             outcome = self._run(prediction.strategy, keep=self._comparison())
-            gain = 1 - expected / first.seconds
-            reason = f"predicted {_change(gain)}, {prediction.exactness}"
-            seconds = self._log.add(prediction.strategy, prediction, outcome, reason)
+            reason = f"predicted {_change(expected / first.seconds)}, {prediction.exactness}"
+            seconds = self._note(prediction.strategy, prediction, outcome, reason)
             if seconds is not None:
                 best = min(best, seconds)
                 measured.append((seconds, prediction))
@@ -177,25 +193,22 @@ class Tuner:
 
     def _choose(self, measured: Sequence[tuple[float, Prediction]], first: Measurement) -> Tuned:
         """The fastest that is proved faster than the baseline, or the baseline."""
+        chosen, verdict = self.base, "no candidate was faster: the baseline stays"
+        ratios: tuple[float, ...] | None = None
         for seconds, prediction in measured:
-            if seconds >= first.seconds:
-                break
-            ratios = self._compare(prediction)
-            if ratios is None:  # it ran before but failed now: try the next one
+            ratios = self._compare(prediction) if seconds < first.seconds else None
+            if ratios is None:  # it is slower, or ran before but failed now: try the next one
                 continue
             name, text = label(prediction.strategy), in_words(ratios)
-            if len(ratios) < LEAST_PAIRS:
-                verdict = f"the budget ended before {name} was compared: the baseline stays"
-            elif is_faster(ratios):
-                gain = _change(1 - median(ratios))
+            if is_faster(ratios):
+                gain, chosen = _change(median(ratios)), prediction.strategy
                 verdict = f"{name} ({prediction.exactness}) is {gain} than the baseline: {text}"
-                return self._end(prediction.strategy, verdict, ratios, improved=True)
+            elif len(ratios) < LEAST_PAIRS:
+                verdict = f"the budget ended before {name} was compared: the baseline stays"
             else:
                 verdict = f"{name} is not faster beyond the noise: {text}; the baseline stays"
-            return self._end(self.base, verdict, ratios, improved=False)
-        return self._end(
-            self.base, "no candidate was faster: the baseline stays", (), improved=False
-        )
+            break
+        return Tuned(chosen, chosen != self.base, verdict, ratios or (), tuple(self._trials))
 
     def _compare(self, prediction: Prediction) -> tuple[float, ...] | None:
         """The candidate's time over the baseline's, in alternation; None: the candidate failed.
@@ -212,12 +225,9 @@ class Tuner:
             for is_candidate in (False, True) if pair % 2 == 0 else (True, False):
                 strategy = prediction.strategy if is_candidate else self.base
                 self.doing(f"pair {pair + 1}: {name if is_candidate else 'the baseline'}")
-                measured = self._log.add(
-                    strategy,
-                    prediction if is_candidate else None,
-                    self._run(strategy),
-                    f"pair {pair + 1} of {name} and the baseline",
-                )
+                predicted = prediction if is_candidate else None
+                reason = f"pair {pair + 1} of {name} and the baseline"
+                measured = self._note(strategy, predicted, self._run(strategy), reason)
                 if measured is not None:
                     seconds[is_candidate] = measured
                 elif is_candidate:
@@ -226,10 +236,31 @@ class Tuner:
                 ratios.append(seconds[True] / seconds[False])
         return tuple(ratios)
 
-    def _end(
-        self, strategy: Strategy, verdict: str, ratios: Sequence[float], *, improved: bool
-    ) -> Tuned:
-        return Tuned(strategy, improved, verdict, tuple(ratios), tuple(self._log.trials))
+    def _note(
+        self,
+        strategy: Strategy,
+        prediction: Prediction | None,
+        outcome: Measurement | Failure | None,
+        reason: str,
+    ) -> float | None:
+        """Log one run (``outcome`` None: there was none).
+
+        Returns:
+            Its measured seconds, as in `Trial`; None without a measurement.
+        """
+        # Iterations of this strategy that take as many batches as one of the baseline.
+        scale = self.base.gradients.accumulate / strategy.gradients.accumulate
+        predicted = prediction.seconds * scale if prediction else None
+        status: Status = "not measured"
+        measured = spread = None
+        if isinstance(outcome, Measurement):
+            measured, spread, status = outcome.seconds * scale, outcome.spread * scale, "measured"
+        elif outcome:
+            reason, status = f"{reason}; {outcome.reason}", outcome.status
+        name, settings = label(strategy), strategy.document()
+        self._trials.append(Trial(name, settings, predicted, measured, spread, reason, status))
+        self.notify(self._trials)
+        return measured
 
     def _left(self) -> float:
         """Seconds of the budget that are left."""
@@ -257,9 +288,5 @@ def _baseline_error(failure: Failure, budget: float, room: float) -> LaunchError
     return LaunchError(f"the baseline run failed, {failure.reason}; fix the script first")
 
 
-def _steps(measurement: Measurement) -> set[int]:
-    return {event.step for event in measurement.trace.events}
-
-
-def _change(gain: float) -> str:
-    return f"{abs(gain):.1%} {'faster' if gain > 0 else 'slower'}"
+def _change(ratio: float) -> str:
+    return f"{abs(1 - ratio):.1%} {'faster' if ratio < 1 else 'slower'}"

@@ -35,9 +35,8 @@ from slipstream.strategy import ByBytes, Optimal, Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
-from slipstream.tuner.trial_log import Trial
 from slipstream.tuner.trials import STRATEGY, Trials, last_words, started
-from slipstream.tuner.tune import Tuner
+from slipstream.tuner.tune import Trial, Tuner
 
 console = Console(stderr=True)
 

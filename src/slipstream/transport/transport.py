@@ -1,7 +1,7 @@
-"""What a road between ranks is, and the table from a strategy's setting to the road.
+"""What a transport between ranks is, and the table from a strategy's setting to it.
 
-To add a road: a variant of ``Transport`` in ``strategy/spec.py``, a file here with a class that
-meets ``Transport``, and a row in ``TRANSPORTS``. Nothing else knows which road is in use.
+To add one: a variant in ``strategy/transport.py``, a file here with a class that meets
+``Transport``, and a row in ``TRANSPORTS``. Nothing else knows which transport is in use.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Transport(Protocol):
         """Announce, before a backward pass, the all-reduces that it will start, in order.
 
         Every announced request is started before the next call, unless a failure ends the run.
-        Other requests may be started in between, and the tensors stay where they are. A road may
-        post its receives now, and knows from the count when nothing more will follow.
+        Other requests may be started in between, and the tensors stay where they are. A transport
+        may post its receives now, and knows from the count when nothing more will follow.
         """
 
     def start(self, request: Request) -> Sequence[Work]:
@@ -43,7 +43,7 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """End the road's threads and free what it allocated; idempotent. The group stays."""
+        """End its threads and free what it allocated; idempotent. The group stays."""
 
 
 TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
@@ -54,7 +54,7 @@ TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
 
 
 def make_transport(config: TransportConfig, group: dist.ProcessGroup) -> Transport:
-    """The road that a strategy asks for, on one group; all ranks of the group call it."""
+    """The transport of a strategy, on one group; all ranks of the group call it."""
     return TRANSPORTS[type(config)](config, group)
 
 
