@@ -16,7 +16,7 @@ those of a whole backward pass when that begins.
 from __future__ import annotations
 
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -76,7 +76,7 @@ class DirectTransport:
         self._lock = threading.Lock()
         self._without_pieces: deque[_AllReduce] = deque()
         self._ahead = 0
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._started: SimpleQueue[_AllReduce | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -111,6 +111,7 @@ class DirectTransport:
             self._thread.join(timeout=1.0)
 
     def _announce(self, tensors: Sequence[torch.Tensor]) -> None:
+        new = []
         for tensor in tensors:
             flat = tensor.view(-1)
             unit = max(ALIGNMENT // flat.itemsize, 1)
@@ -119,9 +120,12 @@ class DirectTransport:
             entry = _AllReduce(self._next_tag, flat[:0], shares)
             self._next_tag = (self._next_tag + 1) % TAGS
             entry.sums_in = self._receive(shares, 2 * entry.tag + 1)
-            self._announced.append(entry)
+            new.append(entry)
+        self._announced.extend(new)
         with self._lock:
-            self._without_pieces.extend(list(self._announced)[-len(tensors) :])
+            sizes = {_size(entry.shares[self._rank]) for entry in new}
+            self._free = {size: rows for size, rows in self._free.items() if size in sizes}
+            self._without_pieces.extend(new)
             self._receive_pieces()
 
     def _receive_pieces(self) -> None:
@@ -133,7 +137,7 @@ class DirectTransport:
             if self._ahead and self._ahead + num_bytes > AHEAD:
                 return
             self._ahead += num_bytes
-            free = self._free[own.numel(), own.dtype]
+            free = self._free.get(_size(own))
             entry.rows = free.pop() if free else own.new_empty(self._ranks - 1, own.numel())
             entry.pieces = [*entry.rows[: self._rank], own, *entry.rows[self._rank :]]
             entry.pieces_in = self._receive(entry.pieces, 2 * entry.tag)
@@ -188,7 +192,7 @@ class DirectTransport:
             entry.sent = [*entry.sent, *self._send([own] * self._ranks, 2 * entry.tag + 1)]
         with self._lock:
             self._ahead -= own.nbytes * (self._ranks - 1)
-            self._free[own.numel(), own.dtype].append(entry.rows)
+            self._free.setdefault(_size(own), []).append(entry.rows)
             self._receive_pieces()
 
 
@@ -215,6 +219,10 @@ def add_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 def _is_ours(request: Request) -> TypeGuard[AllReduce]:
     """gloo sends host memory alone, and an empty tensor needs no messages."""
     return isinstance(request, AllReduce) and not request.tensor.is_cuda
+
+
+def _size(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
+    return tensor.numel(), tensor.dtype
 
 
 def _wait(works: Sequence[dist.Work]) -> None:
