@@ -36,8 +36,8 @@ _context.set_forkserver_preload(
         "torch",
         "torch.distributed",
         "torch._dynamo",
-        "slipstream.session",
-        "slipstream.calibration",
+        "slipstream.session.accelerate",
+        "slipstream.calibration.calibrate",
         "slipstream.ddp",
         "slipstream.comm",
         "hypothesis",
@@ -45,6 +45,8 @@ _context.set_forkserver_preload(
         "transformers.models.bert.modeling_bert",
         "transformers.models.gpt2.modeling_gpt2",
         "transformers.models.resnet.modeling_resnet",
+        "tests.harness.models",
+        "tests.harness.reference",
     ]
 )
 
