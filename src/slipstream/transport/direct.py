@@ -97,7 +97,10 @@ class DirectTransport:
         if not self._announced:
             self._announce([request.tensor])
         entry = self._announced.popleft()
-        entry.sent = self._send(entry.shares, 2 * entry.tag)
+        try:
+            entry.sent = self._send(entry.shares, 2 * entry.tag)
+        except RuntimeError as error:  # the thread tells, and ends all that is under way
+            self._error = error
         if self._thread is None:
             # A daemon: a script that fails while a peer is silent must end, not wait for the peer.
             self._thread = threading.Thread(target=self._serve, name="slipstream-sum", daemon=True)

@@ -28,7 +28,8 @@ class Transport(Protocol):
     def prepare(self, requests: Sequence[AllReduce]) -> None:
         """Announce, before a backward pass, the all-reduces that it will start, in order.
 
-        Every announced request is started before the next call, unless a failure ends the run.
+        Every announced request is started before the first of them is waited for, and before the
+        next call, unless a failure ends the run.
         Other requests may be started in between, and the tensors stay where they are. A transport
         may post its receives now, and knows from the count when nothing more will follow.
         """
