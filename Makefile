@@ -76,6 +76,7 @@ bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/r
 	$(BIN)/python benchmarks/prediction.py --json $(RESULTS)/prediction.json
 	$(BIN)/python benchmarks/tuner.py --json $(RESULTS)/tuner.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
+	$(BIN)/python benchmarks/transports.py --json $(RESULTS)/transports-1gbit.json
 	$(BIN)/python benchmarks/times.py --json $(RESULTS)/times.json
 	$(BIN)/python benchmarks/operators.py --json $(RESULTS)/operators.json
 	$(BIN)/python benchmarks/tensor_parallel.py --json $(RESULTS)/tensor-parallel.json

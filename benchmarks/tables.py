@@ -356,6 +356,25 @@ def times(entry: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def transports(entry: Mapping[str, Any]) -> str:
+    """The exchange alone, by transport, size of segments, and whether cores are free."""
+    lines = [
+        f"## Transports at {entry['rate']}, {entry['date']}",
+        "",
+        f"{entry['megabytes']} MB between {entry['nodes']} nodes, nothing else: in multiples of "
+        f"the wire time. {entry['rounds']} rounds. torch {entry['versions']['torch']}. "
+        f"`{entry['command']}`",
+        "",
+        *_header("segments MB", "cores", "transport", "median", "quartiles"),
+    ]
+    rows = sorted(entry["rows"], key=lambda r: (r["segment_megabytes"], r["cores"], r["transport"]))
+    for r in rows:
+        spread = f"{r['low']:.2f}..{r['high']:.2f}"
+        size = f"{r['segment_megabytes']:g}"
+        lines.append(_row(size, r["cores"], r["transport"], f"{r['median']:.2f}", spread))
+    return "\n".join(lines)
+
+
 def tensor_parallel(entry: Mapping[str, Any]) -> str:
     """Split layers beside DTensor's."""
     lines = [
@@ -557,6 +576,7 @@ def main() -> None:
         "soak": soak,
         "tensor_parallel": tensor_parallel,
         "times": times,
+        "transports": transports,
         "tuner": tuner,
     }
     parts = [HEAD]
