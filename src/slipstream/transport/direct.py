@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from slipstream.strategy import Direct, Flat
 from slipstream.transport.flat import FlatTransport
+from slipstream.transport.p2p import start_transfer
 from slipstream.transport.requests import AllReduce, Request
 from slipstream.transport.work import ThreadWork, Work
 
@@ -147,20 +148,10 @@ class DirectTransport:
             self._without_pieces.popleft()
 
     def _receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
-        works = [
-            dist.irecv(tensors[rank], group=self._group, group_src=rank, tag=tag)
-            for rank in self._sources
-            if tensors[rank].numel()
-        ]
-        return [work for work in works if work is not None]  # it is None outside the group alone
+        return start_transfer({r: tensors[r] for r in self._sources}, {}, self._group, tag)
 
     def _send(self, tensors: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
-        works = [
-            dist.isend(tensors[rank], group=self._group, group_dst=rank, tag=tag)
-            for rank in self._targets
-            if tensors[rank].numel()
-        ]
-        return [work for work in works if work is not None]
+        return start_transfer({}, {r: tensors[r] for r in self._targets}, self._group, tag)
 
     # The thread that sums.
 
@@ -176,7 +167,7 @@ class DirectTransport:
                     _wait(summed[0].sums_in)
                     _wait(summed[0].sent)
                     summed.popleft().work.complete()
-            except Exception as error:
+            except Exception as error:  # of any kind: others wait for these works
                 self._error = self._error or error
                 while summed:
                     summed.popleft().work.complete(error)

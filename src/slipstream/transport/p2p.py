@@ -23,6 +23,7 @@ def start_transfer(
     receives: Mapping[int, torch.Tensor],
     sends: Mapping[int, torch.Tensor],
     group: dist.ProcessGroup,
+    tag: int = 0,
 ) -> list[dist.Work]:
     """Begin to send ``sends[rank]`` to each rank, and to fill ``receives[rank]`` from it.
 
@@ -31,7 +32,8 @@ def start_transfer(
     Args:
         receives: contiguous tensors by rank in ``group``.
         sends: contiguous tensors by rank in ``group``, this rank's own excepted.
-        group: nobody else sends in it meanwhile.
+        group: nobody else sends in it with this tag meanwhile.
+        tag: a send meets the receive with the same tag; NCCL takes none but 0.
     """
     receives = {rank: tensor for rank, tensor in receives.items() if tensor.numel()}
     sends = {rank: tensor for rank, tensor in sends.items() if tensor.numel()}
@@ -42,8 +44,8 @@ def start_transfer(
         ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=r) for r, t in receives.items()]
         ops += [dist.P2POp(dist.isend, t, group=group, group_peer=r) for r, t in sends.items()]
         return dist.batch_isend_irecv(ops)
-    works = [dist.irecv(t, group=group, group_src=r) for r, t in receives.items()]
-    works += [dist.isend(t, group=group, group_dst=r) for r, t in sends.items()]
+    works = [dist.irecv(t, group=group, group_src=r, tag=tag) for r, t in receives.items()]
+    works += [dist.isend(t, group=group, group_dst=r, tag=tag) for r, t in sends.items()]
     return [work for work in works if work is not None]  # it is None outside the group alone
 
 
