@@ -6,7 +6,7 @@ undoes everything in reverse: if a later step fails, else when the session ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.gradients.segments import NamedParameter, as_wide_as_gradients, parameters_of
+from slipstream.gradients.shares import Shares
 from slipstream.gradients.single import SingleReplicaEngine
 from slipstream.memory import offload, recompute
 from slipstream.parallel.dims import ParallelDims
@@ -40,12 +41,14 @@ from slipstream.session.report import adaptive_rows
 from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState
 from slipstream.session.tracing import NoTracing, SessionTracer, Tracer
-from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Strategy, codec_of
+from slipstream.sharding.gather import ParameterGather
+from slipstream.sharding.model import ShardedModel
+from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Sharded, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.channel import STAGES, Channel
-from slipstream.transport.consistency import broadcast_from_first
-from slipstream.transport.transport import make_transport
+from slipstream.transport.consistency import any_of, broadcast_from_first
+from slipstream.transport.transport import Transport, make_transport
 from slipstream.tuner.online_split import SETTLING, OnlineSplit
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
@@ -106,15 +109,34 @@ def compose(
         # Before the codecs, which apply the momentum that they take over from the optimizer.
         momentum_correction = MomentumCorrection(optimizer, trainables, given.codec, dims.data_size)
         handles.callback(momentum_correction.give_back)
+        shares = _shares(given, trainables)
+        any_rank = dims.any_rank
+        if shares is not None and control is not None:
+            any_rank = partial(any_of, group=control)
+        transports = [make_transport(strategy.gradients.transport, group) for group in groups]
         # After all that changes the model: its hooks see final gradients.
-        engine, online_split = _exchange(given, groups, trainables, momentum_correction, precision)
+        engine, online_split = _exchange(
+            given, transports, trainables, momentum_correction, precision, shares, any_rank
+        )
+        # After the engine, which knows the order of the parameters.
+        if shares is not None:
+            full_state = _sharded_model(given, transports[0], trainables, shares, engine)
         # After the engine, whose segments it describes.
         tracer = _tracer(given, engine, online_split)
         # After the tracer: where an epoch starts, an iteration begins.
         session_loader = _session_loader(given, loader, tracer)
         window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, session_loader)
         loop = TrainingLoop(
-            model, optimizer, window, engine, precision, momentum_correction, dims, tracer
+            model,
+            optimizer,
+            window,
+            engine,
+            precision,
+            momentum_correction,
+            dims,
+            full_state,
+            any_rank,
+            tracer,
         )
         names, codec = [t.name for t in trainables], strategy.gradients.codec
         state = SessionState(model, names, engine, dims, online_split, precision, codec)
@@ -209,18 +231,19 @@ def _trainables(
 
 def _exchange(
     given: _Given,
-    groups: Sequence[dist.ProcessGroup],
+    transports: Sequence[Transport],
     trainables: Sequence[NamedParameter],
     momentum_correction: MomentumCorrection,
     precision: ModelPrecision,
+    shares: Shares | None,
+    any_rank: Callable[[bool], bool],
 ) -> tuple[GradientEngine, OnlineSplit | None]:
     """The engine on its channel, and the search for its split if the strategy asks for one."""
     dims, codec, config = given.dims, given.codec, given.strategy.gradients
     if dims.data is None:
         alone = SingleReplicaEngine(given.model.parameters(), config.split)
         return given.handles.add(alone), None
-    single, *staged = [make_transport(config.transport, group) for group in groups]
-    channel = Channel(single, staged, given.cluster.device, given.recorder)
+    channel = Channel(transports[0], transports[1:], given.cluster.device, given.recorder)
     given.handles.enter_context(closing(channel))  # closed after the engine that uses it
     verdict = measure(codec, given.cluster) if isinstance(codec, Adaptive) else None
     compression_plan = CompressionPlan(
@@ -228,6 +251,7 @@ def _exchange(
         Ranks(dims.data_rank, dims.data_size),
         momentum_correction.momenta,
         verdict.pays if verdict else lambda num_bytes: True,
+        shares,
         narrow=not precision.exchanges_wide,
     )
     engine = Engine(
@@ -240,7 +264,7 @@ def _exchange(
         compression_plan=compression_plan,
         channel=channel,
         control=dims.data,
-        any_rank=dims.any_rank,
+        any_rank=any_rank,
     )
     given.handles.add(engine)
     engine.load_codec_state(momentum_correction.buffers)
@@ -253,6 +277,40 @@ def _exchange(
     if verdict is not None:
         given.handles.add_rows(partial(adaptive_rows, verdict, engine))
     return engine, online_split
+
+
+def _shares(given: _Given, trainables: Sequence[NamedParameter]) -> Shares | None:
+    """Who updates what, where every rank updates a share; None: all update everything."""
+    dims = given.dims
+    if dims.data is None or not isinstance(given.strategy.gradients.transport, Sharded):
+        return None
+    return Shares(Ranks(dims.data_rank, dims.data_size), {t.parameter: t.name for t in trainables})
+
+
+def _sharded_model(
+    given: _Given,
+    transport: Transport,
+    trainables: Sequence[NamedParameter],
+    shares: Shares,
+    engine: GradientEngine,
+) -> ShardedModel:
+    config, rank = given.strategy.gradients.transport, given.cluster.rank
+    assert isinstance(config, Sharded)
+
+    def forward_order() -> list[NamedParameter]:
+        assert engine.order is not None
+        return [trainables[index] for index in reversed(engine.order.order)]
+
+    sharded = ShardedModel(
+        given.model,
+        given.optimizer,
+        trainables=trainables,
+        shares=shares,
+        transport=transport,
+        gather=ParameterGather(shares, transport, config.gather, f"rank {rank}"),
+        order=forward_order,
+    )
+    return given.handles.add(sharded, on_error=sharded.abandon)
 
 
 def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | None) -> Tracer:

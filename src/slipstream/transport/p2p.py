@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-"""torch 2.13 renamed it."""
+_RENAMED = hasattr(dist, "all_gather_single")  # by torch 2.13
+_GATHER = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 
 
 def start_transfer(
@@ -92,6 +93,15 @@ def gather_all(
     would copy each of them.
     """
     work: dist.Work | None = getattr(dist, _GATHER)(receive, send, group=group, async_op=async_op)
+    return work
+
+
+def scatter_sums(
+    receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Fill ``receive`` with the sum over ranks of this rank's part of ``send``, whose equal parts
+    lie in the order of ``group``. Both are contiguous and of one dtype."""
+    work: dist.Work | None = getattr(dist, _SCATTER)(receive, send, group=group, async_op=async_op)
     return work
 
 
