@@ -187,7 +187,10 @@ def lay_out(
         if sparse_dim and plan.shares is not None:
             raise sparse_in_shares(trainable.name)
     if plan.shares is not None:
-        plan.shares.workspace.begin()
+        # Of the dtypes that gradients or parameters may travel in, flags of use and gaps included.
+        values = sum(plan.shares.length(t.parameter) * t.widest.itemsize for t in trainables)
+        room = plan.shares.ranks.count * (values + 8 * len(trainables)) + 64 * len(trainables)
+        plan.shares.workspace.begin(room)
     segments: list[Segment] = []
     slots: dict[int, BucketSlot] = {}
     for number, part in enumerate(plan_segments(gradients_of(ready, sparse_dims, plan), split)):

@@ -1,8 +1,13 @@
 """Which values of each parameter belong to which rank, and this rank's share of the averages.
 
 Never communicates. A parameter of ``n`` values is cut, in the order of its memory, into p shares of
-``ceil(n / p)``; the last ones may be shorter or empty. Shares do not depend on segments, so the
-gradients and the parameters can be cut into segments of their own, and anew while training runs.
+``n / p``, rounded up; the last ones may be shorter or empty. Shares do not depend on segments, so
+gradients and parameters can be cut into segments of their own, and anew while training runs.
+
+[Note: Bits]
+torch's CPU kernels compute a tensor in vectors, and what is left at its end value by value, which
+may round differently. So shares begin at multiples of 64 values: every value is computed as it is
+in a whole tensor. Beyond 16 ranks that would send too much padding, and the multiple shrinks.
 """
 
 from __future__ import annotations
@@ -38,8 +43,7 @@ class Workspace:
 
     Example:
         >>> workspace = Workspace(torch.device("cpu"))
-        >>> workspace.reserve(64)
-        >>> workspace.begin()
+        >>> workspace.begin(64)
         >>> workspace.rows(2, 3, torch.float32).shape
         torch.Size([2, 3])
     """
@@ -48,14 +52,11 @@ class Workspace:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
         self._taken = 0
 
-    def reserve(self, num_bytes: int) -> None:
-        """Room for as much; what was taken before stays where it is."""
+    def begin(self, num_bytes: int = 0) -> None:
+        """Take memory from the start again, of which there shall be at least ``num_bytes``."""
+        self._taken = 0
         if num_bytes > len(self._memory):
             self._memory = self._memory.new_zeros(num_bytes)
-
-    def begin(self) -> None:
-        """Take memory from the start again."""
-        self._taken = 0
 
     def rows(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """The next rows, of undefined values; memory of their own where the room is used up."""
@@ -82,16 +83,13 @@ class Shares:
 
     def __init__(self, ranks: Ranks, names: Mapping[nn.Parameter, str]) -> None:
         self.ranks, self._names = ranks, names
+        self._unit = max(min(64, 1024 // ranks.count), 1)
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
-        device = next((p.device for p in names), torch.device("cpu"))
-        self.workspace = Workspace(device)
-        rows = sum(self.length(p) * p.element_size() for p in names) * ranks.count
-        flags = len(names) * ranks.count * 8
-        self.workspace.reserve(rows + flags + len(names) * ALIGNMENT)
+        self.workspace = Workspace(next((p.device for p in names), torch.device("cpu")))
 
     def length(self, parameter: torch.Tensor) -> int:
         """How many values are in a share; the last shares may have fewer."""
-        return -(-parameter.numel() // self.ranks.count)
+        return -(-parameter.numel() // (self.ranks.count * self._unit)) * self._unit
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's share of a parameter, or of a tensor laid out like it: a view.
@@ -101,8 +99,8 @@ class Shares:
 
         Example:
             >>> shares = Shares(Ranks(1, 2), {})
-            >>> shares.own(torch.tensor([[1, 2, 3], [4, 5, 6]]))
-            tensor([[4, 5, 6]])
+            >>> shares.own(torch.torch.zeros(10, 12)).shape
+            torch.Size([1, 56])
         """
         length = self.length(tensor)
         part = flat(tensor)[self.ranks.rank * length :][:length]

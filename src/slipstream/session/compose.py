@@ -98,9 +98,12 @@ def compose(
         full_state = _model_parallel(given)
         # Before precision: ranks start from values that are not rounded yet.
         groups = _same_start(given, full_state)
+        shares = _shares(given)
         # Changes the types of parameters: before the engine lays out their gradients.
-        compute = strategy.compute
-        precision = handles.add(ModelPrecision(model, optimizer, strategy.precision, compute))
+        share_of = torch.Tensor.detach if shares is None else shares.own
+        precision = handles.add(
+            ModelPrecision(model, optimizer, strategy.precision, strategy.compute, share_of)
+        )
         # Wraps the layers, which have their final form by now.
         _recompute(given)
         # Wraps recomputed blocks, so that it offloads their inputs.
@@ -109,7 +112,6 @@ def compose(
         # Before the codecs, which apply the momentum that they take over from the optimizer.
         momentum_correction = MomentumCorrection(optimizer, trainables, given.codec, dims.data_size)
         handles.callback(momentum_correction.give_back)
-        shares = _shares(given, trainables)
         any_rank = dims.any_rank
         if shares is not None and control is not None:
             any_rank = partial(any_of, group=control)
@@ -120,7 +122,7 @@ def compose(
         )
         # After the engine, which knows the order of the parameters.
         if shares is not None:
-            full_state = _sharded_model(given, transports[0], trainables, shares, engine)
+            full_state = _sharded_model(given, transports[0], trainables, shares, engine, precision)
         # After the engine, whose segments it describes.
         tracer = _tracer(given, engine, online_split)
         # After the tracer: where an epoch starts, an iteration begins.
@@ -279,12 +281,13 @@ def _exchange(
     return engine, online_split
 
 
-def _shares(given: _Given, trainables: Sequence[NamedParameter]) -> Shares | None:
+def _shares(given: _Given) -> Shares | None:
     """Who updates what, where every rank updates a share; None: all update everything."""
     dims = given.dims
     if dims.data is None or not isinstance(given.strategy.gradients.transport, Sharded):
         return None
-    return Shares(Ranks(dims.data_rank, dims.data_size), {t.parameter: t.name for t in trainables})
+    names = {t.parameter: t.name for t in parameters_of(given.model, trainable=True)}
+    return Shares(Ranks(dims.data_rank, dims.data_size), names)
 
 
 def _sharded_model(
@@ -293,6 +296,7 @@ def _sharded_model(
     trainables: Sequence[NamedParameter],
     shares: Shares,
     engine: GradientEngine,
+    precision: ModelPrecision,
 ) -> ShardedModel:
     config, rank = given.strategy.gradients.transport, given.cluster.rank
     assert isinstance(config, Sharded)
@@ -309,6 +313,7 @@ def _sharded_model(
         transport=transport,
         gather=ParameterGather(shares, transport, config.gather, f"rank {rank}"),
         order=forward_order,
+        half_weights=precision.masters,
     )
     return given.handles.add(sharded, on_error=sharded.abandon)
 

@@ -20,6 +20,7 @@ from slipstream.gradients.segments import NamedParameter
 from slipstream.gradients.shares import Shares, flat
 from slipstream.optim.layerwise import Layerwise
 from slipstream.parallel.full_state import FullState
+from slipstream.precision import HalfWeights
 from slipstream.sharding.gather import ParameterGather
 from slipstream.strategy import Row
 from slipstream.transport.requests import AllGather, AllReduce, Request
@@ -40,6 +41,7 @@ class ShardedModel(FullState):
         transport: sums norms, gathers states.
         gather: brings the others' shares.
         order: the parameters in the order in which forward needs them, once known.
+        half_weights: have the fp32 values of this rank's shares.
     """
 
     def __init__(
@@ -52,11 +54,12 @@ class ShardedModel(FullState):
         transport: Transport,
         gather: ParameterGather,
         order: Callable[[], Sequence[NamedParameter]],
+        half_weights: HalfWeights | None = None,
     ) -> None:
         super().__init__(model, optimizer)
         self._names = {t.parameter: t.name for t in trainables}
         self._shares, self._transport, self._gather = shares, transport, gather
-        self._order = order
+        self._order, self._half_weights = order, half_weights
         self._whole: dict[nn.Parameter, torch.Tensor] = {}  # while the optimizer steps
         # TorchScript and compiled code read parameters without a call that could be noticed.
         self._at_once = any(map(_reads_unnoticed, model.modules()))
@@ -78,30 +81,37 @@ class ShardedModel(FullState):
                 "optimizer.step(closure) with gradients.transport sharded: the closure would "
                 "compute with shares of the parameters; use transport: direct"
             )
-        self._swap_back()  # the last step may have raised
+        self._restore()  # the last step may have raised
         self._gather.finish()
         for parameter in self._held():
             whole, gradient = parameter.data, None
             if parameter.grad is not None:
                 gradient = self._shares.gradients.get(parameter)
             parameter.grad = None
-            self._whole[parameter] = whole
-            parameter.data = self._shares.own(whole)
+            if parameter not in self._masters:  # whose hook has put the share there already
+                self._whole[parameter] = whole
+                parameter.data = self._shares.own(whole)
             parameter.grad = gradient
 
     def _step_ends(self, *_: object) -> None:
-        self._swap_back()
+        self._restore()
         held = set(self._held())
+        for parameter in held:
+            parameter.grad = None
         self._gather.lay_out([p for p in self._order() if p.parameter in held])
         self._gather.start()
         if self._at_once:
             self._gather.finish()
 
-    def _swap_back(self) -> None:
+    def _restore(self) -> None:
         for parameter, whole in self._whole.items():
             parameter.grad = None
             parameter.data = whole
         self._whole.clear()
+
+    @property
+    def _masters(self) -> Mapping[nn.Parameter, torch.Tensor]:
+        return {} if self._half_weights is None else self._half_weights.masters
 
     def _held(self) -> Iterator[nn.Parameter]:
         """The optimizer's parameters that are cut."""
@@ -135,8 +145,26 @@ class ShardedModel(FullState):
     def complete(self) -> None:
         self._gather.finish()
 
+    def full_state_dict(self) -> dict[str, Any]:
+        state = super().full_state_dict()
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            if parameter in self._masters:
+                state[name] = self._joined(parameter, self._shares.own(state[name]))
+        return state
+
     def full_optimizer_state_dict(self) -> dict[str, Any]:
-        return self._mapped(self._optimizer.state_dict(), self._joined)
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        state = self._optimizer.state_dict()
+        joined = {
+            number: {
+                key: self._joined(parameters[number], value)
+                if isinstance(value, torch.Tensor) and parameters[number] in self._names
+                else value
+                for key, value in values.items()
+            }
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": joined}
 
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         self._optimizer.load_state_dict(state)  # a hook cuts it
@@ -151,26 +179,8 @@ class ShardedModel(FullState):
         state = self._optimizer.state_dict()
         return {"rank": ranks.rank, "ranks": ranks.count, "shapes": shapes, "optimizer": state}
 
-    def _mapped(
-        self,
-        state: dict[str, Any],
-        change: Callable[[nn.Parameter, str, torch.Tensor], torch.Tensor],
-    ) -> dict[str, Any]:
-        """A state whose tensors went through ``change``, in the same order on all ranks."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        changed = {
-            number: {
-                key: change(parameters[number], key, value)
-                if isinstance(value, torch.Tensor) and parameters[number] in self._names
-                else value
-                for key, value in values.items()
-            }
-            for number, values in state["state"].items()
-        }
-        return {**state, "state": changed}
-
-    def _joined(self, parameter: nn.Parameter, key: str, value: torch.Tensor) -> torch.Tensor:
-        """The whole of a state of which this rank has a share; collective."""
+    def _joined(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor of which this rank has a share, others as they are; collective."""
         own = self._shares.own(parameter)
         if value.shape != own.shape:
             return value
@@ -209,6 +219,8 @@ class ShardedModel(FullState):
     def close(self) -> None:
         """Complete the parameters, and give every rank the whole state; collective."""
         self._gather.finish()
+        if self._half_weights is not None:
+            self._half_weights.join(self._joined)
         self._take_off()
         whole = self.full_optimizer_state_dict()["state"]
         numbered = enumerate(p for g in self._optimizer.param_groups for p in g["params"])
@@ -222,7 +234,7 @@ class ShardedModel(FullState):
         self._take_off()
 
     def _take_off(self) -> None:
-        self._swap_back()
+        self._restore()
         for hook in self._hooks:
             hook.remove()
         if isinstance(self._optimizer, Layerwise):

@@ -82,6 +82,7 @@ class DirectTransport:
         self._sources = [(self._rank - d) % self._ranks for d in range(1, self._ranks)]
         self._next_tag = 0
         self._announced: deque[_Exchange] = deque()
+        self._sums_to_come = 0  # announced and not started
         # The lock guards what follows: the thread frees pieces, and receives the next ones there.
         self._lock = threading.Lock()
         self._without_pieces: deque[_Exchange] = deque()
@@ -108,6 +109,7 @@ class DirectTransport:
         entry = self._announced.popleft()
         if isinstance(request, AllGather):
             return self._gather(entry, request)
+        self._sums_to_come -= 1  # before the thread gets it: it must not wait for one more
         try:
             entry.sent = self._send(entry.parts, 2 * entry.tag)
         except RuntimeError as error:  # the thread tells, and ends all that is under way
@@ -128,6 +130,7 @@ class DirectTransport:
         new = [self._exchange(request) for request in requests]
         self._announced.extend(new)
         sums = [entry for entry in new if entry.parts]
+        self._sums_to_come += len(sums)
         with self._lock:
             if len(sums) > 1:  # of a backward pass: rows of another layout are not needed any more
                 sizes = {_size(entry.parts[self._rank]) for entry in sums}
@@ -207,7 +210,7 @@ class DirectTransport:
     @property
     def _more(self) -> bool:
         """Whether another sum is started or will be: its sending must not wait for this one."""
-        return bool(self._announced) or not self._started.empty()
+        return self._sums_to_come > 0 or not self._started.empty()
 
     def _sum(self, entry: _Exchange) -> None:
         _wait(entry.pieces_in)
