@@ -164,14 +164,14 @@ def make_model(name: str) -> tuple[nn.Module, Loss, int]:
             lambda m: m(input_ids=inputs, labels=targets).loss,
             len(inputs),
         )
-    make = {
+    make: dict[str, Callable[[], nn.Module]] = {
         "resnet50": lambda: models.resnet50(1000),
         "vgg16": lambda: models.vgg16(10),
         "swin-t": lambda: models.swin_t(1000),
         "resnet-small": lambda: models.resnet_small(10),
-    }[name]
+    }
     return (
-        make(),
+        make[name](),
         lambda m: nn.functional.cross_entropy(m(pixel_values=inputs).logits, targets),
         len(inputs),
     )

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 from iteration import Iterate
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-ITERATIONS = 3
+ITERATIONS = 2
 
 
 def peak_rss(build: Callable[[], Iterate], turn: int) -> int:
@@ -65,8 +66,8 @@ def _measure(build: Callable[[], Iterate], turn: int) -> int:
     port = int(os.environ["MASTER_PORT"]) + (0 if has_agent else 1 + turn)
     is_master = rank == 0 and not has_agent
     limit = timedelta(minutes=3)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, world, is_master, timeout=limit)
-    group_store = dist.PrefixStore(f"peak memory {turn}", store)
+    store = TCPStore(os.environ["MASTER_ADDR"], port, world, is_master, timeout=limit)
+    group_store = PrefixStore(f"peak memory {turn}", store)
     dist.init_process_group("gloo", store=group_store, rank=rank, world_size=world, timeout=limit)
     iterate = build()
     for _ in range(ITERATIONS):
