@@ -160,6 +160,8 @@ def timed_model(
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             root.at(path).register_parameter(name, parameter)
+        for name, buffer in module.named_buffers(recurse=False):
+            root.at(path).register_buffer(name, buffer)  # some variants keep them equal
     rows = [_row(p) for p in model.parameters()]
     pool = 1e-3 * torch.randn(max(rows), generator=torch.Generator().manual_seed(seed))
     steps: dict[str, list[TimedModule]] = {"": []}

@@ -26,7 +26,10 @@ HEAD = """# Results
 
 Written by `python benchmarks/tables.py` from the JSON files in this folder; those of the exchange
 hold every single measurement. Two CPU cores shared by all ranks; links emulated by `slipstream
-testbed`. Ratios are medians of the ratios of one round, with their quartiles: below 1 is faster.
+testbed`. Beside an accelerator: each layer takes its time by sleeping, as on a host whose device
+computes, so cores are free for the exchange; elsewhere the ranks compute on these two cores. Peak
+MiB: resident memory of a rank at most, with all of Python and torch, alone in its process. Ratios
+are medians of the ratios of one round, with their quartiles: below 1 is faster.
 The bound is max(compute, wire), where the wire is what a ring of all ranks must send at the link's
 rate. Kendall's tau compares the order of predictions with that of measurements: 1 is the same
 order, -1 the opposite one; pairs are told apart where the 95 % intervals of the two measured
