@@ -11,7 +11,7 @@ exchange, wire = 2 (p - 1) / p * bytes / rate. Without namespaces (no root) use 
 
 Two kinds of computing. With `--compute cpu` the ranks compute on the cores that the exchange needs
 as well. With `--compute accelerator` each layer takes its time by sleeping, as on a host whose
-device computes, so that cores are free (accelerator.py):
+device computes, so that cores are free (accelerator.py; the optimizer's update stays on the cores):
 
     python benchmarks/exchange.py --compute accelerator --compute-seconds wire \
         --fsdp default keep prefetch --zero 8 --splits default
@@ -329,8 +329,16 @@ def measure_memory(
 def share_cores(rank: int, ranks: int) -> None:
     """Nodes are machines of one kind: each gets as much of this one's cores as the others.
 
-    Left to itself, Linux may leave three of four ranks on one of two cores for a while, and every
-    exchange waits for those.
+    The default where ranks compute on these cores. Left to itself, Linux may leave three of four
+    ranks on one of two cores for a while, and every exchange waits for those. It has a price: a
+    thread that exchanges cannot go to the other core when that is idle, while on a real host no
+    other host's computing stands in its way. Ranks that compute without a pause make gloo's ring
+    up to twenty times slower then (transports.py); in iterations of a ResNet-50, bound and free in
+    turns, neither was better beyond the noise for DDP, flat or direct.
+
+    Not the default beside an accelerator: cores are idle most of the time, none is short of them,
+    and bound ranks took 3 to 8 % longer with gloo's ring (DDP, flat) and no longer with direct. To
+    bind them would favour our own.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, set(cores[rank::ranks]) or {cores[rank % len(cores)]})
@@ -513,8 +521,8 @@ def main() -> int:
     parser.add_argument(
         "--cores",
         choices=("bound", "free"),
-        default="bound",
-        help="whether each rank stays on its share of the cores",
+        help="whether each rank stays on its share of the cores; default: bound where ranks compute "
+        "on them, free beside an accelerator",
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
@@ -558,6 +566,7 @@ def main() -> int:
     parser.add_argument("--loopback", action="store_true", help="without emulated links")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
+    args.cores = args.cores or ("bound" if args.compute == "cpu" else "free")
     if args.compute == "accelerator" and args.loopback and args.compute_seconds == "wire":
         parser.error("--compute-seconds: loopback has no rate, so no wire time; give the seconds")
     if "RANK" in os.environ:

@@ -89,11 +89,12 @@ def exchange_cells(row: Mapping[str, Any]) -> list[str]:
 
 def computing_in_words(entry: Mapping[str, Any]) -> str:
     """Who computed, in a few words."""
+    cores = {"bound": ", each rank bound to its share of the cores", "free": ""}
+    where = cores[entry.get("cores", "bound")]
     if not _on_accelerator(entry):
-        return "computing on the cores that exchange"
-    wanted = entry["compute_seconds"]
-    as_wire = " as long as the wire" if wanted == "wire" else ""
-    return f"an emulated accelerator computing{as_wire}, cores free"
+        return f"computing on the cores that exchange{where}"
+    as_wire = " as long as the wire" if entry["compute_seconds"] == "wire" else ""
+    return f"an emulated accelerator computing{as_wire}, cores free for the exchange{where}"
 
 
 def _on_accelerator(entry: Mapping[str, Any]) -> bool:
