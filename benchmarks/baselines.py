@@ -65,9 +65,9 @@ def with_hook(model: nn.Module, loss_of: Loss, hook: str) -> Iterate:
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=4, start_powerSGD_iter=2
         )
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)  # type: ignore[arg-type]
+        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:
-        wrapped.register_comm_hook(None, HOOKS[hook])
+        wrapped.register_comm_hook(None, HOOKS[hook])  # type: ignore[arg-type]
     return plain(wrapped, loss_of)
 
 

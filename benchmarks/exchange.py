@@ -521,8 +521,8 @@ def main() -> int:
     parser.add_argument(
         "--cores",
         choices=("bound", "free"),
-        help="whether each rank stays on its share of the cores; default: bound where ranks compute "
-        "on them, free beside an accelerator",
+        help="whether each rank stays on its share of the cores; default: bound where ranks "
+        "compute on them, free beside an accelerator",
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
