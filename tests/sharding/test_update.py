@@ -86,6 +86,8 @@ def session_on(
     model: nn.Module, optimizer: Optimizer, transport: Any, **settings: Any
 ) -> slipstream.Session[Any, Any]:
     gradients = {"transport": transport, **settings.pop("gradients", {})}
+    if transport != "sharded":
+        gradients["transport"] = transport
     return slipstream.accelerate(model, optimizer, None, {"gradients": gradients, **settings})
 
 
@@ -148,6 +150,17 @@ def test_parameters_and_state_are_those_of_the_whole_update(ranks: Ranks, name: 
     ranks.run(compare, name)
 
 
+def compare_norms(name: str) -> None:
+    direct, *_ = trained("direct", name)
+    some, *_ = trained({"kind": "sharded", "replicated": 0.4}, name)
+    assert distance(some, direct) < 1
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_count_what_every_rank_updates_once(ranks: Ranks, name: str) -> None:
+    ranks.run(compare_norms, name)
+
+
 def compare_settings(settings: dict[str, Any], clip: float, bound: float) -> None:
     optimizer = "sgd" if bound > 1 else "adam"
     whole, _, _, expected = trained("direct", optimizer, clip, **copy.deepcopy(settings))
@@ -164,10 +177,14 @@ def compare_settings(settings: dict[str, Any], clip: float, bound: float) -> Non
 
 HALF = {"kind": "half_weights"}
 POWERSGD = {"kind": "powersgd", "start_step": 1, "min_compression_rate": 1.0}
+SOME = {"gradients": {"transport": {"kind": "sharded", "replicated": 0.4}}}
 SETTINGS: dict[str, tuple[dict[str, Any], float, float]] = {
     "small segments": ({"gradients": {"split": "per_gradient", "overlap": False}}, 0, 0),
     "accumulation": ({"gradients": {"accumulate": 2}}, 0, 0),
     "clipping": ({}, 0.01, 1),
+    "some replicated": (SOME, 0, 0),
+    "some replicated, clipping": (SOME, 0.01, 1),
+    "some replicated, half weights": ({**SOME, "precision": {**HALF, "exchange": "fp32"}}, 0, 0),
     "autocast": ({"precision": "autocast"}, 0, 0),
     "half weights": ({"precision": HALF}, 0, 100),  # as "half"
     "half weights, fp32 gradients": ({"precision": {**HALF, "exchange": "fp32"}}, 0, 0),

@@ -148,6 +148,10 @@ class CompressionPlan:
             return None
         return codec
 
+    def cuts(self, parameter: torch.Tensor) -> bool:
+        """Whether every rank gets a share of the average alone."""
+        return self.shares is not None and parameter in self.shares.names
+
     def compressor(
         self,
         codec: Int8 | OneBit | Dgc | PowerSgd,
@@ -165,7 +169,7 @@ class CompressionPlan:
         return NamedCompressor(tuple(names), compressor)
 
     def bucket(self, names: Sequence[str], parameters: Sequence[nn.Parameter], seed: int) -> Bucket:
-        """A bucket for gradients of one dtype and codec."""
+        """A bucket for gradients of one dtype and codec, all of them cut or none."""
         codec = self.of(names[0], parameters[0])
         if codec is None or isinstance(codec, Half):
             dtype = None
@@ -173,12 +177,13 @@ class CompressionPlan:
                 dtype = HalfCodec(codec.dtype).wire_dtype
             elif self.narrow and parameters[0].dtype != gradient_dtype(parameters[0]):
                 dtype = parameters[0].dtype
-            if self.shares is not None:
+            if self.shares is not None and self.cuts(parameters[0]):
                 return ShardBucket(parameters, self.shares, dtype)
             return DenseBucket(parameters, dtype)
         num_flags = len(parameters) + 1
         named = self.compressor(codec, names, parameters, num_flags=num_flags, seed=seed)
-        return CompressedBucket(parameters, named, self.shares)
+        shares = self.shares if self.cuts(parameters[0]) else None
+        return CompressedBucket(parameters, named, shares)
 
 
 class CompressedBucket(DenseBucket):

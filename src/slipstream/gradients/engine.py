@@ -161,7 +161,7 @@ class Engine(GradientEngine):
             return
         if self._channel.recording:
             self._stamps = backward.stamps = [None] * len(self._trainables)
-        if self._averaged and self._shares is None:
+        if self._averaged:
             self._undo_average(scale)
         if self._layout is None:
             backward.observer = Observer(len(self._trainables))
@@ -215,9 +215,10 @@ class Engine(GradientEngine):
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """What this rank's update will use: ``parameter.grad``, or its shares of the averages."""
-        if self._shares is not None:
-            return list(self._shares.gradients.values())
-        return super().averages(parameters)
+        if self._shares is None:
+            return super().averages(parameters)
+        whole = super().averages(p for p in parameters if p not in self._shares.gradients)
+        return [*self._shares.gradients.values(), *whole]
 
     def local_only(self, on: bool) -> None:
         """Whether gradients may arrive outside ``begin`` and ``end``, and stay on this rank."""

@@ -184,12 +184,13 @@ def lay_out(
     for trainable, sparse_dim in zip(ready, sparse_dims, strict=True):
         if sparse_dim and isinstance(plan.of(trainable.name, trainable.parameter), Dgc):
             raise sparse_without_momentum(trainable.name)
-        if sparse_dim and plan.shares is not None:
+        if sparse_dim and plan.cuts(trainable.parameter):
             raise sparse_in_shares(trainable.name)
     if plan.shares is not None:
         # Of the dtypes that gradients or parameters may travel in, flags of use and gaps included.
-        values = sum(plan.shares.length(t.parameter) * t.widest.itemsize for t in trainables)
-        room = plan.shares.ranks.count * (values + 8 * len(trainables)) + 64 * len(trainables)
+        cut = [t for t in trainables if plan.cuts(t.parameter)]
+        values = sum(plan.shares.length(t.parameter) * t.widest.itemsize for t in cut)
+        room = plan.shares.ranks.count * (values + 8 * len(cut)) + 64 * len(cut)
         plan.shares.workspace.begin(room)
     segments: list[Segment] = []
     slots: dict[int, BucketSlot] = {}
@@ -232,7 +233,8 @@ def _make_buckets(
             bucket = SparseBucket(t.parameter, sparse_dim, plan.ranks.count)
             sparse.append((bucket, [position]))
         else:
-            key = t.parameter.dtype, plan.of(t.name, t.parameter), t.replica
+            cut = plan.cuts(t.parameter)
+            key = t.parameter.dtype, plan.of(t.name, t.parameter), t.replica, cut
             positions_of.setdefault(key, []).append(position)
 
     def dense(positions: Sequence[int]) -> Bucket:

@@ -13,6 +13,7 @@ in a whole tensor. Beyond 16 ranks that would send too much padding, and the mul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -72,17 +73,17 @@ class Shares:
 
     Args:
         ranks: that share the parameters.
-        names: of the parameters.
+        names: of the parameters that are cut; others are updated whole by every rank.
 
     Attributes:
-        ranks: as given.
+        ranks, names: as given.
         workspace: for all rows of shares.
         gradients: by parameter, this rank's share of the average, with as many axes as the
             parameter; a parameter that got no gradient on any rank is absent.
     """
 
     def __init__(self, ranks: Ranks, names: Mapping[nn.Parameter, str]) -> None:
-        self.ranks, self._names = ranks, names
+        self.ranks, self.names = ranks, names
         self._unit = max(min(64, 1024 // ranks.count), 1)
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
         self.workspace = Workspace(next((p.device for p in names), torch.device("cpu")))
@@ -105,6 +106,10 @@ class Shares:
         length = self.length(tensor)
         part = flat(tensor)[self.ranks.rank * length :][:length]
         return part.view(*[1] * (tensor.ndim - 1), part.numel())
+
+    def share_of(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+        """What this rank updates of a tensor laid out like ``parameter``: a view."""
+        return self.own(tensor) if parameter in self.names else tensor.detach()
 
     def deliver(self, parameter: nn.Parameter, average: torch.Tensor | None) -> None:
         """Keep this rank's share of an average; None: no rank had a gradient.
@@ -132,8 +137,15 @@ class Shares:
     def _guard(self, parameter: nn.Parameter) -> torch.Tensor:
         blank = torch.zeros((), dtype=parameter.grad_dtype or parameter.dtype)
         guard = blank.to(parameter.device).expand(parameter.shape).as_subclass(ShardedGradient)
-        guard.of = self._names.get(parameter, "")
+        guard.of = self.names[parameter]
         return guard
+
+
+def cut_first(named: Sequence[tuple[str, nn.Parameter]], part: float) -> dict[nn.Parameter, str]:
+    """Names by parameter of the first ones, up to the border nearest to a part of all bytes."""
+    borders = [0, *accumulate(parameter.nbytes for _, parameter in named)]
+    stop = min(range(len(borders)), key=lambda i: abs(borders[i] - part * borders[-1]))
+    return {parameter: name for name, parameter in named[:stop]}
 
 
 _PROPERTIES = (

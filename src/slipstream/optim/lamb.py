@@ -145,7 +145,9 @@ class Lamb(Layerwise):
             directions = self._directions(bunch, total)
             if bunch.treatment.adapted:
                 ratios = _ratios(
-                    self._norms(bunch.parameters), self._norms(directions), bunch.group
+                    self._norms(bunch, bunch.parameters),
+                    self._norms(bunch, directions),
+                    bunch.group,
                 )
                 torch._foreach_mul_(directions, ratios.unbind())
             descend_(bunch.parameters, directions, bunch.group["lr"])
@@ -182,7 +184,7 @@ class Lamb(Layerwise):
         """The norm of all gradients; None: no group needs it."""
         if all(bunch.group["max_grad_norm"] is None for bunch in bunches):
             return None
-        each = [self._norms(bunch.gradients) for bunch in bunches]
+        each = [self._norms(bunch, bunch.gradients) for bunch in bunches]
         all_norms = torch.cat([one.to(each[0].device) for one in each])
         total: Tensor = torch.linalg.vector_norm(all_norms)
         return total

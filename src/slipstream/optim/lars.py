@@ -156,7 +156,8 @@ class Lars(Layerwise):
         else:  # a copy in one call; torch 2.11 has no _foreach_clone
             directions = list(torch._foreach_mul(bunch.gradients, 1.0))
         if bunch.treatment.adapted:
-            weights, steps = self._norms(bunch.parameters), self._norms(bunch.gradients)
+            weights = self._norms(bunch, bunch.parameters)
+            steps = self._norms(bunch, bunch.gradients)
             torch._foreach_mul_(directions, _ratios(weights, steps, bunch).unbind())
         return directions
 

@@ -53,9 +53,9 @@ class Layerwise(Optimizer, ABC):
     ``adapt_vectors``, ``decay_vectors``, ``adapt_undecayed``, ``exclude``.
     """
 
-    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
-    """Sums a tensor over ranks in place, where parameters and gradients are a rank's shares: norms
-    are those of whole layers all the same."""
+    sum_squares: Callable[[Sequence[Tensor], Tensor], Tensor] | None = None
+    """Where parameters and gradients are a rank's shares: from parameters and the squared norms of
+    this rank's shares to those of the whole layers."""
 
     def __init__(self, params: ParamsT, arguments: Group) -> None:
         """``arguments``: the settings; the others of the subclass's ``locals()`` do not count."""
@@ -72,12 +72,12 @@ class Layerwise(Optimizer, ABC):
     def _update(self, bunches: Sequence[Bunch]) -> None:
         """Move the parameters of all bunches by one step."""
 
-    def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The norm of each parameter's tensor, of which this rank may have a share."""
+    def _norms(self, bunch: Bunch, tensors: Sequence[Tensor]) -> Tensor:
+        """The norm of a tensor for each parameter, of which this rank may have a share."""
         each = norms(tensors)
-        if self.sum_over_ranks is None:
+        if self.sum_squares is None:
             return each
-        return self.sum_over_ranks(each.square()).sqrt()
+        return self.sum_squares(bunch.parameters, each.square()).sqrt()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, as torch's optimizers do; missing settings take the defaults.

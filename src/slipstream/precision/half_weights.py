@@ -29,15 +29,20 @@ from slipstream.precision.float_modules import Modules, modules_in_float
 from slipstream.precision.half_checks import check_half_weights
 from slipstream.strategy import HalfType
 
-ShareOf = Callable[[torch.Tensor], torch.Tensor]
+ShareOf = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+"""From a parameter, and a tensor laid out like it, to a view of the part that this rank updates."""
+
+
+def everything(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank updates the whole parameter."""
+    return tensor.detach()
 
 
 class HalfWeights:
     """A model with 16-bit weights; made by `half_weights`.
 
     Args:
-        share_of: a view of the part of a parameter that this rank updates; its masters are of that
-            part.
+        share_of: what this rank updates; it has the masters of that alone.
 
     Attributes:
         masters: fp32 values by parameter.
@@ -52,7 +57,7 @@ class HalfWeights:
         optimizer: Optimizer,
         dtype: torch.dtype,
         floats: Modules,
-        share_of: ShareOf = torch.Tensor.detach,
+        share_of: ShareOf = everything,
     ) -> None:
         self._model, self._optimizer, self._dtype, self.floats = model, optimizer, dtype, floats
         self._share_of = share_of
@@ -126,7 +131,7 @@ class HalfWeights:
         gradient = None if parameter.grad is None else parameter.grad.float()
         values = parameter.data.to(dtype)
         if dtype != torch.float32:
-            self.masters[parameter] = self._share_of(parameter.data.float()).clone()
+            self.masters[parameter] = self._share_of(parameter, parameter.data.float()).clone()
             self._halves[parameter] = values
             self._versions[parameter] = parameter._version
         parameter.grad = None
@@ -216,14 +221,14 @@ class HalfWeights:
         for parameter in self._stepping:
             master = self.masters[parameter]
             if parameter._version != self._versions[parameter]:
-                master.copy_(self._wide(self._share_of(parameter), master))
+                master.copy_(self._wide(self._share_of(parameter, parameter), master))
             parameter.data = master
 
     @torch.no_grad()
     def _swap_in_halves(self, *_: object) -> None:
         if not self._stepping:
             return
-        halves = [self._share_of(self._halves[p]) for p in self._stepping]
+        halves = [self._share_of(p, self._halves[p]) for p in self._stepping]
         torch._foreach_copy_(halves, [self.masters[p] for p in self._stepping])
         for parameter in self._stepping:
             parameter.data = self._halves[parameter]
@@ -252,7 +257,7 @@ class HalfWeights:
                 continue
             if parameter in self.masters:
                 like = torch.empty_like(parameter, dtype=torch.float32).copy_(value.detach())
-                self.masters[parameter].copy_(self._share_of(like))
+                self.masters[parameter].copy_(self._share_of(parameter, like))
         for (owner, name), kept in self._buffers.items():
             value = state.get(prefix + name)
             if owner is module and isinstance(value, torch.Tensor) and value.shape == kept.shape:
@@ -264,13 +269,15 @@ class HalfWeights:
         if master is None or master.shape == parameter.shape:
             return self._wide(parameter, master)
         whole = parameter.detach().float()
-        self._share_of(whole).copy_(self._wide(self._share_of(parameter), master))
+        self._share_of(parameter, whole).copy_(
+            self._wide(self._share_of(parameter, parameter), master)
+        )
         return whole
 
     def join(self, gather: Callable[[nn.Parameter, torch.Tensor], torch.Tensor]) -> None:
         """Make all masters whole: ``gather`` returns that of a parameter from this rank's part."""
         self.masters = {p: gather(p, master) for p, master in self.masters.items()}
-        self._share_of = torch.Tensor.detach
+        self._share_of = everything
 
     def _wide(self, tensor: torch.Tensor, former: torch.Tensor | None) -> torch.Tensor:
         """``tensor`` in fp32: ``former``, except where ``tensor`` differs from its rounding."""
@@ -287,7 +294,7 @@ def half_weights(
     dtype: HalfType = "bf16",
     *,
     float_modules: Sequence[str] = (),
-    share_of: ShareOf = torch.Tensor.detach,
+    share_of: ShareOf = everything,
 ) -> HalfWeights:
     """Compute ``model`` in 16 bits while ``optimizer`` works on fp32 masters of its parameters.
 
@@ -305,8 +312,7 @@ def half_weights(
         optimizer: the only optimizer of its parameters; its state stays its own.
         dtype: of weights and activations.
         float_modules: patterns of module paths that stay fp32, too.
-        share_of: where each rank updates a part of every parameter, a view of this rank's part: it
-            has the masters of that part alone.
+        share_of: what this rank updates, if not everything; it has the masters of that alone.
 
     Exactness: lossy.
 

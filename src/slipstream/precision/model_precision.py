@@ -12,7 +12,7 @@ from slipstream import precision
 from slipstream.errors import StrategyError, UsageError
 from slipstream.precision.float_modules import modules_in_float
 from slipstream.precision.half_checks import check_half_weights
-from slipstream.precision.half_weights import ShareOf
+from slipstream.precision.half_weights import ShareOf, everything
 from slipstream.precision.loss_scale import LossScaler, ScaleState
 from slipstream.precision.op_casts import check_ops
 from slipstream.precision.tf32 import allow_tf32
@@ -82,7 +82,7 @@ class ModelPrecision:
         optimizer: of the model.
         config: None: nothing is cast.
         compute: TF32.
-        share_of: a view of the part of a parameter that this rank updates.
+        share_of: what this rank updates of a parameter.
 
     Attributes:
         scales: whether there is a loss scale, so that gradients are checked before an update.
@@ -95,7 +95,7 @@ class ModelPrecision:
         optimizer: Optimizer,
         config: Precision | None,
         compute: Compute,
-        share_of: ShareOf = torch.Tensor.detach,
+        share_of: ShareOf = everything,
     ) -> None:
         self._config, self._compute = config, compute
         self._scaler = LossScaler(config.scale) if config is not None and config.scale else None

@@ -27,12 +27,13 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.gradients.segments import NamedParameter, as_wide_as_gradients, parameters_of
-from slipstream.gradients.shares import Shares
+from slipstream.gradients.shares import Shares, cut_first
 from slipstream.gradients.single import SingleReplicaEngine
 from slipstream.memory import offload, recompute
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.full_state import FullState
 from slipstream.parallel.model import ModelParallel
+from slipstream.precision.half_weights import everything
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.handles import HandleStack
@@ -100,7 +101,7 @@ def compose(
         groups = _same_start(given, full_state)
         shares = _shares(given)
         # Changes the types of parameters: before the engine lays out their gradients.
-        share_of = torch.Tensor.detach if shares is None else shares.own
+        share_of = everything if shares is None else shares.share_of
         precision = handles.add(
             ModelPrecision(model, optimizer, strategy.precision, strategy.compute, share_of)
         )
@@ -283,10 +284,11 @@ def _exchange(
 
 def _shares(given: _Given) -> Shares | None:
     """Who updates what, where every rank updates a share; None: all update everything."""
-    dims = given.dims
-    if dims.data is None or not isinstance(given.strategy.gradients.transport, Sharded):
+    dims, config = given.dims, given.strategy.gradients.transport
+    if dims.data is None or not isinstance(config, Sharded):
         return None
-    names = {t.parameter: t.name for t in parameters_of(given.model, trainable=True)}
+    trainable = [(name, p) for name, p in given.model.named_parameters() if p.requires_grad]
+    names = cut_first(trainable, 1 - config.replicated)
     return Shares(Ranks(dims.data_rank, dims.data_size), names)
 
 
@@ -308,7 +310,6 @@ def _sharded_model(
     sharded = ShardedModel(
         given.model,
         given.optimizer,
-        trainables=trainables,
         shares=shares,
         transport=transport,
         gather=ParameterGather(shares, transport, config.gather, f"rank {rank}"),

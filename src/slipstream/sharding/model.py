@@ -36,7 +36,6 @@ class ShardedModel(FullState):
     Args:
         model: whole on every rank.
         optimizer: as ``check_sharded`` accepts it; its state is cut to this rank's shares.
-        trainables: the parameters that are cut.
         shares: which values belong to this rank.
         transport: sums norms, gathers states.
         gather: brings the others' shares.
@@ -49,7 +48,6 @@ class ShardedModel(FullState):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        trainables: Sequence[NamedParameter],
         shares: Shares,
         transport: Transport,
         gather: ParameterGather,
@@ -57,7 +55,7 @@ class ShardedModel(FullState):
         half_weights: HalfWeights | None = None,
     ) -> None:
         super().__init__(model, optimizer)
-        self._names = {t.parameter: t.name for t in trainables}
+        self._names = shares.names
         self._shares, self._transport, self._gather = shares, transport, gather
         self._order, self._half_weights = order, half_weights
         self._whole: dict[nn.Parameter, torch.Tensor] = {}  # while the optimizer steps
@@ -65,7 +63,7 @@ class ShardedModel(FullState):
         self._at_once = any(map(_reads_unnoticed, model.modules()))
         self._cut_state()
         if isinstance(optimizer, Layerwise):
-            optimizer.sum_over_ranks = self.sum_over_ranks
+            optimizer.sum_squares = self._sum_squares
         eager: Any = torch.compiler.disable
         self._hooks = [
             optimizer.register_step_pre_hook(eager(self._step_begins)),
@@ -118,22 +116,27 @@ class ShardedModel(FullState):
         for group in self._optimizer.param_groups:
             yield from (p for p in group["params"] if p in self._names)
 
-    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor over ranks, in place."""
-        self._run(AllReduce(values))
-        return values
+    def _sum_squares(
+        self, parameters: Sequence[torch.Tensor], squares: torch.Tensor
+    ) -> torch.Tensor:
+        """Sum squared norms over ranks, in place; those of whole parameters are all equal."""
+        count = self._shares.ranks.count
+        squares *= squares.new_tensor([1.0 if p in self._names else 1 / count for p in parameters])
+        self._run(AllReduce(squares))
+        return squares
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        gradients = list(self._shares.gradients.values())
-        device = gradients[0].device if gradients else torch.device("cpu")
-        square = torch.zeros((), dtype=torch.float64, device=device)
-        for gradient in gradients:
-            square += torch.linalg.vector_norm(gradient).double().square()
-        norm = self.sum_over_ranks(square.view(1))[0].sqrt()
+        whole = {p: p.grad for p in self._model.parameters() if p.grad is not None}
+        of = {**whole, **self._shares.gradients}
+        gradients = list(of.values())
+        if not gradients:
+            return torch.zeros((), dtype=torch.float64)
+        squares = torch.stack([torch.linalg.vector_norm(g).double().square() for g in gradients])
+        norm = self._sum_squares(list(of), squares).sum().sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-        if gradients:
-            torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device))
         return norm
 
     def _run(self, request: Request) -> None:
@@ -148,7 +151,7 @@ class ShardedModel(FullState):
     def full_state_dict(self) -> dict[str, Any]:
         state = super().full_state_dict()
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
-            if parameter in self._masters:
+            if parameter in self._masters and parameter in self._names:
                 state[name] = self._joined(parameter, self._shares.own(state[name]))
         return state
 
@@ -181,8 +184,7 @@ class ShardedModel(FullState):
 
     def _joined(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         """The whole of a tensor of which this rank has a share, others as they are; collective."""
-        own = self._shares.own(parameter)
-        if value.shape != own.shape:
+        if parameter not in self._names or value.shape != self._shares.own(parameter).shape:
             return value
         length = self._shares.length(parameter)
         rows = value.new_zeros(self._shares.ranks.count, length)
@@ -238,7 +240,7 @@ class ShardedModel(FullState):
         for hook in self._hooks:
             hook.remove()
         if isinstance(self._optimizer, Layerwise):
-            self._optimizer.sum_over_ranks = None
+            self._optimizer.sum_squares = None
 
     def report_rows(self) -> list[Row]:
         whole = sum(p.nbytes for p in self._names)

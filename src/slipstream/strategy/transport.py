@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from slipstream.strategy.setting import OneOf, Variant
 from slipstream.strategy.split import ByBytes, Split
 
@@ -40,6 +42,12 @@ class Sharded(Variant, exactness="reordered"):
 
     gather: Split = ByBytes(megabytes=4.0)
     """Which parameters travel together, in the order in which forward needs them."""
+
+    replicated: float = Field(default=0.0, ge=0, le=1)
+    """Part of the parameters' bytes, from the last registered on, that every rank updates: their
+    gradients are exchanged whole, in backward, which is longer than forward. With a third, both
+    halves of an exchange as long as the computation are hidden; optimizer state is 1/p of the
+    rest alone."""
 
     elementwise: bool = False
     """Your promise that an optimizer which slipstream does not know treats every value on its
