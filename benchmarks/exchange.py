@@ -89,7 +89,11 @@ import models
 
 OPTIMAL, HCCL = "slipstream, optimal", "slipstream, by_percent 96.54/3.46"
 MODELS = ("resnet50", "vgg16", "bert", "swin-t", "resnet-small")
-TRANSPORTS = [variant.model_fields["kind"].default for variant in get_args(get_args(Transport)[0])]
+TRANSPORTS: dict[str, object] = {
+    variant.model_fields["kind"].default: variant.model_fields["kind"].default
+    for variant in get_args(get_args(Transport)[0])
+}
+TRANSPORTS["sharded, a third replicated"] = {"kind": "sharded", "replicated": 1 / 3}
 SPLITS: dict[str, dict[str, object]] = {
     "default": {},
     "by_bytes 2/1/1": {"kind": "by_bytes", "megabytes": 2},
@@ -235,13 +239,13 @@ def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], 
     ):
         label = f"slipstream, {name}" + (f", {transport}" if transport != "flat" else "")
         split = {"split": SPLITS[name]} if SPLITS[name] else {}
-        found[label] = ours({"transport": transport, **split})
+        found[label] = ours({"transport": TRANSPORTS[transport], **split})
     for name in args.codecs or ():
         codec, *settings = name.split(" / ")
         coded: dict[str, object] = {"codec": CODECS[codec]}
         for setting in settings:
             if setting in TRANSPORTS:
-                coded["transport"] = setting
+                coded["transport"] = TRANSPORTS[setting]
             else:
                 coded["split"] = SPLITS[setting]
         found[f"slipstream, {name}"] = ours(coded)
@@ -532,7 +536,7 @@ def main() -> int:
         "--transports",
         nargs="*",
         default=["flat"],
-        choices=TRANSPORTS,
+        choices=list(TRANSPORTS),
         help="each with every split",
     )
     parser.add_argument("--ddp", nargs="*", type=float, default=DDP_MEGABYTES, help="DDP's buckets")

@@ -182,7 +182,11 @@ class TrainingLoop:
             self.skipped += 1
         else:
             self.momentum_correction.check()
-            self.optimizer.step()
+            try:
+                self.optimizer.step()
+            except BaseException:
+                self.full_state.complete()
+                raise
             self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:  # also those that the optimizer does not hold

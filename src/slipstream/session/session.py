@@ -91,8 +91,9 @@ class Session(Generic[M, O]):
     ) -> None:
         """Compute gradients of ``loss / accumulate`` and, where an update follows, average them.
 
-        On return ``parameter.grad`` holds the average over ranks (read it, clip it); inside an
-        accumulation window or ``no_sync`` it holds the sum of this rank so far. Called twice before
+        On return ``parameter.grad`` holds the average over ranks (read it, clip it; with transport
+        ``sharded`` a rank has its share alone, so call `clip_grad_norm_`); inside an accumulation
+        window or ``no_sync`` it holds the sum of this rank so far. Called twice before
         ``step()``, the gradients add up (with a codec other than ``half`` that is refused: it would
         encode the first ones twice).
 
@@ -237,7 +238,7 @@ class Session(Generic[M, O]):
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` of the whole model, on every rank, for any number of ranks.
 
-        Where ranks share a model, all of them must call it.
+        Where ranks share a model or its updates, all of them must call it.
 
         Raises:
             UsageError: the session is closed.
@@ -258,7 +259,7 @@ class Session(Generic[M, O]):
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """``optimizer.state_dict()`` as of the whole model, on every rank, for any number of ranks.
 
-        Where ranks share a model, all of them must call it.
+        Where ranks share a model or its updates (transport ``sharded``), all of them must call it.
 
         Raises:
             UsageError: the session is closed.
@@ -296,8 +297,8 @@ class Session(Generic[M, O]):
         self._full_state.load_full_optimizer_state_dict(join_shares(states))
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` of the whole model, also where ranks share it; call it
-        between ``backward()`` and ``step()``. Returns the norm before clipping.
+        """``torch.nn.utils.clip_grad_norm_`` of the whole model, also where ranks share it or its
+        updates; call it between ``backward()`` and ``step()``. Returns the norm before clipping.
 
         Raises:
             UsageError: the session is closed.
@@ -334,7 +335,7 @@ class Session(Generic[M, O]):
     def close(self) -> None:
         """Restore the model and the optimizer, and write an unfinished trace; idempotent.
 
-        Where ranks share a model, or a trace is recorded, all ranks must call it.
+        Where ranks share a model or its updates, or a trace is recorded, all ranks must call it.
         """
         self.__exit__(None, None, None)
 

@@ -58,6 +58,7 @@ class ShardedModel(FullState):
         self._names = shares.names
         self._shares, self._transport, self._gather = shares, transport, gather
         self._order, self._half_weights = order, half_weights
+        self._stepping = False
         self._whole: dict[nn.Parameter, torch.Tensor] = {}  # while the optimizer steps
         # TorchScript and compiled code read parameters without a call that could be noticed.
         self._at_once = any(map(_reads_unnoticed, model.modules()))
@@ -79,8 +80,8 @@ class ShardedModel(FullState):
                 "optimizer.step(closure) with gradients.transport sharded: the closure would "
                 "compute with shares of the parameters; use transport: direct"
             )
-        self._restore()  # the last step may have raised
-        self._gather.finish()
+        self.complete()
+        self._stepping = True
         for parameter in self._held():
             whole, gradient = parameter.data, None
             if parameter.grad is not None:
@@ -94,18 +95,20 @@ class ShardedModel(FullState):
     def _step_ends(self, *_: object) -> None:
         self._restore()
         held = set(self._held())
-        for parameter in held:
-            parameter.grad = None
         self._gather.lay_out([p for p in self._order() if p.parameter in held])
         self._gather.start()
         if self._at_once:
             self._gather.finish()
 
     def _restore(self) -> None:
-        for parameter, whole in self._whole.items():
+        if not self._stepping:
+            return
+        for parameter in self._held():
             parameter.grad = None
+        for parameter, whole in self._whole.items():
             parameter.data = whole
         self._whole.clear()
+        self._stepping = False
 
     @property
     def _masters(self) -> Mapping[nn.Parameter, torch.Tensor]:
@@ -146,6 +149,7 @@ class ShardedModel(FullState):
     # The state.
 
     def complete(self) -> None:
+        self._restore()  # a step may have raised
         self._gather.finish()
 
     def full_state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,64 @@
+"""Sharded training whose peers fail: an error that names the place, on all other ranks, no hang."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from slipstream.errors import ExchangeError
+from slipstream.sharding.gather import ParameterGather
+from tests.harness.ranks import RankFailure, Ranks
+from tests.sharding.test_update import OPTIMIZERS, batch, build, pending, session_on, steps
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+def killed(between_phases: bool) -> None:
+    """The last rank dies before it sends its gradients, or after that and before its parameters."""
+    model = build()
+    session = session_on(model, OPTIMIZERS["adam"](model.parameters()), "sharded")
+    with pytest.raises(ExchangeError) as caught, session:
+        steps(session, 0, 2)
+        if session.rank == 2:
+            if between_phases:
+                ParameterGather.start = lambda _: os._exit(1)  # type: ignore[method-assign]
+                steps(session, 2, 1)
+            os._exit(1)
+        for step in (2, 3):
+            session.backward(model(batch(step, session.rank)))
+            session.step()
+    assert f"rank {session.rank}" in str(caught.value)
+    assert not pending(model)
+
+
+@pytest.mark.parametrize("between_phases", [False, True])
+def test_a_rank_that_dies_ends_the_others(three: Ranks, between_phases: bool) -> None:
+    with pytest.raises(RankFailure) as failure:
+        three.run(killed, between_phases, timeout=60)
+    assert failure.value.errors == {2: "the process died"}, failure.value
+
+
+def failing_step() -> None:
+    """An optimizer that raises leaves whole parameters behind, and the next step goes on."""
+    model = build()
+    update = OPTIMIZERS["sgd"](model.parameters())
+    shapes = [p.shape for p in model.parameters()]
+    with session_on(model, update, "sharded") as session:
+        session.backward(model(batch(0, session.rank)))
+        rate, update.param_groups[0]["lr"] = update.param_groups[0]["lr"], "fast"
+        with pytest.raises((TypeError, RuntimeError)):
+            session.step()
+        update.param_groups[0]["lr"] = rate
+        steps(session, 1, 1)  # adds to the averages that were not used
+        assert session.state_dict()["steps"] == 1
+    assert [p.shape for p in model.parameters()] == shapes
+
+
+def test_parameters_are_whole_after_an_optimizer_that_raised(three: Ranks) -> None:
+    three.run(failing_step)
