@@ -14,7 +14,7 @@ AGAINST_OPTIMAL := default 'by_bytes 4/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 
 # Bytecode of the package is kept: the tests start some hundred interpreters, and each would compile it.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: demo quick test test-gpu check format bench clean help
+.PHONY: demo quick test coverage test-gpu check format bench clean help
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,7 +38,10 @@ demo: $(DEMO)  ## the main job: plain DDP against slipstream on a slow network
 quick: $(READY)  ## the tests that start no ranks, no processes and no namespaces
 	$(PYTEST) -n 2 --dist worksteal -m "not ranks and not process and not namespace and not gpu"
 
-test: $(READY)  ## the whole suite with its coverage; a file stays with one worker, which keeps its ranks
+test: $(READY)  ## the whole suite; a file stays with one worker, which keeps its ranks
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+coverage: $(READY)  ## the whole suite with its coverage, which takes a fifth longer
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --cov --cov-report=term
 
 test-gpu: $(READY)  ## the tests that need a CUDA device, alone
