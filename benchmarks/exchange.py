@@ -49,7 +49,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from slipstream.session.session import Session
 from slipstream.strategy import Optimal
 from slipstream.testbed import Testbed, parse_rate
-from slipstream.tuner.online_split import MOST_WINDOWS, SETTLING
+from slipstream.tuner.search_space import MOST, SETTLING, TURNS
 from slipstream.tuner.significance import median_interval
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -191,7 +191,7 @@ def measure(args: argparse.Namespace) -> None:
         variants[f"torch, {hook} hook"] = plain(with_hook(model, hook), loss_of)
     for label, session in sessions.items():
         if isinstance(session.strategy.gradients.split, Optimal):
-            for _ in range(MOST_WINDOWS * (SETTLING + Optimal().steps)):
+            for _ in range(MOST * TURNS * (SETTLING + Optimal().steps)):
                 variants[label]()  # it has found its split before anything is timed
     seconds, cpu = take_turns(variants, args.rounds, args.warmup)
     finals: dict[str, list[float]] = {}

@@ -5,17 +5,17 @@ When each task runs is the simulator's business (``iteration``); which plan is b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
 from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.cost import CodecCost, Curves, NetworkProfile
+from slipstream.planner.cost import CodecCost, Collective, Curves, Kind, NetworkProfile
 from slipstream.planner.curve import Curve
 from slipstream.planner.workload import Workload, gradients_of
-from slipstream.strategy import Strategy
+from slipstream.strategy import Auto, Strategy, Transport
 from slipstream.trace.event import BUFFERS, Trace, allreduce
 
 TransportKind = Literal["flat", "direct", "hierarchical", "sharded"]
@@ -31,6 +31,25 @@ CURVES: Mapping[TransportKind, Curves] = {
     "sharded": {"world": ("all_reduce", "reduce_scatter", "all_gather")},
 }
 """The curves that a prediction reads, by transport; buffers take an all-reduce of the world."""
+
+
+def curves_of(transports: Iterable[TransportKind]) -> Curves:
+    """The curves that predictions for any of these transports read.
+
+    Example:
+        >>> curves_of(["flat", "sharded"])
+        {'world': ('all_reduce', 'reduce_scatter', 'all_gather')}
+    """
+    merged: dict[Kind, tuple[Collective, ...]] = {}
+    for transport in transports:
+        for kind, names in CURVES[transport].items():
+            merged[kind] = tuple(dict.fromkeys((*merged.get(kind, ()), *names)))
+    return merged
+
+
+def transport_kind(transport: Transport) -> TransportKind:
+    """The kind of a transport; ``auto`` counts as the one that it begins with."""
+    return "flat" if isinstance(transport, Auto) else transport.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +113,7 @@ class Plan:
             cost = _codec_cost(config.codec.kind, codecs or {})
             gradients = [replace(g, num_bytes=round(g.num_bytes * cost.ratio)) for g in gradients]
         cuts = tuple(segment.stop for segment in plan_segments(gradients, config.split))
-        return cls(cuts, config.overlap, config.transport.kind, cost, config.accumulate)
+        return cls(cuts, config.overlap, transport_kind(config.transport), cost, config.accumulate)
 
     @classmethod
     def of_trace(cls, trace: Trace, codecs: Mapping[str, CodecCost] | None = None) -> Plan:

@@ -45,8 +45,10 @@ from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.channel import STAGES, Channel
 from slipstream.transport.consistency import broadcast_from_first
+from slipstream.transport.switch import Switch
 from slipstream.transport.transport import make_transport
-from slipstream.tuner.online_split import SETTLING, OnlineSplit
+from slipstream.tuner.online_search import OnlineSearch
+from slipstream.tuner.search_space import SETTLING, SearchSpace
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
 _sharded: WeakSet[nn.Module] = WeakSet()
@@ -107,9 +109,9 @@ def compose(
         momentum_correction = MomentumCorrection(optimizer, trainables, given.codec, dims.data_size)
         handles.callback(momentum_correction.give_back)
         # After all that changes the model: its hooks see final gradients.
-        engine, online_split = _exchange(given, groups, trainables, momentum_correction, precision)
+        engine, search = _exchange(given, groups, trainables, momentum_correction, precision)
         # After the engine, whose segments it describes.
-        tracer = _tracer(given, engine, online_split)
+        tracer = _tracer(given, engine, search)
         # After the tracer: where an epoch starts, an iteration begins.
         session_loader = _session_loader(given, loader, tracer)
         window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, session_loader)
@@ -117,7 +119,7 @@ def compose(
             model, optimizer, window, engine, precision, momentum_correction, dims, tracer
         )
         names, codec = [t.name for t in trainables], strategy.gradients.codec
-        state = SessionState(model, names, engine, dims, online_split, precision, codec)
+        state = SessionState(model, names, engine, dims, search, precision, codec)
         return Session(
             model,
             optimizer,
@@ -151,10 +153,10 @@ class _Given:
 
 
 def _recorder(strategy: Strategy, cluster: Cluster) -> Recorder | None:
-    """For the search for the split, else for the user's trace."""
-    split, trace = strategy.gradients.split, strategy.trace
-    if isinstance(split, Optimal) and cluster.world_size > 1:
-        return Recorder(cluster.rank, SETTLING, split.steps)
+    """For the search for the fastest exchange, else for the user's trace."""
+    space, trace = SearchSpace.of(strategy, cluster), strategy.trace
+    if space.is_open and cluster.world_size > 1:
+        return Recorder(cluster.rank, SETTLING, space.first_window)
     return Recorder(cluster.rank, trace.skip, trace.steps) if trace.steps is not None else None
 
 
@@ -213,13 +215,15 @@ def _exchange(
     trainables: Sequence[NamedParameter],
     momentum_correction: MomentumCorrection,
     precision: ModelPrecision,
-) -> tuple[GradientEngine, OnlineSplit | None]:
-    """The engine on its channel, and the search for its split if the strategy asks for one."""
+) -> tuple[GradientEngine, OnlineSearch | None]:
+    """The engine on its channel, and the search for what the strategy leaves open, if anything."""
     dims, codec, config = given.dims, given.codec, given.strategy.gradients
     if dims.data is None:
         alone = SingleReplicaEngine(given.model.parameters(), config.split)
         return given.handles.add(alone), None
-    single, *staged = [make_transport(config.transport, group) for group in groups]
+    space = SearchSpace.of(given.strategy, given.cluster)
+    make = Switch if len(space.transports) > 1 else make_transport
+    single, *staged = transports = [make(space.transports[0], group) for group in groups]
     channel = Channel(single, staged, given.cluster.device, given.recorder)
     given.handles.enter_context(closing(channel))  # closed after the engine that uses it
     verdict = measure(codec, given.cluster) if isinstance(codec, Adaptive) else None
@@ -244,24 +248,22 @@ def _exchange(
     )
     given.handles.add(engine)
     engine.load_codec_state(momentum_correction.buffers)
-    online_split = None
-    if isinstance(config.split, Optimal):
-        online_split = OnlineSplit(
-            engine, given.cluster, dims.data, given.strategy, config.split.steps
-        )
-        given.handles.add_rows(online_split.report_rows)
+    search = None
+    if space.is_open:
+        switches = [transport for transport in transports if isinstance(transport, Switch)]
+        search = OnlineSearch(engine, switches, given.cluster, dims.data, given.strategy, space)
+        given.handles.add_rows(search.report_rows)
+    given.handles.add_rows(space.report_rows)
     if verdict is not None:
         given.handles.add_rows(partial(adaptive_rows, verdict, engine))
-    return engine, online_split
+    return engine, search
 
 
-def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | None) -> Tracer:
+def _tracer(given: _Given, engine: GradientEngine, search: OnlineSearch | None) -> Tracer:
     if given.recorder is None:
         return NoTracing()
     model, strategy, device = given.model, given.strategy, given.cluster.device
-    tracer = SessionTracer(
-        given.recorder, model, strategy, engine, given.dims, online_split, device
-    )
+    tracer = SessionTracer(given.recorder, model, strategy, engine, given.dims, search, device)
     given.handles.defer(tracer.write, on_error=tracer.drop)
     return tracer
 

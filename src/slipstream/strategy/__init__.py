@@ -60,4 +60,9 @@ from slipstream.strategy.split import (
     Single as Single,
     Split as Split,
 )
-from slipstream.strategy.transport import Direct as Direct, Flat as Flat, Transport as Transport
+from slipstream.strategy.transport import (
+    Auto as Auto,
+    Direct as Direct,
+    Flat as Flat,
+    Transport as Transport,
+)

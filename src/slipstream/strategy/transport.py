@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from slipstream.strategy.setting import OneOf, Variant
 
 
@@ -23,5 +25,27 @@ class Direct(Variant, exactness="reordered"):
     kind: Literal["direct"] = "direct"
 
 
-Transport = Annotated[Flat | Direct, OneOf()]
+class Auto(Variant, exactness="reordered"):
+    """The fastest exact transport for this model and network, found during training.
+
+    The first updates take turns under the transports that are exact here, on all ranks alike. The
+    fastest stays; the first of them, ``flat``, unless another was faster in every turn. With
+    ``split: optimal`` transports and splits are chosen together. ``session.report()`` shows the
+    result, ``state_dict()`` keeps it.
+
+    Example:
+        >>> Auto(updates=100).updates
+        100
+    """
+
+    kind: Literal["auto"] = "auto"
+
+    updates: int = Field(default=60, ge=24)
+    """Updates that the search takes at most."""
+
+
+Transport = Annotated[Flat | Direct | Auto, OneOf()]
 """A transport, or only its kind: ``flat`` for ``{kind: flat}``."""
+
+DEFAULT_TRANSPORT = Flat()
+"""Of a strategy that names none."""
