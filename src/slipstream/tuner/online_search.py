@@ -19,10 +19,11 @@ from slipstream.cluster.connect import Cluster
 from slipstream.errors import SlipstreamError
 from slipstream.gradients.engine import Engine
 from slipstream.planner.candidates import optimal_split, with_gradients
-from slipstream.planner.comm_plan import Plan, curves_of, transport_kind
+from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.simulate import predict
+from slipstream.planner.transport_cost import curves_of, transport_kind
 from slipstream.strategy import ByBytes, PlainCodec, Row, Split, Strategy, Transport
 from slipstream.trace.event import Trace
 from slipstream.transport.consistency import broadcast_from_first, collective_errors
