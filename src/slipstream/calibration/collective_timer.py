@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from time import perf_counter
 
@@ -16,21 +17,84 @@ from slipstream.cluster.connect import Cluster
 from slipstream.errors import ClusterError
 from slipstream.planner.cost import Collective
 from slipstream.planner.curve import Curve
+from slipstream.strategy import Direct
+from slipstream.transport import p2p
 from slipstream.transport.consistency import maximum
+from slipstream.transport.direct import DirectTransport, add_in_order
+from slipstream.transport.requests import AllReduce
+from slipstream.transport.work import Work
 
-# torch below 2.13 knows these two by their older names only.
-_NEW = hasattr(dist, "reduce_scatter_single")
-_reduce_scatter = dist.reduce_scatter_single if _NEW else dist.reduce_scatter_tensor
-_all_gather = dist.all_gather_single if _NEW else dist.all_gather_into_tensor
+# torch below 2.13 knows it by its older name only.
+_REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
 
-Start = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
-"""Start a collective on (whole tensor, part of a rank, group)."""
+
+class Lanes:
+    """What collectives travel by in one group: the group itself, and direct sends.
+
+    Args:
+        group: of this rank; nobody else uses it meanwhile.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, group.size()
+        self._rows = torch.empty(0)
+
+    @cached_property
+    def direct(self) -> DirectTransport:
+        """The transport ``direct``; made when it is first used."""
+        return DirectTransport(Direct(), self.group)
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """Memory for the others' pieces of this rank's share: a row a rank, ``whole`` in all."""
+        if self._rows.numel() < whole.numel():
+            self._rows = torch.zeros_like(whole)
+        return self._rows[: whole.numel()].view(self.ranks, -1)
+
+    def close(self) -> None:
+        """End the threads of the transport."""
+        if "direct" in self.__dict__:
+            self.direct.close()
+
+
+Start = Callable[[Tensor, Tensor, Lanes], object]
+"""Carry out a collective on (whole tensor, part of a rank, lanes)."""
+
+
+def _direct_all_reduce(whole: Tensor, _: Tensor, lanes: Lanes) -> None:
+    _wait(lanes.direct.start(AllReduce(whole)))
+
+
+def _reduce_scatter(whole: Tensor, part: Tensor, lanes: Lanes) -> None:
+    if whole.is_cuda:  # gloo sends host memory alone, and NCCL's own sends no byte twice
+        getattr(dist, _REDUCE_SCATTER)(part, whole, group=lanes.group)
+        return
+    rows = lanes.rows(whole)
+    shares = whole.view(lanes.ranks, -1)
+    _wait(p2p.start_all_to_all(rows.unbind(), shares.unbind(), lanes.group))
+    add_in_order(rows.unbind(), part)
+
+
+def _all_gather(whole: Tensor, part: Tensor, lanes: Lanes) -> None:
+    if whole.is_cuda:
+        p2p.gather_all(whole, part, lanes.group)
+        return
+    _wait(p2p.start_gather(whole.view(lanes.ranks, -1).unbind(), part, lanes.group))
+
+
+def _wait(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait()
+
 
 COLLECTIVES: Mapping[Collective, Start] = {
-    "all_reduce": lambda whole, _, group: dist.all_reduce(whole, group=group),
-    "reduce_scatter": lambda whole, part, group: _reduce_scatter(part, whole, group=group),
-    "all_gather": lambda whole, part, group: _all_gather(whole, part, group=group),
+    "all_reduce": lambda whole, _, lanes: dist.all_reduce(whole, group=lanes.group),
+    "direct_all_reduce": _direct_all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_gather": _all_gather,
 }
+"""Each as the transports carry it out, alone and waited for."""
 
 ELEMENT = 4
 """Bytes of the elements that are exchanged: float32."""
@@ -129,11 +193,17 @@ class CollectiveTimer:
             seconds: about the longest that this may take.
             progress: called with the share of ``seconds`` that is used.
         """
+        with closing(Lanes(group)) as lanes:
+            return self._curve(name, lanes, seconds, progress)
+
+    def _curve(
+        self, name: Collective, lanes: Lanes, seconds: float, progress: Callable[[float], None]
+    ) -> tuple[Curve, float]:
         timings: list[Timing] = []
         left = seconds
-        for count in sorted({-(-size // ELEMENT // group.size()) for size in self._sizes}):
-            elements = count * group.size()
-            call = partial(COLLECTIVES[name], self._whole[:elements], self._part[:count], group)
+        for count in sorted({-(-size // ELEMENT // lanes.ranks) for size in self._sizes}):
+            elements = count * lanes.ranks
+            call = partial(COLLECTIVES[name], self._whole[:elements], self._part[:count], lanes)
             if len(timings) >= 2 and timings[-1].first * elements / timings[-1].elements > left:
                 break
             if not timings:

@@ -52,13 +52,15 @@ def curves_of(transports: Iterable[TransportKind]) -> Curves:
     """The curves that predictions for any of these transports read.
 
     Example:
-        >>> curves_of(["flat", "sharded"])
-        {'world': ('all_reduce', 'reduce_scatter', 'all_gather')}
+        >>> curves_of(["flat", "direct"])
+        {'world': ('all_reduce', 'direct_all_reduce')}
     """
     merged: dict[Kind, tuple[Collective, ...]] = {"world": ("all_reduce",)}  # of buffers
     for transport in transports:
-        stages = RECIPES[transport].stages
-        for kind, name in (*stages, *([GATHERS[transport]] if transport in GATHERS else [])):
+        recipe = RECIPES[transport]
+        read = [*recipe.stages, *([GATHERS[transport]] if transport in GATHERS else [])]
+        read += [("world", "direct_all_reduce")] if recipe.direct else []  # for its contention
+        for kind, name in read:
             merged[kind] = tuple(dict.fromkeys((*merged.get(kind, ()), name)))
     return merged
 

@@ -204,7 +204,8 @@ def _metadata(
         document["gradients"]["split"] = engine.split.document(full=True)
     if search is not None:
         document["gradients"]["transport"] = search.transport.document(full=True)
-    return {
+    said = {} if search is None else {"search": search.outcome}
+    return said | {
         "model": type(model).__name__,
         "strategy": document,
         "segments": [{"bytes": s.num_bytes, "gradients": [*s.gradients]} for s in engine.segments],

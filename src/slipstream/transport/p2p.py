@@ -83,6 +83,25 @@ def start_all_to_all(
     return works
 
 
+def start_gather(
+    receive: Sequence[torch.Tensor], send: torch.Tensor, group: dist.ProcessGroup, tag: int = 0
+) -> list[dist.Work]:
+    """Begin to send ``send`` to all others, and to fill ``receive[j]`` from rank ``j``.
+
+    Args:
+        receive: contiguous, by rank in ``group``; the own row gets a copy of ``send``.
+        send: contiguous.
+        group: nobody else sends in it with this tag meanwhile.
+        tag: as in ``start_transfer``.
+    """
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    others = [(rank + distance) % count for distance in range(1, count)]
+    sources = {other: receive[other] for other in reversed(others)}
+    works = start_transfer(sources, dict.fromkeys(others, send), group, tag)
+    receive[rank].copy_(send)  # while the others travel
+    return works
+
+
 def gather_all(
     receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:

@@ -55,7 +55,7 @@ def bus_bandwidth(name: Collective, ranks: int, num_bytes: int, seconds: float) 
         >>> bus_bandwidth("all_reduce", 4, 10**6, 0.012), bus_bandwidth("all_gather", 2, 10**6, 1)
         (1000000000.0, 4000000.0)
     """
-    rounds = 2 if name == "all_reduce" else 1
+    rounds = 2 if name.endswith("all_reduce") else 1
     return rounds * (ranks - 1) / ranks * num_bytes * 8 / seconds
 
 
