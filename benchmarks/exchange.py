@@ -47,7 +47,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from slipstream.session.session import Session
-from slipstream.strategy import Optimal
+from slipstream.strategy import Auto, Optimal
 from slipstream.testbed import Testbed, parse_rate
 from slipstream.tuner.search_space import MOST, SETTLING, TURNS
 from slipstream.tuner.significance import median_interval
@@ -190,9 +190,9 @@ def measure(args: argparse.Namespace) -> None:
         model, loss_of, _ = make_model(args.model)
         variants[f"torch, {hook} hook"] = plain(with_hook(model, hook), loss_of)
     for label, session in sessions.items():
-        if isinstance(session.strategy.gradients.split, Optimal):
+        if searches(session):
             for _ in range(MOST * TURNS * (SETTLING + Optimal().steps)):
-                variants[label]()  # it has found its split before anything is timed
+                variants[label]()  # it has made its choice before anything is timed
     seconds, cpu = take_turns(variants, args.rounds, args.warmup)
     finals: dict[str, list[float]] = {}
     if args.finals and OPTIMAL in variants:
@@ -202,7 +202,7 @@ def measure(args: argparse.Namespace) -> None:
         model, _, _ = make_model(args.model)
         num_bytes = sum(p.nbytes for p in model.parameters())
         for session in sessions.values():
-            if session.strategy.gradients.split.kind == "optimal":
+            if searches(session):
                 print(session.report(), file=sys.stderr)
         collectives = {
             name: sum(segment.num_collectives for segment in session.segments)
@@ -211,6 +211,12 @@ def measure(args: argparse.Namespace) -> None:
         write(args, seconds, cpu, collectives, num_bytes, world, finals)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def searches(session: Session[nn.Module, torch.optim.SGD]) -> bool:
+    """Whether it chooses a split or a transport while it trains."""
+    gradients = session.strategy.gradients
+    return isinstance(gradients.split, Optimal) or isinstance(gradients.transport, Auto)
 
 
 def share_cores(rank: int, ranks: int) -> None:

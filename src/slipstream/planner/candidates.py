@@ -15,10 +15,12 @@ from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
+from slipstream.planner.gather_split import optimal_gather_cuts
 from slipstream.planner.simulate import predict
 from slipstream.planner.split import improve, optimal_cuts
 from slipstream.planner.transport_cost import (
     ALTERNATIVES,
+    GATHERS,
     RECIPES,
     ExchangeCurve,
     is_priced,
@@ -136,6 +138,23 @@ def optimal_split(
     for seed in seeds:
         starts.append(tuple(s.stop for s in plan_segments(gradients, seed.gradients.split)))
     return by_index(_joined(improve(min(starts, key=seconds), seconds), seconds))
+
+
+def optimal_gather(workload: Workload, network: NetworkProfile) -> ByIndex:
+    """The all-gathers under which the next forward ends first, of parameters in forward order.
+
+    The exact program of the second phase of ``sharded`` (``gather_split``), with the forward of the
+    rank that is slowest in total. All-gathers are taken to cost a latency and a time for each byte.
+
+    Raises:
+        ClusterError: all-gathers were not measured.
+    """
+    kind, name = GATHERS["sharded"]
+    curve = network.groups(kind).curve(name)
+    times = workload.forward_times[int(workload.forward.argmax())]
+    sizes = [gradient.num_bytes for gradient in workload.gradients[::-1]]
+    cuts = optimal_gather_cuts(times, sizes, curve.latency, curve.per_byte, tolerance=TOLERANCE)
+    return by_index(cuts)
 
 
 def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
