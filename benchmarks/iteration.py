@@ -22,14 +22,19 @@ Loss = Callable[[nn.Module], torch.Tensor]
 LEARNING_RATE = 1e-4
 
 
-def plain(model: nn.Module, loss_of: Loss) -> Iterate:
-    """Without slipstream; ``model`` may be wrapped, by DistributedDataParallel say."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+def plain(
+    model: nn.Module, loss_of: Loss, optimizer: torch.optim.Optimizer | None = None
+) -> Iterate:
+    """Without slipstream; ``model`` may be wrapped, by DistributedDataParallel say.
+
+    The optimizer is SGD unless another one is given.
+    """
+    own = optimizer or torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
     def iterate() -> None:
         loss_of(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        own.step()
+        own.zero_grad()
 
     return iterate
 

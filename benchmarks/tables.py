@@ -26,7 +26,10 @@ HEAD = """# Results
 
 Written by `python benchmarks/tables.py` from the JSON files in this folder; those of the exchange
 hold every single measurement. Two CPU cores shared by all ranks; links emulated by `slipstream
-testbed`. Ratios are medians of the ratios of one round, with their quartiles: below 1 is faster.
+testbed`. Beside an accelerator: each layer takes its time by sleeping, as on a host whose device
+computes, so cores are free for the exchange; elsewhere the ranks compute on these two cores. Peak
+MiB: resident memory of a rank at most, with all of Python and torch, alone in its process. Ratios
+are medians of the ratios of one round, with their quartiles: below 1 is faster.
 The bound is max(compute, wire), where the wire is what a ring of all ranks must send at the link's
 rate. Kendall's tau compares the order of predictions with that of measurements: 1 is the same
 order, -1 the opposite one; pairs are told apart where the 95 % intervals of the two measured
@@ -46,34 +49,65 @@ def save(path: str, benchmark: str, entry: Mapping[str, Any]) -> None:
     Path(path).write_text(json.dumps({**head, **entry}, indent=1) + "\n")
 
 
+EXCHANGE_COLUMNS = (
+    "variant", "median s", "quartiles", "exposed s", "CPU s", "peak MiB", "exchanges", "x bound",
+    "quartiles", "x best DDP", "quartiles",
+)  # fmt: skip
+
+
 def exchange(entry: Mapping[str, Any]) -> str:
     """The table of one model: every variant against the best DDP and the bound."""
     what = f" with {', '.join(entry['codecs'])}" if entry.get("codecs") else ""
+    who = " beside an accelerator" if _on_accelerator(entry) else ""
     lines = [
-        f"## Exchange{what}, {entry['model']} at {entry['rate']}, {entry['date']}",
+        f"## Exchange{who}{what}, {entry['model']} at {entry['rate']}, {entry['date']}",
         "",
         f"{entry['megabytes']:.0f} MB of gradients, {entry['nodes']} nodes at {entry['rate']}, "
-        f"{entry['rounds']} rounds. Compute {entry['compute_s']:.3f} s, wire "
-        f"{entry['wire_s']:.3f} s, bound {entry['bound_s']:.3f} s. torch "
-        f"{entry['versions']['torch']}. `{entry['command']}`",
+        f"{entry['rounds']} rounds, {computing_in_words(entry)}. Compute "
+        f"{entry['compute_s']:.3f} s, wire {entry['wire_s']:.3f} s, bound "
+        f"{entry['bound_s']:.3f} s. torch {entry['versions']['torch']}. `{entry['command']}`",
         "",
         *([entry["note"], ""] if "note" in entry else []),
         *([_finals(entry) + optimal_in_words(entry["optimal"]), ""] if "optimal" in entry else []),
-        *_header(
-            "variant", "median s", "quartiles", "exposed s", "CPU s", "all-reduces", "x bound",
-            "x best DDP", "quartiles",
-        ),
-    ]  # fmt: skip
-    for r in entry["rows"]:
-        lines.append(
-            _row(
-                r["name"], f"{r['median']:.3f}", f"{r['low']:.3f}..{r['high']:.3f}",
-                f"{r['exposed']:.3f}", f"{r['cpu']:.2f}", r["collectives"] or "",
-                f"{r['to_bound']:.2f}", f"{r['to_best_ddp']:.3f}",
-                f"{r['to_best_ddp_low']:.3f}..{r['to_best_ddp_high']:.3f}",
-            )
-        )  # fmt: skip
+        *_header(*EXCHANGE_COLUMNS),
+        *(_row(*exchange_cells(row)) for row in _with_bounds(entry)),
+    ]
     return "\n".join(lines)
+
+
+def exchange_cells(row: Mapping[str, Any]) -> list[str]:
+    """What the columns show."""
+    peak = row.get("peak_bytes")
+    return [
+        row["name"], f"{row['median']:.3f}", f"{row['low']:.3f}..{row['high']:.3f}",
+        f"{row['exposed']:.3f}", f"{row['cpu']:.2f}", f"{peak / 2**20:.0f}" if peak else "",
+        str(row["collectives"] or ""), f"{row['to_bound']:.2f}",
+        f"{row['to_bound_low']:.2f}..{row['to_bound_high']:.2f}", f"{row['to_best_ddp']:.3f}",
+        f"{row['to_best_ddp_low']:.3f}..{row['to_best_ddp_high']:.3f}",
+    ]  # fmt: skip
+
+
+def computing_in_words(entry: Mapping[str, Any]) -> str:
+    """Who computed, in a few words."""
+    cores = {"bound": ", each rank bound to its share of the cores", "free": ""}
+    where = cores[entry.get("cores", "bound")]
+    if not _on_accelerator(entry):
+        return f"computing on the cores that exchange{where}"
+    as_wire = " as long as the wire" if entry["compute_seconds"] == "wire" else ""
+    return f"an emulated accelerator computing{as_wire}, cores free for the exchange{where}"
+
+
+def _on_accelerator(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("compute") == "accelerator")  # files of old say nothing
+
+
+def _with_bounds(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows with the spread of their ratio to the bound, which files of old lack."""
+    bound = entry["bound_s"]
+    return [
+        {"to_bound_low": r["low"] / bound, "to_bound_high": r["high"] / bound, **r}
+        for r in entry["rows"]
+    ]
 
 
 def _finals(entry: Mapping[str, Any]) -> str:
@@ -583,7 +617,11 @@ def main() -> None:
     every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     parts += [render[entry["benchmark"]](entry) for entry in every]
     exchanges = [entry for entry in every if entry["benchmark"] == "exchange"]
-    coded = [entry for entry in exchanges if entry.get("codecs") and entry["rate"] != "loopback"]
+    coded = [
+        entry
+        for entry in exchanges
+        if entry.get("codecs") and entry["rate"] != "loopback" and not _on_accelerator(entry)
+    ]
     if coded:
         speed_picture(coded).savefig(RESULTS / "codecs.png")
         parts.insert(1, "![times as fast as DDP, by codec](codecs.png)")

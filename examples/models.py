@@ -14,6 +14,8 @@ from transformers import (
     GPT2LMHeadModel,
     ResNetConfig,
     ResNetForImageClassification,
+    SwinConfig,
+    SwinForImageClassification,
 )
 from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
@@ -98,6 +100,16 @@ def gpt2(size: str = "tiny", vocab_size: int = 8192) -> nn.Module:
     model = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # the default of transformers, which warns if it is not set
     return model
+
+
+def swin_t(num_labels: int = 1000) -> nn.Module:
+    """Swin-T: 221 gradients; 28.3 M parameters at 1000 labels. Images of 224 px.
+
+    Reference: Liu et al., Swin Transformer, https://arxiv.org/abs/2103.14030
+    """
+    config = SwinConfig()  # the published widths, depths and windows
+    config.num_labels = num_labels
+    return SwinForImageClassification(config)
 
 
 class _VGG16(nn.Module):

@@ -19,7 +19,7 @@ LEVELS = (
     ("codecs", "comm", "data"),
     ("gradients",),
     ("ddp", "parallel", "planner"),
-    ("advisor", "calibration"),
+    ("advisor", "calibration", "sharding"),
     ("report", "tuner"),
     ("session",),
     ("slipstream",),

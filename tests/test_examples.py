@@ -164,6 +164,7 @@ def test_a_pipeline_trains_as_one_process_does(ranks: int) -> None:
         (lambda: models.bert("large", 30522), 335.174, 394),
         (lambda: models.gpt2("tiny"), 5.519, 52),
         (lambda: models.gpt2("small", 50257), 124.440, 148),
+        (lambda: models.swin_t(), 28.288, 221),
     ],
 )
 def test_parameter_counts(model, millions: float, gradients: int) -> None:

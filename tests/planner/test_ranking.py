@@ -231,3 +231,14 @@ def test_the_optimal_gathers_are_predicted_to_be_faster() -> None:
         for gather in (best, (count,), tuple(range(1, count + 1)))
     }
     assert min(seconds, key=lambda gather: seconds[gather]) == best
+
+
+def test_a_sharded_strategy_is_priced_with_its_own_gathers() -> None:
+    work, network = SITUATIONS["four ranks"]
+    transport = {"kind": "sharded", "gather": {"kind": "by_index", "last": [4, 10]}}
+    strategy = Strategy.load({"gradients": {"transport": transport, "split": "per_layer"}})
+    plan = Plan.of(strategy, work.gradients)
+    assert (plan.transport, plan.gather) == ("sharded", (5, 11))
+    trace = simulate(work, plan, network)
+    assert Plan.of_trace(trace) == plan
+    assert candidates(work, network, base=strategy)[0] == strategy

@@ -270,7 +270,7 @@ class Refuses:
     def __init__(self) -> None:
         self.transport, self.broken = flat(), True
 
-    def prepare(self, requests: Sequence[AllReduce]) -> None:
+    def prepare(self, requests: Sequence[Request]) -> None:
         self.transport.prepare(requests)
 
     def start(self, request: Request) -> Sequence[dist.Work]:

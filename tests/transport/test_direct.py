@@ -16,7 +16,7 @@ import torch.distributed as dist
 from slipstream.strategy import Direct
 from slipstream.transport import direct
 from slipstream.transport.direct import DirectTransport
-from slipstream.transport.requests import AllReduce, sent_bytes
+from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, sent_bytes
 from slipstream.transport.work import Work
 from tests.harness.ranks import RankFailure, Ranks
 
@@ -85,6 +85,39 @@ def test_sums_are_right_where_memory_lets_few_pieces_in(ranks: Ranks, ahead: int
     ranks.run(sums, torch.float32, ahead, 1)
 
 
+def halves(dtype: torch.dtype) -> None:
+    """A reduce-scatter and an all-gather, announced and not, by turns with all-reduces."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    with opened() as transport:
+        for step in range(4):
+            widths = [1, 17, 4096]
+            sums, rows = tensors(dtype, step), [r for n in widths for r in [torch.ones(world, n)]]
+            scattered = [((rank + 1 + i) * r).to(dtype) for i, r in enumerate(rows)]
+            outs = [torch.empty(n, dtype=wide) for n in widths]
+            gathered = [torch.empty(world, n, dtype=dtype) for n in widths]
+            sent = [torch.full((n,), rank, dtype=dtype) for n in widths]
+            sent[-1] = gathered[-1][rank].fill_(rank)  # from where it arrives elsewhere
+            expected = [in_rank_order(tensor) for tensor in sums]
+            requests: list[Any] = [AllReduce(tensor) for tensor in sums]
+            requests += map(ReduceScatter, scattered, outs)
+            requests += map(AllGather, sent, gathered)
+            if step % 2:
+                transport.prepare(requests)
+            for work in [work for request in requests for work in transport.start(request)]:
+                work.wait()
+            assert all(map(torch.equal, sums, expected))
+            for i, out in enumerate(outs):
+                assert torch.equal(out, torch.full_like(out, sum(range(1 + i, world + 1 + i))))
+            for all_rows in gathered:
+                assert [set(row.tolist()) for row in all_rows] == [{float(r)} for r in range(world)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_halves_of_an_all_reduce(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(halves, dtype)
+
+
 @contextmanager
 def messages() -> Iterator[list[tuple[str, int]]]:
     """What is sent and received in this process while it lasts, with its bytes."""
@@ -144,10 +177,18 @@ def test_pieces_received_ahead_stay_within_their_memory(ranks: Ranks) -> None:
 
 
 def bytes_sent() -> tuple[int, float]:
-    given = [torch.ones(2**16), torch.ones(2**18)]
+    world = dist.get_world_size()
+    requests: list[Any] = [
+        AllReduce(torch.ones(2**16)),
+        AllReduce(torch.ones(2**18)),
+        ReduceScatter(torch.ones(world, 2**14), torch.ones(2**14)),
+        AllGather(torch.ones(2**14), torch.ones(world, 2**14)),
+    ]
     with opened() as transport, messages() as log:
-        exchange(transport, given, announce=True)
-    expected = sum(sent_bytes(AllReduce(t), dist.get_world_size()) for t in given)
+        transport.prepare(requests)
+        for work in [work for request in requests for work in transport.start(request)]:
+            work.wait()
+    expected = sum(sent_bytes(request, world) for request in requests)
     return sum(size for name, size in log if name == "isend"), expected
 
 

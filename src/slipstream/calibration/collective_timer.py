@@ -18,20 +18,13 @@ from slipstream.errors import ClusterError
 from slipstream.planner.cost import Collective
 from slipstream.planner.curve import Curve
 from slipstream.strategy import Direct
-from slipstream.transport import p2p
 from slipstream.transport.consistency import maximum
-from slipstream.transport.direct import DirectTransport, add_in_order
-from slipstream.transport.requests import AllReduce
-from slipstream.transport.work import Work
-
-# torch below 2.13 knows it by its older name only.
-_REDUCE_SCATTER = (
-    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-)
+from slipstream.transport.direct import DirectTransport
+from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request
 
 
 class Lanes:
-    """What collectives travel by in one group: the group itself, and direct sends.
+    """What collectives travel by in one group: the group itself, and the transport ``direct``.
 
     Args:
         group: of this rank; nobody else uses it meanwhile.
@@ -39,21 +32,23 @@ class Lanes:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, group.size()
-        self._rows = torch.empty(0)
 
     @cached_property
     def direct(self) -> DirectTransport:
-        """The transport ``direct``; made when it is first used."""
+        """Made when it is first used; sends the memory of other devices as ``flat`` does."""
         return DirectTransport(Direct(), self.group)
 
+    def carry(self, request: Request) -> None:
+        """Carry it out by direct sends."""
+        for work in self.direct.start(request):
+            work.wait()
+
     def rows(self, whole: Tensor) -> Tensor:
-        """Memory for the others' pieces of this rank's share: a row a rank, ``whole`` in all."""
-        if self._rows.numel() < whole.numel():
-            self._rows = torch.zeros_like(whole)
-        return self._rows[: whole.numel()].view(self.ranks, -1)
+        """The whole tensor, a row a rank."""
+        return whole.view(self.ranks, -1)
 
     def close(self) -> None:
-        """End the threads of the transport."""
+        """End the thread of the transport."""
         if "direct" in self.__dict__:
             self.direct.close()
 
@@ -61,38 +56,13 @@ class Lanes:
 Start = Callable[[Tensor, Tensor, Lanes], object]
 """Carry out a collective on (whole tensor, part of a rank, lanes)."""
 
-
-def _direct_all_reduce(whole: Tensor, _: Tensor, lanes: Lanes) -> None:
-    _wait(lanes.direct.start(AllReduce(whole)))
-
-
-def _reduce_scatter(whole: Tensor, part: Tensor, lanes: Lanes) -> None:
-    if whole.is_cuda:  # gloo sends host memory alone, and NCCL's own sends no byte twice
-        getattr(dist, _REDUCE_SCATTER)(part, whole, group=lanes.group)
-        return
-    rows = lanes.rows(whole)
-    shares = whole.view(lanes.ranks, -1)
-    _wait(p2p.start_all_to_all(rows.unbind(), shares.unbind(), lanes.group))
-    add_in_order(rows.unbind(), part)
-
-
-def _all_gather(whole: Tensor, part: Tensor, lanes: Lanes) -> None:
-    if whole.is_cuda:
-        p2p.gather_all(whole, part, lanes.group)
-        return
-    _wait(p2p.start_gather(whole.view(lanes.ranks, -1).unbind(), part, lanes.group))
-
-
-def _wait(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()
-
-
 COLLECTIVES: Mapping[Collective, Start] = {
     "all_reduce": lambda whole, _, lanes: dist.all_reduce(whole, group=lanes.group),
-    "direct_all_reduce": _direct_all_reduce,
-    "reduce_scatter": _reduce_scatter,
-    "all_gather": _all_gather,
+    "direct_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole)),
+    "reduce_scatter": lambda whole, part, lanes: lanes.carry(
+        ReduceScatter(lanes.rows(whole), part)
+    ),
+    "all_gather": lambda whole, part, lanes: lanes.carry(AllGather(part, lanes.rows(whole))),
 }
 """Each as the transports carry it out, alone and waited for."""
 

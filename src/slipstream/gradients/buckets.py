@@ -19,7 +19,7 @@ from torch import nn
 
 from slipstream.codecs.compressor import is_dense, is_finite, memory_order, parts
 from slipstream.transport import sparse
-from slipstream.transport.requests import AllReduce, Exchange
+from slipstream.transport.requests import AllReduce, Exchange, Request
 
 SMALL_GRADIENT = 64 * 1024
 """Average bytes of a bucket's gradients below which calls cost more than copies."""
@@ -54,7 +54,7 @@ class Bucket(ABC):
         """Fill the slots that are missing: with gradients of earlier backwards, else with zeros."""
 
     @abstractmethod
-    def exchange(self, step: int) -> AllReduce | Exchange:
+    def exchange(self, step: int) -> Request | Exchange:
         """What leaves the sum over ranks in the bucket; ``step`` updates were done before."""
 
     @property
@@ -65,6 +65,10 @@ class Bucket(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Leave the sum in ``parameter.grad``, or None where no rank had a gradient."""
+
+    def unscale(self, loss_scale: float) -> None:
+        """Divide the sum by a loss scale, after ``finish``; only where it ``may_overflow``."""
+        raise NotImplementedError
 
 
 class DenseBucket(Bucket):
@@ -124,12 +128,7 @@ class DenseBucket(Bucket):
     def fill(self, slot: int, scale: torch.Tensor) -> None:
         if not self._small:
             view, gradient = self._views[slot], self._gradient(slot)
-            if self._widens:  # scaled in 16 bits, small values would be lost
-                view.copy_(gradient).mul_(scale)
-            elif self._copies_back:
-                _cast(gradient, scale, view)
-            else:
-                torch.mul(gradient, scale, out=view)
+            scale_into(view, gradient, scale)
             self.parameters[slot].grad = self._grads[slot]
         self._filled.add(slot)
 
@@ -192,24 +191,27 @@ class DenseBucket(Bucket):
             )
 
     def unscale(self, loss_scale: float) -> None:
-        """Divide the sum in ``parameter.grad`` by a loss scale."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if gradients and loss_scale != 1.0:
             torch._foreach_mul_(gradients, 1 / loss_scale)
 
 
-def _cast(gradient: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the gradient times ``scale`` in another dtype, rounded once.
+def scale_into(out: torch.Tensor, gradient: torch.Tensor, scale: torch.Tensor) -> None:
+    """Write the gradient times ``scale`` into ``out``, in its dtype, rounded once.
 
     torch's single call that scales and casts is slower on a CPU than two calls, as long as what
     lies between them stays in the cache: hence part by part.
     """
-    if gradient.stride() != out.stride() or not is_dense(gradient):
+    if out.dtype == gradient.dtype:
+        torch.mul(gradient, scale, out=out)
+    elif out.itemsize > gradient.itemsize:  # scaled in 16 bits, small values would be lost
+        out.copy_(gradient).mul_(scale)
+    elif gradient.stride() != out.stride() or not is_dense(gradient):
         out.copy_(gradient * scale)
-        return
-    flat, to = memory_order(gradient), memory_order(out)
-    for part in parts(flat.numel(), flat.device):
-        to[part].copy_(flat[part] * scale)
+    else:
+        flat, to = memory_order(gradient), memory_order(out)
+        for part in parts(flat.numel(), flat.device):
+            to[part].copy_(flat[part] * scale)
 
 
 def _dense(parameter: nn.Parameter) -> torch.Tensor:

@@ -27,7 +27,9 @@ from slipstream.codecs import (
     make_compressor,
     wire_bytes,
 )
-from slipstream.gradients.buckets import DenseBucket, gradient_dtype
+from slipstream.gradients.buckets import Bucket, DenseBucket, gradient_dtype
+from slipstream.gradients.shard_bucket import ShardBucket
+from slipstream.gradients.shares import Shares
 from slipstream.strategy import Dgc, Half, Int8, OneBit, PlainCodec, PowerSgd
 from slipstream.transport.requests import Exchange, Request
 
@@ -127,6 +129,8 @@ class CompressionPlan:
     momenta: Mapping[str, Momentum] = field(default_factory=dict)
     pays: Callable[[int], bool] = lambda num_bytes: True
     """Whether a segment of so many bytes is to be compressed."""
+    shares: Shares | None = None
+    """Where every rank updates a share of the parameters, and gets that share of the averages."""
     narrow: bool = True
     """Whether gradients without a codec travel in the dtype of their parameters, where that is
     narrower than their own."""
@@ -160,21 +164,21 @@ class CompressionPlan:
         )
         return NamedCompressor(tuple(names), compressor)
 
-    def bucket(
-        self, names: Sequence[str], parameters: Sequence[nn.Parameter], seed: int
-    ) -> DenseBucket:
+    def bucket(self, names: Sequence[str], parameters: Sequence[nn.Parameter], seed: int) -> Bucket:
         """A bucket for gradients of one dtype and codec."""
         codec = self.of(names[0], parameters[0])
-        match codec:
-            case None:
+        if codec is None or isinstance(codec, Half):
+            dtype = None
+            if codec is not None:
+                dtype = HalfCodec(codec.dtype).wire_dtype
+            elif self.narrow and parameters[0].dtype != gradient_dtype(parameters[0]):
                 dtype = parameters[0].dtype
-                narrows = self.narrow and dtype != gradient_dtype(parameters[0])
-                return DenseBucket(parameters, dtype if narrows else None)
-            case Half():
-                return DenseBucket(parameters, HalfCodec(codec.dtype).wire_dtype)
+            if self.shares is not None:
+                return ShardBucket(parameters, self.shares, dtype)
+            return DenseBucket(parameters, dtype)
         num_flags = len(parameters) + 1
         named = self.compressor(codec, names, parameters, num_flags=num_flags, seed=seed)
-        return CompressedBucket(parameters, named)
+        return CompressedBucket(parameters, named, self.shares)
 
 
 class CompressedBucket(DenseBucket):
@@ -183,11 +187,18 @@ class CompressedBucket(DenseBucket):
     Args:
         parameters: of one dtype.
         codec: compresses their gradients.
+        shares: get this rank's part of the averages, which are whole on every rank.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], codec: NamedCompressor) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        codec: NamedCompressor,
+        shares: Shares | None = None,
+    ) -> None:
         compressor = codec.compressor
         super().__init__(parameters, compressor.works_in, compressor.num_values)
+        self._shares = shares
         self.codec = codec
         self._is_finite = True
         self._values = self.flat[: compressor.num_values]
@@ -209,3 +220,12 @@ class CompressedBucket(DenseBucket):
     @property
     def is_finite(self) -> bool:
         return self._is_finite
+
+    def finish(self) -> None:
+        super().finish()
+        if self._shares is None:
+            return
+        for parameter in self.parameters:
+            average = parameter.grad
+            own = None if average is None else self._shares.own(average)
+            self._shares.deliver(parameter, own)

@@ -17,7 +17,7 @@ order, the segments are laid out, and everything is sent after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.errors import ExchangeError
-from slipstream.gradients.buckets import Bucket, DenseBucket
+from slipstream.gradients.buckets import Bucket
 from slipstream.gradients.buffers import Buffers
 from slipstream.gradients.compressed import CodecStates, CompressionPlan, NamedState
 from slipstream.gradients.interface import GradientEngine
@@ -113,6 +113,7 @@ class Engine(GradientEngine):
         self._buffers = Buffers(model.buffers)
         self.split, self._overlap, self._plan = split, overlap, compression_plan
         self._channel, self._control, self._any_rank = channel, control, any_rank
+        self._shares = compression_plan.shares
         self._layout: Layout | None = None
         self._codecs = CodecStates()
         self._backward: _Backward | None = None
@@ -154,11 +155,13 @@ class Engine(GradientEngine):
         scales = torch.tensor([scale, scale * loss_scale], dtype=torch.float64)
         backward = self._backward = _Backward(exchange, loss_scale, *scales)
         self._stamps = None
+        if self._shares is not None:
+            self._shares.begin()
         if not exchange:
             return
         if self._channel.recording:
             self._stamps = backward.stamps = [None] * len(self._trainables)
-        if self._averaged:
+        if self._averaged and self._shares is None:
             self._undo_average(scale)
         if self._layout is None:
             backward.observer = Observer(len(self._trainables))
@@ -201,12 +204,20 @@ class Engine(GradientEngine):
         """The gradients were used and are gone; ``step`` updates are done."""
         self.step = step
         self._averaged = False
+        if self._shares is not None:
+            self._shares.clear()
 
     def abort(self, error: BaseException) -> None:
         """Backward itself raised: the ranks are out of step from here on."""
         if self._backward is not None and self._backward.exchange:
             self._failure = repr(error)
         self._backward = None
+
+    def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        """What this rank's update will use: ``parameter.grad``, or its shares of the averages."""
+        if self._shares is not None:
+            return list(self._shares.gradients.values())
+        return super().averages(parameters)
 
     def local_only(self, on: bool) -> None:
         """Whether gradients may arrive outside ``begin`` and ``end``, and stay on this rank."""
@@ -216,6 +227,8 @@ class Engine(GradientEngine):
         """Remove the hooks; gradients become tensors of their own again."""
         for hook in self._hooks:
             hook.remove()
+        if self._shares is not None:
+            self._shares.clear()
         if self._layout is not None:
             for trainable in self._trainables:
                 if trainable.parameter.grad is not None:
@@ -377,7 +390,7 @@ class Engine(GradientEngine):
         if checks_finite and not bucket.is_finite:
             self.overflowed = True
         bucket.finish()
-        if bucket.may_overflow and isinstance(bucket, DenseBucket):
+        if bucket.may_overflow:
             bucket.unscale(loss_scale)
 
     def _agree(self, observer: Observer) -> ReadyOrder:

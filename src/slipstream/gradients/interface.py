@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
 
 from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.layout import Gradient
@@ -37,6 +40,10 @@ class GradientEngine:
 
     def updated(self, step: int) -> None:
         """The gradients are used and gone; ``step`` updates are done."""
+
+    def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+        """What this rank's update will use."""
+        return [p.grad for p in parameters if p.grad is not None]
 
     def local_only(self, on: bool) -> None:
         """Whether gradients may come outside of ``begin`` and ``end``; they stay on this rank."""

@@ -80,3 +80,11 @@ def abbreviated(names: Sequence[str]) -> str:
     if len(names) <= 3:
         return ", ".join(names)
     return f"{names[0]} ... {names[-1]}, {len(names)} gradients"
+
+
+def sparse_in_shares(name: str) -> ModelError:
+    """A sparse gradient has rows of its own on every rank: there is nothing to cut."""
+    return ModelError(
+        f"parameter {name} has sparse gradients, of which ranks cannot take shares; build its "
+        "module with sparse=False, or use gradients: {transport: direct}"
+    )

@@ -5,21 +5,21 @@ Never communicates, and never decides which gradients share a segment: ``layout`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from slipstream.codecs import wire_bytes
-from slipstream.gradients.buckets import Bucket, DenseBucket, SparseBucket, gradient_dtype
+from slipstream.gradients.buckets import Bucket, SparseBucket, gradient_dtype
 from slipstream.gradients.compressed import CompressedBucket, CompressionPlan, NamedCompressor
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.gradients.messages import sparse_without_momentum
+from slipstream.gradients.messages import sparse_in_shares, sparse_without_momentum
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.strategy import Dgc, Split
 from slipstream.trace.recorder import Stamp
-from slipstream.transport.requests import AllReduce
+from slipstream.transport.requests import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Layout:
         order: the ready order that the ranks agreed on.
         segments: in the order of their exchange.
         slots: of the trainables, as registered.
-        requests: the all-reduces of one backward, in the order of their start.
+        requests: the single requests of one backward, in the order of their start.
         checks_finite: whether a sum must be checked: finite gradients may have an infinite one
             (fp16), or a codec must forget one that is not finite.
     """
@@ -159,7 +159,7 @@ class Layout:
     order: ReadyOrder
     segments: tuple[Segment, ...]
     slots: tuple[BucketSlot, ...]
-    requests: tuple[AllReduce, ...]
+    requests: tuple[Request, ...]
     checks_finite: bool
 
     @property
@@ -177,13 +177,20 @@ def lay_out(
     """Segments and buckets for ``trainables``; sizes that a split asks for are those on the wire.
 
     Raises:
-        ModelError: a sparse gradient whose momentum DGC applies.
+        ModelError: a sparse gradient whose momentum DGC applies, or of which ranks take shares.
         StrategyError: the split does not fit this number of gradients.
     """
     ready, sparse_dims = in_ready_order(trainables, order)
     for trainable, sparse_dim in zip(ready, sparse_dims, strict=True):
         if sparse_dim and isinstance(plan.of(trainable.name, trainable.parameter), Dgc):
             raise sparse_without_momentum(trainable.name)
+        if sparse_dim and plan.shares is not None:
+            raise sparse_in_shares(trainable.name)
+    if plan.shares is not None:
+        # Of the dtypes that gradients or parameters may travel in, flags of use and gaps included.
+        values = sum(plan.shares.length(t.parameter) * t.widest.itemsize for t in trainables)
+        room = plan.shares.ranks.count * (values + 8 * len(trainables)) + 64 * len(trainables)
+        plan.shares.workspace.begin(room)
     segments: list[Segment] = []
     slots: dict[int, BucketSlot] = {}
     for number, part in enumerate(plan_segments(gradients_of(ready, sparse_dims, plan), split)):
@@ -202,7 +209,7 @@ def lay_out(
         order,
         tuple(segments),
         tuple(slots[index] for index in range(len(trainables))),
-        tuple(request for request in requests if isinstance(request, AllReduce)),
+        tuple(request for request in requests if not isinstance(request, Generator)),
         any(b.may_overflow or isinstance(b, CompressedBucket) for b in every_bucket),
     )
 
@@ -228,7 +235,7 @@ def _make_buckets(
             key = t.parameter.dtype, plan.of(t.name, t.parameter), t.replica
             positions_of.setdefault(key, []).append(position)
 
-    def dense(positions: Sequence[int]) -> DenseBucket:
+    def dense(positions: Sequence[int]) -> Bucket:
         chosen = [trainables[i] for i in positions]
         return plan.bucket([t.name for t in chosen], [t.parameter for t in chosen], seed)
 

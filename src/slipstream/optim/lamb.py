@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from slipstream.errors import UsageError
 from slipstream.optim.layerwise import Bunch, Group, Layerwise, bunches_of
 from slipstream.optim.settings import check_bounds, check_flag, check_number
-from slipstream.optim.trust_ratio import descend_, multiply_, norm, norms, one_where_zero
+from slipstream.optim.trust_ratio import descend_, multiply_, norm, one_where_zero
 
 
 class Lamb(Layerwise):
@@ -140,11 +140,13 @@ class Lamb(Layerwise):
         check_bounds("clip_weight_norm", group["clip_weight_norm"], "(0, 10)")
 
     def _update(self, bunches: Sequence[Bunch]) -> None:
-        total = _total_norm(bunches)
+        total = self._total_norm(bunches)
         for bunch in bunches:
             directions = self._directions(bunch, total)
             if bunch.treatment.adapted:
-                ratios = _ratios(norms(bunch.parameters), norms(directions), bunch.group)
+                ratios = _ratios(
+                    self._norms(bunch.parameters), self._norms(directions), bunch.group
+                )
                 torch._foreach_mul_(directions, ratios.unbind())
             descend_(bunch.parameters, directions, bunch.group["lr"])
 
@@ -176,6 +178,15 @@ class Lamb(Layerwise):
             torch._foreach_add_(directions, bunch.parameters, alpha=decay)
         return list(directions)
 
+    def _total_norm(self, bunches: Sequence[Bunch]) -> Tensor | None:
+        """The norm of all gradients; None: no group needs it."""
+        if all(bunch.group["max_grad_norm"] is None for bunch in bunches):
+            return None
+        each = [self._norms(bunch.gradients) for bunch in bunches]
+        all_norms = torch.cat([one.to(each[0].device) for one in each])
+        total: Tensor = torch.linalg.vector_norm(all_norms)
+        return total
+
     def _state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
@@ -184,16 +195,6 @@ class Lamb(Layerwise):
                 state[name] = torch.zeros_like(parameter)
         state["step"] += 1
         return state
-
-
-def _total_norm(bunches: Sequence[Bunch]) -> Tensor | None:
-    """The norm of all gradients; None: no group needs it."""
-    if all(bunch.group["max_grad_norm"] is None for bunch in bunches):
-        return None
-    each = [norms(bunch.gradients) for bunch in bunches]
-    all_norms = torch.cat([one.to(each[0].device) for one in each])
-    total: Tensor = torch.linalg.vector_norm(all_norms)
-    return total
 
 
 def _ratios(weights: Tensor, steps: Tensor, group: Group) -> Tensor:

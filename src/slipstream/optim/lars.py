@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from slipstream.errors import UsageError
 from slipstream.optim.layerwise import Bunch, Group, Layerwise, bunches_of
 from slipstream.optim.settings import check_flag, check_number
-from slipstream.optim.trust_ratio import descend_, multiply_, norm, norms, one_where_zero, rate_on
+from slipstream.optim.trust_ratio import descend_, multiply_, norm, one_where_zero, rate_on
 
 
 class Lars(Layerwise):
@@ -132,7 +132,7 @@ class Lars(Layerwise):
 
     def _update(self, bunches: Sequence[Bunch]) -> None:
         for bunch in bunches:
-            directions = _directions(bunch)
+            directions = self._directions(bunch)
             group = bunch.group
             lr: float | Tensor = group["lr"]
             if group["lr_in_velocity"]:
@@ -148,25 +148,24 @@ class Lars(Layerwise):
                     directions = velocities
             descend_(bunch.parameters, directions, lr)
 
+    def _directions(self, bunch: Bunch) -> list[Tensor]:
+        """``ratio (g + b w)`` of each parameter, in memory of its own."""
+        decay = bunch.treatment.weight_decay
+        if decay:
+            directions = list(torch._foreach_add(bunch.gradients, bunch.parameters, alpha=decay))
+        else:  # a copy in one call; torch 2.11 has no _foreach_clone
+            directions = list(torch._foreach_mul(bunch.gradients, 1.0))
+        if bunch.treatment.adapted:
+            weights, steps = self._norms(bunch.parameters), self._norms(bunch.gradients)
+            torch._foreach_mul_(directions, _ratios(weights, steps, bunch).unbind())
+        return directions
+
     def _velocity(self, parameter: Tensor) -> Tensor:
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         velocity: Tensor = state["momentum_buffer"]
         return velocity
-
-
-def _directions(bunch: Bunch) -> list[Tensor]:
-    """``ratio (g + b w)`` of each parameter, in memory of its own."""
-    decay = bunch.treatment.weight_decay
-    if decay:
-        directions = list(torch._foreach_add(bunch.gradients, bunch.parameters, alpha=decay))
-    else:  # a copy in one call; torch 2.11 has no _foreach_clone
-        directions = list(torch._foreach_mul(bunch.gradients, 1.0))
-    if bunch.treatment.adapted:
-        ratios = _ratios(norms(bunch.parameters), norms(bunch.gradients), bunch)
-        torch._foreach_mul_(directions, ratios.unbind())
-    return directions
 
 
 def _ratios(weights: Tensor, steps: Tensor, bunch: Bunch) -> Tensor:

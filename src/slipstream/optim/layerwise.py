@@ -22,6 +22,7 @@ from torch.optim.optimizer import ParamsT
 
 from slipstream.errors import UsageError
 from slipstream.optim.settings import check_flag, check_learning_rate, check_number, patterns
+from slipstream.optim.trust_ratio import norms
 
 Group = dict[str, Any]
 """Parameters and their settings, as in ``torch.optim.Optimizer.param_groups``."""
@@ -52,6 +53,10 @@ class Layerwise(Optimizer, ABC):
     ``adapt_vectors``, ``decay_vectors``, ``adapt_undecayed``, ``exclude``.
     """
 
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Sums a tensor over ranks in place, where parameters and gradients are a rank's shares: norms
+    are those of whole layers all the same."""
+
     def __init__(self, params: ParamsT, arguments: Group) -> None:
         """``arguments``: the settings; the others of the subclass's ``locals()`` do not count."""
         others = ("self", "params", "__class__")
@@ -66,6 +71,13 @@ class Layerwise(Optimizer, ABC):
     @abstractmethod
     def _update(self, bunches: Sequence[Bunch]) -> None:
         """Move the parameters of all bunches by one step."""
+
+    def _norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The norm of each parameter's tensor, of which this rank may have a share."""
+        each = norms(tensors)
+        if self.sum_over_ranks is None:
+            return each
+        return self.sum_over_ranks(each.square()).sqrt()
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters, as torch's optimizers do; missing settings take the defaults.

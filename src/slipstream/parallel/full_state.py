@@ -26,6 +26,9 @@ class FullState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
 
+    def complete(self) -> None:
+        """Return when all parameters hold their newest values."""
+
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` of the whole model, on every rank."""
         return dict(self._model.state_dict())
@@ -41,6 +44,10 @@ class FullState:
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's part of a state of the whole optimizer."""
         self._optimizer.load_state_dict(state)
+
+    def sharded_optimizer_state_dict(self) -> dict[str, Any]:
+        """The part of the optimizer's state that this rank has, and which part it is."""
+        return {"rank": 0, "ranks": 1, "shapes": {}, "optimizer": self._optimizer.state_dict()}
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale gradients so that the norm of the whole model's is at most ``max_norm``."""

@@ -22,7 +22,7 @@ from slipstream.planner.transport_cost import (
     transport_kind,
 )
 from slipstream.planner.workload import Workload, gradients_of
-from slipstream.strategy import Strategy
+from slipstream.strategy import Sharded, Strategy, Transport
 from slipstream.trace.event import BUFFERS, Trace, allreduce
 
 
@@ -97,11 +97,13 @@ class Plan:
             (1,)
         """
         config, cost = strategy.gradients, None
+        gather = gather_cuts(gradients, config.transport)  # in all bytes: no codec is used there
         if config.codec is not None:
             cost = _codec_cost(config.codec.kind, codecs or {})
             gradients = [replace(g, num_bytes=round(g.num_bytes * cost.ratio)) for g in gradients]
         cuts = tuple(segment.stop for segment in plan_segments(gradients, config.split))
-        return cls(cuts, config.overlap, transport_kind(config.transport), cost, config.accumulate)
+        kind = transport_kind(config.transport)
+        return cls(cuts, config.overlap, kind, cost, config.accumulate, gather=gather)
 
     @classmethod
     def of_trace(cls, trace: Trace, codecs: Mapping[str, CodecCost] | None = None) -> Plan:
@@ -118,18 +120,37 @@ class Plan:
             traced_transport(trace),
             None if codec is None else _codec_cost(codec["kind"], codecs or {}),
             config.get("accumulate", 1),
+            gather=_traced_gather(trace),
         )
 
     def document(self) -> dict[str, Any]:
         """The strategy settings of this plan, as plain JSON values."""
+        transport: dict[str, Any] = {"kind": self.transport}
+        if self.gather is not None:
+            transport["gather"] = {"kind": "by_index", "last": [cut - 1 for cut in self.gather]}
         return {
             "gradients": {
                 "split": {"kind": "by_index", "last": [cut - 1 for cut in self.cuts]},
                 "overlap": self.overlap,
-                "transport": {"kind": self.transport},
+                "transport": transport,
                 "accumulate": self.accumulate,
             }
         }
+
+
+def gather_cuts(gradients: Sequence[Gradient], transport: Transport) -> tuple[int, ...] | None:
+    """The index after the last parameter of each all-gather, in forward order; None: no such."""
+    if not isinstance(transport, Sharded):
+        return None
+    return tuple(part.stop for part in plan_segments(gradients[::-1], transport.gather))
+
+
+def _traced_gather(trace: Trace) -> tuple[int, ...] | None:
+    if traced_transport(trace) != "sharded":
+        return None
+    transport = trace.meta["strategy"]["gradients"]["transport"]
+    config = Strategy.load({"gradients": {"transport": transport}}).gradients.transport
+    return gather_cuts(gradients_of(trace), config)
 
 
 def cuts_of(trace: Trace) -> tuple[int, ...]:

@@ -80,7 +80,7 @@ def is_priced(transport: Transport, network: NetworkProfile) -> bool:
 
 
 def traced_transport(trace: Trace) -> TransportKind:
-    """The transport that a trace was recorded under."""
+    """The kind of transport that a trace was recorded under."""
     gradients: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
     transport: Any = gradients.get("transport") or "flat"
     kind: Any = transport if isinstance(transport, str) else transport["kind"]

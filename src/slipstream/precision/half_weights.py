@@ -29,9 +29,15 @@ from slipstream.precision.float_modules import Modules, modules_in_float
 from slipstream.precision.half_checks import check_half_weights
 from slipstream.strategy import HalfType
 
+ShareOf = Callable[[torch.Tensor], torch.Tensor]
+
 
 class HalfWeights:
     """A model with 16-bit weights; made by `half_weights`.
+
+    Args:
+        share_of: a view of the part of a parameter that this rank updates; its masters are of that
+            part.
 
     Attributes:
         masters: fp32 values by parameter.
@@ -41,9 +47,15 @@ class HalfWeights:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, dtype: torch.dtype, floats: Modules
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dtype: torch.dtype,
+        floats: Modules,
+        share_of: ShareOf = torch.Tensor.detach,
     ) -> None:
         self._model, self._optimizer, self._dtype, self.floats = model, optimizer, dtype, floats
+        self._share_of = share_of
         inside = {m for module in floats.values() for m in module.modules()}
         self._modules = [m for m in model.modules() if m not in inside]
         self._former: dict[nn.Parameter, torch.dtype] = {}
@@ -77,7 +89,7 @@ class HalfWeights:
         for parameter, dtype in self._former.items():
             gradient, parameter.grad = parameter.grad, None
             self._recast(parameter, dtype)
-            parameter.data = self._wide(parameter, self.masters.get(parameter)).to(dtype)
+            parameter.data = self._whole(parameter).to(dtype)
             parameter.grad_dtype = dtype
             parameter.grad = None if gradient is None else gradient.to(dtype)
         self.masters, self._halves, self._versions, self._former = {}, {}, {}, {}
@@ -114,7 +126,7 @@ class HalfWeights:
         gradient = None if parameter.grad is None else parameter.grad.float()
         values = parameter.data.to(dtype)
         if dtype != torch.float32:
-            self.masters[parameter] = parameter.data.float()
+            self.masters[parameter] = self._share_of(parameter.data.float()).clone()
             self._halves[parameter] = values
             self._versions[parameter] = parameter._version
         parameter.grad = None
@@ -204,24 +216,24 @@ class HalfWeights:
         for parameter in self._stepping:
             master = self.masters[parameter]
             if parameter._version != self._versions[parameter]:
-                master.copy_(self._wide(parameter, master))
+                master.copy_(self._wide(self._share_of(parameter), master))
             parameter.data = master
 
     @torch.no_grad()
     def _swap_in_halves(self, *_: object) -> None:
         if not self._stepping:
             return
-        halves = [self._halves[p] for p in self._stepping]
+        halves = [self._share_of(self._halves[p]) for p in self._stepping]
         torch._foreach_copy_(halves, [self.masters[p] for p in self._stepping])
-        for parameter, half in zip(self._stepping, halves, strict=True):
-            parameter.data = half
+        for parameter in self._stepping:
+            parameter.data = self._halves[parameter]
             self._versions[parameter] = parameter._version
         self._stepping = []
 
     def _save(self, module: nn.Module, state: Any, prefix: str, _: object) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in self.masters:
-                state[prefix + name] = self._wide(parameter, self.masters[parameter])
+                state[prefix + name] = self._whole(parameter)
         for name, buffer in module.named_buffers(recurse=False):
             if (module, name) in self._buffers and prefix + name in state:
                 state[prefix + name] = self._wide(buffer, self._buffers[module, name])
@@ -234,16 +246,31 @@ class HalfWeights:
                 "load_state_dict(assign=True) with half weights would replace the parameters; "
                 "use assign=False"
             )
-        own: dict[str, torch.Tensor] = {
-            name: self.masters[p]
-            for name, p in module.named_parameters(recurse=False, remove_duplicate=False)
-            if p in self.masters
-        }
-        own |= {name: kept for (owner, name), kept in self._buffers.items() if owner is module}
-        for name, master in own.items():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             value = state.get(prefix + name)
-            if isinstance(value, torch.Tensor) and value.shape == master.shape:
-                master.copy_(value.detach())
+            if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+                continue
+            if parameter in self.masters:
+                like = torch.empty_like(parameter, dtype=torch.float32).copy_(value.detach())
+                self.masters[parameter].copy_(self._share_of(like))
+        for (owner, name), kept in self._buffers.items():
+            value = state.get(prefix + name)
+            if owner is module and isinstance(value, torch.Tensor) and value.shape == kept.shape:
+                kept.copy_(value.detach())
+
+    def _whole(self, parameter: nn.Parameter) -> torch.Tensor:
+        """``parameter`` in fp32; of what other ranks update, the rounded values."""
+        master = self.masters.get(parameter)
+        if master is None or master.shape == parameter.shape:
+            return self._wide(parameter, master)
+        whole = parameter.detach().float()
+        self._share_of(whole).copy_(self._wide(self._share_of(parameter), master))
+        return whole
+
+    def join(self, gather: Callable[[nn.Parameter, torch.Tensor], torch.Tensor]) -> None:
+        """Make all masters whole: ``gather`` returns that of a parameter from this rank's part."""
+        self.masters = {p: gather(p, master) for p, master in self.masters.items()}
+        self._share_of = torch.Tensor.detach
 
     def _wide(self, tensor: torch.Tensor, former: torch.Tensor | None) -> torch.Tensor:
         """``tensor`` in fp32: ``former``, except where ``tensor`` differs from its rounding."""
@@ -260,6 +287,7 @@ def half_weights(
     dtype: HalfType = "bf16",
     *,
     float_modules: Sequence[str] = (),
+    share_of: ShareOf = torch.Tensor.detach,
 ) -> HalfWeights:
     """Compute ``model`` in 16 bits while ``optimizer`` works on fp32 masters of its parameters.
 
@@ -277,6 +305,8 @@ def half_weights(
         optimizer: the only optimizer of its parameters; its state stays its own.
         dtype: of weights and activations.
         float_modules: patterns of module paths that stay fp32, too.
+        share_of: where each rank updates a part of every parameter, a view of this rank's part: it
+            has the masters of that part alone.
 
     Exactness: lossy.
 
@@ -304,4 +334,4 @@ def half_weights(
     """
     floats = modules_in_float(model, float_modules, normalisation=True)
     check_half_weights(model, optimizer, dtype, floats)
-    return HalfWeights(model, optimizer, HALF_TYPES[dtype], floats)
+    return HalfWeights(model, optimizer, HALF_TYPES[dtype], floats, share_of)

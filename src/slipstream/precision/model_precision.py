@@ -12,6 +12,7 @@ from slipstream import precision
 from slipstream.errors import StrategyError, UsageError
 from slipstream.precision.float_modules import modules_in_float
 from slipstream.precision.half_checks import check_half_weights
+from slipstream.precision.half_weights import ShareOf
 from slipstream.precision.loss_scale import LossScaler, ScaleState
 from slipstream.precision.op_casts import check_ops
 from slipstream.precision.tf32 import allow_tf32
@@ -81,6 +82,7 @@ class ModelPrecision:
         optimizer: of the model.
         config: None: nothing is cast.
         compute: TF32.
+        share_of: a view of the part of a parameter that this rank updates.
 
     Attributes:
         scales: whether there is a loss scale, so that gradients are checked before an update.
@@ -88,7 +90,12 @@ class ModelPrecision:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, config: Precision | None, compute: Compute
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        config: Precision | None,
+        compute: Compute,
+        share_of: ShareOf = torch.Tensor.detach,
     ) -> None:
         self._config, self._compute = config, compute
         self._scaler = LossScaler(config.scale) if config is not None and config.scale else None
@@ -102,8 +109,13 @@ class ModelPrecision:
             if isinstance(config, Autocast):
                 self._casts = precision.autocast(model, **options)
             else:
-                self._casts = precision.half_weights(model, optimizer, **options)
+                self._casts = precision.half_weights(model, optimizer, share_of=share_of, **options)
         self._undo = allow_tf32() if compute.tf32 and torch.cuda.is_available() else None
+
+    @property
+    def masters(self) -> precision.HalfWeights | None:
+        """The half weights, if the strategy asks for them."""
+        return self._casts if isinstance(self._casts, precision.HalfWeights) else None
 
     def take(self, loss_scale: float) -> float:
         """The loss scale of a backward pass; ``loss_scale``: the user's own, 1 if none.

@@ -6,7 +6,7 @@ undoes everything in reverse: if a later step fails, else when the session ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.gradients.segments import NamedParameter, as_wide_as_gradients, parameters_of
+from slipstream.gradients.shares import Shares
 from slipstream.gradients.single import SingleReplicaEngine
 from slipstream.memory import offload, recompute
 from slipstream.parallel.dims import ParallelDims
@@ -40,13 +41,15 @@ from slipstream.session.report import adaptive_rows
 from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState
 from slipstream.session.tracing import NoTracing, SessionTracer, Tracer
-from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Strategy, codec_of
+from slipstream.sharding.gather import ParameterGather
+from slipstream.sharding.model import ShardedModel
+from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Sharded, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.channel import STAGES, Channel
-from slipstream.transport.consistency import broadcast_from_first
+from slipstream.transport.consistency import any_of, broadcast_from_first
 from slipstream.transport.switch import Switch
-from slipstream.transport.transport import make_transport
+from slipstream.transport.transport import Transport, make_transport
 from slipstream.tuner.online_search import OnlineSearch
 from slipstream.tuner.search_space import SETTLING, SearchSpace
 
@@ -97,9 +100,12 @@ def compose(
         full_state = _model_parallel(given)
         # Before precision: ranks start from values that are not rounded yet.
         groups = _same_start(given, full_state)
+        shares = _shares(given)
         # Changes the types of parameters: before the engine lays out their gradients.
-        compute = strategy.compute
-        precision = handles.add(ModelPrecision(model, optimizer, strategy.precision, compute))
+        share_of = torch.Tensor.detach if shares is None else shares.own
+        precision = handles.add(
+            ModelPrecision(model, optimizer, strategy.precision, strategy.compute, share_of)
+        )
         # Wraps the layers, which have their final form by now.
         _recompute(given)
         # Wraps recomputed blocks, so that it offloads their inputs.
@@ -108,15 +114,33 @@ def compose(
         # Before the codecs, which apply the momentum that they take over from the optimizer.
         momentum_correction = MomentumCorrection(optimizer, trainables, given.codec, dims.data_size)
         handles.callback(momentum_correction.give_back)
+        any_rank = dims.any_rank
+        if shares is not None and control is not None:
+            any_rank = partial(any_of, group=control)
+        transports = _transports(given, groups)
         # After all that changes the model: its hooks see final gradients.
-        engine, search = _exchange(given, groups, trainables, momentum_correction, precision)
+        engine, search = _exchange(
+            given, transports, trainables, momentum_correction, precision, shares, any_rank
+        )
+        # After the engine, which knows the order of the parameters.
+        if shares is not None:
+            full_state = _sharded_model(given, transports[0], trainables, shares, engine, precision)
         # After the engine, whose segments it describes.
         tracer = _tracer(given, engine, search)
         # After the tracer: where an epoch starts, an iteration begins.
         session_loader = _session_loader(given, loader, tracer)
         window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, session_loader)
         loop = TrainingLoop(
-            model, optimizer, window, engine, precision, momentum_correction, dims, tracer
+            model,
+            optimizer,
+            window,
+            engine,
+            precision,
+            momentum_correction,
+            dims,
+            full_state,
+            any_rank,
+            tracer,
         )
         names, codec = [t.name for t in trainables], strategy.gradients.codec
         state = SessionState(model, names, engine, dims, search, precision, codec)
@@ -209,12 +233,21 @@ def _trainables(
     return as_wide_as_gradients(trainables) if precision.exchanges_wide else trainables
 
 
+def _transports(given: _Given, groups: Sequence[dist.ProcessGroup]) -> list[Transport]:
+    """One on each group: what the strategy names, or what it lets a search choose among."""
+    first, *others = SearchSpace.of(given.strategy, given.cluster).transports
+    make: Callable[..., Transport] = Switch if others else make_transport
+    return [make(first, group) for group in groups]
+
+
 def _exchange(
     given: _Given,
-    groups: Sequence[dist.ProcessGroup],
+    transports: Sequence[Transport],
     trainables: Sequence[NamedParameter],
     momentum_correction: MomentumCorrection,
     precision: ModelPrecision,
+    shares: Shares | None,
+    any_rank: Callable[[bool], bool],
 ) -> tuple[GradientEngine, OnlineSearch | None]:
     """The engine on its channel, and the search for what the strategy leaves open, if anything."""
     dims, codec, config = given.dims, given.codec, given.strategy.gradients
@@ -222,9 +255,7 @@ def _exchange(
         alone = SingleReplicaEngine(given.model.parameters(), config.split)
         return given.handles.add(alone), None
     space = SearchSpace.of(given.strategy, given.cluster)
-    make = Switch if len(space.transports) > 1 else make_transport
-    single, *staged = transports = [make(space.transports[0], group) for group in groups]
-    channel = Channel(single, staged, given.cluster.device, given.recorder)
+    channel = Channel(transports[0], transports[1:], given.cluster.device, given.recorder)
     given.handles.enter_context(closing(channel))  # closed after the engine that uses it
     verdict = measure(codec, given.cluster) if isinstance(codec, Adaptive) else None
     compression_plan = CompressionPlan(
@@ -232,6 +263,7 @@ def _exchange(
         Ranks(dims.data_rank, dims.data_size),
         momentum_correction.momenta,
         verdict.pays if verdict else lambda num_bytes: True,
+        shares,
         narrow=not precision.exchanges_wide,
     )
     engine = Engine(
@@ -244,7 +276,7 @@ def _exchange(
         compression_plan=compression_plan,
         channel=channel,
         control=dims.data,
-        any_rank=dims.any_rank,
+        any_rank=any_rank,
     )
     given.handles.add(engine)
     engine.load_codec_state(momentum_correction.buffers)
@@ -257,6 +289,43 @@ def _exchange(
     if verdict is not None:
         given.handles.add_rows(partial(adaptive_rows, verdict, engine))
     return engine, search
+
+
+def _shares(given: _Given) -> Shares | None:
+    """Who updates what, where every rank updates a share; None: all update everything."""
+    dims = given.dims
+    if dims.data is None or not isinstance(given.strategy.gradients.transport, Sharded):
+        return None
+    names = {t.parameter: t.name for t in parameters_of(given.model, trainable=True)}
+    return Shares(Ranks(dims.data_rank, dims.data_size), names)
+
+
+def _sharded_model(
+    given: _Given,
+    transport: Transport,
+    trainables: Sequence[NamedParameter],
+    shares: Shares,
+    engine: GradientEngine,
+    precision: ModelPrecision,
+) -> ShardedModel:
+    config, rank = given.strategy.gradients.transport, given.cluster.rank
+    assert isinstance(config, Sharded)
+
+    def forward_order() -> list[NamedParameter]:
+        assert engine.order is not None
+        return [trainables[index] for index in reversed(engine.order.order)]
+
+    sharded = ShardedModel(
+        given.model,
+        given.optimizer,
+        trainables=trainables,
+        shares=shares,
+        transport=transport,
+        gather=ParameterGather(shares, transport, config.gather, f"rank {rank}"),
+        order=forward_order,
+        half_weights=precision.masters,
+    )
+    return given.handles.add(sharded, on_error=sharded.abandon)
 
 
 def _tracer(given: _Given, engine: GradientEngine, search: OnlineSearch | None) -> Tracer:

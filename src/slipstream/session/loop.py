@@ -18,6 +18,7 @@ from slipstream.errors import UsageError
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.full_state import FullState
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
@@ -36,6 +37,8 @@ class TrainingLoop:
         precision: scales the loss.
         momentum_correction: what codecs took over from the optimizer.
         dims: compares ranks that share the model.
+        full_state: completes parameters that are still on their way.
+        any_rank: whether a flag is up on any rank that holds a part of the gradients.
         tracer: records the spans.
         steps: updates so far.
         skipped: updates that were skipped because of gradients that were not finite.
@@ -48,6 +51,8 @@ class TrainingLoop:
     precision: ModelPrecision
     momentum_correction: MomentumCorrection
     dims: ParallelDims
+    full_state: FullState
+    any_rank: Callable[[bool], bool]
     tracer: Tracer
 
     steps = skipped = 0
@@ -113,6 +118,7 @@ class TrainingLoop:
     def _run_backward(self, run: Callable[[], None], loss_scale: float) -> None:
         """``run`` a backward pass; average the gradients if an update follows it."""
         dummy_batch = self.window.count()
+        self.full_state.complete()
         self.tracer.backward_begins(dummy_batch=dummy_batch)
         exchange = self.window.last and not self._local_only
         self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
@@ -164,10 +170,11 @@ class TrainingLoop:
             return True
         if self.window.loss_scale == 1.0 and not self.precision.scales:
             return False  # without a loss scale, NaN gradients are an update like any other
-        gradients = (p.grad for p in self._parameters if p.grad is not None)
-        infinite = [any_infinite(g._values() if g.is_sparse else g) for g in gradients]
-        # Averages are the same on all data-parallel ranks; those that share a model must agree.
-        return self.dims.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
+        averages = self.engine.averages(self._parameters)
+        infinite = [any_infinite(g._values() if g.is_sparse else g) for g in averages]
+        # Averages are the same on all data-parallel ranks, unless each has a share of them; those
+        # that share a model must agree.
+        return self.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
 
     def _update(self, *, skip: bool) -> None:
         self.tracer.update_begins()

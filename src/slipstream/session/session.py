@@ -6,7 +6,7 @@ Techniques are installed by ``compose``; what a verb does inside is in ``loop`` 
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Self, TypeVar
 
@@ -22,6 +22,7 @@ from slipstream.parallel.full_state import FullState
 from slipstream.session.handles import HandleStack
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.state import SessionState
+from slipstream.sharding.model import join_shares
 from slipstream.strategy import Row, Strategy, overview
 from slipstream.strategy.overview import plain_text
 
@@ -273,6 +274,26 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("load_full_optimizer_state_dict")
         self._full_state.load_full_optimizer_state_dict(state)
+
+    def sharded_optimizer_state_dict(self) -> dict[str, Any]:
+        """The part of the optimizer's state that this rank has: with transport sharded, its share;
+        else all of it. Every rank saves its own; no communication.
+
+        Raises:
+            UsageError: the session is closed.
+        """
+        self._must_be_open("sharded_optimizer_state_dict")
+        return self._full_state.sharded_optimizer_state_dict()
+
+    def load_sharded_optimizer_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load what all ranks of a run saved by `sharded_optimizer_state_dict`, in any order; every
+        rank passes all of them, and keeps its part, on any number of ranks.
+
+        Raises:
+            UsageError: a rank's state is missing or there twice, or the session is closed.
+        """
+        self._must_be_open("load_sharded_optimizer_state_dict")
+        self._full_state.load_full_optimizer_state_dict(join_shares(states))
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of the whole model, also where ranks share it; call it

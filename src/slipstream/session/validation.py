@@ -21,6 +21,7 @@ from slipstream.memory.checks import check_memory
 from slipstream.parallel.checks import check_parallel
 from slipstream.precision.model_precision import check_precision, precision_warnings
 from slipstream.session.checks import check_model, check_optimizer
+from slipstream.sharding.checks import check_sharded
 from slipstream.strategy import Strategy
 
 
@@ -58,6 +59,7 @@ def validate(
     trainables = parameters_of(model, trainable=True)
     check_gradients(trainables, optimizer, strategy.gradients)
     check_precision(model, optimizer, strategy.precision)
+    check_sharded(model, optimizer, trainables, strategy)
     check_parallel(model, optimizer, strategy, cluster.world_size)
     local_ranks = cluster.environment.local_world_size
     check_memory(model, strategy, local_ranks=local_ranks, rank=cluster.rank)
@@ -68,7 +70,8 @@ def validate(
     }
     for name, p in model.named_parameters():
         frozen = "" if p.requires_grad else ", frozen"
-        fingerprint[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{frozen}"
+        strides = "" if p.is_contiguous() else f", strides {tuple(p.stride())}"
+        fingerprint[f"parameter {name}"] = f"{p.dtype} {tuple(p.shape)}{strides}{frozen}"
     for name, b in model.named_buffers():
         fingerprint[f"buffer {name}"] = f"{b.dtype} {tuple(b.shape)}"
     found = gradient_warnings(trainables, strategy.gradients)

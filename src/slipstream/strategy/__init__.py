@@ -64,5 +64,6 @@ from slipstream.strategy.transport import (
     Auto as Auto,
     Direct as Direct,
     Flat as Flat,
+    Sharded as Sharded,
     Transport as Transport,
 )

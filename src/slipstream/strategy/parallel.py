@@ -156,7 +156,7 @@ class PipelineParallel(Setting):
     ranks: int = Field(ge=2)
     """Ranks of the pipeline."""
 
-    cut: tuple[str, ...] = Field(min_length=1, strict=False)
+    cut: tuple[str, ...] = Field(min_length=1, strict=False, examples=[["transformer.h.6"]])
     """Paths of the modules at which the second, third ... stage begins."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"

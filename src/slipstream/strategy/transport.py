@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slipstream.strategy.setting import OneOf, Variant
+from slipstream.strategy.split import ByBytes, Split
 
 
 class Flat(Variant, exactness="reordered"):
@@ -23,6 +24,28 @@ class Direct(Variant, exactness="reordered"):
     """
 
     kind: Literal["direct"] = "direct"
+
+
+class Sharded(Variant, exactness="reordered"):
+    """Each rank updates a share of every parameter: gradients are summed to the ranks that own
+    them, and parameters are gathered under the next forward, each before the layer that reads it.
+
+    The bytes of an all-reduce, half of them beside backward and half beside forward, and optimizer
+    state of 1/p the size. For optimizers that treat every value on its own (SGD, Adam and their
+    kin), and for Lars and Lamb, whose norms are summed over ranks. Between ``backward()`` and
+    ``step()`` no rank has the whole gradient: clip with ``session.clip_grad_norm_``.
+
+    Source: ZeRO-1, https://arxiv.org/abs/1910.02054, and DeAR, https://arxiv.org/abs/2302.12445.
+    """
+
+    kind: Literal["sharded"] = "sharded"
+
+    gather: Split = ByBytes(megabytes=4.0)
+    """Which parameters travel together, in the order in which forward needs them."""
+
+    elementwise: bool = False
+    """Your promise that an optimizer which slipstream does not know treats every value on its
+    own: its steps on a part of a parameter are those on the whole."""
 
 
 class Auto(Variant, exactness="reordered"):
@@ -44,7 +67,7 @@ class Auto(Variant, exactness="reordered"):
     """Updates that the search takes at most."""
 
 
-Transport = Annotated[Flat | Direct | Auto, OneOf()]
+Transport = Annotated[Flat | Direct | Sharded | Auto, OneOf()]
 """A transport, or only its kind: ``flat`` for ``{kind: flat}``."""
 
 DEFAULT_TRANSPORT = Flat()

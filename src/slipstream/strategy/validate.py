@@ -120,8 +120,10 @@ def _allowed(owner: type[BaseModel], field: str) -> str:
     if inner:
         return f"the kinds {', '.join(inner)}; e.g. {field}: {{kind: {next(iter(inner))}}}"
     info = owner.model_fields[field]
-    example = info.examples[0] if info.examples else info.default
     words = _words(owner.model_json_schema()["properties"][field])
+    if not info.examples and info.is_required():
+        return words
+    example = info.examples[0] if info.examples else info.default
     return f"{words}; e.g. {field}: {json.dumps(example)}"
 
 

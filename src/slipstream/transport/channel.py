@@ -26,7 +26,7 @@ import torch
 
 from slipstream.errors import ExchangeError
 from slipstream.trace.recorder import Recorder, Stamp
-from slipstream.transport.requests import AllReduce, Exchange, Request
+from slipstream.transport.requests import Exchange, Request
 from slipstream.transport.transport import Transport, run
 from slipstream.transport.work import Work
 
@@ -100,7 +100,7 @@ class Channel:
         assert self._recorder is not None
         return self._recorder.stamp(self._device)
 
-    def prepare(self, requests: Sequence[AllReduce]) -> None:
+    def prepare(self, requests: Sequence[Request]) -> None:
         """Announce the single requests of a backward pass; see ``Transport.prepare``."""
         self._single.prepare(requests)
 

@@ -68,6 +68,12 @@ def maximum(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return values
 
 
+def any_of(flag: bool, group: dist.ProcessGroup) -> bool:
+    """Whether ``flag`` is set on any rank of a group of CPU tensors."""
+    with collective_errors("the comparison of the ranks"):
+        return bool(maximum(torch.tensor([flag], dtype=torch.uint8), group))
+
+
 def of_first(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The ``values`` of the group's first rank; overwrites ``values``."""
     dist.broadcast(values, group=group, group_src=0)

@@ -11,6 +11,8 @@ those of a whole backward pass when that begins.
 2. A thread waits for the others' pieces of this rank's share, in the order of the starts, adds them
    in rank order, and sends the sum to all others, while later tensors are already on their way.
 3. The others' sums arrive in the tensor itself: each overwrites what its owner has received before.
+
+A reduce-scatter is the first two steps without the sending; an all-gather is the third.
 """
 
 from __future__ import annotations
@@ -25,10 +27,10 @@ from typing import TypeGuard
 import torch
 import torch.distributed as dist
 
-from slipstream.strategy import Direct, Flat
+from slipstream.strategy import Direct, Flat, Sharded
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.p2p import start_transfer
-from slipstream.transport.requests import AllReduce, Request
+from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request
 from slipstream.transport.work import ThreadWork, Work
 
 AHEAD = 64 * 2**20
@@ -42,51 +44,58 @@ TAGS = 2**15
 
 
 @dataclass(slots=True)
-class _AllReduce:
-    """One all-reduce from its announcement to its end."""
+class _Exchange:
+    """One request from its announcement to its end.
+
+    Tensors and works by rank: what leaves this rank with the first tag of the exchange, what comes
+    with it to be summed, where the sum goes, and what comes with the second tag.
+    """
 
     tag: int
-    rows: torch.Tensor  # what the others send of the own share
-    shares: Sequence[torch.Tensor]  # of the tensor, by rank
-    pieces: Sequence[torch.Tensor] = ()  # of the own share, by rank
+    parts: Sequence[torch.Tensor] = ()
+    rows: torch.Tensor | None = None  # what the others send of the own part
+    pieces: Sequence[torch.Tensor] = ()
     pieces_in: Sequence[dist.Work] = ()
-    sums_in: Sequence[dist.Work] = ()
+    out: torch.Tensor | None = None
+    sends_sum: bool = False
+    results_in: Sequence[dist.Work] = ()
     sent: Sequence[dist.Work] = ()
     work: ThreadWork = field(default_factory=ThreadWork)
 
 
 class DirectTransport:
-    """All-reduces by sends to the owner of each share and back; all else as ``flat`` does it.
+    """All-reduces by sends to the owner of each share and back, and their halves alone.
 
     A tensor of ``n`` bytes makes each of p ranks send and receive ``2 (p - 1) / p * n``, as in a
     ring, in 2 hops instead of ``2 (p - 1)``. Sums in rank order, those of 16-bit floats in float32:
     the same bits on all ranks and in every run. Exactness: reordered; bitwise on two ranks.
 
-    Memory: the pieces received ahead, at most `AHEAD` bytes and those of one tensor.
+    Memory: the pieces received ahead, at most `AHEAD` bytes and those of one tensor. Broadcasts,
+    all-to-alls and the memory of other devices travel as ``flat`` sends them.
     """
 
-    def __init__(self, config: Direct, group: dist.ProcessGroup) -> None:
+    def __init__(self, config: Direct | Sharded, group: dist.ProcessGroup) -> None:
         self._flat, self._group = FlatTransport(Flat(), group), group
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         # Every rank begins with its next neighbour, so that no two begin with the same peer.
         self._targets = [(self._rank + d) % self._ranks for d in range(1, self._ranks)]
         self._sources = [(self._rank - d) % self._ranks for d in range(1, self._ranks)]
         self._next_tag = 0
-        self._announced: deque[_AllReduce] = deque()
+        self._announced: deque[_Exchange] = deque()
+        self._sums_to_come = 0  # announced and not started
         # The lock guards what follows: the thread frees pieces, and receives the next ones there.
         self._lock = threading.Lock()
-        self._without_pieces: deque[_AllReduce] = deque()
+        self._without_pieces: deque[_Exchange] = deque()
         self._ahead = 0
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
-        self._started: SimpleQueue[_AllReduce | None] = SimpleQueue()
+        self._started: SimpleQueue[_Exchange | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
-    def prepare(self, requests: Sequence[AllReduce]) -> None:
-        """Post the receives of the next backward pass."""
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Post the receives of what comes next."""
         try:
-            tensors = [r.tensor for r in requests if _is_ours(r)]
-            self._announce(tensors)
+            self._announce([request for request in requests if _is_ours(request)])
         except RuntimeError as error:  # a peer is gone already: ``start`` tells
             self._error = error
 
@@ -96,10 +105,13 @@ class DirectTransport:
         if self._error is not None:
             raise RuntimeError(f"an earlier exchange failed: {self._error}")
         if not self._announced:
-            self._announce([request.tensor])
+            self._announce([request])
         entry = self._announced.popleft()
+        if isinstance(request, AllGather):
+            return self._gather(entry, request)
+        self._sums_to_come -= 1  # before the thread gets it: it must not wait for one more
         try:
-            entry.sent = self._send(entry.shares, 2 * entry.tag)
+            entry.sent = self._send(entry.parts, 2 * entry.tag)
         except RuntimeError as error:  # the thread tells, and ends all that is under way
             self._error = error
         if self._thread is None:
@@ -114,29 +126,51 @@ class DirectTransport:
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
-    def _announce(self, tensors: Sequence[torch.Tensor]) -> None:
-        new = []
-        for tensor in tensors:
-            flat = tensor.view(-1)
-            unit = max(ALIGNMENT // flat.itemsize, 1)
-            length = -(-flat.numel() // (self._ranks * unit)) * unit
-            shares = [flat[rank * length :][:length] for rank in range(self._ranks)]
-            entry = _AllReduce(self._next_tag, flat[:0], shares)
-            self._next_tag = (self._next_tag + 1) % TAGS
-            entry.sums_in = self._receive(shares, 2 * entry.tag + 1)
-            new.append(entry)
+    def _announce(self, requests: Sequence[AllReduce | ReduceScatter | AllGather]) -> None:
+        new = [self._exchange(request) for request in requests]
         self._announced.extend(new)
+        sums = [entry for entry in new if entry.parts]
+        self._sums_to_come += len(sums)
         with self._lock:
-            sizes = {_size(entry.shares[self._rank]) for entry in new}
-            self._free = {size: rows for size, rows in self._free.items() if size in sizes}
-            self._without_pieces.extend(new)
+            if len(sums) > 1:  # of a backward pass: rows of another layout are not needed any more
+                sizes = {_size(entry.parts[self._rank]) for entry in sums}
+                self._free = {size: rows for size, rows in self._free.items() if size in sizes}
+            self._without_pieces.extend(sums)
             self._receive_pieces()
 
+    def _exchange(self, request: AllReduce | ReduceScatter | AllGather) -> _Exchange:
+        """A request with its tags, the receives of its results posted."""
+        entry = _Exchange(self._next_tag)
+        self._next_tag = (self._next_tag + 1) % TAGS
+        match request:
+            case AllGather(_, receive):
+                results: Sequence[torch.Tensor] = receive.unbind()
+            case AllReduce(tensor):
+                results = entry.parts = self._parts(tensor.view(-1))
+                entry.out, entry.sends_sum = results[self._rank], True
+            case ReduceScatter(rows, out):
+                entry.parts, entry.out = rows.unbind(), out
+                return entry
+        entry.results_in = self._receive(results, 2 * entry.tag + 1)
+        return entry
+
+    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        unit = max(ALIGNMENT // flat.itemsize, 1)
+        length = -(-flat.numel() // (self._ranks * unit)) * unit
+        return [flat[rank * length :][:length] for rank in range(self._ranks)]
+
+    def _gather(self, entry: _Exchange, request: AllGather) -> list[dist.Work]:
+        sent = self._send([request.send] * self._ranks, 2 * entry.tag + 1)
+        own = request.receive[self._rank]
+        if own.data_ptr() != request.send.data_ptr():
+            own.copy_(request.send)
+        return [*entry.results_in, *sent]
+
     def _receive_pieces(self) -> None:
-        """Post the receives of pieces of the next all-reduces, as far as memory goes."""
+        """Post the receives of pieces of the next sums, as far as memory goes."""
         while self._without_pieces:
             entry = self._without_pieces[0]
-            own = entry.shares[self._rank]
+            own = entry.parts[self._rank]
             num_bytes = own.nbytes * (self._ranks - 1)
             if self._ahead and self._ahead + num_bytes > AHEAD:
                 return
@@ -156,7 +190,7 @@ class DirectTransport:
     # The thread that sums.
 
     def _serve(self) -> None:
-        summed: deque[_AllReduce] = deque()
+        summed: deque[_Exchange] = deque()
         while (entry := self._started.get()) is not None:
             summed.append(entry)
             try:
@@ -164,7 +198,7 @@ class DirectTransport:
                     raise RuntimeError(f"an earlier exchange failed: {self._error}")
                 self._sum(entry)
                 while summed and (len(summed) > WINDOW or not self._more):
-                    _wait(summed[0].sums_in)
+                    _wait(summed[0].results_in)
                     _wait(summed[0].sent)
                     summed.popleft().work.complete()
             except Exception as error:  # of any kind: others wait for these works
@@ -175,15 +209,18 @@ class DirectTransport:
 
     @property
     def _more(self) -> bool:
-        """Whether another all-reduce is started or will be: its sum must not wait for this one."""
-        return bool(self._announced) or not self._started.empty()
+        """Whether another sum is started or will be: its sending must not wait for this one."""
+        return self._sums_to_come > 0 or not self._started.empty()
 
-    def _sum(self, entry: _AllReduce) -> None:
+    def _sum(self, entry: _Exchange) -> None:
         _wait(entry.pieces_in)
-        own = entry.shares[self._rank]
+        own, out = entry.parts[self._rank], entry.out
+        assert out is not None
+        assert entry.rows is not None
         if own.numel():
-            add_in_order(entry.pieces, own)
-            entry.sent = [*entry.sent, *self._send([own] * self._ranks, 2 * entry.tag + 1)]
+            add_in_order(entry.pieces, out)
+            if entry.sends_sum:
+                entry.sent = [*entry.sent, *self._send([out] * self._ranks, 2 * entry.tag + 1)]
         with self._lock:
             self._ahead -= own.nbytes * (self._ranks - 1)
             self._free.setdefault(_size(own), []).append(entry.rows)
@@ -193,7 +230,8 @@ class DirectTransport:
 def add_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Leave ``pieces[0] + pieces[1] + ...`` in ``out``, which may be one of them.
 
-    16-bit floats are summed in float32 and rounded once. The others' values are overwritten.
+    16-bit floats are summed in float32 and rounded at most once. The others' values are
+    overwritten.
 
     Example:
         >>> ones = torch.ones(1, dtype=torch.bfloat16)
@@ -201,7 +239,8 @@ def add_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         >>> ones
         tensor([258.], dtype=torch.bfloat16)
     """
-    total = pieces[0].float() if out.dtype in (torch.float16, torch.bfloat16) else pieces[0]
+    half = pieces[0].dtype in (torch.float16, torch.bfloat16)
+    total = pieces[0].float() if half else pieces[0]
     for piece in pieces[1:-1]:
         total += piece
     if total.dtype == out.dtype:
@@ -210,9 +249,12 @@ def add_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         out.copy_(total.add_(pieces[-1]))
 
 
-def _is_ours(request: Request) -> TypeGuard[AllReduce]:
-    """gloo sends host memory alone, and an empty tensor needs no messages."""
-    return isinstance(request, AllReduce) and not request.tensor.is_cuda
+def _is_ours(request: Request) -> TypeGuard[AllReduce | ReduceScatter | AllGather]:
+    """gloo sends host memory alone."""
+    match request:
+        case AllReduce(tensor) | ReduceScatter(tensor, _) | AllGather(tensor, _):
+            return not tensor.is_cuda
+    return False
 
 
 def _size(tensor: torch.Tensor) -> tuple[int, torch.dtype]:

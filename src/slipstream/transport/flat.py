@@ -8,7 +8,14 @@ import torch.distributed as dist
 
 from slipstream.strategy import Flat
 from slipstream.transport import p2p
-from slipstream.transport.requests import AllGather, AllReduce, AllToAll, Broadcast, Request
+from slipstream.transport.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    ReduceScatter,
+    Request,
+)
 
 
 class FlatTransport:
@@ -21,7 +28,7 @@ class FlatTransport:
     def __init__(self, config: Flat, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def prepare(self, requests: Sequence[AllReduce]) -> None:
+    def prepare(self, requests: Sequence[Request]) -> None:
         """Nothing to do: the backend posts its receives when a collective starts."""
 
     def start(self, request: Request) -> Sequence[dist.Work]:
@@ -29,6 +36,8 @@ class FlatTransport:
         match request:
             case AllReduce(tensor):
                 work = dist.all_reduce(tensor, dist.ReduceOp.SUM, group, async_op=True)
+            case ReduceScatter(rows, out):
+                work = p2p.scatter_sums(out, rows.view(-1), group, async_op=True)
             case AllToAll(send, receive) if send.is_cuda:
                 # gloo sends host memory alone, but its all-to-all copies from the device itself.
                 work = dist.all_to_all_single(receive, send, group=group, async_op=True)

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-"""torch 2.13 renamed it."""
+_RENAMED = hasattr(dist, "all_gather_single")  # by torch 2.13
+_GATHER = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 
 
 def start_transfer(
@@ -83,25 +84,6 @@ def start_all_to_all(
     return works
 
 
-def start_gather(
-    receive: Sequence[torch.Tensor], send: torch.Tensor, group: dist.ProcessGroup, tag: int = 0
-) -> list[dist.Work]:
-    """Begin to send ``send`` to all others, and to fill ``receive[j]`` from rank ``j``.
-
-    Args:
-        receive: contiguous, by rank in ``group``; the own row gets a copy of ``send``.
-        send: contiguous.
-        group: nobody else sends in it with this tag meanwhile.
-        tag: as in ``start_transfer``.
-    """
-    rank, count = dist.get_rank(group), dist.get_world_size(group)
-    others = [(rank + distance) % count for distance in range(1, count)]
-    sources = {other: receive[other] for other in reversed(others)}
-    works = start_transfer(sources, dict.fromkeys(others, send), group, tag)
-    receive[rank].copy_(send)  # while the others travel
-    return works
-
-
 def gather_all(
     receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
@@ -111,6 +93,15 @@ def gather_all(
     would copy each of them.
     """
     work: dist.Work | None = getattr(dist, _GATHER)(receive, send, group=group, async_op=async_op)
+    return work
+
+
+def scatter_sums(
+    receive: torch.Tensor, send: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Fill ``receive`` with the sum over ranks of this rank's part of ``send``, whose equal parts
+    lie in the order of ``group``. Both are contiguous and of one dtype."""
+    work: dist.Work | None = getattr(dist, _SCATTER)(receive, send, group=group, async_op=async_op)
     return work
 
 

@@ -21,6 +21,17 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """Leave in ``out``, on rank ``i``, the sum over ranks of row ``i`` of ``rows``.
+
+    ``out`` may be of a wider dtype than what travels. The rows are overwritten.
+    """
+
+    rows: torch.Tensor
+    out: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class AllToAll:
     """Row ``i`` of ``send`` goes to rank ``i``; row ``j`` of ``receive`` comes from rank ``j``."""
 
@@ -43,7 +54,7 @@ class Broadcast:
     tensor: torch.Tensor
 
 
-Request = AllReduce | AllToAll | AllGather | Broadcast
+Request = AllReduce | ReduceScatter | AllToAll | AllGather | Broadcast
 Exchange = Generator[Request, None, None]
 
 
@@ -60,6 +71,8 @@ def sent_bytes(request: Request, ranks: int) -> float:
     match request:
         case AllReduce(tensor):
             return 2 * (ranks - 1) / ranks * tensor.nbytes
+        case ReduceScatter(rows, _):
+            return (ranks - 1) / ranks * rows.nbytes
         case AllToAll(send, _):
             return (ranks - 1) / ranks * send.nbytes
         case AllGather(send, _):

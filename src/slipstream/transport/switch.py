@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from slipstream.strategy import Transport as TransportConfig
-from slipstream.transport.requests import AllReduce, Request
+from slipstream.transport.requests import Request
 from slipstream.transport.transport import Transport, make_transport
 from slipstream.transport.work import Work
 
@@ -36,7 +36,7 @@ class Switch:
         for other in self._made.keys() - {config}:
             self._made.pop(other).close()
 
-    def prepare(self, requests: Sequence[AllReduce]) -> None:
+    def prepare(self, requests: Sequence[Request]) -> None:
         self._used.prepare(requests)
 
     def start(self, request: Request) -> Sequence[Work]:

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from slipstream.cluster.connect import Cluster
-from slipstream.strategy import Direct, Flat, Transport as TransportConfig
+from slipstream.strategy import Direct, Flat, Sharded, Transport as TransportConfig
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
-from slipstream.transport.requests import AllReduce, Exchange, Request
+from slipstream.transport.requests import Exchange, Request
 from slipstream.transport.work import Work
 
 
@@ -27,12 +27,12 @@ class Transport(Protocol):
     transport on a group of their own.
     """
 
-    def prepare(self, requests: Sequence[AllReduce]) -> None:
-        """Announce, before a backward pass, the all-reduces that it will start, in order.
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Announce the single requests that a pass over the model will start, in order.
 
         Every announced request is started before the first of them is waited for, and before the
         next call, unless a failure ends the run.
-        Other requests may be started in between, and the tensors stay where they are. A transport
+        Broadcasts may be started in between, and the tensors stay where they are. A transport
         may post its receives now, and knows from the count when nothing more will follow.
         """
 
@@ -52,6 +52,7 @@ class Transport(Protocol):
 TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
     Flat: FlatTransport,
     Direct: DirectTransport,
+    Sharded: DirectTransport,
 }
 """By type of the strategy's ``gradients.transport``."""
 

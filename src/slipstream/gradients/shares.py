@@ -1,0 +1,185 @@
+"""Which values of each parameter belong to which rank, and this rank's share of the averages.
+
+Never communicates. A parameter of ``n`` values is cut, in the order of its memory, into p shares of
+``n / p``, rounded up; the last ones may be shorter or empty. Shares do not depend on segments, so
+gradients and parameters can be cut into segments of their own, and anew while training runs.
+
+[Note: Bits]
+torch's CPU kernels compute a tensor in vectors, and what is left at its end value by value, which
+may round differently. So shares begin at multiples of 64 values: every value is computed as it is
+in a whole tensor. Beyond 16 ranks that would send too much padding, and the multiple shrinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from slipstream.codecs import Ranks
+from slipstream.codecs.compressor import is_dense
+from slipstream.errors import UsageError
+
+ALIGNMENT = 64
+"""Bytes; rows begin at multiples of it, as vectorized sums like."""
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in the order of their memory: a 1-D view of a tensor without holes.
+
+    Example:
+        >>> flat(torch.tensor([[1, 2], [3, 4]]).T).tolist()
+        [1, 2, 3, 4]
+    """
+    tensor = tensor.detach()
+    assert is_dense(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class Workspace:
+    """Memory that gradients use in backward, and parameters on their way under forward.
+
+    Example:
+        >>> workspace = Workspace(torch.device("cpu"))
+        >>> workspace.begin(64)
+        >>> workspace.rows(2, 3, torch.float32).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._taken = 0
+
+    def begin(self, num_bytes: int = 0) -> None:
+        """Take memory from the start again, of which there shall be at least ``num_bytes``."""
+        self._taken = 0
+        if num_bytes > len(self._memory):
+            self._memory = self._memory.new_zeros(num_bytes)
+
+    def rows(self, count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next rows, of undefined values; memory of their own where the room is used up."""
+        num_bytes = count * width * dtype.itemsize
+        start, self._taken = self._taken, -(-(self._taken + num_bytes) // ALIGNMENT) * ALIGNMENT
+        if start + num_bytes > len(self._memory):
+            return torch.empty(count, width, dtype=dtype, device=self._memory.device)
+        return self._memory[start:][:num_bytes].view(dtype).view(count, width)
+
+
+class Shares:
+    """This rank's share of every parameter, and of the averages of their gradients.
+
+    Args:
+        ranks: that share the parameters.
+        names: of the parameters.
+
+    Attributes:
+        ranks: as given.
+        workspace: for all rows of shares.
+        gradients: by parameter, this rank's share of the average, with as many axes as the
+            parameter; a parameter that got no gradient on any rank is absent.
+    """
+
+    def __init__(self, ranks: Ranks, names: Mapping[nn.Parameter, str]) -> None:
+        self.ranks, self._names = ranks, names
+        self._unit = max(min(64, 1024 // ranks.count), 1)
+        self.gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self.workspace = Workspace(next((p.device for p in names), torch.device("cpu")))
+
+    def length(self, parameter: torch.Tensor) -> int:
+        """How many values are in a share; the last shares may have fewer."""
+        return -(-parameter.numel() // (self.ranks.count * self._unit)) * self._unit
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a parameter, or of a tensor laid out like it: a view.
+
+        Of shape (1, ..., 1, values), with as many axes as the tensor and at least one: optimizers
+        treat vectors differently from matrices.
+
+        Example:
+            >>> shares = Shares(Ranks(1, 2), {})
+            >>> shares.own(torch.torch.zeros(10, 12)).shape
+            torch.Size([1, 56])
+        """
+        length = self.length(tensor)
+        part = flat(tensor)[self.ranks.rank * length :][:length]
+        return part.view(*[1] * (tensor.ndim - 1), part.numel())
+
+    def deliver(self, parameter: nn.Parameter, average: torch.Tensor | None) -> None:
+        """Keep this rank's share of an average; None: no rank had a gradient.
+
+        Adds to what an earlier exchange of the same update has left.
+        """
+        if average is not None:
+            before = self.gradients.get(parameter)
+            self.gradients[parameter] = average if before is None else before.add_(average)
+        parameter.grad = self._guard(parameter) if parameter in self.gradients else None
+
+    def begin(self) -> None:
+        """A backward pass begins: gradients of this rank may accumulate, and exchanges overwrite
+        the memory in which averages arrived."""
+        for parameter, gradient in self.gradients.items():
+            parameter.grad = None
+            self.gradients[parameter] = gradient.clone()
+
+    def clear(self) -> None:
+        """The averages were used."""
+        for parameter in self.gradients:
+            parameter.grad = None
+        self.gradients.clear()
+
+    def _guard(self, parameter: nn.Parameter) -> torch.Tensor:
+        blank = torch.zeros((), dtype=parameter.grad_dtype or parameter.dtype)
+        guard = blank.to(parameter.device).expand(parameter.shape).as_subclass(ShardedGradient)
+        guard.of = self._names.get(parameter, "")
+        return guard
+
+
+_PROPERTIES = (
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "names"),
+    *("is_sparse", "is_sparse_csr", "is_cuda", "is_cpu", "is_meta", "is_mkldnn", "is_mps"),
+    *("is_quantized", "is_xla", "is_nested", "itemsize", "nbytes", "grad", "grad_dtype"),
+    *("_backward_hooks", "_version", "output_nr"),
+)
+_METHODS = (
+    *("size", "stride", "dim", "numel", "element_size", "storage_offset", "is_contiguous"),
+    *("is_floating_point", "is_complex", "is_signed", "is_conj", "get_device", "nelement"),
+    *("ndimension", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_"),
+    *("__hash__", "__len__"),
+)
+_ASKED: Sequence[Any] = [getattr(torch.Tensor, name, None) for name in _PROPERTIES]
+METADATA = frozenset(
+    [
+        *(asked.__get__ for asked in _ASKED if asked is not None),
+        *(getattr(torch.Tensor, name) for name in _METHODS),
+        *(cast(Any, torch.Tensor.grad).__set__, cast(Any, torch.Tensor.grad).__delete__),
+        cast(Any, torch.Tensor.requires_grad).__set__,
+    ]
+)
+"""Functions that ask a tensor for anything but its values."""
+
+
+class ShardedGradient(torch.Tensor):
+    """Stands in ``parameter.grad`` for an average of which every rank has a share: it has a shape
+    and a type, but whoever asks for its values gets an error instead of wrong ones."""
+
+    of: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        names = [arg.of for arg in args if isinstance(arg, ShardedGradient)]
+        raise UsageError(
+            f"the gradient of {names[0] if names else 'a parameter'} was read between backward() "
+            "and step(), but with gradients.transport sharded every rank has only a share of the "
+            "average; call session.clip_grad_norm_(max_norm) to clip, or use transport: direct"
+        )

@@ -1,0 +1,74 @@
+"""What the sharded transport cannot serve, found before anything is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from slipstream.codecs.compressor import is_dense
+from slipstream.errors import ModelError, StrategyError
+from slipstream.gradients.segments import NamedParameter
+from slipstream.optim.layerwise import Layerwise
+from slipstream.strategy import Dgc, Sharded, Strategy, codec_of
+
+ELEMENTWISE = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta),
+    *(torch.optim.ASGD, torch.optim.Rprop),
+)
+"""Optimizers of torch that treat every value on its own."""
+
+_FIX = "use gradients: {transport: direct}"
+
+
+def check_sharded(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trainables: Sequence[NamedParameter],
+    strategy: Strategy,
+) -> None:
+    """Refuse a model, an optimizer or a strategy of which ranks cannot each update a share.
+
+    Raises:
+        StrategyError: with a technique that sharding does not work with.
+        ModelError: names the optimizer or the parameter.
+    """
+    config = strategy.gradients.transport
+    if not isinstance(config, Sharded):
+        return
+    if strategy.parallel.active:
+        raise StrategyError(
+            "gradients.transport sharded with parallel.tensor or parallel.pipeline: ranks share "
+            f"the model already; {_FIX}"
+        )
+    known = type(optimizer) in ELEMENTWISE or isinstance(optimizer, Layerwise)
+    if not known and not config.elementwise:
+        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        raise ModelError(
+            f"gradients.transport sharded with the optimizer {type(optimizer).__name__}, which "
+            f"slipstream does not know to treat every value on its own; allowed: {names}, Lars, "
+            "Lamb; if yours does, write gradients: {transport: {kind: sharded, elementwise: true}}"
+            f", else {_FIX}"
+        )
+    for t in trainables:
+        if isinstance(codec_of(strategy.gradients.codec, t.name), Dgc):
+            raise StrategyError(
+                "gradients.transport sharded with the codec dgc, which applies momentum to whole "
+                f"gradients; {_FIX}, or another codec"
+            )
+        problem = ""
+        if not is_dense(t.parameter):
+            problem = "has holes in its memory or is expanded; make it contiguous"
+        elif type(t.parameter) is not nn.Parameter:
+            problem = f"is a {type(t.parameter).__name__}; allowed: a plain torch.nn.Parameter"
+        if problem:
+            text = f"gradients.transport sharded: parameter {t.name} {problem}"
+            raise ModelError(f"{text}, or {_FIX}")
+    for path, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(
+                f"gradients.transport sharded: module {path} has sparse gradients, of which ranks "
+                f"cannot take shares; build it with sparse=False, or {_FIX}"
+            )

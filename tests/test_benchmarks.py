@@ -1,0 +1,150 @@
+"""Benchmarks: that they run, and that what they time is what they say; never times."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from examples import models
+
+# torch.distributed.optim, where ZeroRedundancyOptimizer lives
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """Imports a file of ``benchmarks/``, which is a folder of scripts; they leave no module."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
+            del sys.modules[name]
+
+
+# The emulated accelerator.
+
+
+def pictures(model: nn.Module) -> torch.Tensor:
+    return model(torch.randn(2, 3, 32, 32)).logits.sum()
+
+
+def words(model: nn.Module) -> torch.Tensor:
+    tokens = torch.arange(8).view(1, 8)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+CASES = {
+    "resnet": (models.resnet_small, pictures),
+    "bert": (lambda: models.bert("tiny", 64), words),
+}
+
+
+def layers_in_ready_order(model: nn.Module, loss: torch.Tensor) -> list[str]:
+    order: list[str] = []
+    for name, p in model.named_parameters():
+        layer = name.rpartition(".")[0]
+        p.register_post_accumulate_grad_hook(lambda _, layer=layer: order.append(layer))
+    loss.backward()
+    return list(dict.fromkeys(order))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_timed_model_has_parameters_order_and_shapes_of_the_real_one(benchmark, case: str) -> None:
+    accelerator, baselines = benchmark("accelerator"), benchmark("baselines")
+    make, loss_of = CASES[case]
+    real, copy = make(), make()
+    shares = accelerator.shares_of(copy, loss_of)
+    units = baselines.fsdp_units(copy)
+    timed, timed_loss = accelerator.timed_model(copy, shares, units, accelerator.Device(0.0), 0)
+    assert [n for n, _ in timed.named_parameters()] == [n for n, _ in real.named_parameters()]
+    called: list[str] = []
+    for path, module in timed.named_modules():
+        module.register_forward_pre_hook(lambda *_, path=path: called.append(path))
+    expected = layers_in_ready_order(real, loss_of(real))
+    assert layers_in_ready_order(timed, timed_loss(timed)) == expected
+    assert all(p.grad.shape == p.shape and p.grad.isfinite().all() for p in timed.parameters())
+    assert sum(shares.values()) == pytest.approx(1)
+    assert {*units, *shares} <= set(called)  # so hooks that wait for parameters run
+
+
+class Clock:
+    """A clock that only sleeping moves; each sleep takes longer than asked for."""
+
+    def __init__(self, late: float = 0.0) -> None:
+        self.now, self.late = 0.0, late
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + (self.late if seconds else 0.0)
+
+
+def on_device(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch, clock: Clock):
+    fake = SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep)
+    monkeypatch.setattr(accelerator, "time", fake)
+    return accelerator.Device(1.0)
+
+
+def test_layers_take_their_time_though_sleeps_last_too_long(benchmark, monkeypatch) -> None:
+    accelerator, clock = benchmark("accelerator"), Clock(late=1e-4)
+    device = on_device(accelerator, monkeypatch, clock)
+    for _ in range(1000):
+        device.launch(1 / 1000)
+        assert abs(clock.now - device._free_at) <= accelerator.AHEAD
+    device.synchronize()
+    assert clock.now == pytest.approx(1.0, abs=2e-4)
+
+
+def test_what_the_host_does_meanwhile_is_hidden_and_a_wait_is_not(benchmark, monkeypatch) -> None:
+    accelerator, clock = benchmark("accelerator"), Clock()
+    device = on_device(accelerator, monkeypatch, clock)
+    for layer in range(100):
+        clock.now += 0.5 if layer == 50 else 2e-4  # parameters come late once
+        device.launch(1 / 100)
+    device.synchronize()
+    assert clock.now == pytest.approx(1.5, abs=accelerator.AHEAD)
+
+
+# The exchange.
+
+
+@pytest.mark.timeout(300)
+def test_exchange_beside_an_accelerator_compares_all_rivals(benchmark, tmp_path: Path) -> None:
+    results = tmp_path / "exchange.json"
+    options = "--model resnet-small --loopback --nodes 2 --rounds 2 --warmup 0"
+    options += " --compute accelerator --compute-seconds 0.05 --ddp 2 --fsdp keep --zero 2"
+    command = [sys.executable, str(BENCHMARKS / "exchange.py"), *options.split()]
+    done = subprocess.run(
+        [*command, "--splits", "default", "--transports", "flat", "direct", "--json", str(results)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    entry = json.loads(results.read_text())
+    assert entry["compute"] == "accelerator"
+    rows = {row["name"].removesuffix(" (DDP, best)"): row for row in entry["rows"]}
+    assert list(rows) == [
+        "no exchange", "DDP, default", "DDP, 2 MB", "FSDP2, keep", "ZeRO-1, 2 MB",
+        "slipstream, default", "slipstream, default, direct",
+    ]  # fmt: skip
+    assert all(row["peak_bytes"] > 2**26 for row in rows.values())
+    written = benchmark("tables").exchange(entry)
+    assert "## Exchange beside an accelerator, resnet-small at loopback" in written
+    assert all(f"| {row['name']} |" in written for row in entry["rows"])
