@@ -78,9 +78,9 @@ from tables import (
 from torch import nn
 
 from slipstream.session.session import Session
-from slipstream.strategy import Optimal, Transport
+from slipstream.strategy import Auto, Optimal, Transport
 from slipstream.testbed import Testbed, parse_rate
-from slipstream.tuner.online_split import MOST_WINDOWS, SETTLING
+from slipstream.tuner.search_space import MOST, SETTLING, TURNS
 from slipstream.tuner.significance import median_interval
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -285,9 +285,9 @@ def measure(args: argparse.Namespace) -> None:
     if device:
         device.fit(variants["no exchange"], wanted)
     for label, session in sessions.items():
-        if isinstance(session.strategy.gradients.split, Optimal):
-            for _ in range(MOST_WINDOWS * (SETTLING + Optimal().steps)):
-                variants[label]()  # it has found its split before anything is timed
+        if searches(session):
+            for _ in range(MOST * TURNS * (SETTLING + Optimal().steps)):
+                variants[label]()  # it has made its choice before anything is timed
     seconds, cpu = take_turns(variants, args.rounds, args.warmup)
     finals: dict[str, list[float]] = {}
     if args.finals and OPTIMAL in variants:
@@ -299,7 +299,7 @@ def measure(args: argparse.Namespace) -> None:
         peaks[name] = int(most)
     if rank == 0:
         for session in sessions.values():
-            if session.strategy.gradients.split.kind == "optimal":
+            if searches(session):
                 print(session.report(), file=sys.stderr)
         collectives = {
             name: sum(segment.num_collectives for segment in session.segments)
@@ -308,6 +308,12 @@ def measure(args: argparse.Namespace) -> None:
         write(args, case, seconds, cpu, collectives, peaks, wire, finals)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def searches(session: AnySession) -> bool:
+    """Whether it chooses a split or a transport while it trains."""
+    gradients = session.strategy.gradients
+    return isinstance(gradients.split, Optimal) or isinstance(gradients.transport, Auto)
 
 
 def measure_memory(

@@ -37,6 +37,7 @@ from slipstream.gradients.momentum import MomentumCorrection, check_momentum_cor
 from slipstream.gradients.segments import parameters_of
 from slipstream.strategy import (
     Adaptive,
+    Auto,
     Codec,
     Dgc,
     Flat,
@@ -81,7 +82,8 @@ class DdpCodec:
         transport: as ``gradients.transport`` of a strategy.
 
     Raises:
-        ModelError: not a DDP model, or DGC without an optimizer that it can take over.
+        ModelError: not a DDP model, DGC without an optimizer that it can take over, or
+            ``transport: auto``.
         StrategyError: no such codec.
 
     Accumulate under ``ddp.no_sync()``; save ``state_dict()`` on every rank; call ``close()`` before
@@ -121,6 +123,11 @@ class DdpCodec:
             raise ModelError(
                 "DdpCodec has no segments, among which adaptive chooses; name the codec "
                 f"itself, e.g. {config.codec.kind!r}, or use accelerate()"
+            )
+        if isinstance(transport, Auto):
+            raise ModelError(
+                "DdpCodec cannot search for a transport: DDP does not say when an update is over; "
+                "name one of the others (Flat(), Direct()), or use accelerate()"
             )
         trainables = parameters_of(ddp.module, trainable=True)
         self._names = {id(t.parameter): t.name for t in trainables}

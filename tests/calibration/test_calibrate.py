@@ -74,6 +74,7 @@ def test_each_kind_of_groups_is_measured_alike_on_all_ranks(four, hosts, kinds, 
     assert (profile.world_size, profile.hosts) == (4, len(set(hosts)))
     assert profile.ranks_per_host == per_host
     assert (profile.backend, profile.extrapolated) == ("gloo", "")
+    assert profile.direct is not None
     assert profile.versions.keys() == {"slipstream", "torch"}
     for kind, network in profile.networks.items():
         whole = 4 * kinds[kind]  # bytes: an element for each rank
@@ -107,6 +108,10 @@ NARROWED = {
     "two in the world": (
         {"world": ("all_reduce", "all_gather")},
         {"world": {"all_reduce", "all_gather"}},
+    ),
+    "direct sends": (
+        {"world": ("direct_all_reduce",)},
+        {"world": {"all_reduce", "direct_all_reduce"}},
     ),
     "across hosts": (
         {"inter": ("all_reduce",)},
@@ -191,10 +196,11 @@ def test_progress_rises_to_one_and_says_what_is_done(two) -> None:
     said = two.run(progress)[0]
     shares = [share for share, _ in said]
     assert shares == sorted(shares)
-    assert 0 < shares[0] < 1 / 3
+    assert 0 < shares[0] < 1 / 4
     assert shares[-1] == 1.0
     assert list(dict.fromkeys(what for _, what in said)) == [
         "world all_reduce",
+        "world direct_all_reduce",
         "world reduce_scatter",
         "world all_gather",
         "compute beside an exchange",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +12,8 @@ from slipstream.calibration import contention as measuring
 from slipstream.calibration.contention import measure_contention
 from slipstream.planner.cost import Contention
 from slipstream.planner.curve import Curve
+from slipstream.strategy import Direct, Flat, Transport
+from slipstream.transport.transport import make_transport
 from tests.harness.ranks import Ranks
 
 ALL_REDUCE = Curve.fit([(4096, 1e-3), (8192, 2e-3), (2**20, 0.25)])
@@ -22,13 +26,18 @@ def two():
         yield ranks
 
 
+def where() -> tuple[dist.ProcessGroup, torch.device, Transport]:
+    world = dist.group.WORLD
+    return world, torch.device("cpu"), make_transport(Flat(), world)
+
+
 def measure(alone: tuple[float, ...], both: tuple[float, ...], beside: float) -> Contention:
     """What the ranks find if exchanges take so long on each, and a unit computed beside them."""
     rank, original = dist.get_rank(), measuring._ComputeAndExchange._exchange
     times = {False: (alone[rank], 0.0), True: (both[rank], beside)}
     measuring._ComputeAndExchange._exchange = lambda pair, compute: times[compute]
     try:
-        return measure_contention(dist.group.WORLD, torch.device("cpu"), ALL_REDUCE, 0.02)
+        return measure_contention(*where(), ALL_REDUCE, 0.02)
     finally:
         measuring._ComputeAndExchange._exchange = original
 
@@ -49,7 +58,7 @@ def measure_each(ratios: dict[int, float]) -> Contention:
 
     measuring._ComputeAndExchange._exchange = fake
     try:
-        return measure_contention(dist.group.WORLD, torch.device("cpu"), LATE, 0.04)
+        return measure_contention(*where(), LATE, 0.04)
     finally:
         measuring._ComputeAndExchange._exchange = original
 
@@ -72,12 +81,12 @@ def test_nothing_is_sped_up(two) -> None:
 def queue_of(curve: Curve, times: dict[int, list[float]]) -> tuple[float, float]:
     """What is found if beside so many bytes a small exchange takes so long on each rank."""
     original = measuring._one_behind_the_other
-    measuring._one_behind_the_other = lambda world, large, small: (
+    measuring._one_behind_the_other = lambda world, transport, large, small: (
         curve.seconds(large),
         times[large][dist.get_rank()],
     )
     try:
-        return measuring._queue(dist.group.WORLD, torch.device("cpu"), curve, 0.1)
+        return measuring._queue(*where(), curve, 0.1)
     finally:
         measuring._one_behind_the_other = original
 
@@ -100,27 +109,41 @@ def test_where_all_exchanges_are_small_one_waits_for_all_of_the_other(two) -> No
     assert two.run(queue_of, flat, {}) == [(1.0, 1.1e-3)] * 2
 
 
-def beside(large: int) -> tuple[float, float]:
-    return measuring._one_behind_the_other(dist.group.WORLD, large, 4096)
+def beside(large: int, config: Transport) -> tuple[float, float]:
+    with closing(make_transport(config, dist.group.WORLD)) as transport:
+        return measuring._one_behind_the_other(dist.group.WORLD, transport, large, 4096)
 
 
-def test_a_small_exchange_lands_before_the_large_one_or_with_it(two) -> None:
-    for large, small in two.run(beside, 2**22):
+@pytest.mark.parametrize("config", [Flat(), Direct()], ids=lambda config: config.kind)
+def test_a_small_exchange_lands_before_the_large_one_or_with_it(two, config) -> None:
+    for large, small in two.run(beside, 2**22, config):
         assert 0.0 < small <= large
+
+
+def of_direct_sends() -> Contention:
+    with closing(make_transport(Direct(), dist.group.WORLD)) as transport:
+        device = torch.device("cpu")
+        return measure_contention(dist.group.WORLD, device, transport, ALL_REDUCE, 0.02)
+
+
+def test_direct_sends_contend_in_their_own_way(two) -> None:
+    results = two.run(of_direct_sends)
+    assert results == [results[0]] * 2
+    assert min(dict(results[0]).values()) >= 0.0
 
 
 def traffic() -> tuple[list[int], Contention]:
     """Bytes of each exchange, and what was found."""
     sizes, original = [], dist.all_reduce
 
-    def watched(tensor, **options):
+    def watched(tensor, *where, **options):
         if options.get("async_op"):
             sizes.append(tensor.nbytes)
-        return original(tensor, **options)
+        return original(tensor, *where, **options)
 
     dist.all_reduce = watched
     try:
-        contention = measure_contention(dist.group.WORLD, torch.device("cpu"), ALL_REDUCE, 0.02)
+        contention = measure_contention(*where(), ALL_REDUCE, 0.02)
     finally:
         dist.all_reduce = original
     return sizes, contention

@@ -108,6 +108,7 @@ def test_what_the_first_run_shows_ends_in_a_box(
     slipstream, monkeypatch, argument, error, message
 ) -> None:
     monkeypatch.setattr(tune, "RUNS", 100_000)  # more than any machine does in the budget
+    monkeypatch.setattr(tune, "UPDATES", 100_000_000)
     monkeypatch.setattr(tune, "PATIENCE", 600.0)
     marker = f"tuned-{uuid.uuid4()}"
     given = ["--cluster", "cluster.yaml", "--budget", "1h"]

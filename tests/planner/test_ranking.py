@@ -10,14 +10,14 @@ import pytest
 
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.candidates import candidates, label, optimal_split
+from slipstream.planner.candidates import candidates, label, optimal_gather, optimal_split
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import rank, traced_strategy, what_if
-from slipstream.planner.simulate import simulate
+from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
-from slipstream.strategy import ByIndex, Strategy
+from slipstream.strategy import ByIndex, Direct, Strategy
 from slipstream.trace import Trace
 from tests.planner.networks import MB, ethernet_profile
 
@@ -190,3 +190,55 @@ def test_labels_tell_strategies_apart() -> None:
     work, network = SITUATIONS["four ranks"]
     strategies = candidates(work, network, exact_only=False)
     assert len({label(strategy) for strategy in strategies}) == len(strategies)
+
+
+def with_direct(network: NetworkProfile) -> NetworkProfile:
+    """Direct sends cost half of a ring."""
+    world = network.networks["world"]
+    priced = world.model_copy(update={"direct_all_reduce": world.reduce_scatter})
+    return network.model_copy(update={"networks": {"world": priced}})
+
+
+def test_transports_whose_cost_is_known_are_candidates() -> None:
+    work, network = SITUATIONS["four ranks"]
+    assert {one.gradients.transport.kind for one in candidates(work, network)} == {"flat"}
+    strategies = candidates(work, with_direct(network))
+    assert strategies[0] == Strategy()
+    best = rank(strategies, work, with_direct(network))[0]
+    assert best.strategy.gradients.transport == Direct()
+    assert label(best.strategy).endswith(", direct")
+    base = Strategy.load({"gradients": {"transport": "direct"}})
+    from_direct = candidates(work, with_direct(network), base=base)
+    assert from_direct[0] == base
+    assert {one.gradients.transport.kind for one in from_direct} == {"flat", "direct"}
+
+
+def test_what_a_training_has_not_chosen_yet_is_what_it_begins_with() -> None:
+    work, network = SITUATIONS["four ranks"]
+    searching = Strategy.load({"gradients": {"transport": "auto"}})
+    trace = simulate(work, Plan.of(searching, work.gradients), network)
+    meta = trace.meta | {"strategy": searching.document(full=True)}
+    assert traced_strategy(Trace(trace.events, meta)) == Strategy()
+    assert Plan.of_trace(Trace(trace.events, meta)).transport == "flat"
+
+
+def test_the_optimal_gathers_are_predicted_to_be_faster() -> None:
+    work, network = UNEVEN
+    count = len(work.gradients)
+    best = tuple(last + 1 for last in optimal_gather(work, network).last)
+    seconds = {
+        gather: predict(work, Plan((count,), transport="sharded", gather=gather), network)
+        for gather in (best, (count,), tuple(range(1, count + 1)))
+    }
+    assert min(seconds, key=lambda gather: seconds[gather]) == best
+
+
+def test_a_sharded_strategy_is_priced_with_its_own_gathers() -> None:
+    work, network = SITUATIONS["four ranks"]
+    transport = {"kind": "sharded", "gather": {"kind": "by_index", "last": [4, 10]}}
+    strategy = Strategy.load({"gradients": {"transport": transport, "split": "per_layer"}})
+    plan = Plan.of(strategy, work.gradients)
+    assert (plan.transport, plan.gather) == ("sharded", (5, 11))
+    trace = simulate(work, plan, network)
+    assert Plan.of_trace(trace) == plan
+    assert candidates(work, network, base=strategy)[0] == strategy

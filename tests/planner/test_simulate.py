@@ -22,7 +22,7 @@ from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy
 from slipstream.trace import chrome
 from slipstream.trace.timeline import timeline
-from tests.planner.networks import MB, linear_profile, ring_profile
+from tests.planner.networks import MB, contention, linear_profile, ring_profile
 from tests.planner.workloads import random_workload, workload
 
 ALONE = 0.86  # of the workload made by hand: other, wait, forward, backward, optimizer
@@ -157,6 +157,38 @@ def test_hierarchical_goes_through_both_networks_one_segment_behind_the_other() 
     assert predict(work, Plan((6,), transport="hierarchical"), linear_profile(8)) == predict(
         work, Plan((6,)), linear_profile(8)
     )
+
+
+def test_gathers_have_cuts_of_their_own() -> None:
+    work, network = workload(count=3), linear_profile(seconds=0.4)
+    together = predict(work, Plan((1, 2, 3), transport="sharded", gather=(3,)), network)
+    apart = predict(work, Plan((1, 2, 3), transport="sharded", gather=(1, 2, 3)), network)
+    assert apart == predict(work, Plan((1, 2, 3), transport="sharded"), network)
+    assert together == pytest.approx(0.6 + 0.2 + 0.6 + 0.2 + 0.03 / 4)
+    trace = simulate(work, Plan((3,), transport="sharded", gather=(1, 3)), network)
+    gathers = [e for e in trace.events if e.args.get("collective") == "all_gather" and not e.rank]
+    assert {(e.name, e.args["bytes"]) for e in gathers} == {
+        ("allreduce2", MB),
+        ("allreduce3", 2 * MB),
+    }
+    with pytest.raises(StrategyError, match=r"gather is \(2,\)"):
+        Plan((3,), transport="sharded", gather=(2,))
+
+
+DIRECT = contention(exchange=0.25)
+
+
+def test_direct_sends_have_a_curve_and_a_contention_of_their_own() -> None:
+    slowed = linear_profile(exchange_slowdown=1.0)
+    world = slowed.networks["world"]
+    half = world.model_copy(update={"direct_all_reduce": world.reduce_scatter})
+    network = slowed.model_copy(update={"networks": {"world": half}, "direct": DIRECT})
+    work, single = workload(count=2), (Plan((1, 2), transport=kind) for kind in ("flat", "direct"))
+    flat, direct = (simulate(work, plan, network) for plan in single)
+    assert spans(flat, "allreduce1") == pytest.approx((0.3, 0.5))  # 0.1 s, twice as long
+    assert spans(direct, "allreduce1") == pytest.approx((0.3, 0.3625))  # 0.05 s, 1.25 times
+    with pytest.raises(ClusterError, match="direct_all_reduce was not measured"):
+        predict(work, Plan((2,), transport="direct"), slowed)
 
 
 plans = st.tuples(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime
 
 import torch
@@ -14,10 +14,11 @@ from slipstream.calibration.collective_timer import COLLECTIVES, CollectiveTimer
 from slipstream.calibration.contention import measure_contention
 from slipstream.cluster.connect import Cluster
 from slipstream.cluster.topology import ranks_by_host
-from slipstream.planner.cost import Collective, Curves, Kind, Network, NetworkProfile
+from slipstream.planner.cost import Collective, Contention, Curves, Kind, Network, NetworkProfile
 from slipstream.planner.curve import Curve
-from slipstream.strategy import PlainCodec
+from slipstream.strategy import Direct, Flat, PlainCodec, Transport
 from slipstream.transport.consistency import broadcast_from_first, collective_errors
+from slipstream.transport.transport import make_transport
 from slipstream.version import __version__
 
 Progress = Callable[[float, str], None]
@@ -38,15 +39,16 @@ def calibrate(
 ) -> NetworkProfile:
     """Measure the ranks' networks. A collective: every rank calls this and gets the same profile.
 
-    All-reduce, reduce-scatter and all-gather are timed in the world and, on several hosts with the
-    same number of ranks, 2 or more, also inside the hosts and between them. A point is the median
-    over rounds of the slowest rank's time, behind a barrier. Contention is measured in the world.
+    The collectives of the transports (``COLLECTIVES``) are timed in the world and, on several hosts
+    with the same number of ranks, 2 or more, also inside the hosts and between them. A point is the
+    median over rounds of the slowest rank's time, behind a barrier. Contention is measured in the
+    world, with the backend's all-reduce and, where its curve is measured, with that of ``direct``.
 
     Args:
         ranks: 2 or more, as `connect` gives them.
         sizes: bytes of the tensors, rounded up to whole elements on every rank.
         seconds: about the longest that the timed exchanges may take together; large sizes are left
-            out where the time does not suffice. Contention takes some 5 more.
+            out where the time does not suffice. Contention takes some 5 more for each transport.
         rounds: the most times that a size is measured.
         curves: measure only these, for a choice that reads no others; the world and all-reduces are
             always measured. None: all.
@@ -65,11 +67,13 @@ def calibrate(
         collective_errors("the measurement of the network"),
         _groups(ranks, None if curves is None else curves.keys()) as groups,
     ):
-        names = {kind: _names(kind, curves) for kind in groups}
+        names = {kind: _names(kind, curves, device) for kind in groups}
         networks = _networks(timer, groups, names, seconds, report)
         report(1.0, "compute beside an exchange")
         part = min(0.075 * seconds / len(names["world"]), 0.3)
-        contention = measure_contention(world, device, networks["world"].all_reduce, part)
+        curve, direct = networks["world"].all_reduce, networks["world"].direct_all_reduce
+        contention = _contention(Flat(), world, device, curve, part)
+        beside = None if direct is None else _contention(Direct(), world, device, direct, part)
         if codecs:
             report(1.0, "codecs")
         profile = NetworkProfile(
@@ -78,12 +82,20 @@ def calibrate(
             hosts=len(by_host),
             ranks_per_host=max(map(len, by_host.values())),
             networks=networks,
+            direct=beside,
             codecs={codec.kind: slowest_cost(codec, world, device) for codec in codecs},
             backend=str(dist.get_backend(world)),
             date=datetime.now().isoformat(" ", "minutes"),
             versions={"slipstream": __version__, "torch": torch.__version__},
         )
         return broadcast_from_first(profile, world)
+
+
+def _contention(
+    config: Transport, world: dist.ProcessGroup, device: torch.device, curve: Curve, seconds: float
+) -> Contention:
+    with closing(make_transport(config, world)) as transport:
+        return measure_contention(world, device, transport, curve, seconds)
 
 
 @contextmanager
@@ -111,10 +123,11 @@ def _groups(
             dist.destroy_process_group(group)
 
 
-def _names(kind: Kind, curves: Curves | None) -> list[Collective]:
+def _names(kind: Kind, curves: Curves | None, device: torch.device) -> list[Collective]:
     """The collectives to measure; all-reduce is always one of them."""
     wanted = COLLECTIVES if curves is None else {"all_reduce", *curves.get(kind, ())}
-    return [name for name in COLLECTIVES if name in wanted]
+    sends = {"direct_all_reduce"} if device.type != "cpu" else set()  # of host memory alone
+    return [name for name in COLLECTIVES if name in wanted and name not in sends]
 
 
 def _networks(

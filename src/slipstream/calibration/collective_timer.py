@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from time import perf_counter
 
@@ -16,21 +17,54 @@ from slipstream.cluster.connect import Cluster
 from slipstream.errors import ClusterError
 from slipstream.planner.cost import Collective
 from slipstream.planner.curve import Curve
+from slipstream.strategy import Direct
 from slipstream.transport.consistency import maximum
+from slipstream.transport.direct import DirectTransport
+from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request
 
-# torch below 2.13 knows these two by their older names only.
-_NEW = hasattr(dist, "reduce_scatter_single")
-_reduce_scatter = dist.reduce_scatter_single if _NEW else dist.reduce_scatter_tensor
-_all_gather = dist.all_gather_single if _NEW else dist.all_gather_into_tensor
 
-Start = Callable[[Tensor, Tensor, dist.ProcessGroup], object]
-"""Start a collective on (whole tensor, part of a rank, group)."""
+class Lanes:
+    """What collectives travel by in one group: the group itself, and the transport ``direct``.
+
+    Args:
+        group: of this rank; nobody else uses it meanwhile.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, group.size()
+
+    @cached_property
+    def direct(self) -> DirectTransport:
+        """Made when it is first used; sends the memory of other devices as ``flat`` does."""
+        return DirectTransport(Direct(), self.group)
+
+    def carry(self, request: Request) -> None:
+        """Carry it out by direct sends."""
+        for work in self.direct.start(request):
+            work.wait()
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """The whole tensor, a row a rank."""
+        return whole.view(self.ranks, -1)
+
+    def close(self) -> None:
+        """End the thread of the transport."""
+        if "direct" in self.__dict__:
+            self.direct.close()
+
+
+Start = Callable[[Tensor, Tensor, Lanes], object]
+"""Carry out a collective on (whole tensor, part of a rank, lanes)."""
 
 COLLECTIVES: Mapping[Collective, Start] = {
-    "all_reduce": lambda whole, _, group: dist.all_reduce(whole, group=group),
-    "reduce_scatter": lambda whole, part, group: _reduce_scatter(part, whole, group=group),
-    "all_gather": lambda whole, part, group: _all_gather(whole, part, group=group),
+    "all_reduce": lambda whole, _, lanes: dist.all_reduce(whole, group=lanes.group),
+    "direct_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole)),
+    "reduce_scatter": lambda whole, part, lanes: lanes.carry(
+        ReduceScatter(lanes.rows(whole), part)
+    ),
+    "all_gather": lambda whole, part, lanes: lanes.carry(AllGather(part, lanes.rows(whole))),
 }
+"""Each as the transports carry it out, alone and waited for."""
 
 ELEMENT = 4
 """Bytes of the elements that are exchanged: float32."""
@@ -129,11 +163,17 @@ class CollectiveTimer:
             seconds: about the longest that this may take.
             progress: called with the share of ``seconds`` that is used.
         """
+        with closing(Lanes(group)) as lanes:
+            return self._curve(name, lanes, seconds, progress)
+
+    def _curve(
+        self, name: Collective, lanes: Lanes, seconds: float, progress: Callable[[float], None]
+    ) -> tuple[Curve, float]:
         timings: list[Timing] = []
         left = seconds
-        for count in sorted({-(-size // ELEMENT // group.size()) for size in self._sizes}):
-            elements = count * group.size()
-            call = partial(COLLECTIVES[name], self._whole[:elements], self._part[:count], group)
+        for count in sorted({-(-size // ELEMENT // lanes.ranks) for size in self._sizes}):
+            elements = count * lanes.ranks
+            call = partial(COLLECTIVES[name], self._whole[:elements], self._part[:count], lanes)
             if len(timings) >= 2 and timings[-1].first * elements / timings[-1].elements > left:
                 break
             if not timings:

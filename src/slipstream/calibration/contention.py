@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from queue import SimpleQueue
 from statistics import median
 from time import perf_counter
 
@@ -17,6 +18,9 @@ import torch.distributed as dist
 from slipstream.planner.cost import Contention
 from slipstream.planner.curve import Curve
 from slipstream.transport.consistency import maximum
+from slipstream.transport.requests import AllReduce
+from slipstream.transport.transport import Transport
+from slipstream.transport.work import Work
 
 ROUNDS = 3
 AT_ONCE = 4
@@ -28,7 +32,11 @@ MOST = 256
 
 
 def measure_contention(
-    world: dist.ProcessGroup, device: torch.device, all_reduce: Curve, seconds: float
+    world: dist.ProcessGroup,
+    device: torch.device,
+    transport: Transport,
+    all_reduce: Curve,
+    seconds: float,
 ) -> Contention:
     """How much computing and exchanging slow each other down; the same on every rank.
 
@@ -40,7 +48,8 @@ def measure_contention(
     Args:
         world: all ranks.
         device: where they compute, and of the tensors that they exchange.
-        all_reduce: what their all-reduces cost.
+        transport: carries out their all-reduces, on a group that nobody else uses meanwhile.
+        all_reduce: what these cost.
         seconds: about how long computing alone and exchanging alone take in each of ROUNDS rounds.
     """
     smallest = all_reduce.points[0][0]
@@ -52,7 +61,7 @@ def measure_contention(
         count = round(seconds * share / all_reduce.seconds(num_bytes))
         tensors = torch.empty(AT_ONCE, num_bytes // 4, device=device).zero_()
         in_turn = [tensors[i % AT_ONCE] for i in range(min(max(count, AT_ONCE), MOST))]
-        pair = _ComputeAndExchange(world, device, in_turn)
+        pair = _ComputeAndExchange(world, device, transport, in_turn)
         rounds = [pair.round(seconds) for _ in range(ROUNDS)]
         ratios[num_bytes] = list(map(median, zip(*rounds, strict=True)))
     compute, exchange = ratios[large]
@@ -62,12 +71,16 @@ def measure_contention(
         exchange = (exchange * total - latency * waiting) / (total - waiting)
     factors = {"compute": compute, "exchange": exchange, "latency": latency}
     slowdowns = {f"{name}_slowdown": max(round(f - 1, 4), 0.0) for name, f in factors.items()}
-    share, most = _queue(world, device, all_reduce, seconds)
+    share, most = _queue(world, device, transport, all_reduce, seconds)
     return Contention(**slowdowns, queue_share=share, queue_seconds=most)
 
 
 def _queue(
-    world: dist.ProcessGroup, device: torch.device, all_reduce: Curve, seconds: float
+    world: dist.ProcessGroup,
+    device: torch.device,
+    transport: Transport,
+    all_reduce: Curve,
+    seconds: float,
 ) -> tuple[float, float]:
     """The time of the smallest exchange behind a large one: as a share of that one, and at most.
 
@@ -79,7 +92,9 @@ def _queue(
         return 1.0, all_reduce.points[-1][1]
     shares, waits = [], []
     for num_bytes in sizes:
-        rounds = [_one_behind_the_other(world, num_bytes, smallest) for _ in range(ROUNDS)]
+        rounds = [
+            _one_behind_the_other(world, transport, num_bytes, smallest) for _ in range(ROUNDS)
+        ]
         large, small = map(median, zip(*rounds, strict=True))
         shares.append(small / large)
         waits.append(small)
@@ -89,30 +104,43 @@ def _queue(
     return min(round(share, 4), 1.0), round(most, 6)
 
 
-def _one_behind_the_other(world: dist.ProcessGroup, large: int, small: int) -> tuple[float, float]:
+def _one_behind_the_other(
+    world: dist.ProcessGroup, transport: Transport, large: int, small: int
+) -> tuple[float, float]:
     """Seconds of an exchange of ``large`` bytes, and of a ``small`` one issued behind it."""
+    requests = {size: AllReduce(torch.zeros(size // 4)) for size in (large, small)}
+    transport.prepare([*requests.values()])
     dist.barrier(group=world)
-    ends: dict[int, float] = {}
+    ended: SimpleQueue[tuple[int, float]] = SimpleQueue()
     start, works = perf_counter(), []
-    for num_bytes in (large, small):
-        work = dist.all_reduce(torch.zeros(num_bytes // 4), group=world, async_op=True)
-        assert work is not None
-        done = partial(lambda size, _: ends.__setitem__(size, perf_counter() - start), num_bytes)
+    for num_bytes, request in requests.items():
+        work = transport.start(request)[-1]
+        done = partial(lambda size, _: ended.put((size, perf_counter() - start)), num_bytes)
         work.get_future().add_done_callback(done)
         works.append(work)
     for work in works:
         work.wait()
-    dist.barrier(group=world)  # a wait may return before its callback has run
+    ends = dict(ended.get() for _ in works)  # a wait may return before its callback has run
     return ends[large], min(ends[small], ends[large])
+
+
+def _is_done(work: Work) -> bool:
+    # The future of an NCCL work is done as soon as it is on its stream.
+    return work.is_completed() if isinstance(work, dist.Work) else work.get_future().done()
 
 
 class _ComputeAndExchange:
     """A fixed piece of compute, half bound by arithmetic and half by memory, and exchanges."""
 
     def __init__(
-        self, world: dist.ProcessGroup, device: torch.device, tensors: Sequence[torch.Tensor]
+        self,
+        world: dist.ProcessGroup,
+        device: torch.device,
+        transport: Transport,
+        tensors: Sequence[torch.Tensor],
     ) -> None:
-        self._world, self._device, self._tensors = world, device, tensors
+        self._world, self._device, self._transport = world, device, transport
+        self._tensors = tensors
         side = 2048 if device.type == "cuda" else 256
         self._matrix, self._product = torch.rand(2, side, side, device=device)
         self._vector = torch.zeros(2**20, device=device)
@@ -121,7 +149,7 @@ class _ComputeAndExchange:
         """Times of computing and of exchanging, both at once over each alone, over all ranks."""
         self._reduced([0.0], dist.ReduceOp.SUM)  # a barrier
         start, units = perf_counter(), 0
-        while perf_counter() - start < seconds:
+        while not units or perf_counter() - start < seconds:
             self._compute()
             units += 1
         computing = (perf_counter() - start) / units
@@ -133,13 +161,15 @@ class _ComputeAndExchange:
 
     def _exchange(self, compute: bool) -> tuple[float, float]:
         """Seconds until all exchanges have ended, and of each unit computed meanwhile."""
+        requests = [AllReduce(tensor) for tensor in self._tensors]
+        self._transport.prepare(requests)
         self._reduced([0.0], dist.ReduceOp.SUM)  # a barrier
         start, units = perf_counter(), 0
-        works = [dist.all_reduce(t, group=self._world, async_op=True) for t in self._tensors]
-        while compute and not (units and all(w is None or w.is_completed() for w in works)):
+        works = [work for request in requests for work in self._transport.start(request)]
+        while compute and not (units and all(map(_is_done, works))):
             self._compute()
             units += 1
-        for work in filter(None, works):
+        for work in works:
             work.wait()
         self._synchronize()
         seconds = perf_counter() - start

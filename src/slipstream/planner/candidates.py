@@ -15,8 +15,17 @@ from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
+from slipstream.planner.gather_split import optimal_gather_cuts
 from slipstream.planner.simulate import predict
 from slipstream.planner.split import improve, optimal_cuts
+from slipstream.planner.transport_cost import (
+    ALTERNATIVES,
+    GATHERS,
+    RECIPES,
+    ExchangeCurve,
+    is_priced,
+    transport_kind,
+)
 from slipstream.planner.workload import Workload
 from slipstream.strategy import (
     ByBytes,
@@ -57,7 +66,8 @@ def candidates(
     """``base`` first, then other ways to exchange the same gradients, all of them different.
 
     Fixed splits of all kinds with overlap, some without, and the split that is optimal for this
-    workload and network. Other settings of ``base`` stay.
+    workload and network; by each other transport whose cost is known, the split of ``base`` and the
+    optimal one. Other settings of ``base`` stay.
 
     Args:
         workload: gradients, and when they are ready.
@@ -66,11 +76,17 @@ def candidates(
             accumulation, and the codecs whose cost the network profile holds.
         base: the strategy to start from.
     """
+    kind = transport_kind(base.gradients.transport)
     others = [with_gradients(base, split=split, overlap=True) for split in _fixed_splits()]
     others += [with_gradients(base, split=s, overlap=False) for s in (Single(), ByBytes())]
     fixed = _distinct([base, *others], workload.gradients)
     best = with_gradients(base, split=optimal_split(workload, network, fixed), overlap=True)
     strategies = [*fixed, best]
+    for transport in ALTERNATIVES:
+        if transport_kind(transport) != kind and is_priced(transport, network):
+            seeds = [with_gradients(one, transport=transport) for one in (base, *fixed, best)]
+            split = optimal_split(workload, network, seeds)
+            strategies += [seeds[0], with_gradients(seeds[0], split=split, overlap=True)]
     if not exact_only:
         strategies += [
             with_gradients(one, accumulate=one.gradients.accumulate * times)
@@ -103,17 +119,18 @@ def optimal_split(
         return predict(workload, Plan.of(strategy, gradients, network.codecs), network)
 
     sizes = [g.num_bytes for g in gradients]
-    curve = network.groups("world").all_reduce
+    kind = transport_kind(seeds[0].gradients.transport)
+    curve, beside = ExchangeCurve.of(kind, network), network.contention(RECIPES[kind].direct)
 
     def contended(num_bytes: Array) -> Array:
         alone = curve.seconds_of(num_bytes)
         latency = np.minimum(alone, curve.latency)
-        slowed = latency * network.latency_slowdown + (alone - latency) * network.exchange_slowdown
+        slowed = latency * beside.latency_slowdown + (alone - latency) * beside.exchange_slowdown
         return np.asarray(alone + slowed)
 
     before = workload.data_wait + workload.forward
     ready = (before[:, None] + workload.ready).max(axis=0)  # an all-reduce waits for the last rank
-    slow_compute = 1.0 + network.compute_slowdown
+    slow_compute = 1.0 + beside.compute_slowdown
     starts = [
         optimal_cuts(ready, sizes, curve.seconds_of, borders=workload.borders),
         optimal_cuts(ready * slow_compute, sizes, contended, borders=workload.borders),
@@ -121,6 +138,23 @@ def optimal_split(
     for seed in seeds:
         starts.append(tuple(s.stop for s in plan_segments(gradients, seed.gradients.split)))
     return by_index(_joined(improve(min(starts, key=seconds), seconds), seconds))
+
+
+def optimal_gather(workload: Workload, network: NetworkProfile) -> ByIndex:
+    """The all-gathers under which the next forward ends first, of parameters in forward order.
+
+    The exact program of the second phase of ``sharded`` (``gather_split``), with the forward of the
+    rank that is slowest in total. All-gathers are taken to cost a latency and a time for each byte.
+
+    Raises:
+        ClusterError: all-gathers were not measured.
+    """
+    kind, name = GATHERS["sharded"]
+    curve = network.groups(kind).curve(name)
+    times = workload.forward_times[int(workload.forward.argmax())]
+    sizes = [gradient.num_bytes for gradient in workload.gradients[::-1]]
+    cuts = optimal_gather_cuts(times, sizes, curve.latency, curve.per_byte, tolerance=TOLERANCE)
+    return by_index(cuts)
 
 
 def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
@@ -145,6 +179,7 @@ def label(strategy: Strategy) -> str:
     """
     gradients = strategy.gradients
     words = [_split_label(gradients.split)]
+    words += [gradients.transport.kind] if gradients.transport.kind != "flat" else []
     words += [] if gradients.overlap else ["no overlap"]
     words += [gradients.codec.kind] if gradients.codec else []
     words += [f"accumulate {gradients.accumulate}"] if gradients.accumulate > 1 else []

@@ -8,29 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.cost import CodecCost, Curves, NetworkProfile
+from slipstream.planner.cost import CodecCost, NetworkProfile
 from slipstream.planner.curve import Curve
+from slipstream.planner.transport_cost import (
+    GATHERS,
+    ExchangeCurve,
+    TransportKind,
+    traced_transport,
+    transport_kind,
+)
 from slipstream.planner.workload import Workload, gradients_of
-from slipstream.strategy import Strategy
+from slipstream.strategy import Sharded, Strategy, Transport
 from slipstream.trace.event import BUFFERS, Trace, allreduce
-
-TransportKind = Literal["flat", "direct", "hierarchical", "sharded"]
-
-CURVES: Mapping[TransportKind, Curves] = {
-    "flat": {"world": ("all_reduce",)},
-    "direct": {"world": ("all_reduce",)},  # the same bytes; what a hop costs less is not told apart
-    "hierarchical": {
-        "world": ("all_reduce",),
-        "intra": ("reduce_scatter", "all_gather"),
-        "inter": ("all_reduce",),
-    },
-    "sharded": {"world": ("all_reduce", "reduce_scatter", "all_gather")},
-}
-"""The curves that a prediction reads, by transport; buffers take an all-reduce of the world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +40,8 @@ class Plan:
         codec: what the codec costs and how much it leaves; None: gradients are sent as they are.
         accumulate: backward passes of one update.
         recompute_share: share of forward that backward computes again.
+        gather: of ``sharded``, the index after the last parameter of each all-gather, in forward
+            order; None: the segments of ``cuts``, the last one first.
     """
 
     cuts: tuple[int, ...]
@@ -55,6 +50,7 @@ class Plan:
     codec: CodecCost | None = None
     accumulate: int = 1
     recompute_share: float = 0.0
+    gather: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if list(self.cuts) != sorted({cut for cut in self.cuts if cut > 0}):
@@ -62,11 +58,22 @@ class Plan:
                 f"cuts are {self.cuts}; allowed: ascending indices above 0, the last one the "
                 "number of gradients"
             )
+        if self.gather is not None and self.gather[-1:] != self.cuts[-1:]:
+            raise StrategyError(
+                f"gather is {self.gather}; allowed: cuts that end with {self.cuts[-1:]}, the "
+                "number of gradients"
+            )
         if self.accumulate < 1 or not 0.0 <= self.recompute_share <= 1.0:
             raise StrategyError(
                 f"accumulate is {self.accumulate}, recompute_share {self.recompute_share}; "
                 "allowed: at least 1, and 0 to 1"
             )
+
+    @property
+    def gather_cuts(self) -> tuple[int, ...]:
+        """The index after the last parameter of each all-gather, in forward order."""
+        count = self.cuts[-1]
+        return self.gather or tuple(count - cut for cut in (*self.cuts[-2::-1], 0))
 
     @classmethod
     def of(
@@ -90,11 +97,13 @@ class Plan:
             (1,)
         """
         config, cost = strategy.gradients, None
+        gather = gather_cuts(gradients, config.transport)  # in all bytes: no codec is used there
         if config.codec is not None:
             cost = _codec_cost(config.codec.kind, codecs or {})
             gradients = [replace(g, num_bytes=round(g.num_bytes * cost.ratio)) for g in gradients]
         cuts = tuple(segment.stop for segment in plan_segments(gradients, config.split))
-        return cls(cuts, config.overlap, config.transport.kind, cost, config.accumulate)
+        kind = transport_kind(config.transport)
+        return cls(cuts, config.overlap, kind, cost, config.accumulate, gather=gather)
 
     @classmethod
     def of_trace(cls, trace: Trace, codecs: Mapping[str, CodecCost] | None = None) -> Plan:
@@ -108,21 +117,40 @@ class Plan:
         return cls(
             cuts_of(trace),
             config.get("overlap", True),
-            (config.get("transport") or {}).get("kind", "flat"),
+            traced_transport(trace),
             None if codec is None else _codec_cost(codec["kind"], codecs or {}),
             config.get("accumulate", 1),
+            gather=_traced_gather(trace),
         )
 
     def document(self) -> dict[str, Any]:
         """The strategy settings of this plan, as plain JSON values."""
+        transport: dict[str, Any] = {"kind": self.transport}
+        if self.gather is not None:
+            transport["gather"] = {"kind": "by_index", "last": [cut - 1 for cut in self.gather]}
         return {
             "gradients": {
                 "split": {"kind": "by_index", "last": [cut - 1 for cut in self.cuts]},
                 "overlap": self.overlap,
-                "transport": {"kind": self.transport},
+                "transport": transport,
                 "accumulate": self.accumulate,
             }
         }
+
+
+def gather_cuts(gradients: Sequence[Gradient], transport: Transport) -> tuple[int, ...] | None:
+    """The index after the last parameter of each all-gather, in forward order; None: no such."""
+    if not isinstance(transport, Sharded):
+        return None
+    return tuple(part.stop for part in plan_segments(gradients[::-1], transport.gather))
+
+
+def _traced_gather(trace: Trace) -> tuple[int, ...] | None:
+    if traced_transport(trace) != "sharded":
+        return None
+    transport = trace.meta["strategy"]["gradients"]["transport"]
+    config = Strategy.load({"gradients": {"transport": transport}}).gradients.transport
+    return gather_cuts(gradients_of(trace), config)
 
 
 def cuts_of(trace: Trace) -> tuple[int, ...]:
@@ -179,6 +207,7 @@ def comm_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[
     if network.world_size == 1:
         return []
     tasks = []
+    exchange = ExchangeCurve.of(plan.transport, network)
     if size := workload.buffers_bytes:
         phases = _phases("world", network.groups("world").all_reduce, size)
         tasks.append(CommTask(BUFFERS, None, size, 0, 1, phases))
@@ -186,7 +215,11 @@ def comm_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[
         buckets = _buckets(workload.gradients[start:stop])
         for size in buckets:
             sent = size * (plan.codec.ratio if plan.codec else 1.0)
-            phases = _gradient_phases(plan.transport, network, sent)
+            phases = tuple(
+                phase
+                for kind, curve, share in exchange.stages
+                for phase in _phases(kind, curve, sent * share)
+            )
             tasks.append(
                 CommTask(allreduce(number + 1), number, size, stop - start, len(buckets), phases)
             )
@@ -195,14 +228,16 @@ def comm_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[
 
 def gather_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[CommTask]:
     """The all-gathers of parameters during the next forward, which uses the last segment first."""
-    if network.world_size == 1 or plan.transport != "sharded":
+    if network.world_size == 1 or plan.transport not in GATHERS:
         return []
-    curve, tasks = network.groups("world").curve("all_gather"), []
-    for number, (start, stop) in reversed([*enumerate(pairwise((0, *plan.cuts)))]):
-        size = sum(gradient.num_bytes for gradient in workload.gradients[start:stop])
-        phases = _phases("world", curve, size)
-        name = allreduce(2 * len(plan.cuts) - number)
-        tasks.append(CommTask(name, number, size, stop - start, 1, phases))
+    kind, name = GATHERS[plan.transport]
+    curve, tasks = network.groups(kind).curve(name), []
+    forward = workload.gradients[::-1]
+    for number, (start, stop) in enumerate(pairwise((0, *plan.gather_cuts))):
+        size = sum(gradient.num_bytes for gradient in forward[start:stop])
+        phases = _phases(kind, curve, size)
+        span = allreduce(len(plan.cuts) + 1 + number)
+        tasks.append(CommTask(span, number, size, stop - start, 1, phases))
     return tasks
 
 
@@ -213,22 +248,6 @@ def _buckets(gradients: Sequence[Gradient]) -> list[int]:
         if gradient.num_bytes:
             dense[gradient.dtype] = dense.get(gradient.dtype, 0) + gradient.num_bytes
     return [*dense.values(), *(0 for gradient in gradients if not gradient.num_bytes)]
-
-
-def _gradient_phases(
-    transport: TransportKind, network: NetworkProfile, size: float
-) -> tuple[Phase, ...]:
-    world = network.groups("world")
-    if transport == "sharded":
-        return _phases("world", world.curve("reduce_scatter"), size)
-    if transport in ("flat", "direct") or network.hosts == 1 or network.ranks_per_host == 1:
-        return _phases("world", world.all_reduce, size)
-    intra, inter = network.groups("intra"), network.groups("inter")
-    return (
-        *_phases("intra", intra.curve("reduce_scatter"), size),
-        *_phases("inter", inter.all_reduce, size / intra.ranks),
-        *_phases("intra", intra.curve("all_gather"), size),
-    )
 
 
 def _phases(network: str, curve: Curve, size: float) -> tuple[Phase, ...]:

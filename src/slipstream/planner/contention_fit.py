@@ -16,6 +16,7 @@ from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contended_network import Clock
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.iteration import IterationModel
+from slipstream.planner.transport_cost import RECIPES
 from slipstream.planner.workload import Workload, complete_steps, in_flight
 from slipstream.trace.event import Trace
 
@@ -51,7 +52,8 @@ def prepare(trace: Trace, network: NetworkProfile) -> tuple[Workload, NetworkPro
 def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) -> NetworkProfile:
     """The network whose exchanges are slowed down by compute as much as in a trace.
 
-    ``compute_slowdown`` is not fitted: the workload was made by assuming it.
+    ``compute_slowdown`` is not fitted: the workload was made by assuming it. Only the contention of
+    the transport that was traced is fitted; that of direct sends and of collectives are apart.
 
     Args:
         workload: that of the trace on this network.
@@ -60,11 +62,12 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
     """
     plan = Plan.of_trace(trace, network.codecs)
     seconds, ends = _observed(trace)
-    measured = {name: float(getattr(network, name)) for name in GRIDS}
+    direct = RECIPES[plan.transport].direct
+    measured = {name: float(getattr(network.contention(direct), name)) for name in GRIDS}
 
     def cost(values: Mapping[str, float]) -> float:
         """Mean squared difference between replay and trace, in iterations, and of the change."""
-        model = IterationModel(workload, plan, network.model_copy(update=dict(values)))
+        model = IterationModel(workload, plan, network.with_contention(direct, values))
         start, replayed = model.settle()
         replay = zip(model.tasks, model.run(start, Clock()).exchanges, strict=True)
         replayed_ends = {task.name: one.end for task, one in replay}
@@ -81,7 +84,7 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
                 tried = best | {name: value}
                 if (error := cost(tried)) < least - 1e-12:
                     best, least = tried, error
-    return network.model_copy(update=best)
+    return network.with_contention(direct, best)
 
 
 def _observed(trace: Trace) -> tuple[float, dict[str, float]]:

@@ -20,7 +20,10 @@ from slipstream.strategy.validate import shown
 from slipstream.strategy.yaml import format_yaml, parse_yaml
 
 Kind = Literal["world", "intra", "inter"]
-Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+Collective = Literal["all_reduce", "direct_all_reduce", "reduce_scatter", "all_gather"]
+"""``all_reduce`` is the backend's, ``direct_all_reduce`` that of the ``direct`` transport. On CPUs
+a reduce-scatter sends each share to its owner, and an all-gather each owner's share to the others:
+gloo's own reduce-scatter would be an all-reduce inside, of twice the bytes."""
 Curves = Mapping[Kind, tuple[Collective, ...]]
 """Names of curves, by kind of groups."""
 
@@ -39,6 +42,7 @@ class Network(FrozenModel):
     kind: Kind
     ranks: int = Field(ge=1)
     all_reduce: Curve
+    direct_all_reduce: Curve | None = None
     reduce_scatter: Curve | None = None
     all_gather: Curve | None = None
 
@@ -111,7 +115,8 @@ class NetworkProfile(Contention):
     """What exchanges cost on a cluster, and how much they and computing slow each other down.
 
     Where hosts have different numbers of ranks, ``ranks_per_host`` is the largest. ``codecs`` holds
-    what each kind of codec costs a rank. ``extrapolated`` says which part was not measured.
+    what each kind of codec costs a rank. The contention is that of the backend's collectives;
+    ``direct`` holds that of direct sends. ``extrapolated`` says which part was not measured.
 
     Example:
         >>> line = Curve.fit([(1024, 0.001), (2**20, 0.021)])
@@ -132,6 +137,7 @@ class NetworkProfile(Contention):
     hosts: int = Field(ge=1)
     ranks_per_host: int = Field(ge=1)
     networks: Mapping[Kind, Network]
+    direct: Contention | None = None
     codecs: Mapping[str, CodecCost] = {}
     backend: str
     date: str
@@ -151,6 +157,16 @@ class NetworkProfile(Contention):
                 f"{self.ranks_per_host}"
             )
         return self
+
+    def contention(self, direct: bool) -> Contention:
+        """That of direct sends, where it was measured, or that of the backend's collectives."""
+        return self.direct if direct and self.direct is not None else self
+
+    def with_contention(self, direct: bool, values: Mapping[str, float]) -> NetworkProfile:
+        """The same with other values in ``contention(direct)``."""
+        if direct and self.direct is not None:
+            return self.model_copy(update={"direct": self.direct.model_copy(update=values)})
+        return self.model_copy(update=values)
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -240,6 +256,9 @@ class NetworkProfile(Contention):
         shape = {"world_size": ranks_of["world"], "hosts": nodes, "ranks_per_host": ranks_per_node}
         note = "; ".join(filter(None, [self.extrapolated, *notes]))
         costs = {"networks": networks, "queue_seconds": self.queue_seconds * slower}
+        if self.direct is not None:
+            queue = {"queue_seconds": self.direct.queue_seconds * slower}
+            costs["direct"] = self.direct.model_copy(update=queue)
         return self.model_copy(update={**shape, **costs, "extrapolated": note})
 
     def _check_scalable(self, nodes: int, ranks_per_node: int, rate: float | None) -> None:

@@ -22,6 +22,7 @@ from slipstream.planner.comm_plan import Plan, comm_tasks, gather_tasks
 from slipstream.planner.contended_network import Clock, Completion, Job, run
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
+from slipstream.planner.transport_cost import GATHERS, RECIPES
 from slipstream.planner.workload import Workload
 
 _SETTLING = 4
@@ -71,10 +72,11 @@ class IterationModel:
                 "gradients; the last cut must be their number"
             )
         self.workload = work = workload.for_ranks(network.world_size)
-        self.plan, self._network = plan, network
+        self.plan = plan
+        self._contention = network.contention(RECIPES[plan.transport].direct)
         self.tasks = comm_tasks(work, plan, network)
         self.gather_tasks = gather_tasks(work, plan, network)
-        self.optimizer = work.optimizer / (work.num_ranks if plan.transport == "sharded" else 1)
+        self.optimizer = work.optimizer / (work.num_ranks if plan.transport in GATHERS else 1)
         self._backward = work.backward + plan.recompute_share * work.forward
         stretch = self._backward / np.maximum(work.backward, 1e-30)
         self._ready = work.ready * stretch[:, None]
@@ -165,7 +167,7 @@ class IterationModel:
         latest = handed_over.max(axis=0)
         jobs = [Job(float(at), task.phases) for at, task in zip(latest, self.tasks, strict=True)]
         idle = np.sort(busy).tolist()
-        return tuple(run(jobs, clock, lambda completions: idle, self._network))
+        return tuple(run(jobs, clock, lambda completions: idle, self._contention))
 
     def _decoded(self, busy: Array, exchanges: Sequence[Completion]) -> Array:
         """When each task is decoded: in order, after backward and after its exchange."""
@@ -179,19 +181,16 @@ class IterationModel:
     def _forward_under_gathers(
         self, loaded: Array, available: float, clock: Clock
     ) -> tuple[tuple[Completion, ...], Array]:
-        """Completions of all-gathers, and the end of a forward that waits for each of them in turn.
-
-        A segment's layers are assumed to take the same share of forward as of backward.
-        """
-        gaps = np.diff(self._segments_ready, axis=1, prepend=0.0)[:, ::-1] + 1e-12
-        shares = self.workload.forward[:, None] * gaps / gaps.sum(axis=1, keepdims=True)
+        """Completions of all-gathers, and the end of a forward that waits for each in turn."""
+        starts = [0, *self.plan.gather_cuts[:-1]]
+        shares = np.add.reduceat(self.workload.forward_times, starts, axis=1)
         jobs = [Job(available, task.phases) for task in self.gather_tasks]
 
         def idle_from(completions: Sequence[Completion | None]) -> Sequence[float]:
             idle: list[float] = np.sort(_forward_ends(loaded, shares, completions)).tolist()
             return idle
 
-        completions = run(jobs, clock, idle_from, self._network)
+        completions = run(jobs, clock, idle_from, self._contention)
         return tuple(completions), _forward_ends(loaded, shares, completions)
 
 

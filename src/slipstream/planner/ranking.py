@@ -15,7 +15,7 @@ from slipstream.planner.comm_plan import Plan, cuts_of
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.simulate import predict
 from slipstream.planner.workload import Workload
-from slipstream.strategy import Optimal, Strategy, Trace as TraceSettings
+from slipstream.strategy import Auto, Flat, Optimal, Strategy, Trace as TraceSettings
 from slipstream.trace import Trace
 
 NODES = tuple(2**power for power in range(13))
@@ -61,7 +61,8 @@ class Point(NamedTuple):
 def traced_strategy(trace: Trace) -> Strategy:
     """The strategy that a trace was recorded under, without its trace settings.
 
-    ``split: optimal`` is replaced by the split that the trace shows (one segment on one process).
+    ``split: optimal`` is replaced by the split that the trace shows (one segment on one process),
+    ``transport: auto`` by ``flat``, with which it begins.
 
     Raises:
         StrategyError: it has settings that this version does not know.
@@ -69,6 +70,8 @@ def traced_strategy(trace: Trace) -> Strategy:
     strategy = Strategy.load(trace.meta.get("strategy") or {})
     if isinstance(strategy.gradients.split, Optimal):
         strategy = with_gradients(strategy, split=by_index(cuts_of(trace)))
+    if isinstance(strategy.gradients.transport, Auto):
+        strategy = with_gradients(strategy, transport=Flat())
     return strategy.model_copy(update={"trace": TraceSettings()})
 
 

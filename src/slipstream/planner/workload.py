@@ -30,6 +30,7 @@ from slipstream.errors import TraceError
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
+from slipstream.planner.transport_cost import RECIPES, traced_transport
 from slipstream.trace.event import BACKWARD, BUFFERS, DATA_WAIT, FORWARD, OPTIMIZER, Event, Trace
 from slipstream.trace.intervals import Intervals, union
 from slipstream.trace.timeline import Iteration, timeline
@@ -75,6 +76,16 @@ class Workload:
         types = [gradient.dtype for gradient in self.gradients]
         return tuple(i for i in range(1, len(types)) if types[i] != types[i - 1])
 
+    @property
+    def forward_times(self) -> Array:
+        """Seconds of forward until each parameter's successor is needed, in forward order, by rank.
+
+        A layer is assumed to take the same share of forward as of backward.
+        """
+        ready = np.maximum.accumulate(self.ready, axis=1)
+        gaps = np.diff(ready, axis=1, prepend=0.0)[:, ::-1] + 1e-12
+        return np.asarray(self.forward[:, None] * gaps / gaps.sum(axis=1, keepdims=True))
+
     def for_ranks(self, count: int) -> Workload:
         """The same work on another number of ranks: the ranks' profiles, repeated in order.
 
@@ -107,7 +118,8 @@ class Workload:
             network.check_world(world_size)
         gradients = gradients_of(trace)
         steps = complete_steps(trace)
-        measured = [measure(step, gradients, network.compute_slowdown) for step in steps]
+        slowdown = network.contention(RECIPES[traced_transport(trace)].direct).compute_slowdown
+        measured = [measure(step, gradients, slowdown) for step in steps]
         stacked = {name: np.array([one[name] for one in measured]) for name in measured[0]}
         typical = {name: np.median(stacked[name], axis=0) for name in _MEDIANS}
         passes = np.median(stacked["passes"], axis=0)

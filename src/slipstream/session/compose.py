@@ -49,8 +49,10 @@ from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.channel import STAGES, Channel
 from slipstream.transport.consistency import any_of, broadcast_from_first
+from slipstream.transport.switch import Switch
 from slipstream.transport.transport import Transport, make_transport
-from slipstream.tuner.online_split import SETTLING, OnlineSplit
+from slipstream.tuner.online_search import OnlineSearch
+from slipstream.tuner.search_space import SETTLING, SearchSpace
 
 _accelerated: WeakSet[nn.Module] = WeakSet()
 _sharded: WeakSet[nn.Module] = WeakSet()
@@ -116,16 +118,16 @@ def compose(
         any_rank = dims.any_rank
         if shares is not None and control is not None:
             any_rank = partial(any_of, group=control)
-        transports = [make_transport(strategy.gradients.transport, group) for group in groups]
+        transports = _transports(given, groups)
         # After all that changes the model: its hooks see final gradients.
-        engine, online_split = _exchange(
+        engine, search = _exchange(
             given, transports, trainables, momentum_correction, precision, shares, any_rank
         )
         # After the engine, which knows the order of the parameters.
         if shares is not None:
             full_state = _sharded_model(given, transports[0], trainables, shares, engine, precision)
         # After the engine, whose segments it describes.
-        tracer = _tracer(given, engine, online_split)
+        tracer = _tracer(given, engine, search)
         # After the tracer: where an epoch starts, an iteration begins.
         session_loader = _session_loader(given, loader, tracer)
         window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, session_loader)
@@ -142,7 +144,7 @@ def compose(
             tracer,
         )
         names, codec = [t.name for t in trainables], strategy.gradients.codec
-        state = SessionState(model, names, engine, dims, online_split, precision, codec)
+        state = SessionState(model, names, engine, dims, search, precision, codec)
         return Session(
             model,
             optimizer,
@@ -176,10 +178,10 @@ class _Given:
 
 
 def _recorder(strategy: Strategy, cluster: Cluster) -> Recorder | None:
-    """For the search for the split, else for the user's trace."""
-    split, trace = strategy.gradients.split, strategy.trace
-    if isinstance(split, Optimal) and cluster.world_size > 1:
-        return Recorder(cluster.rank, SETTLING, split.steps)
+    """For the search for the fastest exchange, else for the user's trace."""
+    space, trace = SearchSpace.of(strategy, cluster), strategy.trace
+    if space.is_open and cluster.world_size > 1:
+        return Recorder(cluster.rank, SETTLING, space.first_window)
     return Recorder(cluster.rank, trace.skip, trace.steps) if trace.steps is not None else None
 
 
@@ -232,6 +234,13 @@ def _trainables(
     return as_wide_as_gradients(trainables) if precision.exchanges_wide else trainables
 
 
+def _transports(given: _Given, groups: Sequence[dist.ProcessGroup]) -> list[Transport]:
+    """One on each group: what the strategy names, or what it lets a search choose among."""
+    first, *others = SearchSpace.of(given.strategy, given.cluster).transports
+    make: Callable[..., Transport] = Switch if others else make_transport
+    return [make(first, group) for group in groups]
+
+
 def _exchange(
     given: _Given,
     transports: Sequence[Transport],
@@ -240,12 +249,13 @@ def _exchange(
     precision: ModelPrecision,
     shares: Shares | None,
     any_rank: Callable[[bool], bool],
-) -> tuple[GradientEngine, OnlineSplit | None]:
-    """The engine on its channel, and the search for its split if the strategy asks for one."""
+) -> tuple[GradientEngine, OnlineSearch | None]:
+    """The engine on its channel, and the search for what the strategy leaves open, if anything."""
     dims, codec, config = given.dims, given.codec, given.strategy.gradients
     if dims.data is None:
         alone = SingleReplicaEngine(given.model.parameters(), config.split)
         return given.handles.add(alone), None
+    space = SearchSpace.of(given.strategy, given.cluster)
     channel = Channel(transports[0], transports[1:], given.cluster.device, given.recorder)
     given.handles.enter_context(closing(channel))  # closed after the engine that uses it
     verdict = measure(codec, given.cluster) if isinstance(codec, Adaptive) else None
@@ -271,15 +281,15 @@ def _exchange(
     )
     given.handles.add(engine)
     engine.load_codec_state(momentum_correction.buffers)
-    online_split = None
-    if isinstance(config.split, Optimal):
-        online_split = OnlineSplit(
-            engine, given.cluster, dims.data, given.strategy, config.split.steps
-        )
-        given.handles.add_rows(online_split.report_rows)
+    search = None
+    if space.is_open:
+        switches = [transport for transport in transports if isinstance(transport, Switch)]
+        search = OnlineSearch(engine, switches, given.cluster, dims.data, given.strategy, space)
+        given.handles.add_rows(search.report_rows)
+    given.handles.add_rows(space.report_rows)
     if verdict is not None:
         given.handles.add_rows(partial(adaptive_rows, verdict, engine))
-    return engine, online_split
+    return engine, search
 
 
 def _shares(given: _Given) -> Shares | None:
@@ -319,13 +329,11 @@ def _sharded_model(
     return given.handles.add(sharded, on_error=sharded.abandon)
 
 
-def _tracer(given: _Given, engine: GradientEngine, online_split: OnlineSplit | None) -> Tracer:
+def _tracer(given: _Given, engine: GradientEngine, search: OnlineSearch | None) -> Tracer:
     if given.recorder is None:
         return NoTracing()
     model, strategy, device = given.model, given.strategy, given.cluster.device
-    tracer = SessionTracer(
-        given.recorder, model, strategy, engine, given.dims, online_split, device
-    )
+    tracer = SessionTracer(given.recorder, model, strategy, engine, given.dims, search, device)
     given.handles.defer(tracer.write, on_error=tracer.drop)
     return tracer
 

@@ -18,7 +18,7 @@ from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import checkpoint
 from slipstream.strategy import Codec, Strategy, keeps_state
 from slipstream.transport.consistency import agree
-from slipstream.tuner.online_split import OnlineSplit
+from slipstream.tuner.online_search import OnlineSearch
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class SessionState:
         names: of the trainable parameters that this rank holds.
         engine: has the ready order and the codecs' state.
         dims: all ranks.
-        online_split: the search for the split; None: there is none.
+        search: for the fastest exchange; None: there is none.
         precision: has the loss scale.
         codec: of the strategy.
     """
@@ -39,7 +39,7 @@ class SessionState:
     names: Sequence[str]
     engine: GradientEngine
     dims: ParallelDims
-    online_split: OnlineSplit | None
+    search: OnlineSearch | None
     precision: ModelPrecision
     codec: Codec | None
 
@@ -52,11 +52,14 @@ class SessionState:
         order = checkpoint.order_document(self.engine.order, self.names)
         if control is not None and self.dims.mesh.pipeline > 1:
             order = checkpoint.joined_order(order, control)
-        split = None if self.online_split is None else self.online_split.chosen
+        search = self.search
+        split = None if search is None else search.chosen_split
+        transport = None if search is None else search.chosen_transport
         return {
             "version": checkpoint.VERSION,
             "steps": steps,
             "split": None if split is None else split.document(full=True),
+            "transport": None if transport is None else transport.document(full=True),
             "ready_order": order,
             "codecs": codecs,  # by rank
             "loss_scale": self.precision.state_dict(),
@@ -91,9 +94,14 @@ class SessionState:
         order = checkpoint.order_of(state, self.names)
         if order is not None:
             self.engine.install(order)
-        if self.online_split is not None and state["split"] is not None:
-            chosen = Strategy.load({"gradients": {"split": state["split"]}}).gradients.split
-            self.online_split.settle(chosen, "chosen before the checkpoint")
+        if self.search is not None:
+            saved = {name: state.get(name) for name in ("split", "transport")}
+            chosen = {name: value for name, value in saved.items() if value is not None}
+            gradients = Strategy.load({"gradients": chosen}).gradients
+            self.search.resume(
+                gradients.split if "split" in chosen else None,
+                gradients.transport if "transport" in chosen else None,
+            )
         if keeps_codecs and (codecs := state["codecs"]):
             # after the last change of the layout, which says who serves which piece
             if sharded:

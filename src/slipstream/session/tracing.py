@@ -23,7 +23,8 @@ from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
 from slipstream.trace.recorder import Recorder, Stamp
 from slipstream.transport.consistency import collective_errors
-from slipstream.tuner.online_split import SETTLING, OnlineSplit
+from slipstream.tuner.online_search import OnlineSearch
+from slipstream.tuner.search_space import SETTLING
 
 
 class NoTracing:
@@ -49,8 +50,8 @@ class SessionTracer:
     """Tells the recorder what the session does; writes ``trace.json`` when all steps are recorded.
 
     An iteration begins where the last one ended, or where an epoch starts: what a script does
-    between epochs belongs to no iteration. With ``split: optimal`` the search uses the recorder
-    first, in windows of its own; the window of the user's ``trace.steps`` comes after it.
+    between epochs belongs to no iteration. A search (``split: optimal``, ``transport: auto``) uses
+    the recorder first, in windows of its own; that of the user's ``trace.steps`` comes after it.
 
     Attributes:
         recorder: of this rank.
@@ -58,7 +59,7 @@ class SessionTracer:
         strategy: says which steps, and where to write.
         engine: exchanges the gradients of the model.
         dims: all ranks; of those that share a model each counts its part of the samples.
-        online_split: the search for the split; None: there is none.
+        search: for the fastest exchange; None: there is none.
         device: of the model.
     """
 
@@ -67,14 +68,14 @@ class SessionTracer:
     strategy: Strategy
     engine: GradientEngine
     dims: ParallelDims
-    online_split: OnlineSplit | None
+    search: OnlineSearch | None
     device: torch.device
 
     _aligned = _under_way = _closed = _in_backward = False
     _iteration = _batch_size = _samples = 0
 
     def __post_init__(self) -> None:
-        self._in_users_window = self.online_split is None
+        self._in_users_window = self.search is None
         self._forward_start: Stamp | None = None
         self._start: Stamp = 0.0
         self._end: Stamp = 0.0
@@ -165,8 +166,8 @@ class SessionTracer:
         self._hook.remove()
 
     def _window_ends(self) -> None:
-        """All iterations of a window are recorded: for the search of the split, or for the user."""
-        search, config = self.online_split, self.strategy.trace
+        """All iterations of a window are recorded: for the search, or for the user."""
+        search, config = self.search, self.strategy.trace
         if search is None or self._in_users_window:
             self.write()
         elif not search.settled and search.proceed(self._gather()):
@@ -182,7 +183,7 @@ class SessionTracer:
         self._aligned = False
 
     def _gather(self) -> Trace | None:
-        self.recorder.meta |= _metadata(self.model, self.strategy, self.engine)
+        self.recorder.meta |= _metadata(self.model, self.strategy, self.engine, self.search)
         with collective_errors("the gathering of the trace"):
             return self.recorder.gather(self.dims.control)
 
@@ -190,7 +191,9 @@ class SessionTracer:
 Tracer = NoTracing | SessionTracer
 
 
-def _metadata(model: nn.Module, strategy: Strategy, engine: GradientEngine) -> dict[str, Any]:
+def _metadata(
+    model: nn.Module, strategy: Strategy, engine: GradientEngine, search: OnlineSearch | None
+) -> dict[str, Any]:
     """What a trace says of the session: model, strategy, segments and gradients."""
     document = strategy.document(full=True)
     if engine.order is None:  # nothing is exchanged, or not yet: assume reverse registration
@@ -199,7 +202,10 @@ def _metadata(model: nn.Module, strategy: Strategy, engine: GradientEngine) -> d
     else:
         gradients = engine.gradients
         document["gradients"]["split"] = engine.split.document(full=True)
-    return {
+    if search is not None:
+        document["gradients"]["transport"] = search.transport.document(full=True)
+    said = {} if search is None else {"search": search.outcome}
+    return said | {
         "model": type(model).__name__,
         "strategy": document,
         "segments": [{"bytes": s.num_bytes, "gradients": [*s.gradients]} for s in engine.segments],

@@ -61,6 +61,7 @@ from slipstream.strategy.split import (
     Split as Split,
 )
 from slipstream.strategy.transport import (
+    Auto as Auto,
     Direct as Direct,
     Flat as Flat,
     Sharded as Sharded,

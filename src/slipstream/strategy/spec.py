@@ -22,7 +22,7 @@ from slipstream.strategy.precision import Compute, Precision
 from slipstream.strategy.presets import preset
 from slipstream.strategy.setting import Exactness, Setting
 from slipstream.strategy.split import ByBytes, Split
-from slipstream.strategy.transport import Flat, Transport
+from slipstream.strategy.transport import DEFAULT_TRANSPORT, Transport
 from slipstream.strategy.validate import shown
 from slipstream.strategy.yaml import SUFFIXES, format_yaml, parse_json, parse_yaml, read
 
@@ -41,7 +41,7 @@ class Gradients(Setting):
     overlap: bool = True
     """Exchange during backward, not after it."""
 
-    transport: Transport = Flat()
+    transport: Transport = DEFAULT_TRANSPORT
     """How a segment travels between ranks."""
 
     codec: Codec | None = None

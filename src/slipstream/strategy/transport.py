@@ -54,5 +54,27 @@ class Sharded(Variant, exactness="reordered"):
     own: its steps on a part of a parameter are those on the whole."""
 
 
-Transport = Annotated[Flat | Direct | Sharded, OneOf()]
+class Auto(Variant, exactness="reordered"):
+    """The fastest exact transport for this model and network, found during training.
+
+    The first updates take turns under the transports that are exact here, on all ranks alike. The
+    fastest stays; the first of them, ``flat``, unless another was faster in every turn. With
+    ``split: optimal`` transports and splits are chosen together. ``session.report()`` shows the
+    result, ``state_dict()`` keeps it.
+
+    Example:
+        >>> Auto(updates=100).updates
+        100
+    """
+
+    kind: Literal["auto"] = "auto"
+
+    updates: int = Field(default=60, ge=24)
+    """Updates that the search takes at most."""
+
+
+Transport = Annotated[Flat | Direct | Sharded | Auto, OneOf()]
 """A transport, or only its kind: ``flat`` for ``{kind: flat}``."""
+
+DEFAULT_TRANSPORT = Flat()
+"""Of a strategy that names none."""

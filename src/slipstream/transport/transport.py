@@ -1,16 +1,18 @@
 """What a transport between ranks is, and the table from a strategy's setting to it.
 
 To add one: a variant in ``strategy/transport.py``, a file here with a class that meets
-``Transport``, and a row in ``TRANSPORTS``. Nothing else knows which transport is in use.
+``Transport``, and a row in ``TRANSPORTS``; if ``auto`` may choose it, a row in ``EXACT``. Nothing
+else knows which transport is in use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from slipstream.cluster.connect import Cluster
 from slipstream.strategy import Direct, Flat, Sharded, Transport as TransportConfig
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
@@ -53,6 +55,18 @@ TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
     Sharded: DirectTransport,
 }
 """By type of the strategy's ``gradients.transport``."""
+
+EXACT: Mapping[TransportConfig, Callable[[Cluster], bool]] = {
+    Flat(): lambda cluster: True,
+    Direct(): lambda cluster: cluster.device.type == "cpu",
+}
+"""What ``auto`` chooses among, and where each can be used; the first one everywhere. They ask
+nothing of the user's code, and may be exchanged for one another between two updates."""
+
+
+def exact_transports(cluster: Cluster) -> tuple[TransportConfig, ...]:
+    """The transports that ``auto`` chooses among on these ranks, the one to begin with first."""
+    return tuple(config for config, fits in EXACT.items() if fits(cluster))
 
 
 def make_transport(config: TransportConfig, group: dist.ProcessGroup) -> Transport:

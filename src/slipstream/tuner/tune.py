@@ -12,6 +12,8 @@ file.
    median of the paired ratios is below 1 with a confidence of 95 % (with fewer than six pairs: if
    it was faster in every pair). Else the baseline stays, so tuning never ends with something
    slower.
+Where the budget has no room for so many starts of the script, one start tries several exact choices
+instead (``one_start``).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from slipstream.planner.candidates import label
 from slipstream.planner.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
+from slipstream.tuner.one_start import CALIBRATION, UPDATES, chosen, open_strategy, reason
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
 from slipstream.tuner.trials import Failure, Measurement
 
@@ -35,6 +38,7 @@ MODEL_ERROR = 0.05
 LEAST_NOISE = 0.005
 LEAST_MEASURED = 3
 HANG_FACTOR = 3.0
+ROOM = 3.0  # of the budget, for the first run
 PATIENCE = 60.0  # seconds that the first run gets at least, if the budget allows
 RUNS = 1 + 2 * LEAST_PAIRS  # the least: one candidate, and its comparison with the baseline
 RESERVE = 1.2  # later runs may take a little longer than the first one
@@ -105,6 +109,9 @@ class Tuner:
         """
         self._deadline = self.clock() + self.budget
         first = self._baseline()
+        searching = open_strategy(self.base)
+        if self._needed > self._left() and searching is not None:
+            return self._in_one_start(searching, first)
         self._check_budget()
         self.doing("predicting")
         predictions = self.predict(first.trace)
@@ -118,7 +125,7 @@ class Tuner:
     def _baseline(self) -> Measurement:
         """The first run. Everything else depends on it, so a failure ends the tuning."""
         self.doing("the baseline")
-        room = self._left() / (1 + RUNS * RESERVE)  # if it takes longer, nothing fits behind it
+        room = self._left() / ROOM  # if it takes longer, nothing fits behind it
         first = self.run(self.base, min(self._left(), max(room, PATIENCE)))
         if isinstance(first, Failure):
             raise _baseline_error(first, self.budget, room)
@@ -137,16 +144,51 @@ class Tuner:
             self._longest = max(self._longest, outcome.wall)
         return outcome
 
+    @property
+    def _needed(self) -> float:
+        """Seconds of a candidate and its comparison with the baseline."""
+        return RUNS * self._longest * RESERVE
+
     def _check_budget(self) -> None:
         """Check that a candidate and its comparison with the baseline still fit the budget."""
-        needed = RUNS * self._longest * RESERVE
-        if needed > self._left():
-            whole = ceil(self.budget - self._left() + needed)
+        if self._needed > self._left():
+            whole = ceil(self.budget - self._left() + self._needed)
             raise LaunchError(
                 f"the budget of {self.budget:.0f} s is too small for one trial: the baseline run "
                 f"took {self._longest:.1f} s, and a candidate and its comparison with the baseline "
                 f"take {RUNS} more; give --budget {whole}s or more"
             )
+
+    def _in_one_start(self, searching: Strategy, first: Measurement) -> Tuned:
+        """Let one run try the exact choices in turn.
+
+        Raises:
+            LaunchError: the budget has no room for that either.
+        """
+        steps = len({event.step for event in first.trace.events})
+        start = max(first.wall - steps * first.seconds, 0.0)
+        needed = RESERVE * (start + (UPDATES + steps) * first.seconds) + CALIBRATION
+        if needed > self._left():
+            spent = self.budget - self._left()
+            raise LaunchError(
+                f"the budget of {self.budget:.0f} s is too small for one trial: the baseline run "
+                f"took {first.wall:.1f} s, {start:.1f} s of it before the first step; {RUNS} more "
+                f"runs take {self._needed:.0f} s, and one start that tries the exact choices in "
+                f"{UPDATES} steps takes {needed:.0f} s; give --budget "
+                f"{ceil(spent + min(needed, self._needed))}s or more"
+            )
+        self._note(self.base, None, first, f"the baseline; {start:.1f} s before the first step")
+        self.doing(f"exact choices in one start: {UPDATES} steps, about {needed:.0f} s")
+        outcome = self.run(searching, self._left())
+        why = f"one start instead of {RUNS} runs of {first.wall:.1f} s"
+        if isinstance(outcome, Failure):
+            self._note(searching, None, outcome, why)
+            verdict = f"the start that tried others {outcome.status}: the baseline stays"
+            return Tuned(self.base, False, verdict, (), tuple(self._trials))
+        best = chosen(outcome.trace, self.base)
+        self._note(best, None, outcome, f"{why}: {reason(outcome.trace)}")
+        verdict = f"{label(best)} ({best.exactness}), chosen in {why}: {reason(outcome.trace)}"
+        return Tuned(best, best != self.base, verdict, (), tuple(self._trials))
 
     def _measure_promising(
         self, predictions: Sequence[Prediction], first: Measurement, scale: float

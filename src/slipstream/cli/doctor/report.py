@@ -41,6 +41,12 @@ def report(profile: NetworkProfile) -> Group:
         f"its latency {1 + profile.latency_slowdown:.2f} times. A small exchange beside a large "
         f"one takes {profile.queue_share:.0%} of its time, {profile.queue_seconds:.3f} s at most."
     )
+    if (direct := profile.direct) is not None:
+        sentences.append(
+            f"With transport direct: computing {1 + direct.compute_slowdown:.2f} times, the bytes "
+            f"of an exchange {1 + direct.exchange_slowdown:.2f} times, its latency "
+            f"{1 + direct.latency_slowdown:.2f} times."
+        )
     doubts = "".join(f"\n  {doubt}" for doubt in profile.doubts)
     warning = [Text(DOUBTFUL + doubts, style="yellow")] if doubts else []
     tables = [*map(_table, profile.networks.values())]
@@ -55,7 +61,7 @@ def bus_bandwidth(name: Collective, ranks: int, num_bytes: int, seconds: float) 
         >>> bus_bandwidth("all_reduce", 4, 10**6, 0.012), bus_bandwidth("all_gather", 2, 10**6, 1)
         (1000000000.0, 4000000.0)
     """
-    rounds = 2 if name == "all_reduce" else 1
+    rounds = 2 if name.endswith("all_reduce") else 1
     return rounds * (ranks - 1) / ranks * num_bytes * 8 / seconds
 
 

@@ -31,7 +31,7 @@ from slipstream.planner.candidates import candidates
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import Prediction, rank
-from slipstream.strategy import ByBytes, Optimal, Strategy
+from slipstream.strategy import Auto, ByBytes, Flat, Optimal, Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
@@ -155,12 +155,16 @@ def _check_not_lost(output: Path, strategy: str | None) -> None:
 
 
 def _start(strategy: Strategy) -> Strategy:
-    """The strategy to start from; a trial is too short for ``split: optimal`` to find its split."""
+    """The strategy to start from; a trial is too short for what a training finds by itself."""
     gradients = strategy.gradients
-    if not isinstance(gradients.split, Optimal):
-        return strategy
-    console.print("split: optimal needs a long training; tuning starts from the default split")
-    gradients = gradients.model_copy(update={"split": ByBytes()})
+    fixed: dict[str, object] = {}
+    if isinstance(gradients.split, Optimal):
+        console.print("split: optimal needs a long training; tuning starts from the default split")
+        fixed["split"] = ByBytes()
+    if isinstance(gradients.transport, Auto):
+        console.print("transport: auto needs a long training; tuning starts from flat")
+        fixed["transport"] = Flat()
+    gradients = gradients.model_copy(update=fixed)
     return strategy.model_copy(update={"gradients": gradients})
 
 

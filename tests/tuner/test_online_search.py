@@ -1,4 +1,4 @@
-"""The split that is searched for while the training runs: when it changes, and what stays."""
+"""What is searched for while the training runs, the split: when it changes, and what stays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from slipstream.calibration import collective_timer
 from slipstream.errors import TraceError
 from slipstream.strategy import ByIndex
 from slipstream.trace import read
-from slipstream.tuner import online_split
+from slipstream.tuner import online_search
+from slipstream.tuner.search_space import SETTLING, TURNS
 from tests.harness.ranks import Ranks
 
 STEPS = 2
@@ -45,11 +46,11 @@ def train(
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(online_split, "CALIBRATION_SECONDS", 0.2)
+        patch.setattr(online_search, "CALIBRATION_SECONDS", 0.2)
         if proposed is not None:
-            patch.setattr(online_split, "optimal_split", _answer(proposed))
+            patch.setattr(online_search, "optimal_split", _answer(proposed))
             windows = iter(seconds)
-            patch.setattr(online_split, "iterations", lambda trace: [next(windows)])
+            patch.setattr(online_search, "iterations", lambda trace: [next(windows)])
         session = slipstream.accelerate(model, optimizer, strategy=settings)
         if state is not None:
             session.load_state_dict(state)
@@ -75,8 +76,8 @@ def _answer(proposed: tuple[int, ...] | Exception) -> Any:
 
 
 OPTIMAL = {"gradients": {"split": {"kind": "optimal", "steps": STEPS}}}
-FIRST = online_split.SETTLING + STEPS  # updates before the first decision
-SECOND, THIRD, LAST = (FIRST + FIRST * n for n in range(1, 2 * online_split.TURNS))
+FIRST = SETTLING + STEPS  # updates before the first decision
+SECOND, THIRD, LAST = (FIRST + FIRST * n for n in range(1, 2 * TURNS))
 
 
 @pytest.mark.parametrize(("faster", "word"), [(True, "; 2 kept"), (False, "; 1 kept")])
@@ -173,7 +174,7 @@ def test_the_trace_that_the_user_asked_for_comes_after_the_choice(
     config = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
     two.run(train, LAST + 6, OPTIMAL | config, (3, 11), timeout=60)
     trace = read(tmp_path / "trace.json")
-    assert {e.step for e in trace.events} == {LAST + online_split.SETTLING + i for i in range(2)}
+    assert {e.step for e in trace.events} == {LAST + SETTLING + i for i in range(2)}
     assert [len(segment["gradients"]) for segment in trace.meta["segments"]] == [4, 8]
     assert trace.meta["strategy"]["gradients"]["split"] == {"kind": "by_index", "last": [3, 11]}
 
@@ -183,7 +184,7 @@ def test_the_trace_that_the_user_asked_for_comes_after_a_resume_too(
 ) -> None:
     state = two.run(train, LAST, OPTIMAL, (3, 11), timeout=60)[0][3]
     config = {"trace": {"steps": 2, "skip": 0, "folder": str(tmp_path)}}
-    begin = FIRST + online_split.SETTLING  # behind what would have been the window of the search
+    begin = FIRST + SETTLING  # behind what would have been the window of the search
     two.run(train, begin + 3, OPTIMAL | config, (5, 11), (1.0, 1.0), state, timeout=60)
     trace = read(tmp_path / "trace.json")
     assert {event.step for event in trace.events} == {begin, begin + 1}

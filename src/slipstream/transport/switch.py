@@ -1,0 +1,48 @@
+"""A transport that is one of several at a time, exchanged for another between two updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from slipstream.strategy import Transport as TransportConfig
+from slipstream.transport.requests import Request
+from slipstream.transport.transport import Transport, make_transport
+from slipstream.transport.work import Work
+
+
+class Switch:
+    """Passes everything on to the transport in use; the others wait on the same group.
+
+    All ranks of the group call ``use`` and ``keep`` alike, while no exchange is under way.
+    Exactness: that of the transport in use.
+    """
+
+    def __init__(self, first: TransportConfig, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._made: dict[TransportConfig, Transport] = {}
+        self.use(first)
+
+    def use(self, config: TransportConfig) -> None:
+        """From the next backward on this one; a transport is made when it is first used."""
+        if config not in self._made:
+            self._made[config] = make_transport(config, self._group)
+        self.config, self._used = config, self._made[config]
+
+    def keep(self, config: TransportConfig) -> None:
+        """``use`` it for good: the threads and the memory of the others are freed."""
+        self.use(config)
+        for other in self._made.keys() - {config}:
+            self._made.pop(other).close()
+
+    def prepare(self, requests: Sequence[Request]) -> None:
+        self._used.prepare(requests)
+
+    def start(self, request: Request) -> Sequence[Work]:
+        return self._used.start(request)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for transport in self._made.values():
+            transport.close()

@@ -1,0 +1,72 @@
+"""Optimal cuts of the second phase against brute force, and against the closed form."""
+
+from __future__ import annotations
+
+from itertools import chain, combinations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from slipstream.planner.gather_split import forward_end, optimal_gather_cuts
+
+CLOSE = 1e-9
+
+
+def all_cuts(count: int) -> list[tuple[int, ...]]:
+    inner = range(1, count)
+    chosen = chain.from_iterable(combinations(inner, size) for size in range(count))
+    return [(*cuts, count) for cuts in chosen]
+
+
+@st.composite
+def instances(draw):
+    """Forward times, sizes, the cost of an all-gather, borders, a tolerance."""
+    count = draw(st.integers(1, 8))
+    numbers = st.lists(st.integers(0, 9).map(float), min_size=count, max_size=count)
+    cost = draw(st.sampled_from([(2.0, 0.5), (0.0, 1.0), (5.0, 0.0), (0.0, 0.0), (0.1, 2.0)]))
+    rules = {
+        "borders": draw(st.lists(st.integers(1, count), max_size=2)),
+        "tolerance": draw(st.sampled_from([0.0, 0.0, 0.005, 0.2])),
+    }
+    return draw(numbers), draw(numbers), cost, rules
+
+
+@settings(deadline=None, max_examples=500)
+@given(instances())
+def test_no_cuts_let_forward_end_earlier_or_as_early_with_fewer_segments(instance) -> None:
+    forward, sizes, cost, rules = instance
+    borders = set(rules["borders"])
+    allowed = [cuts for cuts in all_cuts(len(forward)) if borders <= {*cuts}]
+    ends = [(len(cuts), forward_end(cuts, forward, sizes, *cost)) for cuts in allowed]
+    best = min(end for _, end in ends)
+    limit = best * (1 + rules["tolerance"]) + CLOSE
+    cuts = optimal_gather_cuts(forward, sizes, *cost, **rules)
+    assert cuts in allowed
+    assert forward_end(cuts, forward, sizes, *cost) <= limit
+    assert len(cuts) == min(segments for segments, end in ends if end <= limit)
+
+
+@given(instances())
+def test_the_end_is_the_latest_gather_and_the_forward_behind_it(instance) -> None:
+    forward, sizes, (startup, per_byte), _ = instance
+    for cuts in all_cuts(len(forward)):
+        starts = (0, *cuts[:-1])
+        closed = max(
+            number * startup + per_byte * sum(sizes[:stop]) + sum(forward[start:])
+            for number, (start, stop) in enumerate(zip(starts, cuts, strict=True), start=1)
+        )
+        end = forward_end(cuts, forward, sizes, startup, per_byte)
+        assert end == pytest.approx(closed)
+
+
+def test_two_thousand_layers() -> None:
+    random = np.random.default_rng(0)
+    forward, sizes = random.random(2000) * 1e-4, random.random(2000) * 1e5
+    cuts = optimal_gather_cuts(forward, sizes, 2e-3, 1.2e-8)
+    single = forward_end((2000,), forward, sizes, 2e-3, 1.2e-8)
+    assert forward_end(cuts, forward, sizes, 2e-3, 1.2e-8) < single
+
+
+def test_nothing_to_cut() -> None:
+    assert optimal_gather_cuts([], [], 1.0, 1.0) == ()
