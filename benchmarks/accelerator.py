@@ -32,6 +32,15 @@ the host does between two layers costs no time of the device, as on a real one, 
 Gradients are ready at most this much too early.
 """
 
+QUEUED = 20e-3
+"""Seconds by which the host may come late in backward without leaving the device idle.
+
+On a real device autograd launches backward far ahead, and what hooks do on the host (copies, sends)
+costs the device nothing. Here hooks run when a gradient is ready, so the device is granted the time
+as if the next layers had been launched before, up to this bound. Not in forward, where a layer must
+not begin before its parameters are there.
+"""
+
 
 class Device:
     """The clock of a device that computes one layer after the other; the host sleeps meanwhile."""
@@ -41,11 +50,14 @@ class Device:
         """What all layers of an iteration take."""
         self._free_at = 0.0
 
-    def launch(self, share: float) -> None:
-        """Compute for a share of ``seconds``, from now or from when the device is free."""
+    def launch(self, share: float, late: float = 0.0) -> None:
+        """Compute for a share of ``seconds``, from when the device is free, or from now.
+
+        The host may come ``late``; one that comes later, after a wait for parameters say, has left
+        its device idle.
+        """
         now = time.perf_counter()
-        # A host that comes late, after a wait for parameters say, has left its device idle.
-        self._free_at = max(self._free_at, now) + share * self.seconds
+        self._free_at = max(self._free_at, now - late) + share * self.seconds
         if self._free_at - now > AHEAD:
             time.sleep(self._free_at - now - AHEAD / 2)
 
@@ -93,7 +105,7 @@ class _Compute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         layer: TimedModule = ctx.layer
         grad = _read(grad, ctx.saved_tensors)
-        layer.device.launch(layer.share * 2 / 3)
+        layer.device.launch(layer.share * 2 / 3, QUEUED)
         if layer.is_first:
             layer.device.synchronize()
         return (grad, None, *layer.gradients)
