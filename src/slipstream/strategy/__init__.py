@@ -60,4 +60,10 @@ from slipstream.strategy.split import (
     Single as Single,
     Split as Split,
 )
-from slipstream.strategy.transport import Direct as Direct, Flat as Flat, Transport as Transport
+from slipstream.strategy.transport import (
+    Direct as Direct,
+    Flat as Flat,
+    Hierarchical as Hierarchical,
+    SharedMemory as SharedMemory,
+    Transport as Transport,
+)

@@ -23,5 +23,22 @@ class Direct(Variant, exactness="reordered"):
     kind: Literal["direct"] = "direct"
 
 
-Transport = Annotated[Flat | Direct, OneOf()]
+class Hierarchical(Variant, exactness="reordered"):
+    """Sums inside each host first, and exchanges shares of the sums between the hosts. On CPUs only.
+
+    Of the ranks of a host each exchanges another share, all at the same time: a host sends as much
+    as one rank of `Direct` would, however many ranks it has and however they are numbered. Sums are
+    taken in a fixed order: the same bits on all ranks and in every run.
+    """
+
+    kind: Literal["hierarchical"] = "hierarchical"
+
+
+class SharedMemory(Variant, exactness="reordered"):
+    """Ranks of one host sum in memory that they share, in rank order. On CPUs only."""
+
+    kind: Literal["shared_memory"] = "shared_memory"
+
+
+Transport = Annotated[Flat | Direct | Hierarchical | SharedMemory, OneOf()]
 """A transport, or only its kind: ``flat`` for ``{kind: flat}``."""

@@ -11,10 +11,18 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from slipstream.strategy import Direct, Flat, Transport as TransportConfig
+from slipstream.strategy import (
+    Direct,
+    Flat,
+    Hierarchical,
+    SharedMemory,
+    Transport as TransportConfig,
+)
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
+from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.requests import AllReduce, Exchange, Request
+from slipstream.transport.shared_memory import SharedMemoryTransport
 from slipstream.transport.work import Work
 
 
@@ -50,6 +58,8 @@ class Transport(Protocol):
 TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
     Flat: FlatTransport,
     Direct: DirectTransport,
+    Hierarchical: HierarchicalTransport,
+    SharedMemory: SharedMemoryTransport,
 }
 """By type of the strategy's ``gradients.transport``."""
 
