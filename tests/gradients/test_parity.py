@@ -31,11 +31,13 @@ def plans(world: int) -> list[tuple[str, str, bool, int]]:
     ranks do a third of it: nothing but the order of the sum differs.
     """
     windows = [((True, 1), (False, 3)), ((True, 3), (False, 1))]
-    transports = [("flat", "direct"), ("direct", "flat")]
+    transports = [("flat", "direct"), ("hierarchical", "flat"), ("direct", "shared_memory")]
     every = [
         (split, transport, *ways)
         for n, split in enumerate(SPLITS)
-        for transport, ways in zip(transports[n // 2 % 2], windows[n % 2], strict=True)
+        for transport, ways in zip(
+            transports[n // 2 % len(transports)], windows[n % 2], strict=True
+        )
     ]
     return every if world == 2 else every[::3]
 

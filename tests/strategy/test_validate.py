@@ -41,7 +41,9 @@ WRONG: list[tuple[object, list[str]]] = [
     (_split(megabytes=3), ["gradients.split.kind: missing in {'megabytes': 3}", "by_bytes"]),
     (
         {"gradients": {"transport": "flot"}},
-        ["transport.kind: got 'flot'; did you mean 'flat'?; allowed: the kinds flat, direct; e.g."],
+        [
+            "transport.kind: got 'flot'; did you mean 'flat'?; allowed: the kinds flat, direct, hierarchical, shared_memory; e.g."
+        ],
     ),
     # no value is converted
     ({"gradients": {"overlap": "yes"}}, ["overlap: got 'yes'; allowed: true or false; e.g. over"]),

@@ -18,11 +18,12 @@ from slipstream.planner.workload import Workload, gradients_of
 from slipstream.strategy import Strategy
 from slipstream.trace.event import BUFFERS, Trace, allreduce
 
-TransportKind = Literal["flat", "direct", "hierarchical", "sharded"]
+TransportKind = Literal["flat", "direct", "hierarchical", "shared_memory", "sharded"]
 
 CURVES: Mapping[TransportKind, Curves] = {
     "flat": {"world": ("all_reduce",)},
     "direct": {"world": ("all_reduce",)},  # the same bytes; what a hop costs less is not told apart
+    "shared_memory": {"world": ("all_reduce",)},  # priced as the backend's, which takes longer
     "hierarchical": {
         "world": ("all_reduce",),
         "intra": ("reduce_scatter", "all_gather"),
@@ -40,10 +41,10 @@ class Plan:
     Attributes:
         cuts: the index after the last gradient of each segment, in ready order.
         overlap: exchange while backward still runs.
-        transport: ``flat`` and ``direct``: all-reduces. ``hierarchical``: reduce-scatter inside
-            each host, all-reduce of the shards between hosts, all-gather inside. ``sharded``:
-            reduce-scatter during backward, each rank updates its shard, all-gather of the
-            parameters during the next forward.
+        transport: ``flat``, ``direct`` and ``shared_memory``: all-reduces.
+            ``hierarchical``: reduce-scatter inside each host, all-reduce of the shards between
+            hosts, all-gather inside. ``sharded``: reduce-scatter during backward, each rank updates
+            its shard, all-gather of the parameters during the next forward.
         codec: what the codec costs and how much it leaves; None: gradients are sent as they are.
         accumulate: backward passes of one update.
         recompute_share: share of forward that backward computes again.
@@ -221,7 +222,7 @@ def _gradient_phases(
     world = network.groups("world")
     if transport == "sharded":
         return _phases("world", world.curve("reduce_scatter"), size)
-    if transport in ("flat", "direct") or network.hosts == 1 or network.ranks_per_host == 1:
+    if transport != "hierarchical" or network.hosts == 1 or network.ranks_per_host == 1:
         return _phases("world", world.all_reduce, size)
     intra, inter = network.groups("intra"), network.groups("inter")
     return (

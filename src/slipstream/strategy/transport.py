@@ -24,7 +24,7 @@ class Direct(Variant, exactness="reordered"):
 
 
 class Hierarchical(Variant, exactness="reordered"):
-    """Sums inside each host first, and exchanges shares of the sums between the hosts. On CPUs only.
+    """Sums inside each host first, then exchanges the sums between the hosts. On CPUs only.
 
     Of the ranks of a host each exchanges another share, all at the same time: a host sends as much
     as one rank of `Direct` would, however many ranks it has and however they are numbered. Sums are
@@ -32,6 +32,10 @@ class Hierarchical(Variant, exactness="reordered"):
     """
 
     kind: Literal["hierarchical"] = "hierarchical"
+
+    between: Annotated[Flat | Direct, OneOf()] = Direct()
+    """How shares travel between hosts: ``direct``, or ``flat``, the backend's ring, which is faster
+    while cores are free and needs as many ranks on each host."""
 
 
 class SharedMemory(Variant, exactness="reordered"):

@@ -10,15 +10,17 @@ different hosts).
 
 [Note: One all-reduce]
 1. The ranks of a host leave the sum of each share with its rail's rank, through shared memory.
-2. The ranks of a rail add up these sums, as ``direct`` does it.
+2. The ranks of a rail add up these sums, as ``direct`` or ``flat`` does it.
 3. Inside each host, every rank copies the sums of the others' rails.
-A thread each takes the tensors through (1) and (3), in order; (2) has a thread a rail. So while one
-tensor is between the hosts, later ones are summed inside them and earlier ones copied.
+A thread each takes the tensors through (1) and (3), in order; (2) has threads of its own. So while
+one tensor is between the hosts, later ones are summed inside them and earlier ones copied. Large
+tensors are cut into parts for that.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,18 +29,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slipstream.errors import ClusterError
 from slipstream.strategy import Direct, Flat, Hierarchical
 from slipstream.transport.direct import TAGS, DirectTransport
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.hosts import find_hosts, timeout_of
 from slipstream.transport.requests import AllReduce, Request
-from slipstream.transport.shared_memory import CHUNK, Cut, Pipeline, Shares, share_memory
+from slipstream.transport.shared_memory import (
+    Cut,
+    Pipeline,
+    Shares,
+    close_lines,
+    share_memory,
+)
 from slipstream.transport.work import ThreadWork, Work
 
-
-PART = 2 * 2**20
-"""Bytes of a tensor that are one all-reduce: while one part is between the hosts, the next is summed
-inside them."""
+PART = 4 * 2**20
+"""Bytes of a tensor that are one all-reduce: while it is between the hosts, the next is summed."""
 
 
 def rails(nodes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -58,7 +65,7 @@ class _AllReduce:
     """One all-reduce under way."""
 
     cut: Cut
-    missing: int = 0  # rails of this rank that still exchange
+    missing: int | None = None  # works of this rank's rails; None: not started yet
     work: ThreadWork = field(default_factory=ThreadWork)
 
 
@@ -71,7 +78,8 @@ class HierarchicalTransport:
     Exactness: reordered.
 
     Raises:
-        ClusterError: a host gives no memory to share.
+        ClusterError: a host gives no memory to share, or ``between: flat`` meets hosts of different
+            numbers of ranks.
     """
 
     def __init__(self, config: Hierarchical, group: dist.ProcessGroup) -> None:
@@ -80,17 +88,23 @@ class HierarchicalTransport:
         local = hosts.neighbours
         self._ranks, self._rank = len(local), local.index(hosts.rank)
         every = rails(hosts.nodes)
+        sizes = [len(node) for node in hosts.nodes]
+        if isinstance(config.between, Flat) and len(set(sizes)) > 1:
+            close_lines(hosts)
+            raise ClusterError(
+                f"gradients.transport.between flat needs as many ranks on each host; they have "
+                f"{sizes}; write between: direct"
+            )
         self._owners = len(every)
-        self._rails: dict[int, DirectTransport] = {}
-        if len(hosts.nodes) > 1:
-            self._rails = {
-                rail: DirectTransport(Direct(), group, members, 2 * TAGS * rail)
-                for rail, members in enumerate(every)
-                if hosts.rank in members
-            }
+        self._rails = {
+            rail: _between(config.between, group, members, rail)
+            for rail, members in enumerate(every)
+            if hosts.rank in members and len(members) > 1
+        }
         self._into, self._out_of = share_memory(hosts, [0, 1], [self._ranks, 1], group)
         # The lock guards what follows: works of rails end in threads of their own.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._between: deque[_AllReduce] = deque()
         self._under_way: set[_AllReduce] = set()
         self._error: Exception | None = None
         self._pipelines = []
@@ -99,23 +113,25 @@ class HierarchicalTransport:
             self._pipelines = [Pipeline(x, 2, slots, timeout, self._fail) for x in hosts.lines]
 
     def prepare(self, requests: Sequence[AllReduce]) -> None:
-        """Post the receives of the next backward pass, rail by rail."""
-        tensors = [request.tensor for request in requests if not request.tensor.is_cuda]
-        cuts = [self._cut(part) for tensor in tensors for part in _parts(tensor)]
-        for rail, direct in self._rails.items():
-            direct.prepare([AllReduce(cut.shares[rail]) for cut in cuts])
+        """Announce the shares of the next backward pass, rail by rail."""
+        ours = [request.tensor for request in requests if isinstance(request, AllReduce)]
+        cuts = [self._cut(part) for tensor in ours for part in _parts(tensor)]
+        for rail, transport in self._rails.items():
+            transport.prepare([AllReduce(cut.shares[rail]) for cut in cuts])
 
     def start(self, request: Request) -> Sequence[Work]:
-        if not isinstance(request, AllReduce) or request.tensor.is_cuda:
+        if not isinstance(request, AllReduce):
             return self._flat.start(request)
         return [self._start(part) for part in _parts(request.tensor)]
 
     def close(self) -> None:
         for part in (*self._pipelines, *self._rails.values()):
             part.close()
+        for memory in (self._into, self._out_of):
+            memory.free()
 
     def _start(self, part: torch.Tensor) -> Work:
-        entry = _AllReduce(self._cut(part), len(self._rails))
+        entry = _AllReduce(self._cut(part))
         with self._lock:
             if self._error is not None:
                 raise RuntimeError(f"an earlier exchange failed: {self._error}")
@@ -129,20 +145,27 @@ class HierarchicalTransport:
         return entry.work
 
     def _cut(self, tensor: torch.Tensor) -> Cut:
-        return Cut.of(tensor, self._owners, CHUNK)
+        return Cut.of(tensor, self._owners, self._into.chunk)
 
     def _exchange(self, entry: _AllReduce, error: Exception | None) -> None:
         """This host's sums are there: exchange those of this rank's rails with the other hosts."""
         if error is not None:
             return  # the pipeline tells
-        if not self._rails:
-            self._spread(entry)
+        with self._lock:
+            self._between.append(entry)
         try:
-            for rail, direct in self._rails.items():
-                [work] = direct.start(AllReduce(entry.cut.shares[rail]))
-                work.get_future().add_done_callback(partial(self._exchanged, entry))
+            works = [
+                work
+                for rail, transport in self._rails.items()
+                for work in transport.start(AllReduce(entry.cut.shares[rail]))
+            ]
         except RuntimeError as failure:
             self._fail(failure)
+            return
+        entry.missing = len(works)
+        for work in works:
+            work.get_future().add_done_callback(partial(self._exchanged, entry))
+        self._spread_next()
 
     def _exchanged(self, entry: _AllReduce, rail: torch.futures.Future[Any]) -> None:
         """One rail has all hosts' sum."""
@@ -152,10 +175,15 @@ class HierarchicalTransport:
             self._fail(error)
             return
         with self._lock:
+            assert entry.missing is not None
             entry.missing -= 1
-            last = entry.missing == 0
-        if last:
-            self._spread(entry)
+        self._spread_next()
+
+    def _spread_next(self) -> None:
+        """Spread those whose sums are there, in order: the backend may end a later one first."""
+        with self._lock:
+            while self._between and self._between[0].missing == 0:
+                self._spread(self._between.popleft())
 
     def _spread(self, entry: _AllReduce) -> None:
         """All sums are there: copy them to all ranks of this host."""
@@ -184,6 +212,20 @@ class HierarchicalTransport:
             self._finish(entry, error)
 
 
+def _between(
+    config: Flat | Direct, group: dist.ProcessGroup, members: Sequence[int], rail: int
+) -> FlatTransport | DirectTransport:
+    """What carries one rail."""
+    if isinstance(config, Direct):
+        return DirectTransport(config, group, members, 2 * TAGS * rail)
+    world = dist.get_process_group_ranks(group)
+    # torch derives the name of such a group from how many the rank has made before: all ranks make
+    # one, as all hosts have as many ranks.
+    made = dist.new_group([world[rank] for rank in members], use_local_synchronization=True)
+    return FlatTransport(config, made)
+
+
 def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     """A tensor as parts of at most `PART` bytes; an empty one is one part."""
-    return tensor.view(-1).split(max(PART // tensor.itemsize, 1))
+    parts: Sequence[torch.Tensor] = tensor.view(-1).split(max(PART // tensor.itemsize, 1))
+    return parts

@@ -59,7 +59,7 @@ def find_hosts(group: dist.ProcessGroup, lines: int) -> Hosts:
         lines: connections between every two ranks of a host.
 
     Raises:
-        ClusterError: two ranks reach a third one, but not each other.
+        ClusterError: ranks reach each other only in part, or this rank fails to connect.
         MismatchError: another rank raised an error here.
         ExchangeError: another rank is gone.
     """
@@ -155,7 +155,7 @@ def _nodes(reached: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         [(0, 2), (1, 3)]
         >>> _nodes([[0], [0, 1], [1, 2]])
         Traceback (most recent call last):
-        slipstream.errors.ClusterError: rank 2 reaches ranks [1] on its host, but rank 1 reaches ...
+        slipstream.errors.ClusterError: ranks [1, 2] reach each other on a host only in part: ...
     """
     nodes: dict[int, list[int]] = {}
     for rank, lower in enumerate(reached):
@@ -163,9 +163,8 @@ def _nodes(reached: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
         if sorted(lower) != [*node, rank]:
             others = sorted({*lower, *node} - {rank})
             raise ClusterError(
-                f"rank {rank} reaches ranks {sorted(set(lower) - {rank})} on its host, but rank "
-                f"{others[0]} reaches {sorted({*node, *reached[others[0]]} - {others[0]})}: give "
-                "all ranks of a host one network namespace, or each of them its own"
+                f"ranks {[*others, rank]} reach each other on a host only in part: give all ranks "
+                "of a host one network namespace, or each of them its own"
             )
         node.append(rank)
     return [tuple(node) for node in nodes.values()]

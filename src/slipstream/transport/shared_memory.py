@@ -28,7 +28,6 @@ import select
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -53,8 +52,6 @@ SLOTS = 4
 """Chunks under way."""
 ALIGNMENT = 64
 """Bytes; pieces begin at multiples of it, as vectorized sums like."""
-
-SPIN = 0
 
 _BYE = 255
 
@@ -84,7 +81,8 @@ class Cut:
         length = -(-flat.numel() // (owners * unit)) * unit
         shares = [flat[owner * length :][:length] for owner in range(owners)]
         width = max(chunk // owners // ALIGNMENT * ALIGNMENT // flat.itemsize, unit)
-        return cls(flat, shares, width, -(-length // width))
+        # An empty tensor is a chunk, too: it must not overtake those before it.
+        return cls(flat, shares, width, max(-(-length // width), 1))
 
     def piece(self, owner: int, chunk: int) -> torch.Tensor:
         """What belongs to an owner in a chunk; may be empty."""
@@ -109,6 +107,11 @@ class Memory:
     def slots(self) -> int:
         """Chunks that fit in."""
         return len(self._rows)
+
+    def free(self) -> None:
+        """Give the memory back, once nobody uses a block of it any more."""
+        self._rows = self._rows[:0].clone()
+        self._blocks.clear()
 
     def blocks(self, cut: Cut) -> list[list[list[torch.Tensor]]]:
         """The place of every piece of a chunk, by slot, row and owner."""
@@ -308,14 +311,11 @@ class Pipeline:
                     self._sleep()
                     continue
             entry, index = self._current, self._current.next_chunk
-            if index < entry.num_chunks:
-                self._under_way.append(_Chunk(entry, index, self._num_chunks))
-                self._num_chunks += 1
-                entry.next_chunk += 1
-            if entry.next_chunk >= entry.num_chunks:
+            self._under_way.append(_Chunk(entry, index, self._num_chunks))
+            self._num_chunks += 1
+            entry.next_chunk += 1
+            if entry.next_chunk == entry.num_chunks:
                 self._current = None
-                if not entry.num_chunks:
-                    entry.done(None)
         return True
 
     def _sleep(self) -> None:
@@ -365,7 +365,7 @@ class Pipeline:
     def _receive(self, rank: int) -> None:
         """Hear of a rank which stages it has ended; wait until it says something."""
         try:
-            message = self._message(self._line[rank])
+            message = self._line[rank].recv(256)
         except BlockingIOError:
             raise RuntimeError(
                 f"rank {rank} of this host was silent for {self._timeout:g} s"
@@ -379,16 +379,6 @@ class Pipeline:
                 self._ended[rank][byte] += 1
         if not message:
             raise RuntimeError(f"rank {rank} of this host has ended")
-
-
-    def _message(self, peer: socket.socket) -> bytes:
-        end = time.perf_counter() + SPIN
-        while time.perf_counter() < end:
-            try:
-                return peer.recv(256, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                os.sched_yield()
-        return peer.recv(256)
 
 
 def _send(peer: socket.socket, byte: int) -> None:
@@ -495,6 +485,7 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         self._pipeline.close()
+        self._memory.free()
 
 
 def close_lines(hosts: Hosts) -> None:
