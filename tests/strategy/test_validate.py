@@ -42,7 +42,8 @@ WRONG: list[tuple[object, list[str]]] = [
     (
         {"gradients": {"transport": "flot"}},
         [
-            "transport.kind: got 'flot'; did you mean 'flat'?; allowed: the kinds flat, direct, hierarchical, shared_memory; e.g."
+            "transport.kind: got 'flot'; did you mean 'flat'?",
+            "allowed: the kinds flat, direct, hierarchical, shared_memory; e.g.",
         ],
     ),
     # no value is converted

@@ -69,7 +69,7 @@ def find_hosts(group: dist.ProcessGroup, lines: int) -> Hosts:
     connected: list[dict[int, socket.socket]] = [{} for _ in range(lines)]
     with closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(_address(name))
-        listener.listen(lines * dist.get_world_size(group))
+        listener.listen(socket.SOMAXCONN)  # nobody answers before all have called
         cards = _gathered((name, secret), group)
         try:
             _call(cards[:rank], rank, connected)
@@ -113,12 +113,14 @@ def _call(
     for peer, (name, secret) in enumerate(cards):
         for number, line in enumerate(connected):
             called = socket.socket(socket.AF_UNIX)
+            called.settimeout(HELLO_SECONDS)  # where too many strangers call the same rank
             try:
                 called.connect(_address(name))
             except ConnectionRefusedError:  # nobody on this host has that name
                 called.close()
                 break
             called.sendall(_HELLO.pack(secret, rank, number))
+            called.settimeout(None)
             line[peer] = called
 
 
