@@ -109,10 +109,10 @@ def exchange(transport: HierarchicalTransport, given: Sequence[torch.Tensor], ah
 
 
 def sums(where: Sequence[int], dtype: torch.dtype, small: bool) -> None:
-    part, chunk = (100_000, 4096) if small else (hierarchical.PART, shared_memory.CHUNK)
+    part, chunk = (100_000, 4096) if small else (hierarchical.PART, shared_memory.MOST)
     patched = (
         patch.object(hierarchical, "PART", part),
-        patch.multiple(shared_memory, CHUNK=chunk, SLOTS=2),
+        patch.multiple(shared_memory, MOST=chunk, SLOTS=2),
     )
     with patched[0], patched[1], opened(where) as (transport, group):
         for step in range(4 if transport else 0):

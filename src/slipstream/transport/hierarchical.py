@@ -101,7 +101,9 @@ class HierarchicalTransport:
             for rail, members in enumerate(every)
             if hosts.rank in members and len(members) > 1
         }
-        self._into, self._out_of = share_memory(hosts, [0, 1], [self._ranks, 1], group)
+        self._into, self._out_of = share_memory(
+            hosts, self._owners, [0, 1], [self._ranks, 1], group
+        )
         # The lock guards what follows: works of rails end in threads of their own.
         self._lock = threading.RLock()
         self._between: deque[_AllReduce] = deque()

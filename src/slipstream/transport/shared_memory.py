@@ -7,6 +7,9 @@ of its own share in rank order, (3) copies the others' sums back. A few chunks a
 in a slot of its own, so no rank waits for a slower one at each of them, and the memory is small
 however large the tensors: it stays in the caches.
 
+Two ranks have it simpler: each copies whole chunks into its row, and adds the other's row to its
+tensor. As many bytes move, and nobody waits a second time.
+
 [Note: Order and waiting]
 A rank tells its neighbours by a byte through a socket that it has ended a stage of a chunk, and a
 rank that needs the byte sleeps until it is there. So nobody spins, and a rank that dies closes its
@@ -46,9 +49,11 @@ from slipstream.transport.hosts import Hosts, find_hosts, timeout_of
 from slipstream.transport.requests import AllReduce, Request
 from slipstream.transport.work import ThreadWork, Work
 
-CHUNK = 2**20
-"""Bytes of a tensor that pass through a slot at a time."""
-SLOTS = 4
+PIECE = 2**20
+"""Bytes of each share that pass through a slot at a time."""
+MOST = 2**22
+"""Bytes of all shares that do: a host with many ranks needs twice that for each of them."""
+SLOTS = 2
 """Chunks under way."""
 ALIGNMENT = 64
 """Bytes; pieces begin at multiples of it, as vectorized sums like."""
@@ -125,15 +130,23 @@ class Memory:
 
 
 def share_memory(
-    hosts: Hosts, lines: Sequence[int], rows: Sequence[int], group: dist.ProcessGroup
+    hosts: Hosts, owners: int, lines: Sequence[int], rows: Sequence[int], group: dist.ProcessGroup
 ) -> list[Memory]:
     """Memory for each of ``lines``, the same in all ranks of a host. Collective.
+
+    Args:
+        hosts: where the ranks are.
+        owners: of the shares of a tensor.
+        lines: numbers of lines of ``hosts``; each gets its own.
+        rows: of a slot, by line.
+        group: of all ranks.
 
     Raises:
         ClusterError: the kernel gives no memory; on the rank that asked for it.
         MismatchError: the same, on all others.
     """
-    sizes = [SLOTS * count * CHUNK for count in rows]
+    chunk = min(PIECE * owners, MOST)
+    sizes = [SLOTS * count * chunk for count in rows]
     files: list[int] = []
     error: Exception | None = None
     first = hosts.neighbours[0]
@@ -158,7 +171,7 @@ def share_memory(
             else:
                 files += socket.recv_fds(sockets[first], 1, 1)[1]
             mapped = mmap.mmap(files[number], size) if sockets else bytearray(size)
-            memories.append(Memory(torch.frombuffer(mapped, dtype=torch.uint8), count, CHUNK))
+            memories.append(Memory(torch.frombuffer(mapped, dtype=torch.uint8), count, chunk))
         return memories
     finally:
         for file in files:
@@ -396,9 +409,10 @@ class Shares:
     """What the ranks of a host do with the chunks of a tensor: the stages of a pipeline.
 
     Args:
-        cut: of the tensor; each owner is a rank, by its place among the rows.
-        memory: a row a rank.
-        row: this rank's place.
+        cut: of the tensor; share i belongs to row i modulo the number of rows.
+        blocks: the places of its pieces, by slot, row and share.
+        rows: one for each rank of the host.
+        row: this rank's.
     """
 
     cut: Cut
@@ -431,6 +445,18 @@ class Shares:
         """``add``, then ``give``: nobody but this rank reads its pieces of the first row before."""
         self.add(slot, chunk)
         self.give(slot, chunk)
+
+    def put_all(self, slot: int, chunk: int) -> None:
+        """Copy the whole chunk of a tensor without owners into this rank's row."""
+        _copy(self.cut.piece(0, chunk), self.blocks[slot][self.row][0])
+
+    def add_two(self, slot: int, chunk: int) -> None:
+        """Add the other rank's row to the tensor, in the order of the rows."""
+        own = self.cut.piece(0, chunk)
+        if length := own.numel():
+            pieces = [row[0][:length] for row in self.blocks[slot]]
+            pieces[self.row] = own
+            add_in_order(pieces, own)
 
     def take(self, slot: int, chunk: int) -> None:
         """Copy the others' pieces into the tensor."""
@@ -467,9 +493,11 @@ class SharedMemoryTransport:
                 "hierarchical}"
             )
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        [self._memory] = share_memory(hosts, [0], [self._ranks], group)
-        timeout = timeout_of(group)
-        self._pipeline = Pipeline(hosts.lines[0], 3, self._memory.slots, timeout, lambda _: None)
+        self._owners = 1 if self._ranks == 2 else self._ranks
+        [self._memory] = share_memory(hosts, self._owners, [0], [self._ranks], group)
+        timeout, stages = timeout_of(group), 2 if self._ranks == 2 else 3
+        slots = self._memory.slots
+        self._pipeline = Pipeline(hosts.lines[0], stages, slots, timeout, lambda _: None)
 
     def prepare(self, requests: Sequence[AllReduce]) -> None:
         """Nothing to do: a row is there before the tensor is."""
@@ -477,9 +505,11 @@ class SharedMemoryTransport:
     def start(self, request: Request) -> Sequence[Work]:
         if not isinstance(request, AllReduce):
             return self._flat.start(request)
-        cut, work = Cut.of(request.tensor, self._ranks, self._memory.chunk), ThreadWork()
+        cut, work = Cut.of(request.tensor, self._owners, self._memory.chunk), ThreadWork()
         shares = Shares(cut, self._memory.blocks(cut), self._ranks, self._rank)
-        stages = shares.put, shares.add_and_give, shares.take
+        stages: Sequence[Stage] = (shares.put, shares.add_and_give, shares.take)
+        if self._ranks == 2:
+            stages = shares.put_all, shares.add_two
         self._pipeline.submit(stages, cut.num_chunks, work.complete)
         return [work]
 
