@@ -80,6 +80,10 @@ bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/r
 	$(BIN)/python benchmarks/tuner.py --json $(RESULTS)/tuner.json
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
 	$(BIN)/python benchmarks/transports.py --json $(RESULTS)/transports-1gbit.json
+	for numbering in contiguous permuted; do $(BIN)/python benchmarks/allreduce.py --numbering $$numbering \
+	    --json $(RESULTS)/allreduce-$$numbering.json || exit 1; done
+	for ranks in 2 4; do $(BIN)/python benchmarks/allreduce.py --nodes 1 --ranks-per-node $$ranks --transports flat \
+	    shared_memory --kilobytes 256 1024 4096 16384 65536 --json $(RESULTS)/allreduce-$$ranks-ranks.json || exit 1; done
 	$(BIN)/python benchmarks/times.py --json $(RESULTS)/times.json
 	$(BIN)/python benchmarks/operators.py --json $(RESULTS)/operators.json
 	$(BIN)/python benchmarks/tensor_parallel.py --json $(RESULTS)/tensor-parallel.json

@@ -409,6 +409,28 @@ def transports(entry: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def allreduce(entry: Mapping[str, Any]) -> str:
+    """One all-reduce by size and transport, on hosts with several ranks."""
+    several = entry["nodes"] > 1
+    where = f"{entry['numbering']} at {entry['rate']}" if several else "one host"
+    first = entry["rows"][0]["transport"]
+    lines = [
+        f"## One all-reduce, {entry['nodes']} x {entry['ranks_per_node']} ranks, {where}, "
+        f"{entry['date']}",
+        "",
+        f"Milliseconds on the slowest rank, {entry['rounds']} rounds, cores "
+        f"{'busy' if entry['busy'] else 'free'}. torch {entry['versions']['torch']}. "
+        f"`{entry['command']}`",
+        "",
+        *_header("KB", "transport", "median", "quartiles", f"times as fast as {first}"),
+    ]
+    for r in entry["rows"]:
+        spread, gain = f"{r['low']:.2f}..{r['high']:.2f}", f"{r['gain']:.2f}"
+        size = str(r["kilobytes"])
+        lines.append(_row(size, r["transport"], f"{r['median']:.2f}", spread, gain))
+    return "\n".join(lines)
+
+
 def tensor_parallel(entry: Mapping[str, Any]) -> str:
     """Split layers beside DTensor's."""
     lines = [
@@ -597,6 +619,7 @@ def speed_picture(found: Sequence[Mapping[str, Any]]) -> Figure:
 def main() -> None:
     """Render every result."""
     render = {
+        "allreduce": allreduce,
         "bubbles": bubbles,
         "convergence": convergence,
         "exchange": exchange,

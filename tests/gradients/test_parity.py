@@ -31,11 +31,16 @@ def plans(world: int) -> list[tuple[str, str, bool, int]]:
     ranks do a third of it: nothing but the order of the sum differs.
     """
     windows = [((True, 1), (False, 3)), ((True, 3), (False, 1))]
-    transports = [("flat", "sharded"), ("direct", "flat"), ("sharded", "direct")]
+    transports = [
+        ("flat", "sharded"),
+        ("direct", "hierarchical"),
+        ("shared_memory", "direct"),
+        ("sharded", "flat"),
+    ]
     every = [
         (split, transport, *ways)
         for n, split in enumerate(SPLITS)
-        for transport, ways in zip(transports[n // 2 % 3], windows[n % 2], strict=True)
+        for transport, ways in zip(transports[n // 2], windows[n % 2], strict=True)
     ]
     return every if world == 2 else every[::3]
 

@@ -41,7 +41,10 @@ WRONG: list[tuple[object, list[str]]] = [
     (_split(megabytes=3), ["gradients.split.kind: missing in {'megabytes': 3}", "by_bytes"]),
     (
         {"gradients": {"transport": "flot"}},
-        ["transport.kind: got 'flot'; did you mean 'flat'?; allowed: the kinds flat, direct, "],
+        [
+            "transport.kind: got 'flot'; did you mean 'flat'?",
+            "allowed: the kinds flat, direct, sharded, hierarchical, shared_memory, auto; e.g.",
+        ],
     ),
     # no value is converted
     ({"gradients": {"overlap": "yes"}}, ["overlap: got 'yes'; allowed: true or false; e.g. over"]),

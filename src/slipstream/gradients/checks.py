@@ -11,7 +11,15 @@ from slipstream.errors import StrategyError
 from slipstream.gradients.layout import plan_segments
 from slipstream.gradients.momentum import check_momentum_correction
 from slipstream.gradients.segments import NamedParameter, gradients_of
-from slipstream.strategy import ByName, Direct, Gradients
+from slipstream.strategy import (
+    ByName,
+    Direct,
+    Gradients,
+    Half,
+    Hierarchical,
+    SharedMemory,
+    codec_of,
+)
 
 
 def check_gradients(
@@ -21,17 +29,27 @@ def check_gradients(
 
     Raises:
         StrategyError: the split does not fit the number of gradients, or the transport not the
-            device.
+            device or the codec.
         ModelError: no parameter requires a gradient, or DGC cannot take over this optimizer.
     """
     plan_segments(gradients_of(trainables, [0] * len(trainables)), config.split)
     check_momentum_correction(optimizer, trainables, config.codec)
     device = trainables[0].parameter.device if trainables else torch.device("cpu")
-    if isinstance(config.transport, Direct) and device.type != "cpu":
+    kind = config.transport.kind
+    if isinstance(config.transport, Direct | Hierarchical | SharedMemory) and device.type != "cpu":
         raise StrategyError(
-            f"gradients.transport direct sends the memory of CPUs alone, and the model is on "
+            f"gradients.transport {kind} sends the memory of CPUs alone, and the model is on "
             f"{device}; write gradients: {{transport: flat}}"
         )
+    if isinstance(config.transport, Hierarchical):
+        # A codec's messages would go from each rank to each, past the sums inside hosts.
+        codecs = {type(codec_of(config.codec, t.name)) for t in trainables} - {Half, type(None)}
+        if codecs:
+            names = ", ".join(sorted(codec.__name__.lower() for codec in codecs))
+            raise StrategyError(
+                f"gradients.transport hierarchical carries gradients as they are or as codec half; "
+                f"gradients.codec is {names}; write transport: direct, or codec: half"
+            )
 
 
 def gradient_warnings(trainables: Sequence[NamedParameter], config: Gradients) -> list[str]:

@@ -33,10 +33,10 @@ class Plan:
     Attributes:
         cuts: the index after the last gradient of each segment, in ready order.
         overlap: exchange while backward still runs.
-        transport: ``flat`` and ``direct``: all-reduces. ``hierarchical``: reduce-scatter inside
-            each host, all-reduce of the shards between hosts, all-gather inside. ``sharded``:
-            reduce-scatter during backward, each rank updates its shard, all-gather of the
-            parameters during the next forward.
+        transport: ``flat``, ``direct`` and ``shared_memory``: all-reduces.
+            ``hierarchical``: reduce-scatter inside each host, all-reduce of the shards between
+            hosts, all-gather inside. ``sharded``: reduce-scatter during backward, each rank updates
+            its shard, all-gather of the parameters during the next forward.
         codec: what the codec costs and how much it leaves; None: gradients are sent as they are.
         accumulate: backward passes of one update.
         recompute_share: share of forward that backward computes again.

@@ -64,6 +64,8 @@ from slipstream.strategy.transport import (
     Auto as Auto,
     Direct as Direct,
     Flat as Flat,
+    Hierarchical as Hierarchical,
     Sharded as Sharded,
+    SharedMemory as SharedMemory,
     Transport as Transport,
 )

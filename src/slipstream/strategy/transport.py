@@ -54,6 +54,27 @@ class Sharded(Variant, exactness="reordered"):
     own: its steps on a part of a parameter are those on the whole."""
 
 
+class Hierarchical(Variant, exactness="reordered"):
+    """Sums inside each host first, then exchanges the sums between the hosts. On CPUs only.
+
+    Of the ranks of a host each exchanges another share, all at the same time: a host sends as much
+    as one rank of `Direct` would, however many ranks it has and however they are numbered. Sums are
+    taken in a fixed order: the same bits on all ranks and in every run.
+    """
+
+    kind: Literal["hierarchical"] = "hierarchical"
+
+    between: Annotated[Flat | Direct, OneOf()] = Direct()
+    """How shares travel between hosts: ``direct``, or ``flat``, the backend's ring, which is faster
+    while cores are free and needs as many ranks on each host."""
+
+
+class SharedMemory(Variant, exactness="reordered"):
+    """Ranks of one host sum in memory that they share, in rank order. On CPUs only."""
+
+    kind: Literal["shared_memory"] = "shared_memory"
+
+
 class Auto(Variant, exactness="reordered"):
     """The fastest exact transport for this model and network, found during training.
 
@@ -73,7 +94,7 @@ class Auto(Variant, exactness="reordered"):
     """Updates that the search takes at most."""
 
 
-Transport = Annotated[Flat | Direct | Sharded | Auto, OneOf()]
+Transport = Annotated[Flat | Direct | Sharded | Hierarchical | SharedMemory | Auto, OneOf()]
 """A transport, or only its kind: ``flat`` for ``{kind: flat}``."""
 
 DEFAULT_TRANSPORT = Flat()

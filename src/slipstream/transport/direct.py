@@ -72,11 +72,25 @@ class DirectTransport:
 
     Memory: the pieces received ahead, at most `AHEAD` bytes and those of one tensor. Broadcasts,
     all-to-alls and the memory of other devices travel as ``flat`` sends them.
+
+    Args:
+        config: has no settings that matter here.
+        group: carries the messages.
+        members: ranks of the group that exchange, this one among them; None: all.
+        first_tag: `TAGS` pairs of tags from this one on are used.
     """
 
-    def __init__(self, config: Direct | Sharded, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        config: Direct | Sharded,
+        group: dist.ProcessGroup,
+        members: Sequence[int] | None = None,
+        first_tag: int = 0,
+    ) -> None:
         self._flat, self._group = FlatTransport(Flat(), group), group
-        self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._members = range(dist.get_world_size(group)) if members is None else members
+        self._rank, self._ranks = self._members.index(dist.get_rank(group)), len(self._members)
+        self._first_tag = first_tag
         # Every rank begins with its next neighbour, so that no two begin with the same peer.
         self._targets = [(self._rank + d) % self._ranks for d in range(1, self._ranks)]
         self._sources = [(self._rank - d) % self._ranks for d in range(1, self._ranks)]
@@ -182,10 +196,12 @@ class DirectTransport:
             self._without_pieces.popleft()
 
     def _receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
-        return start_transfer({r: tensors[r] for r in self._sources}, {}, self._group, tag)
+        receives = {self._members[r]: tensors[r] for r in self._sources}
+        return start_transfer(receives, {}, self._group, self._first_tag + tag)
 
     def _send(self, tensors: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
-        return start_transfer({}, {r: tensors[r] for r in self._targets}, self._group, tag)
+        sends = {self._members[r]: tensors[r] for r in self._targets}
+        return start_transfer({}, sends, self._group, self._first_tag + tag)
 
     # The thread that sums.
 

@@ -13,10 +13,19 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from slipstream.cluster.connect import Cluster
-from slipstream.strategy import Direct, Flat, Sharded, Transport as TransportConfig
+from slipstream.strategy import (
+    Direct,
+    Flat,
+    Hierarchical,
+    Sharded,
+    SharedMemory,
+    Transport as TransportConfig,
+)
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
+from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.requests import Exchange, Request
+from slipstream.transport.shared_memory import SharedMemoryTransport
 from slipstream.transport.work import Work
 
 
@@ -53,6 +62,8 @@ TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
     Flat: FlatTransport,
     Direct: DirectTransport,
     Sharded: DirectTransport,
+    Hierarchical: HierarchicalTransport,
+    SharedMemory: SharedMemoryTransport,
 }
 """By type of the strategy's ``gradients.transport``."""
 

@@ -1,0 +1,162 @@
+"""How long one all-reduce takes by size and transport, on hosts with several ranks.
+
+    python benchmarks/allreduce.py --nodes 4 --ranks-per-node 2 --numbering permuted --rate 1gbit
+    python benchmarks/allreduce.py --nodes 1 --ranks-per-node 2 --transports flat shared_memory
+
+All transports take turns in one run, in an order that is shuffled every round. A turn makes some
+all-reduces one after the other, each waited for, between two barriers, and counts as long as on its
+slowest rank. Ranks are numbered host by host (contiguous) or host after host (permuted): rank r is
+on host r modulo the number of hosts. With one node all ranks share the machine, without a testbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from iteration import quartiles
+from rich.console import Console
+from rich.table import Table
+from tables import save
+from transports import computing
+
+from slipstream.strategy import Strategy
+from slipstream.testbed import Testbed
+from slipstream.transport.requests import AllReduce
+from slipstream.transport.transport import make_transport
+
+KB = 2**10
+MOST_IN_A_TURN, BYTES_IN_A_TURN = 40, 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size by one transport: milliseconds on the slowest rank; ``gain``: flat's over them."""
+
+    transport: str
+    kilobytes: int
+    median: float
+    low: float
+    high: float
+    gain: float
+
+
+def measure(args: argparse.Namespace) -> None:
+    """What one rank does; rank 0 writes the rows."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, transports = dist.get_rank(), {}
+    for name in args.transports:
+        kind, _, between = name.partition("/")
+        config = {"kind": kind, "between": between} if between else kind
+        strategy = Strategy.load({"gradients": {"transport": config}})
+        transports[name] = make_transport(strategy.gradients.transport, dist.new_group())
+    rows, shuffle = [], random.Random(0)
+    with computing(args.busy):
+        for size in args.kilobytes:
+            repeats = max(1, min(MOST_IN_A_TURN, BYTES_IN_A_TURN // (size * KB)))
+            repeats = 1 if args.nodes > 1 else repeats
+            seconds: dict[str, list[float]] = {name: [] for name in transports}
+            tensor = torch.zeros(size * KB // 4)
+            for step in range(args.warmup + args.rounds):
+                for name in shuffle.sample(args.transports, len(args.transports)):
+                    dist.barrier()
+                    start = time.perf_counter()
+                    for _ in range(repeats):
+                        for work in transports[name].start(AllReduce(tensor)):
+                            work.wait()
+                    spent = torch.tensor([(time.perf_counter() - start) / repeats])
+                    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+                    if step >= args.warmup:
+                        seconds[name].append(float(spent))
+            flat = statistics.median(seconds[args.transports[0]])
+            for name, times in seconds.items():
+                low, median, high = (1e3 * value for value in quartiles(times))
+                rows.append(Row(name, size, median, low, high, 1e3 * flat / median))
+    if rank == 0:
+        Console(width=100).print(table(args, rows))
+        if args.json:
+            names = ("nodes", "ranks_per_node", "numbering", "rate", "rounds", "busy")
+            entry = {key: getattr(args, key) for key in names}
+            save(args.json, "allreduce", {**entry, "rows": [asdict(row) for row in rows]})
+    dist.barrier()
+    for transport in transports.values():
+        transport.close()
+    dist.destroy_process_group()
+
+
+def table(args: argparse.Namespace, rows: list[Row]) -> Table:
+    """What a person reads."""
+    where = f"{args.nodes} hosts x {args.ranks_per_node} ranks"
+    links = f", {args.numbering}, {args.rate}" if args.nodes > 1 else ""
+    drawn = Table(title=f"one all-reduce, {where}{links}, ms")
+    for heading in ("KB", "transport", "median", "quartiles", f"x {args.transports[0]}"):
+        drawn.add_column(heading, justify="left" if heading == "transport" else "right")
+    for row in rows:
+        quarter = f"{row.low:.2f}..{row.high:.2f}"
+        drawn.add_row(
+            str(row.kilobytes), row.transport, f"{row.median:.2f}", quarter, f"{row.gain:.2f}"
+        )
+    return drawn
+
+
+def start(argv: list[str], args: argparse.Namespace) -> int:
+    """Start all ranks; returns the largest of their codes."""
+    world = args.nodes * args.ranks_per_node
+    command = [sys.executable, os.path.abspath(sys.argv[0]), *argv]
+    with ExitStack() as cleanup:
+        bed = cleanup.enter_context(Testbed(args.nodes, args.rate)) if args.nodes > 1 else None
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        processes = []
+        for rank in range(world):
+            host = rank // args.ranks_per_node if args.numbering == "contiguous" else rank
+            env = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_PORT": str(port)}
+            if bed is not None:
+                env["MASTER_ADDR"] = bed.nodes[0].address
+                processes.append(bed.popen(bed.nodes[host % args.nodes], command, env))
+            else:
+                env |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+                env |= {"OMP_NUM_THREADS": "1"}
+                processes.append(subprocess.Popen(command, env={**os.environ, **env}))
+        return max(abs(process.wait()) for process in processes)
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--numbering", choices=("contiguous", "permuted"), default="contiguous")
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--kilobytes", nargs="*", type=int, default=[1024, 4096, 16384, 65536])
+    parser.add_argument(
+        "--transports",
+        nargs="*",
+        default=["flat", "direct", "hierarchical/direct", "hierarchical/flat"],
+        help="a kind, or a kind and what it uses between hosts; compared with the first",
+    )
+    parser.add_argument("--busy", action="store_true", help="each rank computes meanwhile")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(args)
+        return 0
+    return start(sys.argv[1:], args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
