@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -145,9 +145,17 @@ def compare(name: str) -> None:
     assert sum(every) == numel
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_parameters_and_state_are_those_of_the_whole_update(ranks: Ranks, name: str) -> None:
-    ranks.run(compare, name)
+def each(check: Callable[..., Any], cases: Sequence[tuple[Any, ...]]) -> None:
+    """All cases in one meeting of the ranks, which takes as long as a case."""
+    for case in cases:
+        try:
+            check(*case)
+        except Exception as error:
+            raise AssertionError(f"{check.__name__}{case}: {error}") from error
+
+
+def test_parameters_and_state_are_those_of_the_whole_update(ranks: Ranks) -> None:
+    ranks.run(each, compare, [(name,) for name in OPTIMIZERS])
 
 
 def compare_norms(name: str) -> None:
@@ -156,9 +164,8 @@ def compare_norms(name: str) -> None:
     assert distance(some, direct) < 1
 
 
-@pytest.mark.parametrize("name", NORMS)
-def test_norms_count_what_every_rank_updates_once(ranks: Ranks, name: str) -> None:
-    ranks.run(compare_norms, name)
+def test_norms_count_what_every_rank_updates_once(two: Ranks) -> None:
+    two.run(each, compare_norms, [(name,) for name in NORMS])
 
 
 def compare_settings(settings: dict[str, Any], clip: float, bound: float) -> None:
@@ -196,9 +203,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], float, float]] = {
 """Settings, the norm to clip to, and how far from the whole update the sharded one may be."""
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_it_works_with(two: Ranks, name: str) -> None:
-    two.run(compare_settings, *SETTINGS[name])
+def test_it_works_with_other_settings(two: Ranks) -> None:
+    two.run(each, compare_settings, list(SETTINGS.values()))
 
 
 def pending(model: nn.Module) -> list[str]:
@@ -239,9 +245,8 @@ def read_after_a_step(reader: str) -> None:
     assert all(torch.equal(values[1][key], values[3][key]) for key in values[1])
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_whoever_reads_a_parameter_gets_its_new_value(two: Ranks, reader: str) -> None:
-    two.run(read_after_a_step, reader)
+def test_whoever_reads_a_parameter_gets_its_new_value(two: Ranks) -> None:
+    two.run(each, read_after_a_step, [(reader,) for reader in READERS])
 
 
 def parameters_arrive_one_by_one() -> None:
@@ -387,9 +392,8 @@ def refused(name: str) -> None:
         session_on(model, optimizer(model.parameters()), "sharded", **copy.deepcopy(settings))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_it_refuses(two: Ranks, name: str) -> None:
-    two.run(refused, name)
+def test_it_refuses(two: Ranks) -> None:
+    two.run(each, refused, [(name,) for name in REFUSED])
 
 
 class Signs(Optimizer):

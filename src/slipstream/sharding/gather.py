@@ -6,6 +6,7 @@ Never decides who owns what (``gradients.shares``), nor how it travels (the tran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -33,7 +34,7 @@ class _Segment:
     parameters: Sequence[nn.Parameter]
     columns: Sequence[slice]
     rows: torch.Tensor
-    works: Sequence[Work] = ()
+    works: Future[Sequence[Work]] = field(default_factory=Future)
     pending: bool = False
 
 
@@ -43,7 +44,7 @@ class ParameterGather:
 
     Args:
         shares: which values each rank has updated.
-        transport: used by the thread that trains alone.
+        transport: used by nobody else between ``start`` and ``finish``.
         split: which parameters travel together.
         at: names this rank in an error.
 
@@ -59,9 +60,12 @@ class ParameterGather:
     _segment_of: dict[nn.Parameter, _Segment] = field(default_factory=dict)
     _classes: dict[nn.Parameter, type] = field(default_factory=dict)
     _pending_class: type[nn.Parameter] = nn.Parameter
+    _sender: ThreadPoolExecutor = field(init=False)
+    """Copies and sends all segments but the first, so that the next forward can begin."""
 
     def __post_init__(self) -> None:
         self._pending_class = pending_class(self._arrive)
+        self._sender = ThreadPoolExecutor(1, "slipstream-gather")
 
     def lay_out(self, parameters: Sequence[NamedParameter]) -> None:
         """Cut ``parameters``, in the order in which forward needs them, into segments."""
@@ -92,18 +96,32 @@ class ParameterGather:
         rank = self.shares.ranks.rank
         requests = [AllGather(s.rows[rank], s.rows) for s in self._segments]
         self.transport.prepare(requests)
-        for segment, request in zip(self._segments, requests, strict=True):
-            for parameter, columns in zip(segment.parameters, segment.columns, strict=True):
-                own = self.shares.own(parameter).view(-1)
-                segment.rows[rank, columns][: own.numel()] = own
-            try:
-                segment.works = self.transport.start(request)
-            except RuntimeError as error:
-                raise self._failed(segment, error) from error
+        for number, (segment, request) in enumerate(zip(self._segments, requests, strict=True)):
+            own = [self.shares.own(parameter).view(-1) for parameter in segment.parameters]
+            if number and request.send.device.type == "cpu":
+                segment.works = self._sender.submit(self._send, segment, own, request)
+            else:
+                segment.works = Future()
+                try:
+                    segment.works.set_result(self._send(segment, own, request))
+                except RuntimeError as error:  # whoever reads a parameter is told
+                    segment.works.set_exception(error)
             segment.pending = True
             for parameter in segment.parameters:
                 self._classes[parameter] = type(parameter)
                 parameter.__class__ = self._pending_class
+
+    def _send(
+        self, segment: _Segment, own: list[torch.Tensor], request: AllGather
+    ) -> Sequence[Work]:
+        """Copy this rank's shares into its row, and send that to all others."""
+        places = [request.send[c][: len(o)] for c, o in zip(segment.columns, own, strict=True)]
+        torch._foreach_copy_(places, own)
+        return self.transport.start(request)
+
+    def close(self) -> None:
+        """End the thread that sends."""
+        self._sender.shutdown(wait=False)
 
     def finish(self) -> None:
         """Return when all parameters are complete."""
@@ -125,12 +143,12 @@ class ParameterGather:
             return
         self._restore(segment)
         try:
-            for work in segment.works:
+            for work in segment.works.result():
                 work.wait()
         except RuntimeError as error:
             raise self._failed(segment, error) from error
         finally:
-            segment.works = ()
+            segment.works = Future()
         for parameter, columns in zip(segment.parameters, segment.columns, strict=True):
             for row, values in in_shares(segment.rows[:, columns], flat(parameter)):
                 values.copy_(row)

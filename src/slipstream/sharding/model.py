@@ -143,6 +143,7 @@ class ShardedModel(FullState):
         return norm
 
     def _run(self, request: Request) -> None:
+        self._gather.finish()  # a thread of it uses the transport until then
         for work in self._transport.start(request):
             work.wait()
 
@@ -241,6 +242,7 @@ class ShardedModel(FullState):
 
     def _take_off(self) -> None:
         self._restore()
+        self._gather.close()
         for hook in self._hooks:
             hook.remove()
         if isinstance(self._optimizer, Layerwise):
