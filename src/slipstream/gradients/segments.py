@@ -17,6 +17,7 @@ from slipstream.gradients.compressed import CompressedBucket, CompressionPlan, N
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import sparse_in_shares, sparse_without_momentum
 from slipstream.gradients.ready_order import ReadyOrder
+from slipstream.gradients.shares import ALIGNMENT
 from slipstream.strategy import Dgc, Split
 from slipstream.trace.recorder import Stamp
 from slipstream.transport.requests import Request
@@ -190,7 +191,7 @@ def lay_out(
         # Of the dtypes that gradients or parameters may travel in, flags of use and gaps included.
         cut = [t for t in trainables if plan.cuts(t.parameter)]
         values = sum(plan.shares.length(t.parameter) * t.widest.itemsize for t in cut)
-        room = plan.shares.ranks.count * (values + 8 * len(cut)) + 64 * len(cut)
+        room = plan.shares.ranks.count * (values + 8 * len(cut)) + ALIGNMENT * len(cut)
         plan.shares.workspace.begin(room)
     segments: list[Segment] = []
     slots: dict[int, BucketSlot] = {}

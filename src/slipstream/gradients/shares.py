@@ -100,7 +100,7 @@ class Shares:
 
         Example:
             >>> shares = Shares(Ranks(1, 2), {})
-            >>> shares.own(torch.torch.zeros(10, 12)).shape
+            >>> shares.own(torch.zeros(10, 12)).shape
             torch.Size([1, 56])
         """
         length = self.length(tensor)

@@ -119,6 +119,11 @@ class ShardedModel(FullState):
         for group in self._optimizer.param_groups:
             yield from (p for p in group["params"] if p in self._names)
 
+    @property
+    def _numbered(self) -> list[nn.Parameter]:
+        """All parameters of the optimizer, by their numbers in its ``state_dict()``."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
     def _sum_squares(
         self, parameters: Sequence[torch.Tensor], squares: torch.Tensor
     ) -> torch.Tensor:
@@ -161,8 +166,7 @@ class ShardedModel(FullState):
         return state
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        state = self._optimizer.state_dict()
+        parameters, state = self._numbered, self._optimizer.state_dict()
         joined = {
             number: {
                 key: self._joined(parameters[number], value)
@@ -181,7 +185,7 @@ class ShardedModel(FullState):
         ranks = self._shares.ranks
         shapes = {
             number: (tuple(p.shape), tuple(p.stride()))
-            for number, p in enumerate(p for g in self._optimizer.param_groups for p in g["params"])
+            for number, p in enumerate(self._numbered)
             if p in self._names
         }
         state = self._optimizer.state_dict()
@@ -230,8 +234,7 @@ class ShardedModel(FullState):
             self._half_weights.join(self._joined)
         self._take_off()
         whole = self.full_optimizer_state_dict()["state"]
-        numbered = enumerate(p for g in self._optimizer.param_groups for p in g["params"])
-        for number, parameter in numbered:
+        for number, parameter in enumerate(self._numbered):
             if number in whole:
                 self._optimizer.state[parameter] = whole[number]
 
