@@ -1,12 +1,12 @@
-"""Thousands of steps under every codec in turn: do the ranks stay bit for bit the same?
+"""Thousands of steps, codecs and transports taking turns: do the ranks stay bit for bit the same?
 
     python benchmarks/soak.py --steps 10000 --json benchmarks/results/soak.json
 
-One model, four ranks, each with data of its own. Codecs change, and with them the split, how many
-batches an update has, and whether the loss is scaled; what one codec has not sent, a later session
-of the same codec goes on with. Gradients overflow on one rank or another. After every turn the
-parameters and the optimizer's state are compared: one bit of difference ends the run, and so does a
-number that is not finite.
+One model, four ranks, each with data of its own. Codecs change, and with them the transport, the
+split, how many batches an update has, and whether the loss is scaled; what one codec has not sent,
+a later session of the same codec and transport goes on with. Gradients overflow on one rank or
+another. After every turn the parameters and the optimizer's state are compared: one bit of
+difference ends the run, and so does a number that is not finite.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import torch
@@ -48,6 +48,19 @@ CODECS: dict[str, object] = {
         ],
     },
 }
+TRANSPORTS: dict[str, object] = {
+    "flat": "flat",
+    "direct": "direct",
+    "sharded": "sharded",
+    "sharded, a third replicated": {"kind": "sharded", "replicated": 1 / 3},
+    "shared_memory": "shared_memory",
+    "hierarchical": "hierarchical",
+}
+REFUSED = {
+    *(("dgc", transport) for transport in TRANSPORTS if transport.startswith("sharded")),
+    *((codec, "hierarchical") for codec in CODECS if codec not in ("dense", "bf16", "fp16")),
+}
+"""Codecs and transports that do not go together."""
 SPLITS: tuple[dict[str, object], ...] = (
     {"kind": "by_bytes"},
     {"kind": "per_layer"},
@@ -63,28 +76,29 @@ TURN = 50
 
 @dataclass
 class Soak:
-    """The model, and what each codec has left for its next turn."""
+    """The model, and what each codec has left for its next turn on a transport."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    left: dict[str, dict[str, Any]]
+    left: dict[tuple[str, str], dict[str, Any]]
     skipped: int = 0
     overflows: int = 0
 
-    def turn(self, number: int, codec: str) -> None:
+    def turn(self, number: int, codec: str, transport: str) -> None:
         """Some updates under one codec; the same settings on all ranks, other data on each."""
         chance = random.Random(number)
         accumulate = chance.choice((1, 1, 2))
         scale = chance.choice((1.0, 1024.0))
         strategy = {
             "gradients": {
-                "codec": CODECS[codec], "split": chance.choice(SPLITS), "accumulate": accumulate,
+                "codec": CODECS[codec], "transport": TRANSPORTS[transport],
+                "split": chance.choice(SPLITS), "accumulate": accumulate,
                 "overlap": chance.random() < 0.8,
             }
         }  # fmt: skip
         with slipstream.accelerate(self.model, self.optimizer, None, strategy) as session:
-            if codec in self.left:
-                session.load_state_dict(self.left[codec])
+            if (codec, transport) in self.left:
+                session.load_state_dict(self.left[codec, transport])
             for step in range(TURN * accumulate):
                 poisoned = chance.random() < 0.02
                 victim = chance.randrange(dist.get_world_size())
@@ -98,7 +112,7 @@ class Soak:
                 else:
                     session.backward(loss, loss_scale=scale)
                 session.step()
-            self.left[codec] = session.state_dict()
+            self.left[codec, transport] = session.state_dict()
             self.skipped += session.skipped
 
     def loss(self) -> torch.Tensor:
@@ -127,17 +141,19 @@ def measure(args: argparse.Namespace) -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     torch.manual_seed(1000 + dist.get_rank())
-    soak, names, start = Soak(model, optimizer, {}), cycle(CODECS), time.perf_counter()
+    soak, start = Soak(model, optimizer, {}), time.perf_counter()
+    pairs = cycle([pair for pair in product(CODECS, TRANSPORTS) if pair not in REFUSED])
     console = Console(stderr=True, quiet=dist.get_rank() != 0)
     turns = max(args.steps // TURN, 1)
     for number in track(range(turns), "soak", console=console):
-        soak.turn(number, codec := next(names))
+        codec, transport = next(pairs)
+        soak.turn(number, codec, transport)
         digests: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(digests, soak.digest())
         if len(set(digests)) > 1:
-            raise SystemExit(f"turn {number}, {codec}: ranks differ: {digests}")
+            raise SystemExit(f"turn {number}, {codec}, {transport}: ranks differ: {digests}")
         if not all(p.isfinite().all() for p in model.parameters()):
-            raise SystemExit(f"turn {number}, {codec}: parameters are not finite")
+            raise SystemExit(f"turn {number}, {codec}, {transport}: not finite")
     overflows = torch.tensor(soak.overflows)
     dist.all_reduce(overflows)
     if dist.get_rank() == 0:
@@ -146,6 +162,7 @@ def measure(args: argparse.Namespace) -> None:
             "turns": turns,
             "updates": turns * TURN,
             "codecs": list(CODECS),
+            "transports": list(TRANSPORTS),
             "overflows": int(overflows),
             "skipped": soak.skipped,
             "seconds": round(time.perf_counter() - start, 1),

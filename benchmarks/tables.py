@@ -566,8 +566,9 @@ def soak(entry: Mapping[str, Any]) -> str:
             f"## Soak, {entry['date']}",
             "",
             f"{entry['updates']} updates on {entry['ranks']} ranks, {entry['turns']} turns of "
-            f"{len(entry['codecs'])} codecs ({', '.join(entry['codecs'])}), {entry['overflows']} "
-            f"gradients made infinite, {entry['skipped']} updates skipped: parameters and the "
+            f"{len(entry['codecs'])} codecs ({', '.join(entry['codecs'])}) on "
+            f"{len(entry['transports'])} transports ({', '.join(entry['transports'])}), "
+            f"{entry['overflows']} gradients made infinite, {entry['skipped']} updates skipped: parameters and the "
             "optimizer's state bit-equal on all ranks and finite after every turn. "
             f"`{entry['command']}`",
         ]
