@@ -18,11 +18,10 @@ from slipstream.errors import ClusterError, StrategyError
 from slipstream.gradients.checks import check_gradients
 from slipstream.gradients.segments import NamedParameter
 from slipstream.strategy import Flat, Gradients, Hierarchical
-from slipstream.transport import hierarchical, hosts, shared_memory
+from slipstream.transport import hierarchical, host_memory, hosts
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.hosts import find_hosts
 from slipstream.transport.requests import AllGather, AllReduce
-from slipstream.transport.shared_memory import close_lines
 from slipstream.transport.work import Work
 from tests.harness.ranks import RankFailure, Ranks
 from tests.transport.emulated_hosts import on_hosts
@@ -109,10 +108,10 @@ def exchange(transport: HierarchicalTransport, given: Sequence[torch.Tensor], ah
 
 
 def sums(where: Sequence[int], dtype: torch.dtype, small: bool) -> None:
-    part, chunk = (100_000, 4096) if small else (hierarchical.PART, shared_memory.MOST)
+    part, chunk = (100_000, 4096) if small else (hierarchical.PART, host_memory.MOST)
     patched = (
         patch.object(hierarchical, "PART", part),
-        patch.multiple(shared_memory, MOST=chunk, SLOTS=2),
+        patch.multiple(host_memory, MOST=chunk, SLOTS=2),
     )
     with patched[0], patched[1], opened(where) as (transport, group):
         for step in range(2 if transport else 0):
@@ -216,7 +215,7 @@ def found_hosts(where: Sequence[int]) -> tuple[Any, ...]:
     """Hosts by the names bound on them, whatever the environment says."""
     with on_hosts(where), patch.dict(os.environ, LOCAL_WORLD_SIZE="6"):
         found = find_hosts(dist.group.WORLD, 2)
-    close_lines(found)
+    found.close()
     return found.nodes, found.neighbours, [sorted(line) for line in found.lines]
 
 
@@ -242,7 +241,7 @@ def a_stranger_calls() -> tuple[tuple[int, ...], ...]:
 
     with patch.object(hosts, "_call", call):
         found = find_hosts(dist.group.WORLD, 1)
-    close_lines(found)
+    found.close()
     return found.nodes
 
 

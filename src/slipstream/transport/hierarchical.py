@@ -33,15 +33,11 @@ from slipstream.errors import ClusterError
 from slipstream.strategy import Direct, Flat, Hierarchical
 from slipstream.transport.direct import TAGS, DirectTransport
 from slipstream.transport.flat import FlatTransport
+from slipstream.transport.host_memory import share_memory
+from slipstream.transport.host_pipeline import Pipeline
+from slipstream.transport.host_shares import Cut, Shares
 from slipstream.transport.hosts import find_hosts, timeout_of
 from slipstream.transport.requests import AllReduce, Request
-from slipstream.transport.shared_memory import (
-    Cut,
-    Pipeline,
-    Shares,
-    close_lines,
-    share_memory,
-)
 from slipstream.transport.work import ThreadWork, Work
 
 PART = 4 * 2**20
@@ -90,7 +86,7 @@ class HierarchicalTransport:
         every = rails(hosts.nodes)
         sizes = [len(node) for node in hosts.nodes]
         if isinstance(config.between, Flat) and len(set(sizes)) > 1:
-            close_lines(hosts)
+            hosts.close()
             raise ClusterError(
                 f"gradients.transport.between flat needs as many ranks on each host; they have "
                 f"{sizes}; write between: direct"

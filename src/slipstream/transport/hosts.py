@@ -50,6 +50,12 @@ class Hosts:
         """The ranks of this host, this one included."""
         return next(node for node in self.nodes if self.rank in node)
 
+    def close(self) -> None:
+        """Close all connections."""
+        for line in self.lines:
+            for peer in line.values():
+                peer.close()
+
 
 def find_hosts(group: dist.ProcessGroup, lines: int) -> Hosts:
     """Find out which ranks share a host, and connect these with each other. Collective.
