@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -29,7 +30,7 @@ class Cut:
     """A tensor cut into shares, one an owner, and these into chunks.
 
     Example:
-        >>> Cut.of(torch.arange(40), 2, 256).piece(1, 0)
+        >>> Cut.even(torch.arange(40), 2, 256).piece(1, 0)
         tensor([24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39])
     """
 
@@ -39,15 +40,23 @@ class Cut:
     num_chunks: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, owners: int, chunk: int) -> Cut:
-        """The cut for so many owners; ``chunk``: bytes of a chunk."""
+    def even(cls, tensor: torch.Tensor, owners: int, chunk: int) -> Cut:
+        """Into equal shares for so many owners; ``chunk``: bytes of a chunk."""
         flat = tensor.view(-1)
         unit = max(ALIGNMENT // flat.itemsize, 1)
         length = -(-flat.numel() // (owners * unit)) * unit
-        shares = [flat[owner * length :][:length] for owner in range(owners)]
+        return cls.at([owner * length for owner in range(owners + 1)], tensor, chunk)
+
+    @classmethod
+    def at(cls, borders: Sequence[int], tensor: torch.Tensor, chunk: int) -> Cut:
+        """Into shares that begin at these elements; the last border ends the last share."""
+        flat, owners = tensor.view(-1), len(borders) - 1
+        shares = [flat[slice(*ends)] for ends in pairwise(borders)]
+        unit = max(ALIGNMENT // flat.itemsize, 1)
         width = max(chunk // owners // ALIGNMENT * ALIGNMENT // flat.itemsize, unit)
         # An empty tensor is a chunk, too: it must not overtake those before it.
-        return cls(flat, shares, width, max(-(-length // width), 1))
+        chunks = max(-(-share.numel() // width) for share in shares)
+        return cls(flat, shares, width, max(chunks, 1))
 
     def piece(self, owner: int, chunk: int) -> torch.Tensor:
         """What belongs to an owner in a chunk; may be empty."""

@@ -50,7 +50,7 @@ class SharedMemoryTransport:
     def start(self, request: Request) -> Sequence[Work]:
         if not isinstance(request, AllReduce):
             return self._flat.start(request)
-        cut, work = Cut.of(request.tensor, self._owners, self._memory.chunk), ThreadWork()
+        cut, work = Cut.even(request.tensor, self._owners, self._memory.chunk), ThreadWork()
         shares = Shares(cut, self._memory.blocks(cut), self._ranks, self._rank)
         stages: Sequence[Stage] = (shares.put, shares.add_and_give, shares.take)
         if self._ranks == 2:
