@@ -10,10 +10,6 @@
 Flags of use travel as values behind the last share. Whether a rail's share is finite is told in
 band: its first value is NaN if not.
 
-[Note: Which share a value is in]
-``half`` cuts anywhere, ``int8`` and ``onebit`` between blocks. ``dgc`` and ``powersgd`` need whole
-gradients (a norm, a matrix), so their shares begin where a gradient begins, as evenly as that goes.
-
 [Note: A state for other shares]
 A state that is loaded may come from another split, or from other hosts. What it holds of values
 that are in the share of another rank of this host goes there before the next exchange, by a sum
@@ -23,7 +19,6 @@ direction of PowerSGD stays behind; its matrix begins anew from a random one.
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,21 +26,21 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from slipstream.codecs.compressor import Compressor, Ranks, SlotState, memory_order, mixed
+from slipstream.codecs.compressor import Compressor, Ranks, SlotState, mixed
 from slipstream.codecs.dgc import Momentum
+from slipstream.codecs.host_shares import (
+    Part,
+    allowed_borders,
+    cut,
+    join,
+    nearest_borders,
+    parts_of,
+    taken,
+)
 from slipstream.codecs.make import make_compressor, real_shape
-from slipstream.strategy import Dgc, Half, Int8, OneBit, PlainCodec, keeps_state
+from slipstream.strategy import Dgc, PlainCodec, keeps_state
 from slipstream.transport.hosts import Rails
 from slipstream.transport.requests import BetweenHosts, Exchange, ReduceInHosts, SpreadInHosts
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Elements of the gradient in a slot that are in a share."""
-
-    slot: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +179,10 @@ class HostsCompressor(Compressor):
             inside = [number for number, part in enumerate(share.parts) if part.slot in slots]
             share.compressor.forget(inside)
 
+    @property
+    def state_bytes(self) -> int:
+        return sum(share.compressor.state_bytes for share in self._own.values())
+
     def state(self) -> list[dict[str, Tensor]]:
         """Entries as without hosts; zero where another rank of the host keeps the value."""
         states: list[dict[str, Tensor]] = [{} for _ in self.slots]
@@ -216,69 +215,6 @@ _SUMS: Mapping[type, tuple[str, ...]] = {Dgc: ("momentum", "velocity")}
 """Entries of a codec's state that are parts of a sum over ranks; of others, the error."""
 
 
-def allowed_borders(codec: PlainCodec, slots: Sequence[slice], hosts: int) -> Sequence[int]:
-    """Where shares may begin and end, from 0 to the end, which may be behind the last slot.
-
-    Example:
-        >>> allowed_borders(Int8(block=8), [slice(0, 40)], 2)
-        range(0, 49, 16)
-        >>> allowed_borders(Dgc(), [slice(0, 3), slice(3, 9)], 2)
-        [0, 3, 9]
-    """
-    end = slots[-1].stop
-    match codec:
-        case Int8() | OneBit():
-            unit = codec.block * hosts
-            return range(0, -(-end // unit) * unit + 1, unit)
-        case Half():
-            return range(end + 1)
-        case _:
-            return [0, *(slot.stop for slot in slots)]
-
-
-def nearest_borders(allowed: Sequence[int], shares: int) -> list[int]:
-    """Cut into so many shares as evenly as ``allowed`` borders let it; some may be empty.
-
-    Args:
-        allowed: ascending, from 0 to the end.
-        shares: how many.
-
-    Example:
-        >>> nearest_borders(range(0, 17, 8), 3), nearest_borders([0, 10, 11, 100], 2)
-        ([0, 8, 8, 16], [0, 11, 100])
-    """
-    borders = []
-    for number in range(shares + 1):
-        ideal = number * allowed[-1] / shares
-        after = bisect(allowed, ideal)
-        near = allowed[max(after - 1, 0) : after + 1]
-        borders.append(min(near, key=lambda border: abs(border - ideal)))
-    return borders
-
-
-def parts_of(share: slice, slots: Sequence[slice]) -> list[Part]:
-    """The parts of slots that are in a share.
-
-    Example:
-        >>> parts_of(slice(2, 5), [slice(0, 3), slice(3, 9)])
-        [Part(slot=0, start=2, stop=3), Part(slot=1, start=0, stop=2)]
-    """
-    ends = [(max(s.start, share.start), min(s.stop, share.stop)) for s in slots]
-    return [
-        Part(number, start - slot.start, stop - slot.start)
-        for number, (slot, (start, stop)) in enumerate(zip(slots, ends, strict=True))
-        if start < stop
-    ]
-
-
-def taken(parameter: Tensor, part: Part) -> Tensor:
-    """A part of a parameter, 1-D and real, or the parameter, where that is all of it."""
-    values = memory_order(parameter)
-    if part.stop - part.start == values.numel():
-        return parameter
-    return values[part.start : part.stop]
-
-
 def together(exchanges: Mapping[int, Exchange]) -> Exchange:
     """The exchanges of several rails, step by step: no rail waits for another one's end."""
     while requests := {
@@ -287,44 +223,3 @@ def together(exchanges: Mapping[int, Exchange]) -> Exchange:
         if (request := next(exchange, None)) is not None
     }:
         yield BetweenHosts(requests)
-
-
-# A slot's state and those of its parts.
-
-
-def cut(state: SlotState, part: Part) -> dict[str, Tensor]:
-    """What a state holds of a part; ``q`` belongs to whole gradients."""
-    taken = {}
-    for key, value in state.items():
-        if key in ("error", "momentum", "velocity"):
-            taken[key] = value[part.start : part.stop]
-        elif key == "q":
-            taken[key] = value
-    if "served" in state:
-        first = int(state["served_from"])
-        start = max(first, part.start)
-        stop = min(first + len(state["served"]), part.stop)
-        if start < stop:
-            taken["served"] = state["served"][start - first : stop - first]
-            taken["served_from"] = torch.tensor(start - part.start)
-    return taken
-
-
-def join(state: dict[str, Tensor], of_part: SlotState, part: Part, numel: int) -> None:
-    """Enter the state of a part into that of its slot, of ``numel`` values; the inverse of
-    ``cut``. Parts come in their order."""
-    for key, value in of_part.items():
-        if key in ("error", "momentum", "velocity"):
-            if key not in state:
-                state[key] = value.new_zeros(numel)
-            state[key][part.start : part.stop] = value
-        elif key == "q":
-            state[key] = value
-    if "served" in of_part:
-        first = part.start + int(of_part["served_from"])
-        begin = int(state["served_from"]) if "served" in state else first
-        served = of_part["served"].new_zeros(first + len(of_part["served"]) - begin)
-        if "served" in state:
-            served[: len(state["served"])] = state["served"]
-        served[first - begin :] = of_part["served"]
-        state["served"], state["served_from"] = served, torch.tensor(begin)

@@ -101,6 +101,11 @@ class CodecStates:
         """What is kept on this rank, gradients included that travel uncompressed by now."""
         return {**self._detached, **_states(self._attached)}
 
+    def num_bytes(self) -> int:
+        """Bytes of what is kept on this rank."""
+        detached = sum(t.nbytes for state in self._detached.values() for t in state.values())
+        return detached + sum(named.compressor.state_bytes for named in self._attached)
+
     def load(self, states: NamedState) -> None:
         """Go on from ``state()``, of another layout maybe."""
         self._detached = states
