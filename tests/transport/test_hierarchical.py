@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import ClusterError
+from slipstream.errors import ClusterError, MismatchError
 from slipstream.strategy import Flat, Gradients, Hierarchical
 from slipstream.transport import hierarchical, host_memory, hosts
 from slipstream.transport.hierarchical import HierarchicalTransport
@@ -168,6 +168,20 @@ def test_between_flat_refuses_hosts_of_different_numbers_of_ranks(six: Ranks) ->
     for error in six.fail(unequal_flat).values():
         assert isinstance(error, ClusterError)
         assert "they have [2, 3, 1]; write between: direct" in str(error)
+
+
+def groups_of_its_own() -> None:
+    if dist.get_rank() == 2:
+        dist.new_group([2], use_local_synchronization=True)
+    with on_hosts([0, 0, 0, 1, 1, 1]):
+        HierarchicalTransport(Hierarchical(between=Flat()), dist.group.WORLD)
+
+
+def test_between_flat_refuses_ranks_with_different_numbers_of_groups(six: Ranks) -> None:
+    """torch would wait for ever: it names a rail's group by how many its ranks have."""
+    for error in six.fail(groups_of_its_own).values():
+        assert isinstance(error, MismatchError)
+        assert "between: direct" in str(error)
 
 
 def bytes_sent(where: Sequence[int], numel: int) -> int:

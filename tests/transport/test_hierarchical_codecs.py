@@ -43,6 +43,7 @@ def where(nodes: Sequence[Sequence[int]]) -> list[int]:
 
 
 Result = tuple[bytes, list[int]]
+EXCHANGED = ["bf16", "int8, stochastic, feedback", "onebit", "dgc", "powersgd"]
 
 
 def exchanges(nodes: Sequence[Sequence[int]], between: str) -> list[Result]:
@@ -54,8 +55,8 @@ def exchanges(nodes: Sequence[Sequence[int]], between: str) -> list[Result]:
             config = Gradients(transport={"kind": "hierarchical", "between": between}).transport
             transport = make_transport(config, group)
         assert isinstance(transport, HierarchicalTransport)
-        for codec in CODECS.values():
-            team = HostsTeam(codec, nodes)
+        for name in EXCHANGED:
+            team = HostsTeam(CODECS[name], nodes)
             compressor = team.compressors[rank]
             assert transport.rails == Rails.of(nodes, rank)
             for step in range(2):
@@ -80,8 +81,8 @@ def test_every_codec_on_every_numbering(six: Ranks) -> None:
         first, *others = by_rank[: sum(map(len, nodes))]
         assert all(other == first for other in others)
         steps = iter(first)
-        for name, codec in CODECS.items():
-            team = HostsTeam(codec, nodes)
+        for name in EXCHANGED:
+            team = HostsTeam(CODECS[name], nodes)
             for step in range(2):
                 expected = team.exchange(team.gradients(step), step)[0]
                 values, flags = next(steps)

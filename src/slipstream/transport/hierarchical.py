@@ -33,12 +33,13 @@ import torch.distributed as dist
 
 from slipstream.errors import ClusterError
 from slipstream.strategy import Direct, Flat, Hierarchical
+from slipstream.transport.consistency import agree
 from slipstream.transport.direct import TAGS, DirectTransport
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.host_memory import share_memory
 from slipstream.transport.host_pipeline import Pipeline
 from slipstream.transport.host_shares import Cut, Shares
-from slipstream.transport.hosts import Rails, find_hosts, timeout_of
+from slipstream.transport.hosts import Hosts, Rails, find_hosts, timeout_of
 from slipstream.transport.requests import (
     AllReduce,
     BetweenHosts,
@@ -75,6 +76,7 @@ class HierarchicalTransport:
     Raises:
         ClusterError: a host gives no memory to share, or ``between: flat`` meets hosts of different
             numbers of ranks.
+        MismatchError: ``between: flat`` meets ranks with different numbers of process groups.
     """
 
     def __init__(self, config: Hierarchical, group: dist.ProcessGroup) -> None:
@@ -83,13 +85,12 @@ class HierarchicalTransport:
         local = hosts.neighbours
         self._ranks, self._rank = len(local), local.index(hosts.rank)
         self.rails = Rails.of(hosts.nodes, hosts.rank)
-        sizes = [len(node) for node in hosts.nodes]
-        if isinstance(config.between, Flat) and len(set(sizes)) > 1:
-            hosts.close()
-            raise ClusterError(
-                f"gradients.transport.between flat needs as many ranks on each host; they have "
-                f"{sizes}; write between: direct"
-            )
+        if isinstance(config.between, Flat):
+            try:
+                _check_groups(hosts, group)
+            except Exception:
+                hosts.close()
+                raise
         self._owners = len(self.rails.members)
         self._rails = {
             rail: _between(config.between, group, self.rails.members[rail], rail)
@@ -250,6 +251,25 @@ class _RailWork:
         return self.work.get_future()
 
 
+def _check_groups(hosts: Hosts, group: dist.ProcessGroup) -> None:
+    """Refuse ranks that cannot make the groups of all rails at the same time. Collective.
+
+    Raises:
+        ClusterError: hosts have different numbers of ranks.
+        MismatchError: ranks have different numbers of groups.
+    """
+    sizes = [len(node) for node in hosts.nodes]
+    if len(set(sizes)) > 1:
+        raise ClusterError(
+            f"gradients.transport.between flat needs as many ranks on each host; they have "
+            f"{sizes}; write between: direct"
+        )
+    # torch names such a group by how many each of its ranks has; with another name none would come.
+    made = len(dist.distributed_c10d._world.pg_names)
+    subject = "process groups before gradients.transport.between flat (between: direct needs none)"
+    agree({subject: str(made)}, group)
+
+
 def _between(
     config: Flat | Direct, group: dist.ProcessGroup, members: Sequence[int], rail: int
 ) -> FlatTransport | DirectTransport:
@@ -257,8 +277,6 @@ def _between(
     if isinstance(config, Direct):
         return DirectTransport(config, group, members, 2 * TAGS * rail)
     world = dist.get_process_group_ranks(group)
-    # torch derives the name of such a group from how many the rank has made before: all ranks make
-    # one, as all hosts have as many ranks.
     made = dist.new_group([world[rank] for rank in members], use_local_synchronization=True)
     return FlatTransport(config, made)
 
