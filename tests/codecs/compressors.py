@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from slipstream.codecs import Compressor, Ranks, make_compressor
-from slipstream.strategy import Dgc, Int8, OneBit, PowerSgd
+from slipstream.strategy import Dgc, Int8, OneBit, PlainCodec, PowerSgd
 from slipstream.transport.requests import AllGather, AllReduce, AllToAll, Exchange, sent_bytes
 
 CONFIGS = {
@@ -40,7 +41,7 @@ SHAPES = [(17, 23), (5,), (3, 4, 3, 3), (1,), (0,), (40, 40)]
 class Team:
     """The compressors of all ranks for one bucket."""
 
-    config: Int8 | OneBit | Dgc | PowerSgd
+    config: PlainCodec
     ranks: int
     shapes: Sequence[Sequence[int]] = field(default_factory=lambda: SHAPES)
     dtype: torch.dtype = torch.float32
@@ -116,18 +117,24 @@ def run_together(exchanges: Sequence[Exchange]) -> float:
         if requests[0] is None:
             return sent
         sent += sent_bytes(requests[0], len(exchanges))
-        match requests[0]:
-            case AllReduce():
-                total = requests[0].tensor.clone()
-                for request in requests[1:]:
-                    total += request.tensor
-                for request in requests:
-                    request.tensor.copy_(total)
-            case AllToAll():
-                for rank, request in enumerate(requests):
-                    for peer, other in enumerate(requests):
-                        request.receive[peer].copy_(other.send[rank])
-            case AllGather():
-                for request in requests:
-                    for peer, other in enumerate(requests):
-                        request.receive[peer].copy_(other.send)
+        carry_out(requests)
+
+
+def carry_out(requests: Sequence[Any]) -> None:
+    """Requests of one type, by rank."""
+    match requests[0]:
+        case AllReduce():
+            dtype = requests[0].tensor.dtype  # 16-bit floats are summed in 32
+            total = requests[0].tensor.to(torch.promote_types(dtype, torch.float32), copy=True)
+            for request in requests[1:]:
+                total += request.tensor
+            for request in requests:
+                request.tensor.copy_(total)
+        case AllToAll():
+            for rank, request in enumerate(requests):
+                for peer, other in enumerate(requests):
+                    request.receive[peer].copy_(other.send[rank])
+        case AllGather():
+            for request in requests:
+                for peer, other in enumerate(requests):
+                    request.receive[peer].copy_(other.send)

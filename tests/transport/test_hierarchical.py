@@ -14,15 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import ClusterError, StrategyError
-from slipstream.gradients.checks import check_gradients
-from slipstream.gradients.segments import NamedParameter
+from slipstream.errors import ClusterError, MismatchError
 from slipstream.strategy import Flat, Gradients, Hierarchical
-from slipstream.transport import hierarchical, hosts, shared_memory
+from slipstream.transport import hierarchical, host_memory, hosts
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.hosts import find_hosts
 from slipstream.transport.requests import AllGather, AllReduce
-from slipstream.transport.shared_memory import close_lines
 from slipstream.transport.work import Work
 from tests.harness.ranks import RankFailure, Ranks
 from tests.transport.emulated_hosts import on_hosts
@@ -109,10 +106,10 @@ def exchange(transport: HierarchicalTransport, given: Sequence[torch.Tensor], ah
 
 
 def sums(where: Sequence[int], dtype: torch.dtype, small: bool) -> None:
-    part, chunk = (100_000, 4096) if small else (hierarchical.PART, shared_memory.MOST)
+    part, chunk = (100_000, 4096) if small else (hierarchical.PART, host_memory.MOST)
     patched = (
         patch.object(hierarchical, "PART", part),
-        patch.multiple(shared_memory, MOST=chunk, SLOTS=2),
+        patch.multiple(host_memory, MOST=chunk, SLOTS=2),
     )
     with patched[0], patched[1], opened(where) as (transport, group):
         for step in range(2 if transport else 0):
@@ -173,6 +170,20 @@ def test_between_flat_refuses_hosts_of_different_numbers_of_ranks(six: Ranks) ->
         assert "they have [2, 3, 1]; write between: direct" in str(error)
 
 
+def groups_of_its_own() -> None:
+    if dist.get_rank() == 2:
+        dist.new_group([2], use_local_synchronization=True)
+    with on_hosts([0, 0, 0, 1, 1, 1]):
+        HierarchicalTransport(Hierarchical(between=Flat()), dist.group.WORLD)
+
+
+def test_between_flat_refuses_ranks_with_different_numbers_of_groups(six: Ranks) -> None:
+    """torch would wait for ever: it names a rail's group by how many its ranks have."""
+    for error in six.fail(groups_of_its_own).values():
+        assert isinstance(error, MismatchError)
+        assert "between: direct" in str(error)
+
+
 def bytes_sent(where: Sequence[int], numel: int) -> int:
     """Bytes that this rank sends through the network in one all-reduce."""
     plain, sent = dist.isend, 0
@@ -216,7 +227,7 @@ def found_hosts(where: Sequence[int]) -> tuple[Any, ...]:
     """Hosts by the names bound on them, whatever the environment says."""
     with on_hosts(where), patch.dict(os.environ, LOCAL_WORLD_SIZE="6"):
         found = find_hosts(dist.group.WORLD, 2)
-    close_lines(found)
+    found.close()
     return found.nodes, found.neighbours, [sorted(line) for line in found.lines]
 
 
@@ -242,7 +253,7 @@ def a_stranger_calls() -> tuple[tuple[int, ...], ...]:
 
     with patch.object(hosts, "_call", call):
         found = find_hosts(dist.group.WORLD, 1)
-    close_lines(found)
+    found.close()
     return found.nodes
 
 
@@ -308,16 +319,3 @@ def test_a_rank_that_is_killed_ends_all_works_of_the_others(
     with pytest.raises(RankFailure) as failure:
         six.run(killed, EQUAL[name], between_phases, timeout=60)
     assert failure.value.errors == {5: "the process died"}, failure.value
-
-
-PARAMETER = NamedParameter("weight", torch.nn.Parameter(torch.zeros(4, 4)), torch.zeros(4, 4))
-
-
-@pytest.mark.parametrize("codec", ["int8", "powersgd", {"kind": "adaptive", "codec": "onebit"}])
-def test_codecs_but_half_are_refused(codec: Any) -> None:
-    config = Gradients(transport="hierarchical", codec=codec)
-    optimizer = torch.optim.SGD([PARAMETER.parameter], 0.1)
-    with pytest.raises(StrategyError, match=r"hierarchical carries gradients .* as codec half"):
-        check_gradients([PARAMETER], optimizer, config)
-    for fine in (None, "half"):
-        check_gradients([PARAMETER], optimizer, Gradients(transport="hierarchical", codec=fine))

@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 
 RANK = """
 import json, os, sys, torch, torch.distributed as dist
+from slipstream.codecs import HostsCompressor
 from slipstream.strategy import Gradients
 from slipstream.transport.hosts import find_hosts
 from slipstream.transport.requests import AllReduce
-from slipstream.transport.shared_memory import close_lines
-from slipstream.transport.transport import make_transport
+from slipstream.transport.transport import make_transport, run
 
 def sent():
     # The counters of this network namespace, which are those of the host.
@@ -33,7 +33,7 @@ def sent():
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 found = find_hosts(dist.group.WORLD, 1)
-close_lines(found)
+found.close()
 numel, log = 2**20, {"nodes": found.nodes}
 for name in ("direct", "hierarchical", {"kind": "hierarchical", "between": "flat"}):
     if name not in ("direct", "hierarchical") and len({len(n) for n in found.nodes}) > 1:
@@ -50,11 +50,41 @@ for name in ("direct", "hierarchical", {"kind": "hierarchical", "between": "flat
     dist.barrier()
     log[str(name)] = (sent() - before) / (4 * numel)
     dist.barrier()
+    for codec in json.loads(sys.argv[1]) if name == "hierarchical" else ():
+        config, weights = Gradients(codec=codec).codec, [torch.zeros(512, 1024)] * 2
+        compressor = HostsCompressor(config, weights, transport.rails)
+        values = torch.randn(compressor.num_values)
+        dist.barrier()
+        before = sent()
+        dist.barrier()
+        run(compressor.exchange(values, torch.zeros(1, dtype=torch.uint8), 0), transport)
+        dist.barrier()
+        log[codec["kind"]] = sent() - before
+        dist.barrier()
     transport.close()
 print(json.dumps(log), flush=True)
 dist.barrier()
 dist.destroy_process_group()
 """
+
+
+CODED = [
+    ({"kind": "half"}, lambda hosts: 2 * 2 * 2**20 * (hosts - 1) / hosts),
+    ({"kind": "int8"}, lambda hosts: 2 * (1 + 4 / 256) * 2**20 * (hosts - 1) / hosts),
+    (
+        {"kind": "onebit", "start_step": 0},
+        lambda hosts: 2 * (1 / 8 + 4 / 1024) * 2**20 * (hosts - 1) / hosts,
+    ),
+    (
+        {"kind": "dgc", "density": 0.1, "warmup_steps": 0},
+        lambda hosts: (4 + 4) * 0.1 * 2**20 * (hosts - 1),
+    ),
+    (
+        {"kind": "powersgd", "rank": 32, "start_step": 0},
+        lambda hosts: 2 * 4 * 32 * 2 * (512 + 1024) * (hosts - 1) / hosts,
+    ),
+]
+"""Codecs, and the bytes that a host sends of two gradients of 512 x 1024."""
 
 
 def ran(where: Sequence[int]) -> list[dict[str, float]]:
@@ -63,7 +93,7 @@ def ran(where: Sequence[int]) -> list[dict[str, float]]:
         processes = [
             bed.popen(
                 bed.nodes[host],
-                [sys.executable, "-c", RANK],
+                [sys.executable, "-c", RANK, json.dumps([config for config, _ in CODED])],
                 {
                     "RANK": str(rank),
                     "WORLD_SIZE": str(len(where)),
@@ -99,7 +129,9 @@ def test_hosts_are_found_and_send_what_the_formula_says(
         here = where.count(host)
         # direct: each rank sends to all on other hosts its pieces, and the sum of its share.
         flat = 2 * here * (world - here) / world
+        formulas = {config["kind"]: formula(hosts) for config, formula in CODED}
         for name, share in log.items():
             if name != "nodes":
-                expected = flat if name == "direct" else 2 * (hosts - 1) / hosts
+                dense = flat if name == "direct" else 2 * (hosts - 1) / hosts
+                expected = formulas.get(name, dense)
                 assert expected <= share <= 1.15 * expected, (name, share, expected)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from slipstream.errors import ClusterError, MismatchError
 from slipstream.strategy import SharedMemory
-from slipstream.transport import hosts, shared_memory
+from slipstream.transport import host_memory, host_shares, hosts
 from slipstream.transport.hosts import find_hosts
 from slipstream.transport.requests import AllGather, AllReduce, Broadcast
 from slipstream.transport.shared_memory import SharedMemoryTransport
@@ -83,7 +83,7 @@ def exchange(transport: SharedMemoryTransport, given: Sequence[torch.Tensor]) ->
 
 
 def sums(dtype: torch.dtype, chunk: int, slots: int) -> None:
-    with patch.multiple(shared_memory, MOST=chunk, SLOTS=slots), opened() as transport:
+    with patch.multiple(host_memory, MOST=chunk, SLOTS=slots), opened() as transport:
         for step in range(3):
             given = tensors(dtype, step)
             expected = [in_rank_order(tensor) for tensor in given]
@@ -98,7 +98,7 @@ def all_sums(cases: Sequence[tuple[torch.dtype, int, int]]) -> None:
 
 
 def test_sums_are_taken_in_rank_order(ranks: Ranks) -> None:
-    ranks.run(all_sums, [(d, shared_memory.MOST, shared_memory.SLOTS) for d in DTYPES])
+    ranks.run(all_sums, [(d, host_memory.MOST, host_memory.SLOTS) for d in DTYPES])
 
 
 def test_sums_are_right_in_many_small_chunks(ranks: Ranks) -> None:
@@ -196,7 +196,7 @@ def killed(when: str) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         if when == "between the stages":
             kill = patch.object(
-                shared_memory, "add_in_order", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+                host_shares, "add_in_order", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             )
             with kill:
                 transport.start(requests[0])[0].wait()

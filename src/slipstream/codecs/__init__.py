@@ -4,6 +4,7 @@ Never communicates: an exchange yields requests (``transport.requests``), which 
 out.
 """
 
+from slipstream.codecs.between_hosts import HostsCompressor as HostsCompressor
 from slipstream.codecs.compressor import Compressor as Compressor, Ranks as Ranks
 from slipstream.codecs.dgc import (
     DgcCodec as DgcCodec,

@@ -100,6 +100,11 @@ class Compressor(ABC):
     def forget(self, slots: Sequence[int]) -> None:
         """No rank had a gradient in these slots: their state stays as before the exchange."""
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of what is kept between exchanges on this rank."""
+        return sum(tensor.nbytes for state in self.state() for tensor in state.values())
+
     @abstractmethod
     def state(self) -> list[dict[str, torch.Tensor]]:
         """What the codec keeps between exchanges, by slot; copies."""

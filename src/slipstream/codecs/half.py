@@ -4,15 +4,22 @@ Gradients are divided by the number of contributions *before* they are cast, so 
 overflows only where the mean itself would. bf16 keeps the range of fp32 and 8 bits of the
 mantissa, fp16 11 bits and a range of 6e-8 to 65504. As torch's ``fp16_compress_hook`` does.
 
+Where all ranks exchange alike, the flat tensor of a bucket is of that dtype, and no compressor is
+needed. Between hosts the compressor casts what ranks of a host have summed.
+
 Exactness: lossy: each rank rounds once when it casts, and each addition rounds. No state.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from slipstream.codecs.compressor import Compressor, SlotState, any_infinite
+from slipstream.transport.requests import AllReduce, Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +55,25 @@ class HalfCodec:
         if dtype.is_complex:
             return torch.view_as_complex(payload.to(dtype.to_real()))
         return payload.to(dtype)
+
+
+class HalfCompressor(Compressor):
+    """One all-reduce of 16-bit floats, flags included; keeps nothing."""
+
+    codec: HalfCodec
+
+    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
+        payload = torch.cat([self.codec.encode(values), flags.to(self.codec.wire_dtype)])
+        yield AllReduce(payload)
+        values.copy_(payload[: len(values)])
+        flags.copy_(payload[len(values) :] > 0)
+        flags[-1:] |= any_infinite(payload)
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """There is no state."""
+
+    def state(self) -> list[dict[str, torch.Tensor]]:
+        return [{} for _ in self.slots]
+
+    def load(self, states: Sequence[SlotState]) -> None:
+        """There is no state."""

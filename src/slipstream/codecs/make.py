@@ -13,7 +13,7 @@ import torch
 
 from slipstream.codecs.compressor import Compressor, Ranks, real_dtype
 from slipstream.codecs.dgc import DgcCodec, DgcCompressor, Momentum
-from slipstream.codecs.half import HalfCodec
+from slipstream.codecs.half import HalfCodec, HalfCompressor
 from slipstream.codecs.int8 import Int8Codec
 from slipstream.codecs.onebit import OneBitCodec
 from slipstream.codecs.powersgd import PowerSgdCodec, PowerSgdCompressor
@@ -22,7 +22,7 @@ from slipstream.strategy import Dgc, Half, Int8, OneBit, PlainCodec, PowerSgd
 
 
 def make_compressor(
-    config: Int8 | OneBit | Dgc | PowerSgd,
+    config: PlainCodec,
     parameters: Sequence[torch.Tensor],
     ranks: Ranks,
     *,
@@ -33,7 +33,7 @@ def make_compressor(
     """The compressor of a bucket that holds the gradients of ``parameters``, all of one dtype.
 
     Args:
-        config: of the strategy; 16-bit floats need no compressor.
+        config: of the strategy.
         parameters: slot by slot; complex ones count as twice as many real values.
         ranks: that take part.
         momenta: that DGC applies for the optimizer, slot by slot.
@@ -44,6 +44,8 @@ def make_compressor(
     bucket = shapes, parameters[0].dtype, ranks, parameters[0].device
     common: dict[str, Any] = {"num_flags": num_flags, "seed": seed}
     match config:
+        case Half():
+            return HalfCompressor(HalfCodec(config.dtype), *bucket, **common)
         case Int8():
             int8 = Int8Codec(config.block, config.rounding)
             return TwoPhaseCompressor(int8, *bucket, feedback=config.error_feedback, **common)

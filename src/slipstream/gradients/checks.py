@@ -15,10 +15,8 @@ from slipstream.strategy import (
     ByName,
     Direct,
     Gradients,
-    Half,
     Hierarchical,
     SharedMemory,
-    codec_of,
 )
 
 
@@ -29,7 +27,7 @@ def check_gradients(
 
     Raises:
         StrategyError: the split does not fit the number of gradients, or the transport not the
-            device or the codec.
+            device.
         ModelError: no parameter requires a gradient, or DGC cannot take over this optimizer.
     """
     plan_segments(gradients_of(trainables, [0] * len(trainables)), config.split)
@@ -41,15 +39,6 @@ def check_gradients(
             f"gradients.transport {kind} sends the memory of CPUs alone, and the model is on "
             f"{device}; write gradients: {{transport: flat}}"
         )
-    if isinstance(config.transport, Hierarchical):
-        # A codec's messages would go from each rank to each, past the sums inside hosts.
-        codecs = {type(codec_of(config.codec, t.name)) for t in trainables} - {Half, type(None)}
-        if codecs:
-            names = ", ".join(sorted(codec.__name__.lower() for codec in codecs))
-            raise StrategyError(
-                f"gradients.transport hierarchical carries gradients as they are or as codec half; "
-                f"gradients.codec is {names}; write transport: direct, or codec: half"
-            )
 
 
 def gradient_warnings(trainables: Sequence[NamedParameter], config: Gradients) -> list[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch import nn
 from slipstream.codecs import (
     Compressor,
     HalfCodec,
+    HostsCompressor,
     Momentum,
     Ranks,
     make_compressor,
@@ -30,7 +32,8 @@ from slipstream.codecs import (
 from slipstream.gradients.buckets import Bucket, DenseBucket, gradient_dtype
 from slipstream.gradients.shard_bucket import ShardBucket
 from slipstream.gradients.shares import Shares
-from slipstream.strategy import Dgc, Half, Int8, OneBit, PlainCodec, PowerSgd
+from slipstream.strategy import Half, PlainCodec
+from slipstream.transport.hosts import Rails
 from slipstream.transport.requests import Exchange, Request
 
 NamedState = Mapping[str, Mapping[str, torch.Tensor]]
@@ -98,6 +101,11 @@ class CodecStates:
         """What is kept on this rank, gradients included that travel uncompressed by now."""
         return {**self._detached, **_states(self._attached)}
 
+    def num_bytes(self) -> int:
+        """Bytes of what is kept on this rank."""
+        detached = sum(t.nbytes for state in self._detached.values() for t in state.values())
+        return detached + sum(named.compressor.state_bytes for named in self._attached)
+
     def load(self, states: NamedState) -> None:
         """Go on from ``state()``, of another layout maybe."""
         self._detached = states
@@ -131,6 +139,8 @@ class CompressionPlan:
     """Whether a segment of so many bytes is to be compressed."""
     shares: Shares | None = None
     """Where every rank updates a share of the parameters, and gets that share of the averages."""
+    rails: Rails | None = None
+    """Between hosts, where codecs compress only what travels there."""
     narrow: bool = True
     """Whether gradients without a codec travel in the dtype of their parameters, where that is
     narrower than their own."""
@@ -154,7 +164,7 @@ class CompressionPlan:
 
     def compressor(
         self,
-        codec: Int8 | OneBit | Dgc | PowerSgd,
+        codec: PlainCodec,
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
         *,
@@ -163,15 +173,17 @@ class CompressionPlan:
     ) -> NamedCompressor:
         """A compressor for gradients of one dtype."""
         momenta = [self.momenta.get(name, Momentum(0.0)) for name in names]
-        compressor = make_compressor(
-            codec, parameters, self.ranks, momenta=momenta, num_flags=num_flags, seed=seed
-        )
+        common: dict[str, Any] = {"momenta": momenta, "num_flags": num_flags, "seed": seed}
+        if self.rails is not None:
+            between_hosts = HostsCompressor(codec, parameters, self.rails, **common)
+            return NamedCompressor(tuple(names), between_hosts)
+        compressor = make_compressor(codec, parameters, self.ranks, **common)
         return NamedCompressor(tuple(names), compressor)
 
     def bucket(self, names: Sequence[str], parameters: Sequence[nn.Parameter], seed: int) -> Bucket:
         """A bucket for gradients of one dtype and codec, all of them cut or none."""
         codec = self.of(names[0], parameters[0])
-        if codec is None or isinstance(codec, Half):
+        if codec is None or (isinstance(codec, Half) and self.rails is None):
             dtype = None
             if codec is not None:
                 dtype = HalfCodec(codec.dtype).wire_dtype
@@ -183,7 +195,8 @@ class CompressionPlan:
         num_flags = len(parameters) + 1
         named = self.compressor(codec, names, parameters, num_flags=num_flags, seed=seed)
         shares = self.shares if self.cuts(parameters[0]) else None
-        return CompressedBucket(parameters, named, shares)
+        may_overflow = isinstance(codec, Half) and codec.dtype == "fp16"
+        return CompressedBucket(parameters, named, shares, may_overflow=may_overflow)
 
 
 class CompressedBucket(DenseBucket):
@@ -193,6 +206,7 @@ class CompressedBucket(DenseBucket):
         parameters: of one dtype.
         codec: compresses their gradients.
         shares: get this rank's part of the averages, which are whole on every rank.
+        may_overflow: whether the codec sends fp16.
     """
 
     def __init__(
@@ -200,10 +214,12 @@ class CompressedBucket(DenseBucket):
         parameters: Sequence[nn.Parameter],
         codec: NamedCompressor,
         shares: Shares | None = None,
+        *,
+        may_overflow: bool = False,
     ) -> None:
         compressor = codec.compressor
         super().__init__(parameters, compressor.works_in, compressor.num_values)
-        self._shares = shares
+        self._shares, self.may_overflow = shares, may_overflow
         self.codec = codec
         self._is_finite = True
         self._values = self.flat[: compressor.num_values]

@@ -243,7 +243,7 @@ class Engine(GradientEngine):
 
     def report_rows(self) -> list[Row]:
         """What is exchanged, for the overview."""
-        return exchange_rows(self.segments, self.codec_state)
+        return exchange_rows(self.segments, self._codecs.num_bytes)
 
     @property
     def _at(self) -> str:

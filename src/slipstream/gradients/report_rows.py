@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.segments import SegmentStats
 from slipstream.strategy import Row
 
 _SHOWN = 12  # sizes of segments
 
 
-def exchange_rows(
-    segments: Sequence[SegmentStats], codec_state: Callable[[], NamedState]
-) -> list[Row]:
-    """What is exchanged in an update."""
+def exchange_rows(segments: Sequence[SegmentStats], kept_bytes: Callable[[], int]) -> list[Row]:
+    """What is exchanged in an update; ``kept_bytes``: of the codecs on this rank."""
     if not segments:
         return [Row("segments", "not yet", "laid out after the first backward")]
     gradients = sum(len(s.gradients) for s in segments)
@@ -27,10 +24,9 @@ def exchange_rows(
         Row("segments", f"{num_bytes / 2**20:.1f} MB in {len(segments)}", f"MB: {sizes}{more}"),
     ]
     if wire_bytes != num_bytes:
-        state_bytes = sum(t.nbytes for state in codec_state().values() for t in state.values())
         note = (  # twice: codecs keep the state before and after an update that may be skipped
             f"{num_bytes / max(wire_bytes, 1):.1f} times fewer; "
-            f"keeps 2 x {state_bytes / 2**20:.1f} MB a rank"
+            f"keeps 2 x {kept_bytes() / 2**20:.1f} MB a rank"
         )
         value = f"{num_bytes / 2**20:.1f} MB -> {wire_bytes / 2**20:.2f} MB on the wire"
         rows.append(Row("codec", value, note, "lossy"))

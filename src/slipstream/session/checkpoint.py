@@ -27,7 +27,7 @@ from slipstream.pytree import mapped
 VERSION = 2
 KEYS = {"version", "steps", "split", "ready_order", "codecs"}
 REPLICATED = {"q"}
-"""Entries of a codec's state that are the same on all ranks."""
+"""Entries of a codec's state that are the same on all ranks that have them."""
 
 OrderDocument = dict[str, list[Any]]
 """A ready order by parameter names, so that a resumed run may register them in another order."""
@@ -138,10 +138,11 @@ def dealt_out(codecs: Sequence[NamedState], rank: int, world_size: int) -> Named
             "continue bit for bit",
             stacklevel=3,
         )
-    local = {
-        name: {key: values[key] for key in values.keys() & REPLICATED}
-        for name, values in codecs[0].items()
-    }
+    local: dict[str, dict[str, torch.Tensor]] = {}
+    for codec in codecs:  # any of them: between hosts, one rank of each keeps a parameter's
+        for name, values in codec.items():
+            for key in values.keys() & REPLICATED:
+                local.setdefault(name, {}).setdefault(key, values[key])
     for codec in codecs[rank::world_size]:
         for name, values in codec.items():
             sums = local.setdefault(name, {})

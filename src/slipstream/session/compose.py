@@ -38,7 +38,7 @@ from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.handles import HandleStack
 from slipstream.session.loop import TrainingLoop
-from slipstream.session.report import adaptive_rows
+from slipstream.session.report import adaptive_rows, hosts_rows
 from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState
 from slipstream.session.tracing import NoTracing, SessionTracer, Tracer
@@ -49,6 +49,8 @@ from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.channel import STAGES, Channel
 from slipstream.transport.consistency import any_of, broadcast_from_first
+from slipstream.transport.hierarchical import HierarchicalTransport
+from slipstream.transport.hosts import Rails
 from slipstream.transport.switch import Switch
 from slipstream.transport.transport import Transport, make_transport
 from slipstream.tuner.online_search import OnlineSearch
@@ -112,13 +114,15 @@ def compose(
         # Wraps recomputed blocks, so that it offloads their inputs.
         _offload(given)
         trainables = _trainables(given, full_state, precision)
+        # Before the codecs, which compress between hosts alone where a transport knows these.
+        transports = _transports(given, groups)
+        codec = _codec(given, transports)
         # Before the codecs, which apply the momentum that they take over from the optimizer.
-        momentum_correction = MomentumCorrection(optimizer, trainables, given.codec, dims.data_size)
+        momentum_correction = MomentumCorrection(optimizer, trainables, codec, dims.data_size)
         handles.callback(momentum_correction.give_back)
         any_rank = dims.any_rank
         if shares is not None and control is not None:
             any_rank = partial(any_of, group=control)
-        transports = _transports(given, groups)
         # After all that changes the model: its hooks see final gradients.
         engine, search = _exchange(
             given, transports, trainables, momentum_correction, precision, shares, any_rank
@@ -143,7 +147,7 @@ def compose(
             any_rank,
             tracer,
         )
-        names, codec = [t.name for t in trainables], strategy.gradients.codec
+        names = [t.name for t in trainables]
         state = SessionState(model, names, engine, dims, search, precision, codec)
         return Session(
             model,
@@ -241,6 +245,18 @@ def _transports(given: _Given, groups: Sequence[dist.ProcessGroup]) -> list[Tran
     return [make(first, group) for group in groups]
 
 
+def _rails(transports: Sequence[Transport]) -> Rails | None:
+    """Between hosts, where the transport exchanges between these apart."""
+    first = transports[0] if transports else None
+    return first.rails if isinstance(first, HierarchicalTransport) else None
+
+
+def _codec(given: _Given, transports: Sequence[Transport]) -> Codec | None:
+    """Of the gradients; None where nothing travels: there is no other rank, or no other host."""
+    rails = _rails(transports)
+    return given.codec if rails is None or rails.num_hosts > 1 else None
+
+
 def _exchange(
     given: _Given,
     transports: Sequence[Transport],
@@ -251,7 +267,7 @@ def _exchange(
     any_rank: Callable[[bool], bool],
 ) -> tuple[GradientEngine, OnlineSearch | None]:
     """The engine on its channel, and the search for what the strategy leaves open, if anything."""
-    dims, codec, config = given.dims, given.codec, given.strategy.gradients
+    dims, codec, config = given.dims, _codec(given, transports), given.strategy.gradients
     if dims.data is None:
         alone = SingleReplicaEngine(given.model.parameters(), config.split)
         return given.handles.add(alone), None
@@ -265,6 +281,7 @@ def _exchange(
         momentum_correction.momenta,
         verdict.pays if verdict else lambda num_bytes: True,
         shares,
+        _rails(transports),
         narrow=not precision.exchanges_wide,
     )
     engine = Engine(
@@ -287,6 +304,7 @@ def _exchange(
         search = OnlineSearch(engine, switches, given.cluster, dims.data, given.strategy, space)
         given.handles.add_rows(search.report_rows)
     given.handles.add_rows(space.report_rows)
+    given.handles.add_rows(partial(hosts_rows, _rails(transports), given.codec))
     if verdict is not None:
         given.handles.add_rows(partial(adaptive_rows, verdict, engine))
     return engine, search

@@ -59,7 +59,8 @@ class Hierarchical(Variant, exactness="reordered"):
 
     Of the ranks of a host each exchanges another share, all at the same time: a host sends as much
     as one rank of `Direct` would, however many ranks it has and however they are numbered. Sums are
-    taken in a fixed order: the same bits on all ranks and in every run.
+    taken in a fixed order: the same bits on all ranks and in every run. A codec compresses what
+    travels between the hosts, and nothing else.
     """
 
     kind: Literal["hierarchical"] = "hierarchical"

@@ -12,7 +12,8 @@ those of a whole backward pass when that begins.
    in rank order, and sends the sum to all others, while later tensors are already on their way.
 3. The others' sums arrive in the tensor itself: each overwrites what its owner has received before.
 
-A reduce-scatter is the first two steps without the sending; an all-gather is the third.
+A reduce-scatter is the first two steps without the sending; an all-gather is the third, and an
+all-to-all the third with a tensor of its own for each rank.
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ import torch.distributed as dist
 from slipstream.strategy import Direct, Flat, Sharded
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.p2p import start_transfer
-from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request
+from slipstream.transport.requests import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    ReduceScatter,
+    Request,
+)
 from slipstream.transport.work import ThreadWork, Work
 
 AHEAD = 64 * 2**20
@@ -41,6 +48,9 @@ ALIGNMENT = 64
 """Bytes; shares begin at multiples of it, as vectorized sums like."""
 TAGS = 2**15
 """All-reduces after which tags begin anew; far more than are ever under way."""
+
+
+_Ours = AllReduce | ReduceScatter | AllGather | AllToAll
 
 
 @dataclass(slots=True)
@@ -70,8 +80,8 @@ class DirectTransport:
     ring, in 2 hops instead of ``2 (p - 1)``. Sums in rank order, those of 16-bit floats in float32:
     the same bits on all ranks and in every run. Exactness: reordered; bitwise on two ranks.
 
-    Memory: the pieces received ahead, at most `AHEAD` bytes and those of one tensor. Broadcasts,
-    all-to-alls and the memory of other devices travel as ``flat`` sends them.
+    Memory: the pieces received ahead, at most `AHEAD` bytes and those of one tensor. Broadcasts
+    and the memory of other devices travel as ``flat`` sends them.
 
     Args:
         config: has no settings that matter here.
@@ -121,8 +131,8 @@ class DirectTransport:
         if not self._announced:
             self._announce([request])
         entry = self._announced.popleft()
-        if isinstance(request, AllGather):
-            return self._gather(entry, request)
+        if isinstance(request, AllGather | AllToAll):
+            return self._deliver(entry, request)
         self._sums_to_come -= 1  # before the thread gets it: it must not wait for one more
         try:
             entry.sent = self._send(entry.parts, 2 * entry.tag)
@@ -140,7 +150,7 @@ class DirectTransport:
         if self._thread is not None:
             self._thread.join(timeout=1.0)
 
-    def _announce(self, requests: Sequence[AllReduce | ReduceScatter | AllGather]) -> None:
+    def _announce(self, requests: Sequence[_Ours]) -> None:
         new = [self._exchange(request) for request in requests]
         self._announced.extend(new)
         sums = [entry for entry in new if entry.parts]
@@ -152,12 +162,12 @@ class DirectTransport:
             self._without_pieces.extend(sums)
             self._receive_pieces()
 
-    def _exchange(self, request: AllReduce | ReduceScatter | AllGather) -> _Exchange:
+    def _exchange(self, request: _Ours) -> _Exchange:
         """A request with its tags, the receives of its results posted."""
         entry = _Exchange(self._next_tag)
         self._next_tag = (self._next_tag + 1) % TAGS
         match request:
-            case AllGather(_, receive):
+            case AllGather(_, receive) | AllToAll(_, receive):
                 results: Sequence[torch.Tensor] = receive.unbind()
             case AllReduce(tensor):
                 results = entry.parts = self._parts(tensor.view(-1))
@@ -173,11 +183,14 @@ class DirectTransport:
         length = -(-flat.numel() // (self._ranks * unit)) * unit
         return [flat[rank * length :][:length] for rank in range(self._ranks)]
 
-    def _gather(self, entry: _Exchange, request: AllGather) -> list[dist.Work]:
-        sent = self._send([request.send] * self._ranks, 2 * entry.tag + 1)
+    def _deliver(self, entry: _Exchange, request: AllGather | AllToAll) -> list[dist.Work]:
+        given: Sequence[torch.Tensor] = [request.send] * self._ranks
+        if isinstance(request, AllToAll):
+            given = request.send.unbind()
+        sent = self._send(given, 2 * entry.tag + 1)
         own = request.receive[self._rank]
-        if own.data_ptr() != request.send.data_ptr():
-            own.copy_(request.send)
+        if own.data_ptr() != given[self._rank].data_ptr():
+            own.copy_(given[self._rank])
         return [*entry.results_in, *sent]
 
     def _receive_pieces(self) -> None:
@@ -265,10 +278,12 @@ def add_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         out.copy_(total.add_(pieces[-1]))
 
 
-def _is_ours(request: Request) -> TypeGuard[AllReduce | ReduceScatter | AllGather]:
+def _is_ours(request: Request) -> TypeGuard[_Ours]:
     """gloo sends host memory alone."""
     match request:
-        case AllReduce(tensor) | ReduceScatter(tensor, _) | AllGather(tensor, _):
+        case AllReduce(tensor) | ReduceScatter(tensor, _):
+            return not tensor.is_cuda
+        case AllGather(tensor, _) | AllToAll(tensor, _):
             return not tensor.is_cuda
     return False
 

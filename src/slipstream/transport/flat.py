@@ -47,6 +47,8 @@ class FlatTransport:
                 work = p2p.gather_all(receive.view(-1), send.view(-1), group, async_op=True)
             case Broadcast(tensor):
                 work = dist.broadcast(tensor, group=group, group_src=0, async_op=True)
+            case _:
+                raise TypeError(f"{type(request).__name__} is for the hierarchical transport")
         assert work is not None  # it is None outside the group alone
         return [work]
 

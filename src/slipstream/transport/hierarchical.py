@@ -1,12 +1,11 @@
 """The hierarchical transport: sums inside each host, between the hosts, and back inside.
 
 [Note: Rails]
-A tensor is cut into as many shares as the largest host has ranks. Share j travels on *rail* j: one
-rank of each host, the one with the local index j modulo the host's number of ranks. So all ranks
-exchange at the same time, each another share; hosts may have different numbers of ranks, and it
-does not matter how these are numbered. Between two of N hosts go 2 (N - 1) / N of a tensor's bytes
-in all, instead of as often as a host has ranks (or of every hop of a ring whose neighbours are on
-different hosts).
+A tensor is cut into as many shares as the largest host has ranks. Share j travels on rail j
+(``hosts.Rails``). So all ranks exchange at the same time, each another share; hosts may have
+different numbers of ranks, and it does not matter how these are numbered. Between two of N hosts go
+2 (N - 1) / N of a tensor's bytes in all, instead of as often as a host has ranks (or of every hop
+of a ring whose neighbours are on different hosts).
 
 [Note: One all-reduce]
 1. The ranks of a host leave the sum of each share with its rail's rank, through shared memory.
@@ -15,13 +14,16 @@ different hosts).
 A thread each takes the tensors through (1) and (3), in order; (2) has threads of its own. So while
 one tensor is between the hosts, later ones are summed inside them and earlier ones copied. Large
 tensors are cut into parts for that.
+
+A codec asks for the same phases one by one (``ReduceInHosts``, ``BetweenHosts``,
+``SpreadInHosts``), and encodes its rails' shares between them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,33 +33,24 @@ import torch.distributed as dist
 
 from slipstream.errors import ClusterError
 from slipstream.strategy import Direct, Flat, Hierarchical
+from slipstream.transport.consistency import agree
 from slipstream.transport.direct import TAGS, DirectTransport
 from slipstream.transport.flat import FlatTransport
-from slipstream.transport.hosts import find_hosts, timeout_of
-from slipstream.transport.requests import AllReduce, Request
-from slipstream.transport.shared_memory import (
-    Cut,
-    Pipeline,
-    Shares,
-    close_lines,
-    share_memory,
+from slipstream.transport.host_memory import share_memory
+from slipstream.transport.host_pipeline import Pipeline
+from slipstream.transport.host_shares import Cut, Shares
+from slipstream.transport.hosts import Hosts, Rails, find_hosts, timeout_of
+from slipstream.transport.requests import (
+    AllReduce,
+    BetweenHosts,
+    ReduceInHosts,
+    Request,
+    SpreadInHosts,
 )
 from slipstream.transport.work import ThreadWork, Work
 
 PART = 4 * 2**20
 """Bytes of a tensor that are one all-reduce: while it is between the hosts, the next is summed."""
-
-
-def rails(nodes: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """The ranks of each rail, from the ranks of each host.
-
-    Example:
-        >>> rails([[0, 2], [1, 3]])
-        [(0, 1), (2, 3)]
-        >>> rails([[0, 1, 2], [3, 4], [5]])
-        [(0, 3, 5), (1, 4, 5), (2, 3, 5)]
-    """
-    return [tuple(node[rail % len(node)] for node in nodes) for rail in range(max(map(len, nodes)))]
 
 
 @dataclass(eq=False, slots=True)
@@ -70,16 +63,20 @@ class _AllReduce:
 
 
 class HierarchicalTransport:
-    """All-reduces inside hosts and between them; all else as ``flat`` does it.
+    """All-reduces inside hosts and between them, whole or by phases; all else as ``flat`` does it.
 
     Each of N hosts sends ``2 (N - 1) / N`` of a tensor to the others, whatever number of ranks it
     has. Sums are taken in rank order inside a host, then in the order of the hosts; those of 16-bit
     floats in float32, rounded inside and between. The same bits on all ranks and in every run.
     Exactness: reordered.
 
+    Attributes:
+        rails: between the hosts of the group's ranks.
+
     Raises:
         ClusterError: a host gives no memory to share, or ``between: flat`` meets hosts of different
             numbers of ranks.
+        MismatchError: ``between: flat`` meets ranks with different numbers of process groups.
     """
 
     def __init__(self, config: Hierarchical, group: dist.ProcessGroup) -> None:
@@ -87,19 +84,17 @@ class HierarchicalTransport:
         hosts = find_hosts(group, 2)
         local = hosts.neighbours
         self._ranks, self._rank = len(local), local.index(hosts.rank)
-        every = rails(hosts.nodes)
-        sizes = [len(node) for node in hosts.nodes]
-        if isinstance(config.between, Flat) and len(set(sizes)) > 1:
-            close_lines(hosts)
-            raise ClusterError(
-                f"gradients.transport.between flat needs as many ranks on each host; they have "
-                f"{sizes}; write between: direct"
-            )
-        self._owners = len(every)
+        self.rails = Rails.of(hosts.nodes, hosts.rank)
+        if isinstance(config.between, Flat):
+            try:
+                _check_groups(hosts, group)
+            except Exception:
+                hosts.close()
+                raise
+        self._owners = len(self.rails.members)
         self._rails = {
-            rail: _between(config.between, group, members, rail)
-            for rail, members in enumerate(every)
-            if hosts.rank in members and len(members) > 1
+            rail: _between(config.between, group, self.rails.members[rail], rail)
+            for rail in (self.rails.own if self.rails.num_hosts > 1 else ())
         }
         self._into, self._out_of = share_memory(
             hosts, self._owners, [0, 1], [self._ranks, 1], group
@@ -122,9 +117,19 @@ class HierarchicalTransport:
             transport.prepare([AllReduce(cut.shares[rail]) for cut in cuts])
 
     def start(self, request: Request) -> Sequence[Work]:
-        if not isinstance(request, AllReduce):
-            return self._flat.start(request)
-        return [self._start(part) for part in _parts(request.tensor)]
+        work = ThreadWork()
+        match request:
+            case AllReduce(tensor):
+                return [self._start(part) for part in _parts(tensor)]
+            case ReduceInHosts(tensor, borders):
+                self._reduce(Cut.at(borders, tensor, self._into.chunk), work.complete)
+            case SpreadInHosts(tensor, borders):
+                self._spread(Cut.at(borders, tensor, self._into.chunk), work.complete)
+            case BetweenHosts(requests):
+                return self._start_on_rails(requests)
+            case _:
+                return self._flat.start(request)
+        return [work]
 
     def close(self) -> None:
         for part in (*self._pipelines, *self._rails.values()):
@@ -138,16 +143,38 @@ class HierarchicalTransport:
             if self._error is not None:
                 raise RuntimeError(f"an earlier exchange failed: {self._error}")
             self._under_way.add(entry)
-        if self._pipelines:
-            shares = Shares(entry.cut, self._into.blocks(entry.cut), self._ranks, self._rank)
-            stages, then = (shares.put, shares.add), partial(self._exchange, entry)
-            self._pipelines[0].submit(stages, entry.cut.num_chunks, then)
-        else:
-            self._exchange(entry, None)
+        self._reduce(entry.cut, partial(self._exchange, entry))
         return entry.work
 
     def _cut(self, tensor: torch.Tensor) -> Cut:
-        return Cut.of(tensor, self._owners, self._into.chunk)
+        return Cut.even(tensor, self._owners, self._into.chunk)
+
+    def _reduce(self, cut: Cut, then: Callable[[Exception | None], None]) -> None:
+        """Leave this host's sum of each share with the rank of its rail."""
+        if not self._pipelines:
+            then(None)
+            return
+        shares = Shares(cut, self._into.blocks(cut), self._ranks, self._rank)
+        self._pipelines[0].submit((shares.put, shares.add), cut.num_chunks, then)
+
+    def _spread(self, cut: Cut, then: Callable[[Exception | None], None]) -> None:
+        """Copy each share from the rank of its rail to all ranks of this host."""
+        if not self._pipelines:
+            then(None)
+            return
+        shares = Shares(cut, self._out_of.blocks(cut), self._ranks, self._rank)
+        self._pipelines[1].submit((shares.give, shares.take), cut.num_chunks, then)
+
+    def _start_on_rails(self, requests: Mapping[int, Request]) -> Sequence[Work]:
+        try:
+            return [
+                _RailWork(work, self._fail)
+                for rail, request in requests.items()
+                for work in self._rails[rail].start(request)
+            ]
+        except RuntimeError as error:
+            self._fail(error)
+            raise
 
     def _exchange(self, entry: _AllReduce, error: Exception | None) -> None:
         """This host's sums are there: exchange those of this rank's rails with the other hosts."""
@@ -185,16 +212,8 @@ class HierarchicalTransport:
         """Spread those whose sums are there, in order: the backend may end a later one first."""
         with self._lock:
             while self._between and self._between[0].missing == 0:
-                self._spread(self._between.popleft())
-
-    def _spread(self, entry: _AllReduce) -> None:
-        """All sums are there: copy them to all ranks of this host."""
-        if not self._pipelines:
-            self._finish(entry, None)
-            return
-        shares = Shares(entry.cut, self._out_of.blocks(entry.cut), self._ranks, self._rank)
-        stages, then = (shares.give, shares.take), partial(self._finish, entry)
-        self._pipelines[1].submit(stages, entry.cut.num_chunks, then)
+                entry = self._between.popleft()
+                self._spread(entry.cut, partial(self._finish, entry))
 
     def _finish(self, entry: _AllReduce, error: Exception | None) -> None:
         with self._lock:
@@ -214,6 +233,43 @@ class HierarchicalTransport:
             self._finish(entry, error)
 
 
+@dataclass(frozen=True, slots=True)
+class _RailWork:
+    """A work on a rail: where it fails, the ranks of this host must not wait for this one."""
+
+    work: Work
+    failed: Callable[[Exception], None]
+
+    def wait(self) -> None:
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            self.failed(error)
+            raise
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.work.get_future()
+
+
+def _check_groups(hosts: Hosts, group: dist.ProcessGroup) -> None:
+    """Refuse ranks that cannot make the groups of all rails at the same time. Collective.
+
+    Raises:
+        ClusterError: hosts have different numbers of ranks.
+        MismatchError: ranks have different numbers of groups.
+    """
+    sizes = [len(node) for node in hosts.nodes]
+    if len(set(sizes)) > 1:
+        raise ClusterError(
+            f"gradients.transport.between flat needs as many ranks on each host; they have "
+            f"{sizes}; write between: direct"
+        )
+    # torch names such a group by how many each of its ranks has; with another name none would come.
+    made = len(dist.distributed_c10d._world.pg_names)
+    subject = "process groups before gradients.transport.between flat (between: direct needs none)"
+    agree({subject: str(made)}, group)
+
+
 def _between(
     config: Flat | Direct, group: dist.ProcessGroup, members: Sequence[int], rail: int
 ) -> FlatTransport | DirectTransport:
@@ -221,8 +277,6 @@ def _between(
     if isinstance(config, Direct):
         return DirectTransport(config, group, members, 2 * TAGS * rail)
     world = dist.get_process_group_ranks(group)
-    # torch derives the name of such a group from how many the rank has made before: all ranks make
-    # one, as all hosts have as many ranks.
     made = dist.new_group([world[rank] for rank in members], use_local_synchronization=True)
     return FlatTransport(config, made)
 

@@ -32,6 +32,43 @@ _HELLO = struct.Struct("=16sII")  # the secret of the rank called, the caller's 
 
 
 @dataclass(frozen=True, slots=True)
+class Rails:
+    """The ways between hosts, as many as the largest host has ranks.
+
+    A rail is one rank of each host: the one with the rail's number modulo the host's number of
+    ranks as its local index.
+
+    Attributes:
+        members: ranks of the group, by rail and host.
+        own: the rails of this rank; at least one.
+        host: of this rank, as all rails count it.
+
+    Example:
+        >>> Rails.of([[0, 2], [1, 3]], rank=3)
+        Rails(members=((0, 1), (2, 3)), own=(1,), host=1)
+        >>> Rails.of([[0, 1, 2], [3, 4], [5]], rank=3)
+        Rails(members=((0, 3, 5), (1, 4, 5), (2, 3, 5)), own=(0, 2), host=1)
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    own: tuple[int, ...]
+    host: int
+
+    @classmethod
+    def of(cls, nodes: Sequence[Sequence[int]], rank: int) -> Rails:
+        """Those of ``rank``; ``nodes``: ranks by host."""
+        count = max(map(len, nodes))
+        members = tuple(tuple(node[rail % len(node)] for node in nodes) for rail in range(count))
+        own = tuple(rail for rail, ranks in enumerate(members) if rank in ranks)
+        return cls(members, own, members[own[0]].index(rank))
+
+    @property
+    def num_hosts(self) -> int:
+        """The ranks of each rail."""
+        return len(self.members[0])
+
+
+@dataclass(frozen=True, slots=True)
 class Hosts:
     """The hosts of a group's ranks.
 
@@ -49,6 +86,12 @@ class Hosts:
     def neighbours(self) -> tuple[int, ...]:
         """The ranks of this host, this one included."""
         return next(node for node in self.nodes if self.rank in node)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for line in self.lines:
+            for peer in line.values():
+                peer.close()
 
 
 def find_hosts(group: dist.ProcessGroup, lines: int) -> Hosts:

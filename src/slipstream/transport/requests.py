@@ -7,7 +7,7 @@ and sparse gradients knows nothing of process groups, and a plain loop can drive
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,35 @@ class Broadcast:
     tensor: torch.Tensor
 
 
-Request = AllReduce | ReduceScatter | AllToAll | AllGather | Broadcast
+@dataclass(frozen=True, slots=True)
+class ReduceInHosts:
+    """Leave in each share of ``tensor``, on the rank of its rail, the sum over this host's ranks.
+
+    Share ``i`` reaches from ``borders[i]`` to ``borders[i + 1]``, and is rail ``i``'s
+    (``transport.hosts.Rails``). Only the hierarchical transport knows hosts.
+    """
+
+    tensor: torch.Tensor
+    borders: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BetweenHosts:
+    """One request on each of this rank's rails, by rail; ranks count as the rail counts them."""
+
+    requests: Mapping[int, Request]
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadInHosts:
+    """Copy each share of ``tensor`` from the rank of its rail to all ranks of its host."""
+
+    tensor: torch.Tensor
+    borders: Sequence[int]
+
+
+InHierarchy = ReduceInHosts | BetweenHosts | SpreadInHosts
+Request = AllReduce | ReduceScatter | AllToAll | AllGather | Broadcast | InHierarchy
 Exchange = Generator[Request, None, None]
 
 
@@ -62,7 +90,7 @@ def sent_bytes(request: Request, ranks: int) -> float:
     """Bytes that each of ``ranks`` sends at least, with the algorithm that sends the fewest.
 
     An all-reduce counts as a ring, of the others only what leaves the rank; a broadcast passes
-    through every rank but the last.
+    through every rank but the last. What stays inside a host is not sent.
 
     Example:
         >>> sent_bytes(AllReduce(torch.zeros(100)), 4)
@@ -79,3 +107,7 @@ def sent_bytes(request: Request, ranks: int) -> float:
             return float((ranks - 1) * send.nbytes)
         case Broadcast(tensor):
             return (ranks - 1) / ranks * tensor.nbytes
+        case BetweenHosts(requests):
+            return sum(sent_bytes(one, ranks) for one in requests.values())
+        case ReduceInHosts() | SpreadInHosts():
+            return 0.0
