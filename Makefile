@@ -27,12 +27,12 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 $(DEMO): pyproject.toml constraints.txt
-	@echo "Installing slipstream into $(VENV), once: torch (0.2 GB for the CPU, more with CUDA) and 20 MB more"
+	@echo "Installing slipstream into $(VENV), once: torch (0.2 GB for the CPU, more with CUDA) and 55 MB more"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[report]'
 	touch $@
 
-demo: $(DEMO)  ## the main job: plain DDP against slipstream on a slow network
+demo: $(DEMO)  ## the main job: DDP against slipstream, exact and lossy, on a slow network
 	$(BIN)/slipstream demo
 
 quick: $(READY)  ## the tests that start no ranks, no processes and no namespaces

@@ -1,4 +1,4 @@
-"""``slipstream demo`` as its users run it, in short, and what its table and its verdict say."""
+"""``slipstream demo`` as its users run it, in short, what its result says, and what it compares."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -14,35 +15,30 @@ from uuid import uuid4
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from slipstream.cli.demo import task
-from slipstream.cli.demo.report import (
-    ALONE,
-    DDP,
-    SLIPSTREAM,
-    Measured,
-    Planned,
-    compare,
-    plan_table,
-    table,
-    verdict,
-)
-from slipstream.strategy import ByIndex, Strategy
+from slipstream.cli.demo.chart import bar_chart
+from slipstream.cli.demo.codec_choice import CODECS, NONE, Candidate, best, predict
+from slipstream.cli.demo.measured import ALONE, DDP, EXACT, LOSSY, ROUNDING, Measured, headline
+from slipstream.cli.demo.progress import Bars
+from slipstream.cli.demo.report import alternation, result
+from slipstream.cli.demo.training import in_turn
+from slipstream.cli.demo.trainings import Ddp, Slipstream, Training
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.cost import CodecCost
+from slipstream.planner.simulate import simulate
+from slipstream.strategy import Dgc, Strategy
 from slipstream.testbed import unavailable
 from slipstream.trace import chrome
+from tests.harness.ranks import Ranks
+from tests.planner.networks import ethernet_profile
+from tests.planner.test_ranking import workload
 from tests.testbed.traces import interfaces
 
 SLIPSTREAM_DEMO = [sys.executable, "-m", "slipstream", "demo"]
 FAST = ["--nodes", "2", "--rate", "10gbit"]
-ROWS = (
-    "iteration, median",
-    "exposed exchange",
-    "gradients -> all-reduces",
-    "parameters after one step",
-    "final loss",
-    "held-out accuracy",
-)
 MEASURED = Measured(
     nodes=4,
     network="hosts at 1 Gbit/s",
@@ -50,14 +46,29 @@ MEASURED = Measured(
     gradients=62,
     parameters=11_181_642,
     batch=16,
-    seconds={ALONE: [0.3], DDP: [0.8, 0.9, 0.7, 0.8], SLIPSTREAM: [0.6, 0.8, 0.7, 0.6]},
-    all_reduces={DDP: 3, SLIPSTREAM: 4},
-    plan=Planned([3, 61], 5, 0.7, 0.8, 0.63),
-    apart_after_one_step=7e-8,
-    final_loss={DDP: 0.05, SLIPSTREAM: 0.06},
-    accuracy={DDP: 0.97, SLIPSTREAM: 0.965},
+    ddp_megabytes=25,
+    transport="direct",
+    reason="measured in turn",
+    candidates=[Candidate(NONE, 1.0, 4, 1.1), Candidate("PowerSGD", 0.006, 1, 0.5)],
+    codec="PowerSGD",
+    seconds={
+        ALONE: [0.3, 0.3],
+        DDP: [1.2, 1.0, 0.8] * 3,
+        EXACT: [1.2, 1.0, 0.8] * 3,
+        LOSSY: [0.6, 0.5, 0.4] * 3,
+    },
+    exchanges={DDP: 3, EXACT: 4, LOSSY: 1},
+    apart_after_one_step={EXACT: 7e-8, LOSSY: 3e-2},
+    final_loss={DDP: 0.05, EXACT: 0.05, LOSSY: 0.06},
+    accuracy={DDP: 0.97, EXACT: 0.97, LOSSY: 0.965},
     versions={},
 )
+
+
+def without_codec(measured: Measured) -> Measured:
+    seconds = {name: times for name, times in measured.seconds.items() if name != LOSSY}
+    exchanges = {name: measured.exchanges[name] for name in (DDP, EXACT)}
+    return replace(measured, codec=None, seconds=seconds, exchanges=exchanges)
 
 
 def running(folder: str) -> list[str]:
@@ -67,7 +78,7 @@ def running(folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("options", [[], ["--loopback"]], ids=["as the machine may", "loopback"])
-def test_it_trains_both_and_leaves_what_it_promises(tmp_path: Path, options: list[str]) -> None:
+def test_it_trains_all_and_leaves_what_it_promises(tmp_path: Path, options: list[str]) -> None:
     name, before = f"demo-{uuid4().hex[:8]}", interfaces()
     folder = tmp_path / name
     argv = [*SLIPSTREAM_DEMO, *FAST, "--steps", "2", *options, "--folder", name]
@@ -76,48 +87,44 @@ def test_it_trains_both_and_leaves_what_it_promises(tmp_path: Path, options: lis
 
     assert ran.returncode == 0, ran.stdout + ran.stderr
     said = ran.stdout
+    *progress, shown = said.split("\nexact: ")
+    assert len(progress) == 1, "the gain is not the first line of the result"
     assert max(map(len, said.splitlines())) <= 100
-    assert [
-        row
-        for row in (*ROWS, "15/15", "an iteration", "diagnosis", "Predicted next to measured")
-        if row not in said
-    ] == []
+    assert " 31/31 " in progress[0]
+    assert "kept" in ran.stderr  # what auto chose, and why
     reason = "--loopback" if options else unavailable()
     assert ("no emulated hosts" in said) == bool(reason)
-    assert f"In the folder {name}:" in said
-    assert set(os.listdir(folder)) - {"logs"} == {
-        "trace.json",
-        "cluster.yaml",
-        "strategy.yaml",
-        "overview.txt",
-        "demo.json",
-    }
+    assert f"In the folder {name}:" in shown
 
     measured = Measured.read(folder / "demo.json")
-    assert measured.all_reduces[SLIPSTREAM] < measured.gradients == 62
-    assert {name: len(times) for name, times in measured.seconds.items()} == {
-        DDP: 2,
-        SLIPSTREAM: 2,
-        ALONE: 1,
+    lossy = {LOSSY} if measured.codec else set()  # whether one pays depends on the machine
+    assert set(measured.seconds) == {DDP, EXACT, ALONE} | lossy
+    assert {len(measured.seconds[name]) for name in (DDP, EXACT)} == {2}
+    assert len(measured.seconds[ALONE]) == 1
+    assert set(os.listdir(folder)) - {"logs"} == {
+        *("trace.json", "cluster.yaml", "exact.yaml", "overview.txt", "demo.json", "report.html"),
+        *(["lossy.yaml"] if lossy else []),
     }
     # Two summands have one order: both must do the same, bit for bit.
-    assert measured.apart_after_one_step == 0
-    assert compare(measured).loss_difference == 0
-    assert f"62 gradients -> {measured.all_reduces[SLIPSTREAM]} all-reduces" in (
+    assert measured.apart_after_one_step[EXACT] == 0
+    assert measured.final_loss[EXACT] == measured.final_loss[DDP]
+    assert measured.accuracy[EXACT] == measured.accuracy[DDP]
+    assert f"62 gradients -> {measured.exchanges[EXACT]} all-reduces" in (
         folder / "overview.txt"
     ).read_text("utf-8")
     trace = chrome.read(folder / "trace.json")
     assert {event.rank for event in trace.events} == {0, 1}
-    assert {event.step for event in trace.events} == set(range(3, 10))
-    split = Strategy.load(folder / "strategy.yaml").gradients.split
-    assert split == ByIndex(last=tuple(measured.plan.last))
-    assert len(measured.plan.last) == measured.all_reduces[SLIPSTREAM]
+    assert len({event.step for event in trace.events}) == 5
+    kept = Strategy.load(folder / "exact.yaml").gradients
+    assert kept.transport.kind == measured.transport
+    assert len(trace.meta["segments"]) == measured.exchanges[EXACT]
+    assert [one.codec for one in measured.candidates] == [NONE, *CODECS]
     assert interfaces() == before
     assert running(name) == []
 
 
 def test_interrupting_leaves_nothing(tmp_path: Path) -> None:
-    argv = [*SLIPSTREAM_DEMO, *FAST, "--steps", "500", "--folder", str(tmp_path)]
+    argv = [*SLIPSTREAM_DEMO, *FAST, "--steps", "12", "--folder", str(tmp_path)]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
         assert run.stdout is not None
         assert any(b"trace written" in line for line in run.stdout)  # all ranks train
@@ -127,45 +134,150 @@ def test_interrupting_leaves_nothing(tmp_path: Path) -> None:
     assert running(str(tmp_path)) == []
 
 
-def test_the_table_holds_what_was_measured() -> None:
-    console = Console(width=100)
-    with console.capture() as shown:
-        console.print(table(MEASURED))
-    rows = [" ".join(line.split()) for line in shown.get().splitlines()]
-    assert "iteration, median 0.800 s 0.650 s 18.1% faster" in rows
-    assert "exposed exchange 0.500 s 0.350 s -150 ms" in rows
-    assert "gradients -> all-reduces 62 -> 3 62 -> 4 +1" in rows
-    assert "parameters after one step 7.0e-08 apart" in rows
-    assert "final loss 0.0500 0.0600 +0.0100" in rows
-    assert "held-out accuracy 97.0% 96.5% -0.5 points" in rows
+# The result.
 
 
-def test_predictions_stand_next_to_measurements() -> None:
-    console = Console(width=80)
-    with console.capture() as shown:
-        console.print(plan_table(MEASURED))
-    rows = [" ".join(line.split()) for line in shown.get().splitlines()]
-    assert rows[-2:] == ["default 5 0.700 s 0.800 s -12.5%", "planned 2 0.630 s 0.650 s -3.1%"]
+def shown(measured: Measured, width: int = 80) -> list[str]:
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(result(measured, console.width))
+    return [" ".join(line.split()) for line in capture.get().splitlines()]
+
+
+def test_the_result_holds_what_was_measured() -> None:
+    rows = shown(MEASURED)
+    assert rows[0] == "exact: 1.00x as fast as DDP (1.00 .. 1.00), too close to say; with PowerSGD"
+    assert "exposed exchange 0.700 s 0.700 s 0.200 s" in rows
+    assert "gradients -> exchanges 62 -> 3 62 -> 4 62 -> 1" in rows
+    assert "from DDP after one step 7e-08 3e-02" in rows
+    assert "final loss 0.0500 0.0500 0.0600" in rows
+    assert "held-out accuracy 97.0% 97.0% 96.5%" in rows
+    assert "none: exact, direct 100.0% 4 1.100 s 1.000 s +10.0%" in rows
+    assert "PowerSGD 0.6% 1 0.500 s 0.500 s +0.0%" in rows
+
+
+def test_where_no_codec_pays_the_result_says_so() -> None:
+    rows = shown(without_codec(MEASURED), width=100)
+    assert rows[0].endswith("(1.00 .. 1.00), too close to say; no codec is predicted to pay here")
+    assert "No codec runs: none is predicted to save 5%." in rows
+    assert not any("lossy" in row for row in rows)
 
 
 @pytest.mark.parametrize(
     ("times", "said"),
     [
-        ([0.6] * 9, "slipstream was faster in this run: it took 0.600 of DDP's time"),
-        ([1.2] * 9, "slipstream was NOT faster in this run: it took 1.200 of DDP's time"),
-        ([0.9, 1.0, 1.1] * 3, "Too close to say"),
-        ([0.6] * 5, "Too few iterations to say"),
+        ([0.5] * 9, "exact: 2.00x as fast as DDP (2.00 .. 2.00); "),
+        ([2.0] * 9, "exact: 0.50x as fast as DDP (0.50 .. 0.50), slower; "),
+        ([0.8, 1.0, 1.25] * 3, "exact: 1.00x as fast as DDP (0.80 .. 1.25), too close to say; "),
+        ([0.5] * 5, "exact: 2.00x as fast as DDP (too few iterations to say); "),
     ],
 )
-def test_the_verdict_is_honest(times: list[float], said: str) -> None:
-    seconds = {ALONE: [0.5], DDP: [1.0] * len(times), SLIPSTREAM: times}
-    assert verdict(replace(MEASURED, seconds=seconds)).startswith(said)
+def test_the_headline_is_honest(times: list[float], said: str) -> None:
+    ones = [1.0] * len(times)
+    seconds = {ALONE: [0.5], DDP: ones, EXACT: times, LOSSY: ones}
+    assert headline(replace(MEASURED, seconds=seconds)).startswith(said)
 
 
-def test_numbers_survive_their_file_with_the_results_beside_them(tmp_path: Path) -> None:
+def test_a_training_that_is_not_exact_is_called_so() -> None:
+    wrong = replace(MEASURED, apart_after_one_step={EXACT: 2 * ROUNDING, LOSSY: 0.0})
+    assert any("NOT exact: 2.0e-05 from DDP after one step" in row for row in shown(wrong))
+    assert not wrong.is_exact
+    assert MEASURED.is_exact
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_bars_are_as_long_as_the_times_and_lossy_ones_differ_without_colours(width: int) -> None:
+    chart = str(bar_chart(alternation(MEASURED).trainings, width)).splitlines()
+    assert all(len(row) <= width for row in chart)
+    ddp, exact, lossy, alone = chart
+    assert (ddp.count("█"), exact.count("█")) == (exact.count("█"), ddp.count("█"))
+    assert abs(lossy.count("▒") - ddp.count("█") / 2) <= 1
+    assert ddp.index("┼") == exact.index("┼") > lossy.index("┼") > alone.index("┼")
+    assert "(lossy)" in lossy
+
+
+def test_numbers_survive_their_file_with_the_gains_beside_them(tmp_path: Path) -> None:
     MEASURED.write(path := tmp_path / "demo.json")
     assert Measured.read(path) == MEASURED
-    assert json.loads(path.read_text())["results"]["alone"] == 0.3
+    gains = json.loads(path.read_text())["gains"]
+    assert gains[LOSSY] == {"times": 2.0, "low": 2.0, "high": 2.0}
+    without_codec(MEASURED).write(path)
+    assert Measured.read(path) == without_codec(MEASURED)
+
+
+# The codec.
+
+
+def test_codecs_run_from_the_first_update_on() -> None:
+    assert [c for c in CODECS.values() if getattr(c, "start_step", 0) or isinstance(c, Dgc)] == []
+
+
+@pytest.mark.parametrize(
+    ("gigabits", "coding", "chosen"),
+    [(0.1, 1e-12, "PowerSGD"), (0.1, 1e-6, None), (1000.0, 1e-12, None)],
+    ids=["a slow network", "slow codecs", "a fast network"],
+)
+def test_a_codec_is_chosen_where_it_pays(gigabits: float, coding: float, chosen: str) -> None:
+    ratios = zip(CODECS.values(), (0.5, 0.25, 0.01), strict=True)
+    costs = {c.kind: CodecCost(ratio=r, encode=coding, decode=coding) for c, r in ratios}
+    network = ethernet_profile(gigabits=gigabits).model_copy(update={"codecs": costs})
+    trace = simulate(workload(), Plan.of(Strategy(), workload().gradients), network, steps=3)
+    candidates = predict(trace, network)
+    assert [(one.codec, one.sent) for one, _ in candidates] == [
+        *((NONE, 1.0), ("bf16", 0.5), ("int8", 0.25), ("PowerSGD", 0.01))
+    ]
+    found = best(candidates)
+    assert (found and found[0].codec) == chosen
+    assert found is None or found[1].gradients.codec == CODECS[chosen]
+
+
+# The trainings.
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+def train_in_turn() -> dict[str, object]:
+    """Two updates of the exact training alone, then three of all."""
+    torch.set_num_threads(1)
+    train, _ = task.digits()
+    batches = task.batches(train, 5, dist.get_rank(), dist.get_world_size())
+    coded = Strategy.load({"gradients": {"codec": "half"}})
+    exact = Slipstream(5, Strategy())
+    for batch in batches[:2]:
+        exact.train(batch)
+    trainings = {
+        DDP: Ddp(5, 8),
+        EXACT: exact,
+        LOSSY: Slipstream(5, coded),
+        ALONE: Training(5),
+    }
+    apart = in_turn(trainings, batches[2:], Bars(Console(quiet=True)))
+    exchanging = [one for name, one in trainings.items() if name != ALONE]
+    rates = {one.optimizer.param_groups[0]["lr"] for one in exchanging}
+    for one in trainings.values():
+        one.close()
+    return {
+        "apart": apart,
+        "rates": rates,
+        "losses": {name: torch.stack(one.losses).tolist() for name, one in trainings.items()},
+        "timed": {name: len(one.seconds) for name, one in trainings.items()},
+    }
+
+
+def test_all_continue_from_the_exact_training_and_only_the_lossy_one_departs(two: Ranks) -> None:
+    for got in two.run(train_in_turn):
+        assert got["apart"][EXACT] == 0
+        assert got["apart"][LOSSY] > 10 * ROUNDING  # the check would see what a codec does
+        losses = got["losses"]
+        assert losses[EXACT] == losses[DDP]
+        assert losses[LOSSY][:3] == losses[DDP][:3]  # two before the copies part, one after
+        assert losses[LOSSY][3:] != losses[DDP][3:]
+        assert len(got["rates"]) == 1
+        assert got["timed"] == {DDP: 1, EXACT: 1, LOSSY: 1, ALONE: 1}
 
 
 # The task.

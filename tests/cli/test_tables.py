@@ -114,8 +114,11 @@ TABLES: dict[str, tuple[Callable[[], RenderableType], str]] = {
     ),
     "tune": (tune, "measured spread predicted strategy why"),
     "scale": (scaling, "ranks speed-up efficiency samples/s iteration ms compute exposed"),
-    "demo": (lambda: demo.table(MEASURED), "plain DDP slipstream difference"),
-    "demo, plan": (lambda: demo.plan_table(MEASURED), "segments predicted measured error"),
+    "demo": (lambda: demo.table(MEASURED), "DDP exact PowerSGD, lossy"),
+    "demo, codecs": (
+        lambda: demo.predictions(MEASURED),
+        "codec bytes sent exchanges predicted measured error",
+    ),
     "launch": (launched, "distributed environment"),
     "strategy show": (lambda: overview(Strategy()), "setting value exactness note"),
 }

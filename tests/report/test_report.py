@@ -17,9 +17,15 @@ from hypothesis import given, strategies as st
 from slipstream.advisor.findings import Finding
 from slipstream.errors import TraceError
 from slipstream.report import report as report_module
+from slipstream.report.alternation import KINDS, Alternation, Training
 from slipstream.report.bars import MOST_RANKS, chosen_ranks, lay_out
 from slipstream.report.palette import PALETTE
-from slipstream.report.plots import breakdown_plot, comparison_plot, timeline_plot
+from slipstream.report.plots import (
+    alternation_plot,
+    breakdown_plot,
+    comparison_plot,
+    timeline_plot,
+)
 from slipstream.report.report import html, png, read_trials
 from slipstream.report.runs import Run, comparisons, pairs
 from slipstream.strategy.yaml import parse_yaml
@@ -42,6 +48,15 @@ TRIALS = [
     {"name": EVIL, "predicted": 0.09, "measured": None, "spread": None, "status": "failed",
      "strategy": None, "reason": "exit code 1"},
 ]  # fmt: skip
+IN_TURN = Alternation(
+    "twice as fast",
+    [
+        Training("DDP", "baseline", [2.0, 2.2, 2.4]),
+        Training("one", "exact", [1.9, 2.0, 2.1], "1.10x", {"final loss": "0.125"}),
+        Training(EVIL, "lossy", [1.0, 1.1, 1.2], "2.00x"),
+        Training("none", "floor", [0.9]),
+    ],
+)
 
 
 def with_meta(trace: Trace, **meta: object) -> Trace:
@@ -158,6 +173,7 @@ def test_plotly_accepts_every_plot(trace):
         timeline_plot(drawing, drawing.end),
         breakdown_plot([one, one]),
         comparison_plot(compared),
+        alternation_plot(IN_TURN.trainings),
     ):
         assert len(graph_objects.Figure(figure).data) == len(figure["data"])
         assert "<script" not in json.dumps(figure)
@@ -184,7 +200,7 @@ def page() -> str:
     predicted = with_meta(after, predicted=True)
     findings = {"before": FINDINGS, "after": FINDINGS[-1:]}
     named = [("before", before), ("after", after), ("evil", CASES["evil names"])]
-    return html(named, [("after", predicted)], findings, TRIALS)
+    return html(named, [("after", predicted)], findings, TRIALS, IN_TURN)
 
 
 def test_the_page_loads_nothing_and_escapes_all(page):
@@ -207,20 +223,23 @@ def test_the_page_says_what_is_asked_of_it(page):
         "after, part by part",
         "exit code 1",
         "102.0 ms \u00b1 2.0 ms",
+        "<h2>twice as fast</h2>",
+        "0.125",
     ):
         assert text in body, text
     patch = re.search(r"<pre>(gradients:.*?)</pre>", body, re.DOTALL)
     assert parse_yaml(unescape(patch[1])) == FINDINGS[0].patch
-    for name in ("timeline", "breakdown", "findings", "predictions", "trials"):
-        assert f'<section id="{name}">' in body
-    for swatch in PALETTE.values():
+    sections = ("alternation", "timeline", "breakdown", "findings", "predictions", "trials")
+    places = [body.index(f'<section id="{name}">') for name in sections]
+    assert places == sorted(places)
+    for swatch in (*PALETTE.values(), *KINDS.values()):
         assert swatch.name in body
 
 
 def test_a_page_of_one_trace_has_no_empty_sections():
     pytest.importorskip("plotly")
     body = html([("one", alone())])
-    for name in ("findings", "predictions", "trials"):
+    for name in ("alternation", "findings", "predictions", "trials"):
         assert f'<section id="{name}">' not in body
 
 
@@ -260,6 +279,15 @@ def test_a_prediction_meets_its_measurement():
     assert pairs([real, same, *others]) == [(same, real)]
     named = run_of(with_meta(by_hand(4), strategy=None), "real", predicted=True)
     assert pairs([real, named]) == [(named, real)]
+
+
+def test_a_bar_ends_at_the_median_and_its_line_at_the_quartiles():
+    ddp, *_, dots = alternation_plot(IN_TURN.trainings)["data"]
+    assert ddp["x"] == [2200.0]
+    assert (ddp["error_x"]["array"], ddp["error_x"]["arrayminus"]) == ([100.0], [100.0])
+    assert dots["x"] == [900.0]
+    colours = {bar["marker"]["color"] for bar in alternation_plot(IN_TURN.trainings)["data"]}
+    assert len(colours) == len(KINDS)
 
 
 def test_samples_count_over_all_ranks_though_few_are_in_the_trace():
@@ -361,9 +389,10 @@ def test_a_browser_shows_the_page_without_an_error(browser, page, tmp_path):
     dom = run.stdout
     assert "<title>broken" not in dom
     plots = dom.split('class="plotly-graph-div')[1:]
-    assert len(plots) == 4 + 2  # timelines, breakdown, compared
+    assert len(plots) == 1 + 4 + 2  # in turn, timelines, breakdown, compared
     for plot in plots:
         assert "barlayer" in plot
         assert 'class="point"' in plot
-    assert "since the step began" in plots[0]
-    assert "rank 3" in plots[0]
+    assert plots[0].count('class="point"') == 4 + 10  # bars, dots
+    assert "since the step began" in plots[1]
+    assert "rank 3" in plots[1]

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from slipstream.analysis.time_unit import TimeUnit
+from slipstream.report.alternation import KINDS, Training
 from slipstream.report.bars import Bar, Drawing
 from slipstream.report.palette import (
     FAINT,
@@ -84,6 +85,44 @@ def comparison_plot(comparisons: Sequence[Comparison]) -> Figure:
     height = 56 * len(comparisons) + 92
     layout = _layout(height, "overlay", xaxis, yaxis, top=34, showlegend=True, legend=legend)
     return Figure(data=[predicted, measured], layout=layout)
+
+
+def alternation_plot(trainings: Sequence[Training]) -> Figure:
+    """A bar to each median, a line between the quartiles, and a dot for each iteration."""
+    longest = max(max(one.seconds) for one in trainings)
+    unit = chart_unit(longest)
+    data = [_alternation_bar(one, row, unit) for row, one in enumerate(trainings)]
+    data += [_iterations(one, row, unit) for row, one in enumerate(trainings)]
+    xaxis = _axis(f"{unit.name} an iteration", longest * unit.scale * 1.04)
+    yaxis = _rows([shortened(one.name, 30) for one in trainings])
+    legend = Figure(orientation="h", x=0, y=1, yanchor="bottom", traceorder="normal")
+    height = 54 * len(trainings) + 92
+    layout = _layout(height, "overlay", xaxis, yaxis, top=34, showlegend=True, legend=legend)
+    return Figure(data=data, layout=layout)
+
+
+def _alternation_bar(one: Training, row: int, unit: TimeUnit) -> Figure:
+    low, middle, high = (value * unit.scale for value in one.quartiles)
+    text = f"{unit(one.quartiles[1])}  {one.gain}"
+    tip = f"<b>{escape(one.name)}</b><br>{text}<br>quartiles {low:.4g} to {high:.4g} {unit.name}"
+    more: Figure = {"width": 0.5, "marker": {"color": KINDS[one.kind].colour}}
+    bar = _bars(KINDS[one.kind], [middle], [float(row)], [text], [tip], **more)
+    spread = Figure(array=[_round(high - middle)], arrayminus=[_round(middle - low)])
+    look = Figure(type="data", symmetric=False, color=TEXT, thickness=1.4, width=7)
+    return bar | {"error_x": spread | look, "insidetextanchor": "start"}
+
+
+def _iterations(one: Training, row: int, unit: TimeUnit) -> Figure:
+    """A dot below the bar for each iteration."""
+    return Figure(
+        type="scatter",
+        mode="markers",
+        x=[_round(value * unit.scale) for value in one.seconds],
+        y=[row + 0.36] * len(one.seconds),
+        marker={"color": KINDS[one.kind].colour, "size": 5, "opacity": 0.6},
+        hoverinfo="x",
+        showlegend=False,
+    )
 
 
 def _timeline_bars(swatch: Swatch, bars: Sequence[Bar], unit: TimeUnit) -> Figure:

@@ -13,6 +13,7 @@ from typing import Any
 from slipstream.advisor.findings import Finding
 from slipstream.errors import TraceError
 from slipstream.report import sections
+from slipstream.report.alternation import Alternation
 from slipstream.report.bars import MOST_BARS, lay_out
 from slipstream.report.page import page
 from slipstream.report.picture import picture
@@ -29,6 +30,7 @@ def html(
     predicted: Named = (),
     findings: Mapping[str, Sequence[Finding]] | None = None,
     trials: Sequence[Mapping[str, Any]] = (),
+    alternation: Alternation | None = None,
 ) -> str:
     """One page: the iteration of each trace, breakdowns, findings, predictions and trials.
 
@@ -42,6 +44,7 @@ def html(
         findings: By the name of the trace in which they were found.
         trials: A tuner's log, ``{"name", "strategy", "predicted", "measured", "spread", "reason",
             "status"}``, in seconds an iteration; only ``name`` is required.
+        alternation: Trainings that took turns; they come first.
 
     Raises:
         TraceError: There is no trace, or one without an iteration, or plotly is not installed.
@@ -56,7 +59,8 @@ def html(
     runs = _runs(measured, predicted)
     title = f"{runs[0].model} on {runs[0].ranks:,} rank{'s' * (runs[0].ranks != 1)}"
     names = ", ".join(run.title for run in runs)
-    body = sections.timelines(runs) + sections.breakdowns(runs)
+    body = sections.alternation(alternation) if alternation else ""
+    body += sections.timelines(runs, with_library=not body) + sections.breakdowns(runs)
     body += sections.findings(runs, findings or {})
     body += sections.predictions(runs, trials) + sections.trials(trials)
     return page(title, f"slipstream report: {names}", sections.cards(runs), body)

@@ -9,9 +9,15 @@ from typing import Any
 from slipstream.advisor.findings import Finding
 from slipstream.analysis.time_unit import TimeUnit
 from slipstream.report import page
+from slipstream.report.alternation import Alternation
 from slipstream.report.bars import MOST_BARS, lay_out
 from slipstream.report.palette import PALETTE, PARTS, chart_unit
-from slipstream.report.plots import breakdown_plot, comparison_plot, timeline_plot
+from slipstream.report.plots import (
+    alternation_plot,
+    breakdown_plot,
+    comparison_plot,
+    timeline_plot,
+)
 from slipstream.report.runs import Comparison, Run, comparisons, pairs
 
 _MOST_COMPARED = 24
@@ -36,15 +42,38 @@ def cards(runs: Sequence[Run]) -> Iterable[tuple[str, str, str]]:
     yield "exposed exchange", _share(exposed, last.iteration), f"{unit(exposed)} an iteration"
 
 
-def timelines(runs: Sequence[Run]) -> str:
-    """A typical step of each run, all on one scale of time; includes plotly's script."""
+def alternation(alternation: Alternation) -> str:
+    """Trainings that took turns; includes plotly's script."""
+    trainings = alternation.trainings
+    unit = chart_unit(max(one.quartiles[2] for one in trainings))
+    more = dict.fromkeys(heading for one in trainings for heading in one.results)
+    rows = [
+        [one.name, *(unit(seconds) for seconds in one.quartiles), one.gain]
+        + [one.results.get(heading, "") for heading in more]
+        for one in trainings
+    ]
+    headings = ["training", "first quartile", "median", "third quartile", "as fast", *more]
+    plot = page.plot("alternation", alternation_plot(trainings), with_library=True)
+    remark = (
+        f"{len(trainings[0].seconds)} iterations of each, in turn. A bar ends at the median, the "
+        "line across its end at the quartiles; a dot is an iteration."
+    )
+    table = page.table(headings, rows)
+    return page.section("alternation", alternation.headline, remark, plot, table)
+
+
+def timelines(runs: Sequence[Run], *, with_library: bool = True) -> str:
+    """A typical step of each run, all on one scale of time.
+
+    Includes plotly's script, unless another section does.
+    """
     drawings = [lay_out(run, MOST_BARS // len(runs)) for run in runs]
     end = max(drawing.end for drawing in drawings)
     kinds = {bar.kind for drawing in drawings for bar in drawing.bars}
     content = [page.key(kind for kind in PALETTE if kind in kinds)]
     for number, (run, drawing) in enumerate(zip(runs, drawings, strict=True)):
         figure = timeline_plot(drawing, end)
-        plot = page.plot(f"timeline-{number}", figure, with_library=number == 0)
+        plot = page.plot(f"timeline-{number}", figure, with_library=with_library and number == 0)
         content += [page.heading(run.title, drawing.note), plot]
     remark = (
         "Each rank: compute, and below it its exchanges, by number. An exchange is hidden while "

@@ -16,22 +16,27 @@ from rich.text import Text
 from typer import Option
 
 from slipstream.advisor.advise import advise
-from slipstream.analysis.summary import summary
-from slipstream.cli.demo.report import Measured, plan_table, table, verdict
+from slipstream.cli.demo.measured import EXACT, Measured
+from slipstream.cli.demo.report import alternation, result
 from slipstream.cli.options import LinkRate, check_writable
 from slipstream.cli.ranks import PORT, describe_hosts, run_on_this_host
-from slipstream.cli.trace import drawn
-from slipstream.errors import LaunchError
+from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.cost import NetworkProfile
+from slipstream.report.report import html
 from slipstream.testbed import Testbed, format_rate, unavailable
 from slipstream.trace import chrome
 
 TRAINING = "slipstream.cli.demo.training"
 COLUMNS = 100
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""glibc keeps what a rank frees. Else every iteration asks for its pages anew, 32 MB of them, and
+the one that runs after a wait pays for it."""
 FILES = {
+    "report.html": "all of it and more, for a browser",
     "trace.json": "the iterations above, for https://ui.perfetto.dev",
     "cluster.yaml": "what exchanges cost on this network",
-    "strategy.yaml": "the plan, for SLIPSTREAM_STRATEGY or --strategy",
+    "exact.yaml": "what slipstream chose, for SLIPSTREAM_STRATEGY or --strategy",
+    "lossy.yaml": "the same with the codec",
     "overview.txt": "the strategy, and what each setting resolved to",
     "demo.json": "every number that was measured",
 }
@@ -40,7 +45,7 @@ FILES = {
 def demo(
     nodes: Annotated[int, Option(min=2, help="Emulated hosts, with one rank each.")] = 4,
     rate: LinkRate = "1gbit",
-    steps: Annotated[int, Option(min=2, help="Iterations to time of each training.")] = 50,
+    steps: Annotated[int, Option(min=2, help="Iterations to time of each training.")] = 30,
     loopback: Annotated[
         bool, Option("--loopback", help="Run the ranks on this host, without slow links.")
     ] = False,
@@ -82,7 +87,7 @@ def demo(
     else:
         with bed:
             console.print(describe_hosts(bed), starting, sep="\n")
-            code = bed.run([_rank_command(job, bed, node.index) for node in bed.nodes])
+            code = bed.run([_rank_command(job, bed, node.index) for node in bed.nodes], KEEP_MEMORY)
     if code:
         raise typer.Exit(code)
     _show(console, folder)
@@ -96,19 +101,29 @@ def _rank_command(job: str, bed: Testbed, rank: int) -> list[str]:
 
 
 def _show(console: Console, folder: Path) -> None:
-    """Trace, diagnosis and plan; then the table, the verdict and where the files are."""
+    """The result, and where the files are."""
     measured = Measured.read(folder / "demo.json")
-    trace = chrome.read(folder / "trace.json")
-    console.rule("1  where an iteration of slipstream's default goes", align="left")
-    console.print(summary(trace))
-    console.rule("2  diagnosis", align="left")
-    network = NetworkProfile.load(folder / "cluster.yaml").groups("world")
-    console.print(drawn(advise(trace, network.all_reduce.seconds_of)))
-    console.rule("3  the plan, computed from trace and network, and applied", align="left")
-    console.print(plan_table(measured), "")
-    console.rule("4  plain DDP and slipstream with that plan", align="left")
-    console.print(table(measured))
-    console.print(Text(verdict(measured), style="bold"))
+    console.print(result(measured, console.width))
+    try:
+        _write_page(folder, measured)
+    except TraceError as error:
+        console.print(Text(f"\nreport.html is not written: {error}"))
     console.print(Text(f"\nIn the folder {folder}:"), soft_wrap=True)
     for name, meaning in FILES.items():
-        console.print(Text(f"  {name:13} {meaning}"))
+        if (folder / name).exists():
+            console.print(Text(f"  {name:13} {meaning}"))
+    if not measured.is_exact:
+        raise typer.Exit(1)
+
+
+def _write_page(folder: Path, measured: Measured) -> None:
+    """``report.html``: the trainings in turn, then the trace of the exact one.
+
+    Raises:
+        TraceError: plotly is not installed.
+    """
+    trace = chrome.read(folder / "trace.json")
+    cost = NetworkProfile.load(folder / "cluster.yaml").groups("world").all_reduce.seconds_of
+    findings = {EXACT: advise(trace, cost)}
+    page = html([(EXACT, trace)], findings=findings, alternation=alternation(measured))
+    (folder / "report.html").write_text(page, encoding="utf-8")

@@ -1,182 +1,119 @@
-"""The demo's measurements as a value, and the tables and the sentence that compare them."""
+"""The demo's result in a terminal: the gain, a chart of the iterations, tables, and why."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from operator import truediv
-from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from slipstream.analysis.compact_table import compact
-from slipstream.errors import TraceError
-from slipstream.tuner.significance import median_interval
-
-ALONE, DDP, SLIPSTREAM = "no exchange", "DDP", "slipstream"
-METHOD = (
-    "Exposed exchange: the median iteration minus the median iteration of the same model without "
-    "any exchange, measured between the others ({:.3f} s). Faster and slower: the median of the "
-    "ratios of paired iterations. After one step: the largest relative difference of a parameter; "
-    "sums in another order round differently, and training amplifies that. Loss: mean over all "
-    "ranks and the last ten steps."
+from slipstream.cli.demo.chart import bar_chart
+from slipstream.cli.demo.codec_choice import NONE, WORTHWHILE
+from slipstream.cli.demo.measured import (
+    ALONE,
+    DDP,
+    EXACT,
+    LOSSY,
+    ROUNDING,
+    Measured,
+    gain,
+    headline,
 )
+from slipstream.report.alternation import Alternation, Kind, Training
+
+KINDS: dict[str, Kind] = {DDP: "baseline", EXACT: "exact", LOSSY: "lossy", ALONE: "floor"}
 
 
-@dataclass(frozen=True)
-class Planned:
-    """The planned split and its prediction, next to those of the default; in seconds an iteration.
-
-    ``last`` is the last gradient of each planned segment. ``default_measured`` comes from the
-    trace, ``predicted`` is the prediction for the plan.
-    """
-
-    last: list[int]
-    default_segments: int
-    default_predicted: float
-    default_measured: float
-    predicted: float
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the ranks measured; mappings are by training, seconds those of the slowest rank."""
-
-    nodes: int
-    network: str
-    model: str
-    gradients: int
-    parameters: int
-    batch: int
-    seconds: dict[str, list[float]]
-    all_reduces: dict[str, int]
-    plan: Planned
-    apart_after_one_step: float
-    final_loss: dict[str, float]
-    accuracy: dict[str, float]
-    versions: dict[str, str]
-
-    def write(self, path: Path) -> None:
-        """Write the numbers and their comparison as JSON."""
-        path.write_text(json.dumps(asdict(self) | {"results": asdict(compare(self))}, indent=1))
-
-    @classmethod
-    def read(cls, path: Path) -> Measured:
-        """The inverse of ``write``.
-
-        Raises:
-            TraceError: the ranks wrote no such file.
-        """
-        if not path.is_file():
-            raise TraceError(f"the demo wrote no numbers to {path}; its output says why")
-        document = json.loads(path.read_text())
-        document.pop("results")
-        return cls(**document | {"plan": Planned(**document["plan"])})
+def alternation(measured: Measured) -> Alternation:
+    """The trainings as the charts show them."""
+    names = {
+        DDP: f"DDP, {measured.ddp_megabytes} MB buckets",
+        LOSSY: f"slipstream, {measured.codec} (lossy)",
+    }
+    trainings = []
+    for name in (*measured.trainings, ALONE):
+        times = "" if name in (DDP, ALONE) else f"{gain(measured, name).times:.2f}x"
+        of_page = KINDS[name], measured.seconds[name], times, learned(measured, name)
+        trainings.append(Training(names.get(name, name), *of_page))
+    return Alternation(headline(measured), trainings)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The results; mappings are by training, ``ratio`` is slipstream's time over DDP's.
-
-    Three numbers are first quartile, median, third quartile; ``ratio_interval`` is the 95 %
-    confidence interval of the median, None where there are too few iterations for one.
-    """
-
-    alone: float
-    iteration: dict[str, list[float]]
-    exposed: dict[str, float]
-    ratio: list[float]
-    ratio_interval: tuple[float, float] | None
-    loss_difference: float
-    accuracy_difference: float
-
-
-def compare(measured: Measured) -> Comparison:
-    """Compare slipstream with DDP."""
-    both = (DDP, SLIPSTREAM)
-    seconds, loss, accuracy = measured.seconds, measured.final_loss, measured.accuracy
-    alone = median(seconds[ALONE])
-    iteration = {name: quantiles(seconds[name], n=4, method="inclusive") for name in both}
-    ratios = list(map(truediv, seconds[SLIPSTREAM], seconds[DDP]))
-    return Comparison(
-        alone=alone,
-        iteration=iteration,
-        exposed={name: iteration[name][1] - alone for name in both},
-        ratio=quantiles(ratios, n=4, method="inclusive"),
-        ratio_interval=median_interval(ratios),
-        loss_difference=loss[SLIPSTREAM] - loss[DDP],
-        accuracy_difference=accuracy[SLIPSTREAM] - accuracy[DDP],
+def result(measured: Measured, width: int) -> Group:
+    """All of it, ``width`` columns wide at most."""
+    return Group(
+        Text(headline(measured), style="bold"),
+        Text(),
+        *chart(measured, width),
+        Text(),
+        table(measured),
+        exactness(measured),
+        Text(),
+        predictions(measured),
     )
+
+
+def chart(measured: Measured, width: int) -> tuple[Text, Text, Text]:
+    """The iterations of each training, under a title and over a key."""
+    count = len(measured.seconds[DDP])
+    title = f"{measured.model} on {measured.nodes} {measured.network}: {count} iterations of each"
+    key = "├┼┤: quartiles and median; x: DDP's time over this one, median of pairs"
+    drawing = bar_chart(alternation(measured).trainings, width)
+    return Text(f"{title}, in turn"), drawing, Text(key, style="dim")
 
 
 def table(measured: Measured) -> Table:
-    """DDP and slipstream side by side."""
-    comparison = compare(measured)
-    table = compact(
-        f"{measured.model} on {measured.nodes} {measured.network}: "
-        f"{len(measured.seconds[DDP])} iterations of each, in turn",
-        *("", "plain DDP", "slipstream", "difference"),
-        left=[""],
-        caption=METHOD.format(comparison.alone),
-    )
-    both = (DDP, SLIPSTREAM)
-    spreads = [comparison.iteration[name] for name in both]
-    ratio = comparison.ratio[1]
-    faster = f"{abs(1 - ratio):.1%} {'faster' if ratio < 1 else 'slower'}"
-    medians = [_seconds(middle) for _, middle, _ in spreads]
-    table.add_row("iteration, median", *medians, faster, style="bold")
-    table.add_row("  its quartiles", *(f"{low:.3f} .. {high:.3f}" for low, _, high in spreads))
-    theirs, ours = (comparison.exposed[name] for name in both)
-    change = f"{1e3 * (ours - theirs):+.0f} ms"
-    table.add_row("exposed exchange", _seconds(theirs), _seconds(ours), change)
-    counts = measured.all_reduces
-    fused = [f"{measured.gradients} -> {counts[name]}" for name in both]
-    table.add_row("gradients -> all-reduces", *fused, f"{counts[SLIPSTREAM] - counts[DDP]:+d}")
-    apart = f"{far:.1e} apart" if (far := measured.apart_after_one_step) else "identical"
-    table.add_row("parameters after one step", "", "", apart)
-    losses = [f"{measured.final_loss[name]:.4f}" for name in both]
-    table.add_row("final loss", *losses, f"{comparison.loss_difference:+.4f}")
-    right = [f"{measured.accuracy[name]:.1%}" for name in both]
-    points = f"{100 * comparison.accuracy_difference:+.1f} points"
-    table.add_row("held-out accuracy", *right, points)
+    """What each training exchanges, and what it learned."""
+    names = measured.trainings
+    alone = median(measured.seconds[ALONE])
+    headings = ["", DDP, "exact", *([f"{measured.codec}, lossy"] if LOSSY in names else [])]
+    table = compact("", *headings, left=[""])
+    exposed = (median(measured.seconds[name]) - alone for name in names)
+    table.add_row("exposed exchange", *(f"{seconds:.3f} s" for seconds in exposed))
+    counts = (f"{measured.gradients} -> {measured.exchanges[name]}" for name in names)
+    table.add_row("gradients -> exchanges", *counts)
+    far = [measured.apart_after_one_step[name] for name in names[1:]]
+    table.add_row("from DDP after one step", "", *(f"{one:.0e}" if one else "0" for one in far))
+    for heading in ("final loss", "held-out accuracy"):
+        table.add_row(heading, *(learned(measured, name)[heading] for name in names))
     return table
 
 
-def plan_table(measured: Measured) -> Table:
-    """Predicted next to measured times, for the default and for the plan."""
-    plan = measured.plan
-    headings = ("", "segments", "predicted", "measured", "error")
-    table = compact("Predicted next to measured", *headings, left=[""])
-    default = (plan.default_segments, plan.default_predicted, plan.default_measured)
-    ours = (len(plan.last), plan.predicted, median(measured.seconds[SLIPSTREAM]))
-    for name, (segments, predicted, seconds) in {"default": default, "planned": ours}.items():
-        error = f"{predicted / seconds - 1:+.1%}"
-        table.add_row(name, str(segments), _seconds(predicted), _seconds(seconds), error)
+def learned(measured: Measured, name: str) -> dict[str, str]:
+    """How good the model of a training is; nothing of the one that does not exchange."""
+    if name == ALONE:
+        return {}
+    loss, accuracy = measured.final_loss[name], measured.accuracy[name]
+    return {"final loss": f"{loss:.4f}", "held-out accuracy": f"{accuracy:.1%}"}
+
+
+def exactness(measured: Measured) -> Text:
+    """Whether the exact training did what DDP did."""
+    far = measured.apart_after_one_step[EXACT]
+    if not measured.is_exact:
+        words = f"NOT exact: {far:.1e} from DDP after one step; rounding is less than {ROUNDING}."
+        return Text(words, style="bold red")
+    return Text(f"Exact: {'the sums of DDP in another order' if far else 'the bits of DDP'}.")
+
+
+def predictions(measured: Measured) -> Table:
+    """What was predicted of each codec, next to what was measured."""
+    headings = ("codec", "bytes sent", "exchanges", "predicted", "measured", "error")
+    table = compact("", *headings, left=["codec"], caption=_chosen(measured))
+    medians = {NONE: median(measured.seconds[EXACT])}
+    if measured.codec:
+        medians[measured.codec] = median(measured.seconds[LOSSY])
+    for one in measured.candidates:
+        cells = [f"{one.sent:.1%}", str(one.segments), f"{one.predicted:.3f} s"]
+        if seconds := medians.get(one.codec):
+            cells += [f"{seconds:.3f} s", f"{one.predicted / seconds - 1:+.1%}"]
+        name = f"none: exact, {measured.transport}" if one.codec == NONE else one.codec
+        table.add_row(name, *cells)
     return table
 
 
-def verdict(measured: Measured) -> str:
-    """Faster, slower, or too close to say, by the confidence interval of the median.
-
-    Example:
-        >>> seconds = {ALONE: [0.5], DDP: [1.0, 1.1, 1.2], SLIPSTREAM: [1.0, 1.0, 1.2]}
-        >>> even = {DDP: 1, SLIPSTREAM: 1}
-        >>> plan = Planned([8], 1, 1.0, 1.0, 1.0)
-        >>> run = Measured(2, "hosts", "net", 9, 99, 8, seconds, even, plan, 0, even, even, {})
-        >>> print(verdict(run))
-        Too few iterations to say: slipstream took 1.000 of DDP's time.
-    """
-    comparison = compare(measured)
-    took = f"took {comparison.ratio[1]:.3f} of DDP's time"
-    if comparison.ratio_interval is None:
-        return f"Too few iterations to say: slipstream {took}."
-    low, high = comparison.ratio_interval
-    words = "Too close to say: slipstream"
-    if high < 1 or low > 1:
-        words = f"slipstream was {'' if high < 1 else 'NOT '}faster in this run: it"
-    return f"{words} {took} (95 %: {low:.3f} to {high:.3f})."
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.3f} s"
+def _chosen(measured: Measured) -> str:
+    if measured.codec is None:
+        return f"No codec runs: none is predicted to save {1 - WORTHWHILE:.0%}."
+    return f"{measured.codec} runs: its prediction is the smallest."

@@ -1,0 +1,84 @@
+"""Which codec the lossy training uses: predicted from a trace of the exact one on this network.
+
+Predicts only codecs that run in every update that is timed. ``onebit`` and ``dgc`` need some
+hundred dense updates first (``start_step``, ``warmup_steps``): more than the demo has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from slipstream.planner.candidates import optimal_split, with_gradients
+from slipstream.planner.contention_fit import prepare
+from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.ranking import rank, traced_strategy
+from slipstream.planner.workload import Workload
+from slipstream.strategy import ByBytes, Half, Int8, PlainCodec, PowerSgd, Strategy
+from slipstream.trace import Trace
+
+NONE = "none"
+CODECS: Mapping[str, PlainCodec] = {
+    "bf16": Half(),
+    "int8": Int8(),
+    "PowerSGD": PowerSgd(start_step=0),  # 1000 by default: the demo would end before it starts
+}
+WORTHWHILE = 0.95
+"""Of the exact training's time, at most: predictions are off by as much as the rest."""
+
+
+class Candidate(NamedTuple):
+    """What the planner predicts of a codec, in seconds an iteration.
+
+    ``sent`` is the share of the gradients' bytes that is sent.
+    """
+
+    codec: str
+    sent: float
+    segments: int
+    predicted: float
+
+
+def predict(trace: Trace, network: NetworkProfile) -> list[tuple[Candidate, Strategy]]:
+    """The exact training of ``trace``, then the same with each of CODECS.
+
+    Raises:
+        ClusterError: the network was measured on another number of ranks.
+        StrategyError: the network does not hold the cost of CODECS.
+        TraceError: the trace lacks what a prediction needs.
+    """
+    exact = traced_strategy(trace)
+    workload, fitted = prepare(trace, network)
+    strategies = {NONE: exact}
+    for name, codec in CODECS.items():
+        strategies[name] = _with_codec(codec, exact, workload, fitted)
+    candidates = []
+    for name, strategy in strategies.items():
+        [prediction] = rank([strategy], workload, fitted)
+        sent = 1.0 if name == NONE else network.codecs[CODECS[name].kind].ratio
+        candidate = Candidate(name, sent, prediction.segments, prediction.seconds)
+        candidates.append((candidate, strategy))
+    return candidates
+
+
+def best(candidates: Sequence[tuple[Candidate, Strategy]]) -> tuple[Candidate, Strategy] | None:
+    """The fastest codec of those predicted; None: none saves enough to be worth its loss.
+
+    Example:
+        >>> def seconds(*times):
+        ...     return [(Candidate(name, 1, 1, s), Strategy()) for name, s in zip("abc", times)]
+        >>> best(seconds(1.0, 0.9, 0.8))[0].codec, best(seconds(1.0, 0.96, 1.1))
+        ('c', None)
+    """
+    (exact, _), *coded = candidates
+    fastest = min(coded, key=lambda pair: pair[0].predicted)
+    return fastest if fastest[0].predicted <= WORTHWHILE * exact.predicted else None
+
+
+def _with_codec(
+    codec: PlainCodec, exact: Strategy, workload: Workload, network: NetworkProfile
+) -> Strategy:
+    """The codec with the split that is optimal for it, by the transport of the exact training."""
+    coded = with_gradients(exact, codec=codec)
+    seeds = [coded, with_gradients(coded, split=ByBytes())]
+    return with_gradients(coded, split=optimal_split(workload, network, seeds))
