@@ -56,11 +56,8 @@ TRANSPORTS: dict[str, object] = {
     "shared_memory": "shared_memory",
     "hierarchical": "hierarchical",
 }
-REFUSED = {
-    *(("dgc", transport) for transport in TRANSPORTS if transport.startswith("sharded")),
-    *((codec, "hierarchical") for codec in CODECS if codec not in ("dense", "bf16", "fp16")),
-}
-"""Codecs and transports that do not go together."""
+REFUSED = {("dgc", "sharded"), ("dgc", "sharded, a third replicated")}
+"""DGC applies momentum to whole gradients."""
 SPLITS: tuple[dict[str, object], ...] = (
     {"kind": "by_bytes"},
     {"kind": "per_layer"},

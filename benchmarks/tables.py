@@ -568,8 +568,8 @@ def soak(entry: Mapping[str, Any]) -> str:
             f"{entry['updates']} updates on {entry['ranks']} ranks, {entry['turns']} turns of "
             f"{len(entry['codecs'])} codecs ({', '.join(entry['codecs'])}) on "
             f"{len(entry['transports'])} transports ({', '.join(entry['transports'])}), "
-            f"{entry['overflows']} gradients made infinite, {entry['skipped']} updates skipped: parameters and the "
-            "optimizer's state bit-equal on all ranks and finite after every turn. "
+            f"{entry['overflows']} gradients made infinite, {entry['skipped']} updates skipped: "
+            "parameters and the optimizer's state bit-equal on all ranks and finite after every turn. "
             f"`{entry['command']}`",
         ]
     )
