@@ -569,7 +569,8 @@ def soak(entry: Mapping[str, Any]) -> str:
             f"{len(entry['codecs'])} codecs ({', '.join(entry['codecs'])}) on "
             f"{len(entry['transports'])} transports ({', '.join(entry['transports'])}), "
             f"{entry['overflows']} gradients made infinite, {entry['skipped']} updates skipped: "
-            "parameters and the optimizer's state bit-equal on all ranks and finite after every turn. "
+            "parameters and the optimizer's state bit-equal on all ranks and finite after every "
+            "turn. "
             f"`{entry['command']}`",
         ]
     )
