@@ -35,12 +35,13 @@ from slipstream.planner.candidates import with_gradients
 from slipstream.planner.ranking import traced_strategy
 from slipstream.planner.transport_cost import curves_of, transport_kind
 from slipstream.strategy import PowerSgd, Strategy
+from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
 from slipstream.tuner.one_start import reason
 from slipstream.tuner.search_space import SETTLING
 from slipstream.version import __version__
 
-SEARCH, SHORTEST_SEARCH, RECORDED = 40, 24, 5
+SEARCH, SHORTEST_SEARCH, RECORDED = 32, 24, 5
 DDP_MEGABYTES = (25, 8)
 DDP_TRIALS, DDP_UNTIMED = 5, 2
 """Iterations with each size; DDP rebuilds its buckets in the first ones."""
@@ -169,7 +170,7 @@ def in_turn(
             training = trainings[name]
             if step < SETTLING:
                 training.train(batch)
-            elif name != ALONE or step % ALONE_EVERY == 0:
+            elif name != ALONE or (step - SETTLING) % ALONE_EVERY == 0:
                 training.train_timed(batch)
             if name in shown:
                 bars.trained(shown[name], training)
@@ -219,7 +220,7 @@ def leave_strategies(
 
     PowerSGD's file says that the ``first`` updates are dense, as they were here.
     """
-    (folder / "exact.yaml").write_text(planned.exact.to_yaml())
+    (folder / "exact.yaml").write_text(settings(planned.exact))
     lossy = folder / "lossy.yaml"
     lossy.unlink(missing_ok=True)
     if planned.lossy is not None:
@@ -228,9 +229,16 @@ def leave_strategies(
         if isinstance(codec, PowerSgd):
             late = codec.model_copy(update={"start_step": first})
             strategy = with_gradients(strategy, codec=late)
-        lossy.write_text(strategy.to_yaml())
+        lossy.write_text(settings(strategy))
     reports = [t.session.report() for t in trainings.values() if isinstance(t, Slipstream)]
     (folder / "overview.txt").write_text("\n".join(reports) + "\n")
+
+
+def settings(strategy: Strategy) -> str:
+    """How a strategy exchanges gradients, as YAML, with what equals the defaults."""
+    gradients = strategy.document(full=True)["gradients"]
+    chosen = {name: gradients[name] for name in ("split", "transport", "codec") if gradients[name]}
+    return format_yaml({"gradients": chosen})
 
 
 if __name__ == "__main__":
