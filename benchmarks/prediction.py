@@ -6,7 +6,8 @@ On every testbed (model x rate) one set of ranks measures the network, then trai
 strategy in turn, a block of iterations each, recorded; and once more in the opposite order, so that
 what drifts meanwhile is no strategy's. A block that does not count comes first, for a cold start
 would be the baseline's. *Replay*: a strategy's iteration predicted from its own
-trace. *What-if*: predicted from the trace of the default alone, the strategy never having run.
+trace; not that of ``sharded``, which does not tell forward from its wait for parameters. *What-if*:
+predicted from the trace of the default alone, the strategy never having run.
 Predictions are the mean of those from the two blocks; all are seconds for one batch of each rank,
 a fourth of an update where four batches are accumulated. Errors are predicted / measured - 1,
 measured being the median over iterations of the mean over ranks (each begins where its last one
@@ -60,6 +61,9 @@ STRATEGIES: dict[str, dict[str, object]] = {
     "default, no overlap": {"overlap": False},
     "default, accumulate 2": {"accumulate": 2},
     "default, accumulate 4": {"accumulate": 4},
+    "direct": {"transport": "direct"},
+    "sharded": {"transport": "sharded"},
+    "sharded, a third replicated": {"transport": {"kind": "sharded", "replicated": 1 / 3}},
 }
 BASELINE = "default"
 SKIP = 2
@@ -76,13 +80,15 @@ class Row:
     measured: float
     low: float
     high: float
-    replay: float
+    replay: float | None  # None: sharded
     what_if: float | None  # None: the baseline itself
 
     @property
     def from_baseline(self) -> float:
         """What the baseline's trace says."""
-        return self.replay if self.what_if is None else self.what_if
+        seconds = self.replay if self.what_if is None else self.what_if
+        assert seconds is not None
+        return seconds
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ class Order:
     tau_again: float
 
 
-def train(model_name: str, steps: int, folder: Path) -> None:
+def train(model_name: str, names: Sequence[str], steps: int, folder: Path) -> None:
     """What each rank does: a trace of every strategy, and the network, into ``folder``."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -113,7 +119,7 @@ def train(model_name: str, steps: int, folder: Path) -> None:
     for _ in range(SKIP + steps):
         iterate()
     session.close()
-    for block, name in blocks():
+    for block, name in blocks(names):
         trace = {"steps": steps, "skip": SKIP, "folder": str(trace_of(folder, name, block).parent)}
         strategy = {"gradients": STRATEGIES[name], "trace": trace}
         iterate, session = accelerated(model, loss_of, strategy)
@@ -124,9 +130,8 @@ def train(model_name: str, steps: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def blocks() -> list[tuple[int, str]]:
+def blocks(names: Sequence[str]) -> list[tuple[int, str]]:
     """Every strategy in every block, forth and back."""
-    names = list(STRATEGIES)
     return [
         (block, name) for block in range(BLOCKS) for name in (names[::-1] if block % 2 else names)
     ]
@@ -137,19 +142,20 @@ def trace_of(folder: Path, name: str, block: int) -> Path:
     return folder / name / str(block) / "trace.json"
 
 
-def compare(model: str, rate: str, folder: Path) -> tuple[list[Row], Order]:
+def compare(model: str, rate: str, names: Sequence[str], folder: Path) -> tuple[list[Row], Order]:
     """Predictions against measurements of one testbed."""
     cluster = NetworkProfile.load(folder / "cluster.yaml")
     traces = {
         name: [chrome.read(trace_of(folder, name, block)) for block in range(BLOCKS)]
-        for name in STRATEGIES
+        for name in names
     }
     rows, known = [], []
     for name, own in traces.items():
         measured = [value for trace in own for value in seconds(trace)]
         low, middle, high = quartiles(measured)
-        replay = fmean(predicted(trace, trace, cluster) for trace in own)
-        what_if = None
+        replay = what_if = None
+        if Plan.of_trace(own[0]).transport != "sharded":
+            replay = fmean(predicted(trace, trace, cluster) for trace in own)
         if name != BASELINE:
             pairs = zip(traces[BASELINE], own, strict=True)
             what_if = fmean(predicted(source, target, cluster) for source, target in pairs)
@@ -200,7 +206,7 @@ def agreements(ones: Sequence[float], others: Sequence[float]) -> list[int]:
 
 def errors(rows: Sequence[Row]) -> dict[str, float]:
     """The figures that matter, over all rows."""
-    replay = [abs(r.replay / r.measured - 1) for r in rows]
+    replay = [abs(r.replay / r.measured - 1) for r in rows if r.replay is not None]
     what_if = [abs(r.what_if / r.measured - 1) for r in rows if r.what_if is not None]
     return {
         "replay_median": median(replay),
@@ -232,8 +238,7 @@ def table(rows: Sequence[Row], orders: Mapping[str, Order]) -> Table:
                 r.strategy,
                 f"{r.measured:.3f}",
                 f"{r.low:.3f}..{r.high:.3f}",
-                f"{r.replay / r.measured - 1:+.1%}",
-                "" if r.what_if is None else f"{r.what_if / r.measured - 1:+.1%}",
+                *("" if s is None else f"{s / r.measured - 1:+.1%}" for s in (r.replay, r.what_if)),
                 f"{found.tau:.2f}" if baseline else "",
                 f"{found.tau_told_apart:.2f} of {found.num_told_apart}" if baseline else "",
                 f"{found.tau_again:.2f}" if baseline else "",
@@ -246,6 +251,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--rates", nargs="+", default=RATES)
+    parser.add_argument(
+        "--strategies",
+        nargs="*",
+        choices=list(STRATEGIES),
+        default=list(STRATEGIES),
+        help=f"besides {BASELINE}; default: all",
+    )
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4, help="recorded in each block")
     parser.add_argument("--folder", help="keep traces and clusters here; what lies there is used")
@@ -254,21 +266,23 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 3:
         parser.error(f"--steps {args.steps}: 3 or more tell an interval")
+    names = list(dict.fromkeys([BASELINE, *args.strategies]))
     if args.rank_of:
-        train(args.rank_of[0], args.steps, Path(args.rank_of[1]))
+        train(args.rank_of[0], names, args.steps, Path(args.rank_of[1]))
         return
     rows: list[Row] = []
     orders: dict[str, Order] = {}
     with tempfile.TemporaryDirectory() as temporary:
         for rate, model in itertools.product(args.rates, args.models):
             folder = Path(args.folder or temporary, f"{model}-{rate}")
-            last_block, last = blocks()[-1]
+            last_block, last = blocks(names)[-1]
             if not trace_of(folder, last, last_block).is_file():
                 folder.mkdir(parents=True, exist_ok=True)
                 words = ["--steps", str(args.steps), "--rank-of", model, str(folder.resolve())]
+                words += ["--strategies", *names]
                 if code := on_testbed(words, args.nodes, rate):
                     sys.exit(code)
-            found, orders[f"{model}, {rate}"] = compare(model, rate, folder)
+            found, orders[f"{model}, {rate}"] = compare(model, rate, names, folder)
             rows += found
     Console(width=120).print(table(rows, orders))
     if args.json:

@@ -164,12 +164,13 @@ def prediction(entry: Mapping[str, Any]) -> str:
         ),
     ]  # fmt: skip
     for r in entry["rows"]:
-        what_if = r["what_if"]
+        replay, what_if = r["replay"], r["what_if"]
         lines.append(
             _row(
                 r["model"], r["rate"], r["strategy"], f"{r['measured']:.3f}",
-                f"{r['low']:.3f}..{r['high']:.3f}", f"{r['replay']:.3f}",
-                f"{r['replay'] / r['measured'] - 1:+.1%}",
+                f"{r['low']:.3f}..{r['high']:.3f}",
+                f"{replay:.3f}" if replay else "",
+                f"{replay / r['measured'] - 1:+.1%}" if replay else "",
                 f"{what_if:.3f}" if what_if else "",
                 f"{what_if / r['measured'] - 1:+.1%}" if what_if else "",
                 *_orders(entry, r),

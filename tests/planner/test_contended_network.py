@@ -45,6 +45,33 @@ def test_exchanges_share_the_network_as_far_as_they_fill_it(phases, ends) -> Non
     assert [one.end for one in completions] == pytest.approx(ends)
 
 
+# Phases of direct sends that are ready at once, and when each of them ends.
+IN_ORDER = {
+    "alone": ([[transfer(1.0)]], [1.0]),
+    "one behind the other": ([[transfer(1.0)]] * 3, [1.0, 2.0, 3.0]),
+    "what the first leaves": ([[transfer(1.0, 0.75)], [transfer(1.0, 0.5)]], [1.0, 1.5]),
+    "two networks": ([[transfer(1.0)], [transfer(1.0, network="intra")]], [1.0, 1.0]),
+    "alone at more than its share": ([[transfer(1.0, 1.4)]], [1.0]),
+    "the second round queues behind what was sent meanwhile": (
+        [[transfer(0.5), latency(0.1), transfer(0.5)], [transfer(2.0)]],
+        [3.0, 2.5],
+    ),
+    "two latencies at a time": ([[latency(1.0)]] * 3, [1.0, 1.0, 2.0]),
+    "latency waits for nothing else": (
+        [[transfer(2.0)], [latency(0.5), transfer(0.5)]],
+        [2.0, 2.5],
+    ),
+}
+
+
+@pytest.mark.parametrize(("phases", "ends"), IN_ORDER.values(), ids=IN_ORDER)
+def test_the_bytes_of_direct_sends_queue(phases, ends) -> None:
+    jobs = [Job(0.0, tuple(one)) for one in phases]
+    queue = contention(queue_share=1.0, queue_seconds=9.0)  # which speaks of collectives
+    completions = run(jobs, Clock(), lambda completed: [0.0], queue, in_order=True)
+    assert [one.end for one in completions] == pytest.approx(ends)
+
+
 # A latency of 1 s and a transfer of 1 s, beside computing that takes so many seconds alone.
 BESIDE = {
     "nothing computes": (0.0, contention(9.0, 9.0, 9.0), 2.0),

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
+import slipstream
 from slipstream.trace import Trace, marks, read
 from tests.harness.ranks import Ranks
 from tests.session.training import BATCH, opened, update
@@ -129,3 +131,22 @@ def test_nothing_is_recorded_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(AssertionError, match="a recorder was made"):
         opened({"trace": {"steps": 1}})
+
+
+class Own(torch.optim.SGD):
+    """Who knows what it does."""
+
+
+@pytest.mark.parametrize(("kind", "shardable"), [(torch.optim.SGD, True), (Own, False)])
+def test_a_trace_tells_what_a_plan_must_know_of_the_optimizer(
+    tmp_path: Path, kind: type[torch.optim.SGD], shardable: bool
+) -> None:
+    model = torch.nn.Linear(3, 5)
+    optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+    strategy = {"trace": {"steps": 1, "skip": 1, "folder": str(tmp_path)}}
+    with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+        for _ in range(2):
+            session.backward(session.model(torch.ones(2, 3)).sum())
+            session.step()
+    told = read(tmp_path / "trace.json").meta["optimizer"]
+    assert told == {"bytes": 20 * 4, "shardable": shardable}

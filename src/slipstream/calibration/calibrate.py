@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,42 +61,47 @@ def calibrate(
         ExchangeError: another rank is gone.
     """
     timer = CollectiveTimer(ranks, sizes, rounds)
-    world, device = timer.world, ranks.device
     report = progress or (lambda share, what: None)
-    by_host = ranks_by_host(ranks.hosts)
     with (
         collective_errors("the measurement of the network"),
         _groups(ranks, None if curves is None else curves.keys()) as groups,
     ):
-        names = {kind: _names(kind, curves, device) for kind in groups}
+        names = {kind: _names(kind, curves, ranks.device) for kind in groups}
         networks = _networks(timer, groups, names, seconds, report)
         report(1.0, "compute beside an exchange")
         part = min(0.075 * seconds / len(names["world"]), 0.3)
-        curve, direct = networks["world"].all_reduce, networks["world"].direct_all_reduce
-        contention = _contention(Flat(), world, device, curve, part)
-        beside = None if direct is None else _contention(Direct(), world, device, direct, part)
+        costs = _contention(ranks, timer.world, networks["world"], part)
         if codecs:
             report(1.0, "codecs")
-        profile = NetworkProfile(
-            **dict(contention),
-            world_size=ranks.world_size,
-            hosts=len(by_host),
-            ranks_per_host=max(map(len, by_host.values())),
-            networks=networks,
-            direct=beside,
-            codecs={codec.kind: slowest_cost(codec, world, device) for codec in codecs},
-            backend=str(dist.get_backend(world)),
-            date=datetime.now().isoformat(" ", "minutes"),
-            versions={"slipstream": __version__, "torch": torch.__version__},
-        )
-        return broadcast_from_first(profile, world)
+        by_codec = {c.kind: slowest_cost(c, timer.world, ranks.device) for c in codecs}
+        profile = _profile(ranks, timer.world, networks=networks, codecs=by_codec, **costs)
+        return broadcast_from_first(profile, timer.world)
+
+
+def _profile(ranks: Cluster, world: dist.ProcessGroup, **costs: Any) -> NetworkProfile:
+    by_host = ranks_by_host(ranks.hosts)
+    return NetworkProfile(
+        world_size=ranks.world_size,
+        hosts=len(by_host),
+        ranks_per_host=max(map(len, by_host.values())),
+        backend=str(dist.get_backend(world)),
+        date=datetime.now().isoformat(" ", "minutes"),
+        versions={"slipstream": __version__, "torch": torch.__version__},
+        **costs,
+    )
 
 
 def _contention(
-    config: Transport, world: dist.ProcessGroup, device: torch.device, curve: Curve, seconds: float
-) -> Contention:
-    with closing(make_transport(config, world)) as transport:
-        return measure_contention(world, device, transport, curve, seconds)
+    ranks: Cluster, world: dist.ProcessGroup, network: Network, seconds: float
+) -> dict[str, Any]:
+    """That of the backend's collectives and, where these are measured, of direct sends."""
+
+    def measured(config: Transport, curve: Curve) -> Contention:
+        with closing(make_transport(config, world)) as transport:
+            return measure_contention(world, ranks.device, transport, curve, seconds)
+
+    contention, direct = dict(measured(Flat(), network.all_reduce)), network.direct_all_reduce
+    return {**contention, "direct": None if direct is None else measured(Direct(), direct)}
 
 
 @contextmanager

@@ -75,6 +75,17 @@ def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[SegmentR
     return tuple(SegmentRange(start, stop) for start, stop in pairwise([0, *stops]))
 
 
+def nearest_border(sizes: Sequence[float], part: float) -> int:
+    """How many of the first sizes sum up to about a part of all: the nearest such number.
+
+    Example:
+        >>> nearest_border([30, 60, 10], 0.5)
+        1
+    """
+    borders = [0, *accumulate(sizes)]
+    return min(range(len(borders)), key=lambda i: abs(borders[i] - part * borders[-1]))
+
+
 def _by_bytes(gradients: Sequence[Gradient], split: ByBytes) -> Iterable[int]:
     """Close a segment when it reaches its size; the last one is small, as no backward hides it.
 
@@ -110,10 +121,9 @@ def _last_segment_start(num_bytes: Sequence[int], last_megabytes: float | None) 
 
 def _by_percent(gradients: Sequence[Gradient], split: ByPercent) -> Iterable[int]:
     """Cut at the border nearest to each percentage; equal borders make one cut."""
-    borders = [0, *accumulate(g.num_bytes for g in gradients)]
+    sizes = [gradient.num_bytes for gradient in gradients]
     for mark in accumulate(split.percents[:-1]):
-        wanted = borders[-1] * mark / 100
-        yield min(range(len(borders)), key=lambda i: abs(borders[i] - wanted))
+        yield nearest_border(sizes, mark / 100)
 
 
 def _by_index(gradients: Sequence[Gradient], split: ByIndex) -> Iterable[int]:

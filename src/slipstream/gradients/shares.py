@@ -13,7 +13,6 @@ in a whole tensor. Beyond 16 ranks that would send too much padding, and the mul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -22,6 +21,7 @@ from torch import nn
 from slipstream.codecs import Ranks
 from slipstream.codecs.compressor import is_dense
 from slipstream.errors import UsageError
+from slipstream.gradients.layout import nearest_border
 
 ALIGNMENT = 64
 """Bytes; rows begin at multiples of it, as vectorized sums like."""
@@ -143,8 +143,7 @@ class Shares:
 
 def cut_first(named: Sequence[tuple[str, nn.Parameter]], part: float) -> dict[nn.Parameter, str]:
     """Names by parameter of the first ones, up to the border nearest to a part of all bytes."""
-    borders = [0, *accumulate(parameter.nbytes for _, parameter in named)]
-    stop = min(range(len(borders)), key=lambda i: abs(borders[i] - part * borders[-1]))
+    stop = nearest_border([parameter.nbytes for _, parameter in named], part)
     return {parameter: name for name, parameter in named[:stop]}
 
 

@@ -24,6 +24,7 @@ from slipstream.planner.transport_cost import (
     RECIPES,
     ExchangeCurve,
     is_priced,
+    num_replicated,
     transport_kind,
 )
 from slipstream.planner.workload import Workload
@@ -32,15 +33,20 @@ from slipstream.strategy import (
     ByIndex,
     ByLayers,
     ByPercent,
+    Flat,
     PerGradient,
     PerLayer,
+    Sharded,
     Single,
     Split,
     Strategy,
+    Transport,
 )
 
 MEGABYTES = (1, 2, 4, 8, 16, 25, 32, 64)
 LAYERS = (5, 10, 50)
+REPLICATED = (0.0, 0.25, 0.33, 0.5)
+"""Parts of the bytes that every rank updates under ``sharded``."""
 ACCUMULATE = (2, 4)
 TOLERANCE = 0.002
 """Predictions that differ by less are equal; no ready time is known any better."""
@@ -67,7 +73,8 @@ def candidates(
 
     Fixed splits of all kinds with overlap, some without, and the split that is optimal for this
     workload and network; by each other transport whose cost is known, the split of ``base`` and the
-    optimal one. Other settings of ``base`` stay.
+    optimal one; likewise by ``sharded`` where the optimizer allows it. Other settings of ``base``
+    stay.
 
     Args:
         workload: gradients, and when they are ready.
@@ -87,6 +94,9 @@ def candidates(
             seeds = [with_gradients(one, transport=transport) for one in (base, *fixed, best)]
             split = optimal_split(workload, network, seeds)
             strategies += [seeds[0], with_gradients(seeds[0], split=split, overlap=True)]
+    allowed = workload.shardable or isinstance(base.gradients.transport, Sharded)
+    if allowed and is_priced(Sharded(), network):
+        strategies += sharded(workload, network, base, [base, best])
     if not exact_only:
         strategies += [
             with_gradients(one, accumulate=one.gradients.accumulate * times)
@@ -140,21 +150,62 @@ def optimal_split(
     return by_index(_joined(improve(min(starts, key=seconds), seconds), seconds))
 
 
-def optimal_gather(workload: Workload, network: NetworkProfile) -> ByIndex:
+def sharded(
+    workload: Workload, network: NetworkProfile, base: Strategy, seeds: Sequence[Strategy]
+) -> list[Strategy]:
+    """``base`` by ``sharded`` as it is by default, and as it is predicted to be fastest.
+
+    First the part that every rank updates is chosen, each with all-gathers as by default and with
+    the optimal ones, under the splits of ``seeds``; then the split for it.
+    """
+    own = base.gradients.transport
+    own = own if isinstance(own, Sharded) else Sharded()
+    options = []
+    for part in REPLICATED:
+        config = own.model_copy(update={"replicated": part})
+        gather = optimal_gather(workload, network, num_replicated(workload.gradients, config))
+        options += [
+            with_gradients(
+                base,
+                transport=config.model_copy(update={"gather": cuts}),
+                split=seed.gradients.split,
+                overlap=True,
+            )
+            for seed, cuts in product(seeds, [Sharded().gather, *([gather] if gather else [])])
+        ]
+
+    def seconds(strategy: Strategy) -> float:
+        return predict(workload, Plan.of(strategy, workload.gradients, network.codecs), network)
+
+    best = min(options, key=seconds)
+    split = optimal_split(workload, network, [best])
+    return [with_gradients(base, transport=own), with_gradients(best, split=split)]
+
+
+def optimal_gather(
+    workload: Workload, network: NetworkProfile, replicated: int = 0
+) -> ByIndex | None:
     """The all-gathers under which the next forward ends first, of parameters in forward order.
 
     The exact program of the second phase of ``sharded`` (``gather_split``), with the forward of the
     rank that is slowest in total. All-gathers are taken to cost a latency and a time for each byte.
+
+    Args:
+        workload: gradients, and how long forward takes.
+        network: what an all-gather costs.
+        replicated: how many parameters, the last ones in forward order, are not gathered. None is
+            returned where that is all of them.
 
     Raises:
         ClusterError: all-gathers were not measured.
     """
     kind, name = GATHERS["sharded"]
     curve = network.groups(kind).curve(name)
-    times = workload.forward_times[int(workload.forward.argmax())]
-    sizes = [gradient.num_bytes for gradient in workload.gradients[::-1]]
+    count = len(workload.gradients) - replicated
+    times = workload.forward_times[int(workload.forward.argmax())][:count]
+    sizes = [gradient.num_bytes for gradient in workload.gradients[::-1]][:count]
     cuts = optimal_gather_cuts(times, sizes, curve.latency, curve.per_byte, tolerance=TOLERANCE)
-    return by_index(cuts)
+    return by_index(cuts) if cuts else None
 
 
 def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
@@ -179,11 +230,16 @@ def label(strategy: Strategy) -> str:
     """
     gradients = strategy.gradients
     words = [_split_label(gradients.split)]
-    words += [gradients.transport.kind] if gradients.transport.kind != "flat" else []
+    words += [_transport_label(gradients.transport)] if gradients.transport != Flat() else []
     words += [] if gradients.overlap else ["no overlap"]
     words += [gradients.codec.kind] if gradients.codec else []
     words += [f"accumulate {gradients.accumulate}"] if gradients.accumulate > 1 else []
     return ", ".join(words)
+
+
+def _transport_label(transport: Transport) -> str:
+    replicated = transport.replicated if isinstance(transport, Sharded) else 0.0
+    return transport.kind + (f" ({replicated:.0%} replicated)" if replicated else "")
 
 
 def _split_label(split: Split) -> str:

@@ -13,11 +13,14 @@ from typing import Any
 from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.cost import CodecCost, NetworkProfile
-from slipstream.planner.curve import Curve
 from slipstream.planner.transport_cost import (
     GATHERS,
     ExchangeCurve,
+    Stage,
     TransportKind,
+    gather_stage,
+    num_replicated,
+    traced_sharding,
     traced_transport,
     transport_kind,
 )
@@ -42,6 +45,8 @@ class Plan:
         recompute_share: share of forward that backward computes again.
         gather: of ``sharded``, the index after the last parameter of each all-gather, in forward
             order; None: the segments of ``cuts``, the last one first.
+        replicated: of ``sharded``, how many gradients, the first ones in ready order, are exchanged
+            whole and updated by every rank; their parameters are not gathered.
     """
 
     cuts: tuple[int, ...]
@@ -51,6 +56,7 @@ class Plan:
     accumulate: int = 1
     recompute_share: float = 0.0
     gather: tuple[int, ...] | None = None
+    replicated: int = 0
 
     def __post_init__(self) -> None:
         if list(self.cuts) != sorted({cut for cut in self.cuts if cut > 0}):
@@ -58,10 +64,15 @@ class Plan:
                 f"cuts are {self.cuts}; allowed: ascending indices above 0, the last one the "
                 "number of gradients"
             )
-        if self.gather is not None and self.gather[-1:] != self.cuts[-1:]:
+        if not 0 <= self.replicated <= (self.cuts[-1] if self.transport in GATHERS else 0):
             raise StrategyError(
-                f"gather is {self.gather}; allowed: cuts that end with {self.cuts[-1:]}, the "
-                "number of gradients"
+                f"replicated is {self.replicated}; allowed: 0, with transport sharded up to "
+                f"{self.cuts[-1]}, the number of gradients"
+            )
+        if self.gather is not None and (0, *self.gather)[-1] != self.cuts[-1] - self.replicated:
+            raise StrategyError(
+                f"gather is {self.gather}; allowed: cuts that end with "
+                f"{self.cuts[-1] - self.replicated}, the number of parameters that are gathered"
             )
         if self.accumulate < 1 or not 0.0 <= self.recompute_share <= 1.0:
             raise StrategyError(
@@ -72,8 +83,10 @@ class Plan:
     @property
     def gather_cuts(self) -> tuple[int, ...]:
         """The index after the last parameter of each all-gather, in forward order."""
-        count = self.cuts[-1]
-        return self.gather or tuple(count - cut for cut in (*self.cuts[-2::-1], 0))
+        if self.gather is not None:
+            return self.gather
+        ends = {max(cut, self.replicated) for cut in (0, *self.cuts)}
+        return tuple(self.cuts[-1] - end for end in sorted(ends, reverse=True))[1:]
 
     @classmethod
     def of(
@@ -97,13 +110,13 @@ class Plan:
             (1,)
         """
         config, cost = strategy.gradients, None
-        gather = gather_cuts(gradients, config.transport)  # in all bytes: no codec is used there
+        sharding = _sharding(gradients, config.transport)  # in all bytes: of no codec
         if config.codec is not None:
             cost = _codec_cost(config.codec.kind, codecs or {})
             gradients = [replace(g, num_bytes=round(g.num_bytes * cost.ratio)) for g in gradients]
         cuts = tuple(segment.stop for segment in plan_segments(gradients, config.split))
         kind = transport_kind(config.transport)
-        return cls(cuts, config.overlap, kind, cost, config.accumulate, gather=gather)
+        return cls(cuts, config.overlap, kind, cost, config.accumulate, **sharding)
 
     @classmethod
     def of_trace(cls, trace: Trace, codecs: Mapping[str, CodecCost] | None = None) -> Plan:
@@ -113,21 +126,24 @@ class Plan:
             StrategyError: gradients were coded by a codec that was not measured.
         """
         config: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
-        codec = config.get("codec")
+        codec, sharded = config.get("codec"), traced_sharding(trace)
         return cls(
             cuts_of(trace),
             config.get("overlap", True),
             traced_transport(trace),
             None if codec is None else _codec_cost(codec["kind"], codecs or {}),
             config.get("accumulate", 1),
-            gather=_traced_gather(trace),
+            **_sharding(gradients_of(trace) if sharded else (), sharded),
         )
 
-    def document(self) -> dict[str, Any]:
-        """The strategy settings of this plan, as plain JSON values."""
+    def document(self, gradients: Sequence[Gradient]) -> dict[str, Any]:
+        """The strategy settings of this plan for these gradients, as plain JSON values."""
         transport: dict[str, Any] = {"kind": self.transport}
-        if self.gather is not None:
+        if self.gather:
             transport["gather"] = {"kind": "by_index", "last": [cut - 1 for cut in self.gather]}
+        if self.replicated:
+            sizes = [gradient.num_bytes for gradient in gradients]
+            transport["replicated"] = sum(sizes[: self.replicated]) / sum(sizes)
         return {
             "gradients": {
                 "split": {"kind": "by_index", "last": [cut - 1 for cut in self.cuts]},
@@ -138,19 +154,14 @@ class Plan:
         }
 
 
-def gather_cuts(gradients: Sequence[Gradient], transport: Transport) -> tuple[int, ...] | None:
-    """The index after the last parameter of each all-gather, in forward order; None: no such."""
+def _sharding(gradients: Sequence[Gradient], transport: Transport | None) -> dict[str, Any]:
+    """What only a plan of ``sharded`` has."""
     if not isinstance(transport, Sharded):
-        return None
-    return tuple(part.stop for part in plan_segments(gradients[::-1], transport.gather))
-
-
-def _traced_gather(trace: Trace) -> tuple[int, ...] | None:
-    if traced_transport(trace) != "sharded":
-        return None
-    transport = trace.meta["strategy"]["gradients"]["transport"]
-    config = Strategy.load({"gradients": {"transport": transport}}).gradients.transport
-    return gather_cuts(gradients_of(trace), config)
+        return {}
+    replicated = num_replicated(gradients, transport)
+    gathered = gradients[: replicated - 1 : -1] if replicated else gradients[::-1]
+    parts = plan_segments(gathered, transport.gather) if gathered else ()
+    return {"gather": tuple(part.stop for part in parts), "replicated": replicated}
 
 
 def cuts_of(trace: Trace) -> tuple[int, ...]:
@@ -187,7 +198,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class CommTask:
-    """One exchange: the name of its span, its segment (None: buffers), sizes and phases."""
+    """One exchange: the name of its span, its segment (None: buffers), sizes and phases.
+
+    ``collective`` says what it is, unless it is an all-reduce.
+    """
 
     name: str
     segment: int | None
@@ -195,6 +209,7 @@ class CommTask:
     gradients: int
     collectives: int
     phases: tuple[Phase, ...]
+    collective: str = ""
 
 
 def comm_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[CommTask]:
@@ -208,21 +223,21 @@ def comm_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[
         return []
     tasks = []
     exchange = ExchangeCurve.of(plan.transport, network)
+    whole = ExchangeCurve.of_replicated(network) if plan.replicated else exchange
+    ratio = plan.codec.ratio if plan.codec else 1.0
+    collective = "reduce_scatter" if plan.transport in GATHERS else ""
     if size := workload.buffers_bytes:
-        phases = _phases("world", network.groups("world").all_reduce, size)
+        (stage,) = ExchangeCurve.of("flat", network).stages
+        phases = _phases(stage, size)
         tasks.append(CommTask(BUFFERS, None, size, 0, 1, phases))
     for number, (start, stop) in enumerate(pairwise((0, *plan.cuts))):
-        buckets = _buckets(workload.gradients[start:stop])
-        for size in buckets:
-            sent = size * (plan.codec.ratio if plan.codec else 1.0)
-            phases = tuple(
-                phase
-                for kind, curve, share in exchange.stages
-                for phase in _phases(kind, curve, sent * share)
-            )
-            tasks.append(
-                CommTask(allreduce(number + 1), number, size, stop - start, len(buckets), phases)
-            )
+        border = min(max(start, plan.replicated), stop)
+        replicated, others = workload.gradients[start:border], workload.gradients[border:stop]
+        buckets = [(size, whole, "") for size in _buckets(replicated)]
+        buckets += [(size, exchange, collective) for size in _buckets(others)]
+        for size, curve, name in buckets:
+            shape = (size, stop - start, len(buckets), _stages(curve, size * ratio), name)
+            tasks.append(CommTask(allreduce(number + 1), number, *shape))
     return tasks
 
 
@@ -230,14 +245,13 @@ def gather_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> lis
     """The all-gathers of parameters during the next forward, which uses the last segment first."""
     if network.world_size == 1 or plan.transport not in GATHERS:
         return []
-    kind, name = GATHERS[plan.transport]
-    curve, tasks = network.groups(kind).curve(name), []
+    stage, tasks = gather_stage(plan.transport, network), []
     forward = workload.gradients[::-1]
     for number, (start, stop) in enumerate(pairwise((0, *plan.gather_cuts))):
         size = sum(gradient.num_bytes for gradient in forward[start:stop])
-        phases = _phases(kind, curve, size)
+        phases = _phases(stage, size)
         span = allreduce(len(plan.cuts) + 1 + number)
-        tasks.append(CommTask(span, number, size, stop - start, 1, phases))
+        tasks.append(CommTask(span, number, size, stop - start, 1, phases, "all_gather"))
     return tasks
 
 
@@ -250,10 +264,18 @@ def _buckets(gradients: Sequence[Gradient]) -> list[int]:
     return [*dense.values(), *(0 for gradient in gradients if not gradient.num_bytes)]
 
 
-def _phases(network: str, curve: Curve, size: float) -> tuple[Phase, ...]:
-    """The latency, which exchanges do not share, and the transfer, which they do."""
-    total = curve.seconds(max(size, 1.0))
-    latency = min(curve.latency, total)
+def _stages(exchange: ExchangeCurve, size: float) -> tuple[Phase, ...]:
+    """The phases of an exchange, one stage after the other."""
+    return tuple(phase for stage in exchange.stages for phase in _phases(stage, size))
+
+
+def _phases(stage: Stage, size: float) -> tuple[Phase, ...]:
+    """The latency, which exchanges do not share, and the transfer, which they do; by rounds."""
+    size *= stage.share
+    total = stage.curve.seconds(max(size, 1.0))
+    latency = min(stage.curve.latency, total)
     transfer = total - latency
-    demand = curve.per_byte * size / transfer if transfer else 0.0
-    return Phase(None, latency, 0.0), Phase(network, transfer, demand)
+    demand = stage.per_byte * size / transfer if transfer else 0.0
+    rounds = stage.rounds
+    once = Phase(None, latency / rounds, 0.0), Phase(stage.kind, transfer / rounds, demand)
+    return once * rounds

@@ -1,6 +1,11 @@
-"""Simulate exchanges that share a network: in order, two at a time, each slowing the others down.
+"""Simulate exchanges that share a network, each slowing the others down.
 
 It knows phases of exchanges and when ranks compute, not what is exchanged or computed.
+
+[Note: Two ways to share]
+The backend's collectives start in order, two at a time, and share the network in equal parts. Of
+direct sends (``in_order``) two at a time wait for their latency, and the bytes of all others queue:
+the network serves first what was sent first, and later ones get what the earlier ones leave of it.
 
 [Note: Two clocks]
 ``time`` is seconds; ``work`` is the seconds that compute would have taken without exchanges. While
@@ -12,6 +17,7 @@ connect the two clocks: a step of thousands of ranks costs hardly more than one 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -24,9 +30,10 @@ from slipstream.planner.cost import Contention
 from slipstream.planner.fit import Array
 
 IN_FLIGHT = 2
-"""Exchanges of a rank in flight at a time: gloo has two threads."""
+"""Collectives of a rank in flight at a time: gloo has two threads."""
 
 _INSTANT = 1e-10  # moments less than a nanosecond apart are one
+_NOTHING = 1e-9  # of a network, that is left of it
 
 
 class Job(NamedTuple):
@@ -81,37 +88,67 @@ class _InFlight:
     start: float
     phases: list[Phase]
     seconds_left: float
+    since: float
+    """When the present phase began."""
 
-    def stretch(
-        self, others: Sequence[_InFlight], contention: Contention, computing: float
-    ) -> float:
-        """How many times as long the present phase takes as alone.
-
-        Args:
-            others: all exchanges in flight, this one among them.
-            contention: how much computing and exchanging slow each other down.
-            computing: the share of ranks that compute.
-        """
-        phase, phases = self.phases[0], [other.phases[0] for other in others]
-        if phase.network is not None:
-            demand = sum(p.demand for p in phases if p.network == phase.network)
-            shared = max(demand / max(phase.demand, 1.0), 1.0)
-            return shared * (1.0 + contention.exchange_slowdown * computing)
-        transfers = (p.seconds for p in phases if p.network is not None)
-        longest = max(transfers, default=0.0)
-        queued = min(contention.queue_share * longest, contention.queue_seconds)
-        slowed = 1.0 + contention.latency_slowdown * computing
-        return max(queued / max(phase.seconds, 1e-30), slowed)
-
-    def next_phase(self) -> bool:
+    def next_phase(self, now: float) -> bool:
         """Begin the next phase; False if that was the last one."""
         del self.phases[0]
         self.seconds_left = self.phases[0].seconds if self.phases else 0.0
+        self.since = now
         return bool(self.phases)
 
 
+Stretches = Callable[[Sequence[_InFlight], Contention, float], list[float]]
+"""How many times as long the present phase of each exchange in flight takes as alone.
+
+Gets them all, how much computing and exchanging slow each other down, and the share of ranks that
+compute.
+"""
+
+
+def _side_by_side(
+    flying: Sequence[_InFlight], contention: Contention, computing: float
+) -> list[float]:
+    phases = [one.phases[0] for one in flying]
+    longest = max((p.seconds for p in phases if p.network is not None), default=0.0)
+    queued = min(contention.queue_share * longest, contention.queue_seconds)
+
+    def stretch(phase: Phase) -> float:
+        if phase.network is None:
+            slowed = 1.0 + contention.latency_slowdown * computing
+            return max(queued / max(phase.seconds, 1e-30), slowed)
+        demand = sum(p.demand for p in phases if p.network == phase.network)
+        shared = max(demand / max(phase.demand, 1.0), 1.0)
+        return shared * (1.0 + contention.exchange_slowdown * computing)
+
+    return [stretch(phase) for phase in phases]
+
+
+def _one_behind_the_other(
+    flying: Sequence[_InFlight], contention: Contention, computing: float
+) -> list[float]:
+    left: dict[str, float] = defaultdict(lambda: 1.0)  # of each network
+    stretches: dict[int, float] = {}
+    for one in sorted(flying, key=lambda one: (one.since, one.number)):
+        phase = one.phases[0]
+        if phase.network is None:
+            stretches[one.number] = 1.0 + contention.latency_slowdown * computing
+            continue
+        demand = min(phase.demand, 1.0)
+        served = min(demand, left[phase.network])
+        left[phase.network] -= served
+        waits = 1.0 if served == demand else demand / served if served > _NOTHING else inf
+        stretches[one.number] = waits * (1.0 + contention.exchange_slowdown * computing)
+    return [stretches[one.number] for one in flying]
+
+
 def run(
-    jobs: Sequence[Job], clock: Clock, idle_from: IdleFrom, contention: Contention
+    jobs: Sequence[Job],
+    clock: Clock,
+    idle_from: IdleFrom,
+    contention: Contention,
+    in_order: bool = False,
 ) -> list[Completion]:
     """Run the jobs in order, and advance the clock to the end of the last one.
 
@@ -123,33 +160,45 @@ def run(
         clock: stands at the end of the previous jobs.
         idle_from: tells when ranks stop computing.
         contention: how much computing and exchanging slow each other down.
+        in_order: as direct sends do; see the note at the top of the file.
     """
+    stretches_of: Stretches = _one_behind_the_other if in_order else _side_by_side
     completions: list[Completion | None] = [None] * len(jobs)
     flying: list[_InFlight] = []
     idle, next_job = idle_from(completions), 0
     while flying or next_job < len(jobs):
-        may_start = next_job < len(jobs) and len(flying) < IN_FLIGHT
+        waiting = sum(one.phases[0].network is None for one in flying) if in_order else len(flying)
+        may_start = next_job < len(jobs) and waiting < IN_FLIGHT
         if may_start and jobs[next_job].ready <= clock.work + _INSTANT:
             phases = list(jobs[next_job].phases)
-            flying.append(_InFlight(next_job, clock.time, phases, phases[0].seconds))
+            now = clock.time
+            flying.append(_InFlight(next_job, now, phases, phases[0].seconds, now))
             next_job += 1
             continue
         rate = 1.0 / (1.0 + contention.compute_slowdown) if flying else 1.0
         num_idle = bisect_right(idle, clock.work + _INSTANT)
         computing = 1.0 - num_idle / len(idle)
-        stretches = [one.stretch(flying, contention, computing) for one in flying]
+        stretches = stretches_of(flying, contention, computing)
         seconds = (jobs[next_job].ready - clock.work) / rate if may_start else inf
         if flying and num_idle < len(idle):
             seconds = min(seconds, (idle[num_idle] - clock.work) / rate)
         for one, stretch in zip(flying, stretches, strict=True):
             seconds = min(seconds, one.seconds_left * stretch)
         clock.advance(seconds, rate)
-        for one, stretch in zip(flying, stretches, strict=True):
-            one.seconds_left -= seconds / stretch
-        ended = [one for one in flying if one.seconds_left <= _INSTANT and not one.next_phase()]
+        ended = _after(seconds, flying, stretches, clock.time)
         for one in ended:
             flying.remove(one)
             completions[one.number] = Completion(one.start, clock.time, clock.work)
         if ended:
             idle = idle_from(completions)
     return [completion for completion in completions if completion is not None]
+
+
+def _after(
+    seconds: float, flying: Sequence[_InFlight], stretches: Sequence[float], now: float
+) -> list[_InFlight]:
+    """Those that have ended once so many seconds have passed; others may begin their next phase."""
+    for one, stretch in zip(flying, stretches, strict=True):
+        one.seconds_left -= seconds / stretch
+    over = [one for one in flying if one.seconds_left <= _INSTANT]
+    return [one for one in over if not one.next_phase(now)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from math import log
 from statistics import fmean, median
 
@@ -16,7 +17,8 @@ from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contended_network import Clock
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.iteration import IterationModel
-from slipstream.planner.transport_cost import RECIPES
+from slipstream.planner.simulate import predict
+from slipstream.planner.transport_cost import GATHERS, RECIPES
 from slipstream.planner.workload import Workload, complete_steps, in_flight
 from slipstream.trace.event import Trace
 
@@ -31,7 +33,11 @@ GRIDS = {
 }
 """The numbers that are fitted, and the values that are tried first."""
 
+LEAST_FORWARD = 0.25
+"""Of backward: a forward that waited all the time says no more. A half is usual."""
+
 _SWEEPS = 10
+_HALVINGS = 12
 
 
 def prepare(trace: Trace, network: NetworkProfile) -> tuple[Workload, NetworkProfile]:
@@ -46,7 +52,31 @@ def prepare(trace: Trace, network: NetworkProfile) -> tuple[Workload, NetworkPro
     workload = Workload.from_trace(trace, network)
     if workload.num_ranks == 1:
         return workload.for_ranks(network.world_size), network
+    workload = without_waits(workload, trace, network)
     return workload, fit_contention(workload, trace, network)
+
+
+def without_waits(workload: Workload, trace: Trace, network: NetworkProfile) -> Workload:
+    """The workload with the longest forward that explains a trace of ``sharded``, in which forward
+    waits for parameters; that of any other trace as it is.
+
+    Raises:
+        StrategyError, ClusterError: as `predict`.
+    """
+    plan = Plan.of_trace(trace, network.codecs)
+    if plan.transport not in GATHERS:
+        return workload
+    seconds, _ = _observed(trace)
+    shortest = LEAST_FORWARD * workload.backward.mean() / workload.forward.mean()
+    least, most = min(float(shortest), 1.0), 1.0  # of the forward that was recorded
+    for _ in range(_HALVINGS):
+        tried = (least + most) / 2
+        shorter = replace(workload, forward=workload.forward * tried)
+        if predict(shorter, plan, network) > seconds:
+            most = tried
+        else:
+            least = tried
+    return replace(workload, forward=workload.forward * most)
 
 
 def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) -> NetworkProfile:
@@ -71,6 +101,8 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
         start, replayed = model.settle()
         replay = zip(model.tasks, model.run(start, Clock()).exchanges, strict=True)
         replayed_ends = {task.name: one.end for task, one in replay}
+        if direct:  # bytes queue: when early ones end says little about the iteration
+            replayed_ends = dict(list(replayed_ends.items())[-1:])
         squares = [(end - ends[name]) ** 2 for name, end in replayed_ends.items() if name in ends]
         error = ((replayed - seconds) ** 2 + (fmean(squares) if squares else 0.0)) / seconds**2
         changes = (log((1 + value) / (1 + measured[name])) for name, value in values.items())

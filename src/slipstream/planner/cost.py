@@ -24,6 +24,13 @@ Collective = Literal["all_reduce", "direct_all_reduce", "reduce_scatter", "all_g
 """``all_reduce`` is the backend's, ``direct_all_reduce`` that of the ``direct`` transport. On CPUs
 a reduce-scatter sends each share to its owner, and an all-gather each owner's share to the others:
 gloo's own reduce-scatter would be an all-reduce inside, of twice the bytes."""
+ROUNDS: Mapping[Collective, int] = {
+    "all_reduce": 2,
+    "direct_all_reduce": 2,
+    "reduce_scatter": 1,
+    "all_gather": 1,
+}
+"""How often a rank sends its part, ``(p - 1) / p`` of the bytes."""
 Curves = Mapping[Kind, tuple[Collective, ...]]
 """Names of curves, by kind of groups."""
 
@@ -64,6 +71,11 @@ class Network(FrozenModel):
                 "measure all of them: slipstream doctor network"
             )
         return self.curves[name]
+
+    def fastest(self, name: Collective) -> float:
+        """Seconds for a byte of a collective, at the rate of the fastest one in these groups."""
+        rate = min(curve.per_byte / ROUNDS[other] for other, curve in self.curves.items())
+        return ROUNDS[name] * rate
 
     def scaled(
         self, kind: Kind, ranks: int, sharing: float = 1.0, per_byte: float | None = None

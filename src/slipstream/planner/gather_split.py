@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from slipstream.planner.split import Cuts, Numbers
+from slipstream.planner.split import Cuts, Numbers, walk_back
 
 _ROUNDING = 1e-9
 
@@ -71,10 +71,7 @@ def optimal_gather_cuts(
         totals.append(float(ends[count]))
     bound = min(totals) * (1 + tolerance + _ROUNDING)
     number = next(m for m, end in enumerate(totals) if end <= bound)
-    cuts = [count]
-    for parent in reversed(parents[1 : number + 1]):
-        cuts.append(int(parent[cuts[-1]]))
-    return tuple(reversed(cuts))
+    return walk_back(parents[1 : number + 1], count)
 
 
 def forward_end(

@@ -22,7 +22,7 @@ from slipstream.planner.comm_plan import Plan, comm_tasks, gather_tasks
 from slipstream.planner.contended_network import Clock, Completion, Job, run
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
-from slipstream.planner.transport_cost import GATHERS, RECIPES
+from slipstream.planner.transport_cost import GATHERS, RECIPES, updated_part
 from slipstream.planner.workload import Workload
 
 _SETTLING = 4
@@ -73,10 +73,14 @@ class IterationModel:
             )
         self.workload = work = workload.for_ranks(network.world_size)
         self.plan = plan
-        self._contention = network.contention(RECIPES[plan.transport].direct)
+        self._direct = RECIPES[plan.transport].direct
+        self._contention = network.contention(self._direct)
         self.tasks = comm_tasks(work, plan, network)
         self.gather_tasks = gather_tasks(work, plan, network)
-        self.optimizer = work.optimizer / (work.num_ranks if plan.transport in GATHERS else 1)
+        self.optimizer = work.optimizer
+        if plan.transport in GATHERS:
+            part = updated_part(work.gradients, plan.replicated, work.num_ranks)
+            self.optimizer = work.optimizer * part
         self._backward = work.backward + plan.recompute_share * work.forward
         stretch = self._backward / np.maximum(work.backward, 1e-30)
         self._ready = work.ready * stretch[:, None]
@@ -167,7 +171,7 @@ class IterationModel:
         latest = handed_over.max(axis=0)
         jobs = [Job(float(at), task.phases) for at, task in zip(latest, self.tasks, strict=True)]
         idle = np.sort(busy).tolist()
-        return tuple(run(jobs, clock, lambda completions: idle, self._contention))
+        return tuple(run(jobs, clock, lambda _: idle, self._contention, self._direct))
 
     def _decoded(self, busy: Array, exchanges: Sequence[Completion]) -> Array:
         """When each task is decoded: in order, after backward and after its exchange."""
@@ -183,6 +187,7 @@ class IterationModel:
     ) -> tuple[tuple[Completion, ...], Array]:
         """Completions of all-gathers, and the end of a forward that waits for each in turn."""
         starts = [0, *self.plan.gather_cuts[:-1]]
+        # replicated parameters, which nothing waits for, come last: they count to the last share
         shares = np.add.reduceat(self.workload.forward_times, starts, axis=1)
         jobs = [Job(available, task.phases) for task in self.gather_tasks]
 
@@ -190,7 +195,7 @@ class IterationModel:
             idle: list[float] = np.sort(_forward_ends(loaded, shares, completions)).tolist()
             return idle
 
-        completions = run(jobs, clock, idle_from, self._contention)
+        completions = run(jobs, clock, idle_from, self._contention, self._direct)
         return tuple(completions), _forward_ends(loaded, shares, completions)
 
 

@@ -14,11 +14,15 @@ from slipstream.planner.candidates import TOLERANCE, by_index, with_gradients
 from slipstream.planner.comm_plan import Plan, cuts_of
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.simulate import predict
+from slipstream.planner.transport_cost import num_replicated, updated_part
 from slipstream.planner.workload import Workload
-from slipstream.strategy import Auto, Flat, Optimal, Strategy, Trace as TraceSettings
+from slipstream.strategy import Auto, Flat, Optimal, Sharded, Strategy, Trace as TraceSettings
 from slipstream.trace import Trace
 
 NODES = tuple(2**power for power in range(13))
+MARGIN = 0.03
+"""By how much ``sharded`` must be predicted faster than what asks nothing of the user's code: then
+no rank has whole gradients between ``backward()`` and ``step()``."""
 RATES = (100e6, 300e6, 1e9, 3e9, 10e9, 25e9, 40e9, 100e9)
 
 
@@ -28,8 +32,8 @@ class Prediction:
 
     ``seconds`` is one iteration, which is one update. ``efficiency`` is the speed of all ranks
     divided by the sum of the speeds that they would have without any exchange. ``memory_bytes`` is
-    the memory of gradients and their used flags on a rank. ``samples_per_second`` is 0 where the
-    trace does not record the number of samples.
+    the memory of gradients, their used flags and, where the trace tells it, the optimizer's state
+    on a rank. ``samples_per_second`` is 0 where the trace does not record the number of samples.
     """
 
     strategy: Strategy
@@ -84,13 +88,18 @@ def rank(
     """Predictions of all strategies, the fastest first.
 
     Among strategies that differ by less than TOLERANCE, counted from the fastest, the one with the
-    fewest segments comes first. ``base`` is what ``exactness`` compares batches with.
+    fewest segments comes first. ``sharded`` counts as slower by MARGIN, unless ``base`` is.
+    ``base`` is also what ``exactness`` compares batches with.
     """
     predictions = [_prediction(strategy, workload, network, base) for strategy in strategies]
-    fastest = min((one.per_batch for one in predictions), default=0.0)
+
+    def counted(one: Prediction) -> float:
+        return one.per_batch * (1 + MARGIN * _is_sharded(one.strategy) * (not _is_sharded(base)))
+
+    fastest = min(map(counted, predictions), default=0.0)
 
     def order(one: Prediction) -> tuple[int, int, float]:
-        return int((one.per_batch / fastest - 1) / TOLERANCE), one.segments, one.per_batch
+        return int((counted(one) / fastest - 1) / TOLERANCE), one.segments, counted(one)
 
     return sorted(predictions, key=order)
 
@@ -137,13 +146,30 @@ def _prediction(
         seconds=seconds,
         samples_per_second=float(workload.samples.sum()) * accumulate / seconds,
         efficiency=harmonic_mean(alone.tolist()) / seconds,
-        memory_bytes=sum(map(_memory, workload.gradients)),
+        memory_bytes=_memory(strategy, workload),
         segments=len(plan_segments(workload.gradients, strategy.gradients.split)),
         exactness=exactness(strategy, base),
     )
 
 
-def _memory(gradient: Gradient) -> int:
+def _is_sharded(strategy: Strategy) -> bool:
+    return isinstance(strategy.gradients.transport, Sharded)
+
+
+def _memory(strategy: Strategy, workload: Workload) -> int:
+    """Bytes of gradients and of the optimizer's state; ``sharded`` keeps its averages apart."""
+    gradients, config = workload.gradients, strategy.gradients.transport
+    exchanged = sum(map(_with_flag, gradients))
+    if not isinstance(config, Sharded):
+        return exchanged + workload.optimizer_bytes
+    replicated = num_replicated(gradients, config)
+    part = updated_part(gradients, replicated, workload.num_ranks)
+    whole = sum(gradient.num_bytes for gradient in gradients[:replicated])
+    averages = part * sum(gradient.num_bytes for gradient in gradients) - whole
+    return exchanged + round(averages + part * workload.optimizer_bytes)
+
+
+def _with_flag(gradient: Gradient) -> int:
     """Bytes of a gradient and of its used flag, which is one element of the same dtype."""
     bits = re.search(r"\d+", gradient.dtype)
     return gradient.num_bytes + (int(bits[0]) // 8 if bits and gradient.num_bytes else 0)

@@ -105,17 +105,16 @@ def _spans(
             args = {"gradients_ready": ready.tolist()}
         yield BACKWARD, begins, time(one.ends), args
     starts = [time(iteration.start)] * len(model.gather_tasks)
-    yield from _exchange_spans(model.gather_tasks, iteration.gathers, starts, "all_gather")
+    yield from _exchange_spans(model.gather_tasks, iteration.gathers, starts)
     handed_over = clock.times_of(iteration.handed_over[rank]).tolist()
-    collective = "reduce_scatter" if model.plan.transport == "sharded" else ""
-    yield from _exchange_spans(model.tasks, iteration.exchanges, handed_over, collective)
+    yield from _exchange_spans(model.tasks, iteration.exchanges, handed_over)
     for seconds, ends in zip(model.decode_seconds, iteration.decoded[rank], strict=True):
         yield DECODE, float(clock.times_of(ends - seconds)), float(clock.times_of(ends)), {}
     yield OPTIMIZER, time(iteration.update), time(iteration.end), {}
 
 
 def _exchange_spans(
-    tasks: list[CommTask], done: Sequence[Completion], handed_over: list[float], collective: str
+    tasks: list[CommTask], done: Sequence[Completion], handed_over: list[float]
 ) -> Iterator[_Span]:
     """A span begins when its rank has handed the task over and fewer than two are in flight."""
     free_from = [0.0] * IN_FLIGHT
@@ -127,7 +126,7 @@ def _exchange_spans(
         if task.segment is not None:
             args |= {"segment": task.segment, "gradients": task.gradients, "ready": ready}
             args["collectives"] = task.collectives
-            args |= {"collective": collective} if collective else {}
+            args |= {"collective": task.collective} if task.collective else {}
         yield task.name, start, completion.end, args
 
 
@@ -147,7 +146,7 @@ def _meta(
         "ranks": ranks,
         "hosts": hosts,
         "model": workload.model,
-        "strategy": plan.document(),
+        "strategy": plan.document(workload.gradients),
         "segments": segments,
         "gradients": [
             {"name": g.name, "layer": g.layer, "bytes": g.num_bytes, "dtype": g.dtype}

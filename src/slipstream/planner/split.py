@@ -205,8 +205,18 @@ def _fewest(
     best = min(totals)
     bound = min(limit, best + abs(best) * (tolerance + _ROUNDING))
     number = next(m for m, end in enumerate(totals) if end <= bound)
+    return walk_back(parents[1 : number + 1], count)
+
+
+def walk_back(parents: Sequence[NDArray[np.intp]], count: int) -> Cuts:
+    """The cuts of a solution from where its second, third ... segment starts, by their ends.
+
+    Example:
+        >>> walk_back([np.array([0, 0, 1])], 2)
+        (1, 2)
+    """
     cuts = [count]
-    for parent in reversed(parents[1 : number + 1]):
+    for parent in reversed(parents):
         cuts.append(int(parent[cuts[-1]]))
     return tuple(reversed(cuts))
 

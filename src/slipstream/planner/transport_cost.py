@@ -6,16 +6,17 @@ and how to time them in ``calibration.collective_timer``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from slipstream.errors import ClusterError
+from slipstream.gradients.layout import Gradient, nearest_border
 from slipstream.planner.cost import Collective, Curves, Kind, NetworkProfile
 from slipstream.planner.curve import Curve
 from slipstream.planner.fit import Array
-from slipstream.strategy import Auto, Direct, Flat, Transport
+from slipstream.strategy import Auto, Direct, Flat, Sharded, Strategy, Transport
 from slipstream.trace.event import Trace
 
 TransportKind = Literal["flat", "direct", "hierarchical", "shared_memory", "sharded"]
@@ -26,16 +27,18 @@ class Recipe(NamedTuple):
 
     Attributes:
         stages: collectives one after the other, each in groups of a kind.
-        direct: whether they contend with compute as direct sends do.
+        direct: whether they contend with compute, and with each other, as direct sends do.
+        rounds: how often each stage waits and then sends, an equal part of its cost each time.
     """
 
     stages: tuple[tuple[Kind, Collective], ...]
     direct: bool = False
+    rounds: int = 1
 
 
 RECIPES: Mapping[TransportKind, Recipe] = {
     "flat": Recipe((("world", "all_reduce"),)),
-    "direct": Recipe((("world", "direct_all_reduce"),), direct=True),
+    "direct": Recipe((("world", "direct_all_reduce"),), direct=True, rounds=2),
     "shared_memory": Recipe((("world", "all_reduce"),)),  # the backend's, which takes longer
     "hierarchical": Recipe(
         (("intra", "reduce_scatter"), ("inter", "all_reduce"), ("intra", "all_gather"))
@@ -73,8 +76,11 @@ def transport_kind(transport: Transport) -> TransportKind:
 
 def is_priced(transport: Transport, network: NetworkProfile) -> bool:
     """Whether all that a prediction of this transport reads was measured."""
+    kind = transport_kind(transport)
     try:
-        ExchangeCurve.of(transport_kind(transport), network)
+        ExchangeCurve.of(kind, network)
+        if kind in GATHERS:
+            gather_stage(kind, network)
     except ClusterError:
         return False
     return True
@@ -88,10 +94,88 @@ def traced_transport(trace: Trace) -> TransportKind:
     return "flat" if kind == "auto" else kind
 
 
-class ExchangeCurve(NamedTuple):
-    """What a transport takes for a segment: its stages, each with its share of the bytes."""
+def traced_sharding(trace: Trace) -> Sharded | None:
+    """The settings of ``sharded``, if a trace was recorded under it."""
+    if traced_transport(trace) != "sharded":
+        return None
+    transport = trace.meta["strategy"]["gradients"]["transport"]
+    config = Strategy.load({"gradients": {"transport": transport}}).gradients.transport
+    assert isinstance(config, Sharded)
+    return config
 
-    stages: tuple[tuple[Kind, Curve, float], ...]
+
+def num_replicated(gradients: Sequence[Gradient], config: Sharded) -> int:
+    """How many gradients, the first ones in ready order, every rank updates.
+
+    Parameters are taken to be registered in the opposite of ready order.
+
+    Example:
+        >>> ready = [Gradient("head", "", 30), Gradient("body", "", 70)]
+        >>> num_replicated(ready, Sharded(replicated=0.33))
+        1
+    """
+    sizes = [gradient.num_bytes for gradient in reversed(gradients)]
+    return len(sizes) - nearest_border(sizes, 1 - config.replicated)
+
+
+def updated_part(gradients: Sequence[Gradient], replicated: int, ranks: int) -> float:
+    """The part of all bytes that a rank of ``sharded`` updates, and has optimizer state of.
+
+    Example:
+        >>> updated_part([Gradient("head", "", 50), Gradient("body", "", 50)], 1, ranks=2)
+        0.75
+    """
+    sizes = [gradient.num_bytes for gradient in gradients]
+    whole = sum(sizes[:replicated])
+    return (whole + (sum(sizes) - whole) / ranks) / max(sum(sizes), 1)
+
+
+class Stage(NamedTuple):
+    """One collective of an exchange.
+
+    Attributes:
+        kind: of its groups.
+        curve: what it costs alone.
+        per_byte: seconds for a byte where exchanges under way fill the network.
+        share: of the bytes of a segment.
+        rounds: as in ``Recipe``.
+    """
+
+    kind: Kind
+    curve: Curve
+    per_byte: float
+    share: float = 1.0
+    rounds: int = 1
+
+    @classmethod
+    def of(cls, kind: Kind, name: Collective, recipe: Recipe, network: NetworkProfile) -> Stage:
+        """The stage on this network.
+
+        Raises:
+            ClusterError: its curve was not measured.
+        """
+        groups = network.groups(kind)
+        curve = groups.curve(name)
+        # alone, a direct exchange leaves the link idle between its rounds
+        per_byte = groups.fastest(name) if recipe.direct else curve.per_byte
+        share = 1 / network.ranks_per_host if kind == "inter" else 1.0  # of a sum inside the host
+        return cls(kind, curve, per_byte, share, recipe.rounds)
+
+
+def gather_stage(transport: TransportKind, network: NetworkProfile) -> Stage:
+    """What brings updated parameters together.
+
+    Raises:
+        ClusterError: its curve was not measured.
+    """
+    kind, name = GATHERS[transport]
+    return Stage.of(kind, name, RECIPES[transport], network)
+
+
+class ExchangeCurve(NamedTuple):
+    """What a transport takes for a segment: its stages, one after the other."""
+
+    stages: tuple[Stage, ...]
 
     @classmethod
     def of(cls, transport: TransportKind, network: NetworkProfile) -> ExchangeCurve:
@@ -100,20 +184,23 @@ class ExchangeCurve(NamedTuple):
         Raises:
             ClusterError: a curve was not measured.
         """
-        stages = RECIPES[transport].stages
+        recipe = RECIPES[transport]
         if network.hosts == 1 or network.ranks_per_host == 1:
-            stages = stages if stages[0][0] == "world" else RECIPES["flat"].stages
-        shares = {"inter": 1 / network.ranks_per_host}  # a reduce-scatter inside came before
-        return cls(
-            tuple((k, network.groups(k).curve(name), shares.get(k, 1.0)) for k, name in stages)
-        )
+            recipe = recipe if recipe.stages[0][0] == "world" else RECIPES["flat"]
+        return cls(tuple(Stage.of(kind, name, recipe, network) for kind, name in recipe.stages))
+
+    @classmethod
+    def of_replicated(cls, network: NetworkProfile) -> ExchangeCurve:
+        """What ``sharded`` takes for gradients that every rank updates: an all-reduce by direct
+        sends, or by the backend where these cannot be used."""
+        return cls.of("direct" if is_priced(Direct(), network) else "flat", network)
 
     @property
     def latency(self) -> float:
         """Seconds that do not depend on the bytes."""
-        return sum(curve.latency for _, curve, _ in self.stages)
+        return sum(stage.curve.latency for stage in self.stages)
 
     def seconds_of(self, num_bytes: Array) -> Array:
         """Seconds for each size."""
-        parts = [curve.seconds_of(num_bytes * share) for _, curve, share in self.stages]
+        parts = [stage.curve.seconds_of(num_bytes * stage.share) for stage in self.stages]
         return np.asarray(np.sum(parts, axis=0))

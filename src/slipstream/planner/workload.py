@@ -30,7 +30,13 @@ from slipstream.errors import TraceError
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
-from slipstream.planner.transport_cost import RECIPES, traced_transport
+from slipstream.planner.transport_cost import (
+    RECIPES,
+    num_replicated,
+    traced_sharding,
+    traced_transport,
+    updated_part,
+)
 from slipstream.trace.event import BACKWARD, BUFFERS, DATA_WAIT, FORWARD, OPTIMIZER, Event, Trace
 from slipstream.trace.intervals import Intervals, union
 from slipstream.trace.timeline import Iteration, timeline
@@ -50,7 +56,9 @@ class Workload:
     ``data_wait``, ``forward``, ``backward``, ``optimizer`` and ``other`` (what the script does
     besides) have an entry a rank; ``ready`` has a row a rank and a column a gradient, in ready
     order, counted from the start of backward. ``samples`` are those of one batch of each rank, 0
-    where unknown. ``hosts`` and ``model`` are the names in the trace.
+    where unknown. ``hosts`` and ``model`` are the names in the trace. ``optimizer_bytes`` is the
+    optimizer's whole state, 0 where unknown; ``shardable`` says whether ranks may each update a
+    share of the parameters.
     """
 
     gradients: tuple[Gradient, ...]
@@ -64,6 +72,8 @@ class Workload:
     buffers_bytes: int = 0
     model: str = ""
     hosts: tuple[str, ...] = ()
+    optimizer_bytes: int = 0
+    shardable: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -131,14 +141,17 @@ class Workload:
         backward = np.maximum(spent / passes - before, 0.0)
         ready = since[:, :-1] - (since[:, -1] - backward)[:, None]
         hosts = tuple(str(host) for host in trace.meta.get("hosts") or ())
+        part, optimizer = _updated_part(trace, gradients), trace.meta.get("optimizer") or {}
         return cls(
             gradients=gradients,
-            **typical,
+            **typical | {"optimizer": typical["optimizer"] / part},
             backward=backward,
             ready=np.clip(ready, 0.0, backward[:, None]),
             buffers_bytes=_buffers_bytes(steps[0]),
             model=str(trace.meta.get("model", "")),
             hosts=hosts if len(hosts) == len(backward) else (),
+            optimizer_bytes=round(optimizer.get("bytes", 0) / part),
+            shardable=bool(optimizer.get("shardable")),
         )
 
 
@@ -161,6 +174,15 @@ def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
             f"the trace is damaged: its list of gradients cannot be read ({error!r:.80}); each one "
             "has name, layer, bytes and dtype: record the trace again"
         ) from error
+
+
+def _updated_part(trace: Trace, gradients: Sequence[Gradient]) -> float:
+    """The part of the parameters that a traced rank updated."""
+    config = traced_sharding(trace)
+    if config is None:
+        return 1.0
+    ranks = int(trace.meta.get("world_size", 1))
+    return updated_part(gradients, num_replicated(gradients, config), ranks)
 
 
 def _typical_ranks(times: Array) -> Array:

@@ -350,8 +350,16 @@ def _sharded_model(
 def _tracer(given: _Given, engine: GradientEngine, search: OnlineSearch | None) -> Tracer:
     if given.recorder is None:
         return NoTracing()
-    model, strategy, device = given.model, given.strategy, given.cluster.device
-    tracer = SessionTracer(given.recorder, model, strategy, engine, given.dims, search, device)
+    tracer = SessionTracer(
+        given.recorder,
+        given.model,
+        given.optimizer,
+        given.strategy,
+        engine,
+        given.dims,
+        search,
+        given.cluster.device,
+    )
     given.handles.defer(tracer.write, on_error=tracer.drop)
     return tracer
 

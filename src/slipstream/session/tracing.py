@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.errors import SlipstreamError
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.segments import gradients_of, parameters_of
 from slipstream.parallel.dims import ParallelDims
-from slipstream.strategy import Strategy
+from slipstream.planner.candidates import with_gradients
+from slipstream.sharding.checks import check_sharded
+from slipstream.strategy import Sharded, Strategy
 from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
 from slipstream.trace.recorder import Recorder, Stamp
@@ -56,6 +59,7 @@ class SessionTracer:
     Attributes:
         recorder: of this rank.
         model: its forward begins the forward span.
+        optimizer: of the model.
         strategy: says which steps, and where to write.
         engine: exchanges the gradients of the model.
         dims: all ranks; of those that share a model each counts its part of the samples.
@@ -65,6 +69,7 @@ class SessionTracer:
 
     recorder: Recorder
     model: nn.Module
+    optimizer: torch.optim.Optimizer
     strategy: Strategy
     engine: GradientEngine
     dims: ParallelDims
@@ -184,6 +189,10 @@ class SessionTracer:
 
     def _gather(self) -> Trace | None:
         self.recorder.meta |= _metadata(self.model, self.strategy, self.engine, self.search)
+        self.recorder.meta["optimizer"] = {
+            "bytes": _state_bytes(self.optimizer),
+            "shardable": _is_shardable(self.model, self.optimizer, self.strategy),
+        }
         with collective_errors("the gathering of the trace"):
             return self.recorder.gather(self.dims.control)
 
@@ -214,6 +223,25 @@ def _metadata(
             for g in gradients
         ],
     }
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that this rank keeps for the optimizer."""
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def _is_shardable(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> bool:
+    """Whether ``transport: sharded`` would be accepted here."""
+    if isinstance(strategy.gradients.transport, Sharded):
+        return True
+    try:
+        trainables = parameters_of(model, trainable=True)
+        sharded = with_gradients(strategy, transport=Sharded())
+        check_sharded(model, optimizer, trainables, sharded)
+    except SlipstreamError:
+        return False
+    return True
 
 
 def _batch_size(inputs: Iterable[Any]) -> int:

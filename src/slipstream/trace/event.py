@@ -117,6 +117,8 @@ class Trace:
     - ``segments``: a list of ``{"bytes", "gradients": [names]}``
     - ``gradients``: in ready order, a list of ``{"name", "layer", "bytes", "dtype"}``; a sparse
       gradient has 0 bytes
+    - ``optimizer``: ``{"bytes", "shardable"}``, those of its state on rank 0, and whether ranks may
+      each update a share
     - ``versions`` of torch and slipstream
     - ``clock_error``: by rank, the most by which its times can be off, in seconds
     - ``predicted``: true if the trace was simulated; it may then hold few of its ranks

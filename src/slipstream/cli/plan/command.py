@@ -6,17 +6,16 @@ Needs no training: a trace and a measured network are enough.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
-from typer import Option
 
 from slipstream.cli.options import AsJson, ExactOnly, check_writable
+from slipstream.cli.plan import options
 from slipstream.cli.plan.memory import plan_memory
 from slipstream.cli.plan.tables import curve, ranking, ranks
 from slipstream.errors import ClusterError, StrategyError
@@ -36,45 +35,20 @@ PREDICTED_STEPS = 3
 
 
 def plan(
-    trace: Annotated[Path | None, Option(help="Trace of the training: .json or .json.gz.")] = None,
-    cluster: Annotated[
-        Path | None, Option(help="cluster.yaml of `slipstream doctor network`.")
-    ] = None,
-    nodes: Annotated[int | None, Option(min=1, help="Predict for this number of hosts.")] = None,
-    ranks_per_node: Annotated[
-        int | None, Option(min=1, help="Predict for this number of ranks on each.")
-    ] = None,
-    rate: Annotated[
-        str | None, Option(help="Predict for links of this rate: 300mbit, 25gbit.")
-    ] = None,
+    trace: options.TraceFile = None,
+    cluster: options.ClusterFile = None,
+    nodes: options.Nodes = None,
+    ranks_per_node: options.RanksPerNode = None,
+    rate: options.Rate = None,
     exact_only: ExactOnly = True,
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="Write the best strategy here: .yaml.")
-    ] = None,
-    predicted: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="Write the predicted trace of the best strategy, for `slipstream report`.",
-        ),
-    ] = None,
+    output: options.Output = None,
+    predicted: options.Predicted = None,
     as_json: AsJson = False,
-    memory: Annotated[
-        str | None, Option(help="Memory of a rank's device, 32GiB: find the largest batch instead.")
-    ] = None,
-    model: Annotated[
-        str | None, Option(help="With --memory: a known model, or FILE.py:FUNCTION.")
-    ] = None,
-    length: Annotated[
-        int | None, Option(min=1, help="With --memory: tokens of a text, or pixels a side.")
-    ] = None,
-    optimizer: Annotated[
-        str | None, Option(help="With --memory: adamw (the default), sgd, momentum, lamb.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        Option(help="With --memory: fp32, or the bf16 or fp16 of precision half_weights."),
-    ] = None,
+    memory: options.Memory = None,
+    model: options.Model = None,
+    length: options.Length = None,
+    optimizer: options.Optimizer = None,
+    dtype: options.Dtype = None,
 ) -> None:
     """Predict and rank strategies, or find the largest batch that fits.
 
@@ -90,22 +64,74 @@ def plan(
     [dim]slipstream plan --memory 32GiB --model bert-large[/dim]
     [dim]slipstream plan --memory 80GB --model train.py:build --optimizer lamb --dtype bf16[/dim]
     """
+    of_times: dict[str, Any] = {"trace": trace, "cluster": cluster, "nodes": nodes}
+    of_times |= {"ranks_per_node": ranks_per_node, "rate": rate}
+    files = {"output": output, "predicted": predicted}
     if memory is not None:
         context = "--memory, which finds the largest batch and predicts no times"
-        clusters = {"nodes": nodes, "ranks_per_node": ranks_per_node, "rate": rate}
-        files = {"trace": trace, "cluster": cluster, "output": output, "predicted": predicted}
-        _refuse(context, **files, **clusters, allow_lossy=not exact_only or None)
+        _refuse(context, **of_times, **files, allow_lossy=not exact_only or None)
         plan_memory(memory, model, length, optimizer or "adamw", dtype or "fp32", as_json)
         return
     context = "--trace and --cluster, which predict times; add --memory to find the largest batch"
     _refuse(context, model=model, length=length, optimizer=optimizer, dtype=dtype)
+    check_writable("--output", output, SUFFIXES)
+    check_writable("--predicted", predicted)
+    _deliver(_forecast(**of_times, exact_only=exact_only), output, predicted, as_json)
+
+
+@dataclass(frozen=True)
+class _Forecast:
+    """Predictions of all strategies on ``network``, and of the best one on others."""
+
+    base: Strategy
+    predictions: list[Prediction]
+    workload: Workload
+    network: NetworkProfile
+    by_nodes: list[Point]
+    by_rate: list[Point]
+
+    @property
+    def best(self) -> Strategy:
+        return self.predictions[0].strategy
+
+    def trace(self) -> Trace:
+        """What the best strategy would leave."""
+        exchange = Plan.of(self.best, self.workload.gradients, self.network.codecs)
+        return simulate(self.workload, exchange, self.network, steps=PREDICTED_STEPS)
+
+    def document(self) -> dict[str, Any]:
+        """The numbers of all tables, with every strategy in full."""
+        return {
+            "world_size": self.network.world_size,
+            "extrapolated": self.network.extrapolated,
+            "strategies": [
+                {"name": label(p.strategy), **asdict(p), "strategy": p.strategy.document()}
+                for p in self.predictions
+            ],
+            "nodes": [_point(point) for point in self.by_nodes],
+            "rates": [_point(point) for point in self.by_rate],
+        }
+
+
+def _forecast(
+    trace: Path | None,
+    cluster: Path | None,
+    nodes: int | None,
+    ranks_per_node: int | None,
+    rate: str | None,
+    exact_only: bool,
+) -> _Forecast:
+    """Read what was recorded and measured, and predict.
+
+    Raises:
+        StrategyError: a file is not given.
+        ClusterError: the cluster asked for cannot be predicted.
+    """
     if trace is None or cluster is None:
         raise StrategyError(
             "plan needs --trace and --cluster, to predict times; or --memory and --model, to find "
             "the largest batch"
         )
-    check_writable("--output", output, SUFFIXES)
-    check_writable("--predicted", predicted)
     bits = None if rate is None else float(parse_rate(rate))
     recorded = chrome.read(trace)
     base = traced_strategy(recorded)
@@ -122,29 +148,43 @@ def plan(
         target = here.scaled(nodes or here.hosts, ranks_per_node or here.ranks_per_host, bits)
         workload = workload.for_ranks(target.world_size)
     predictions = rank(candidates(workload, target, exact_only, base), workload, target, base)
-    best = predictions[0].strategy
-    by_nodes, by_rate = _curves(best, workload, here, target, bits)
+    curves = _curves(predictions[0].strategy, workload, here, target, bits)
+    return _Forecast(base, predictions, workload, target, *curves)
+
+
+def _deliver(
+    forecast: _Forecast, output: Path | None, predicted: Path | None, as_json: bool
+) -> None:
+    """Write the files that were asked for, and print JSON or tables."""
     if output is not None:
-        write_strategy(best, output)
+        write_strategy(forecast.best, output)
     if predicted is not None:
-        exchange = Plan.of(best, workload.gradients, target.codecs)
-        chrome.write(simulate(workload, exchange, target, steps=PREDICTED_STEPS), predicted)
+        chrome.write(forecast.trace(), predicted)
     if as_json:
-        typer.echo(json.dumps(_document(predictions, by_nodes, by_rate, target), indent=2))
+        typer.echo(json.dumps(forecast.document(), indent=2))
         return
     console = Console()
-    console.print(ranking(predictions, base, target))
-    for doubt in target.doubts:
-        console.print(Text(f"warning: {doubt}", style="yellow"))
-    if target.extrapolated:
-        console.print(Text(f"Extrapolated: {target.extrapolated}", style="yellow"))
-    more = f"more and fewer nodes, {ranks(target.ranks_per_host)} each"
-    others = f"other links, {ranks(target.world_size)}"
-    for title, points, over in ((more, by_nodes, "nodes"), (others, by_rate, "rate")):
-        if points:
-            console.print("", curve(f"{label(best)}: {title}", points, over))
+    _print(forecast, console)
     if output is not None:
         console.print(Text(f"The best strategy is in {output}."), soft_wrap=True)
+
+
+def _print(forecast: _Forecast, console: Console) -> None:
+    """The tables, and what is uncertain about them."""
+    network = forecast.network
+    console.print(ranking(forecast.predictions, forecast.base, network))
+    for doubt in network.doubts:
+        console.print(Text(f"warning: {doubt}", style="yellow"))
+    if network.extrapolated:
+        console.print(Text(f"Extrapolated: {network.extrapolated}", style="yellow"))
+    more = f"more and fewer nodes, {ranks(network.ranks_per_host)} each"
+    others = f"other links, {ranks(network.world_size)}"
+    for title, points, over in (
+        (more, forecast.by_nodes, "nodes"),
+        (others, forecast.by_rate, "rate"),
+    ):
+        if points:
+            console.print("", curve(f"{label(forecast.best)}: {title}", points, over))
 
 
 def _refuse(context: str, **options: object) -> None:
@@ -193,25 +233,6 @@ def write_strategy(strategy: Strategy, output: Path) -> None:
     """Write YAML or JSON, by the suffix."""
     is_json = output.suffix.lower() == ".json"
     output.write_text(strategy.to_json() if is_json else strategy.to_yaml())
-
-
-def _document(
-    predictions: Sequence[Prediction],
-    by_nodes: Sequence[Point],
-    by_rate: Sequence[Point],
-    network: NetworkProfile,
-) -> dict[str, Any]:
-    """The numbers of all tables, with every strategy in full."""
-    return {
-        "world_size": network.world_size,
-        "extrapolated": network.extrapolated,
-        "strategies": [
-            {"name": label(p.strategy), **asdict(p), "strategy": p.strategy.document()}
-            for p in predictions
-        ],
-        "nodes": [_point(point) for point in by_nodes],
-        "rates": [_point(point) for point in by_rate],
-    }
 
 
 def _point(point: Point) -> dict[str, Any]:

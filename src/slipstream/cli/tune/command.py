@@ -10,8 +10,9 @@ import json
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -36,7 +37,7 @@ from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
 from slipstream.tuner.trials import STRATEGY, Trials, last_words, started
-from slipstream.tuner.tune import Trial, Tuner
+from slipstream.tuner.tune import Trial, Tuned, Tuner
 
 console = Console(stderr=True)
 
@@ -44,31 +45,33 @@ MOST_SECONDS = 20.0  # of the network's measurement
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
+Budget = Annotated[str, Option(help="Time for everything: 90s, 10m, 1h.")]
+NumRanks = Annotated[
+    int | None,
+    Option(min=1, help="Ranks on this host; with --nodes, of each host.", show_default="2, or 1"),
+]
+NumNodes = Annotated[int | None, Option(help="Emulated hosts to run on (slipstream testbed).")]
+ClusterFile = Annotated[
+    Path | None, Option(help="cluster.yaml of `slipstream doctor network`. Default: measure it.")
+]
+Steps = Annotated[int, Option(min=1, help="Iterations to measure in a trial.")]
+Output = Annotated[Path, Option("--output", "-o", help="File of the best strategy.")]
+TrialLog = Annotated[Path, Option(help="File of all trials, as JSON.")]
+
+
 def tune(
     script: Script,
     args: ScriptArgs = None,
-    budget: Annotated[str, Option(help="Time for everything: 90s, 10m, 1h.")] = "10m",
+    budget: Budget = "10m",
     exact_only: ExactOnly = True,
-    ranks: Annotated[
-        int | None,
-        Option(
-            min=1, help="Ranks on this host; with --nodes, of each host.", show_default="2, or 1"
-        ),
-    ] = None,
-    nodes: Annotated[
-        int | None, Option(help="Emulated hosts to run on (slipstream testbed).")
-    ] = None,
+    ranks: NumRanks = None,
+    nodes: NumNodes = None,
     rate: LinkRate = "1gbit",
     strategy: StrategySource = None,
-    cluster: Annotated[
-        Path | None,
-        Option(help="cluster.yaml of `slipstream doctor network`. Default: measure it."),
-    ] = None,
-    steps: Annotated[int, Option(min=1, help="Iterations to measure in a trial.")] = 10,
-    output: Annotated[Path, Option("--output", "-o", help="File of the best strategy.")] = Path(
-        "strategy.yaml"
-    ),
-    log: Annotated[Path, Option(help="File of all trials, as JSON.")] = Path("trials.json"),
+    cluster: ClusterFile = None,
+    steps: Steps = 10,
+    output: Output = Path("strategy.yaml"),
+    log: TrialLog = Path("trials.json"),
 ) -> None:
     """Find the strategy under which a training is fastest, and write it to a file.
 
@@ -87,40 +90,44 @@ def tune(
     options.check_writable("--output", output, SUFFIXES)
     _check_not_lost(output, strategy)
     options.check_writable("--log", log)
-    seconds = parse_budget(budget)
-    base = _start(Strategy.load(strategy))
+    seconds, base = parse_budget(budget), _start(Strategy.load(strategy))
     known = NetworkProfile.load(cluster) if cluster else None
     folder = log_folder("tune-")
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
     where = _Where(ranks or (1 if nodes else 2), nodes, rate)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
+    run = Trials(where.command(script, args or []), folder, steps).run
+    _end_on_signals()
     with Display(seconds, console) as display:
-
-        def predict(trace: Trace) -> list[Prediction]:
-            here = known or _measure_network(where, folder / "network", display)
-            for doubt in here.doubts:
-                display.warn(doubt)
-            workload, here = prepare(trace, here)
-            return rank(candidates(workload, here, exact_only, base), workload, here, base)
-
-        def notify(done: Sequence[Trial]) -> None:
-            log.write_text(json.dumps([asdict(trial) for trial in done], indent=1))
-            display.show(done[-1])
-
+        network = _Network(where, known, folder / "network", display)
         tuned = Tuner(
-            run=Trials(where.command(script, args or []), folder, steps).run,
-            predict=predict,
+            run=run,
+            predict=partial(_predict, base, exact_only, network),
             base=base,
             budget=seconds,
-            notify=notify,
+            notify=partial(_notify, log, display),
             doing=display.doing,
         ).tune()
     write_strategy(tuned.strategy, output)
+    _print(tuned, {"strategy": output, "trials": log, "their logs": folder})
+
+
+def _print(tuned: Tuned, files: Mapping[str, Path]) -> None:
     Console().print(table(tuned))
     console.print(Text(tuned.verdict, style="bold"))
-    for name, path in {"strategy": output, "trials": log, "their logs": folder}.items():
+    for name, path in files.items():
         console.print(Text(f"{name}: {path}"), soft_wrap=True)
+
+
+def _predict(base: Strategy, exact_only: bool, network: _Network, trace: Trace) -> list[Prediction]:
+    """Predictions of ``base`` and of what else is worth a trial, fastest first."""
+    workload, here = prepare(trace, network.profile())
+    return rank(candidates(workload, here, exact_only, base), workload, here, base)
+
+
+def _notify(log: Path, display: Display, done: Sequence[Trial]) -> None:
+    """Write all trials, and show the last one."""
+    log.write_text(json.dumps([asdict(trial) for trial in done], indent=1))
+    display.show(done[-1])
 
 
 def parse_budget(text: str) -> float:
@@ -213,10 +220,29 @@ class _Where:
         return {"nodes": self.nodes, "rate": self.rate, "ranks_per_node": self.ranks}
 
 
-def _measure_network(where: _Where, folder: Path, display: Display) -> NetworkProfile:
-    """Measure what exchanges cost where the trials run, within the budget."""
+@dataclass(frozen=True)
+class _Network:
+    """What exchanges cost where the trials run: known, or measured into a folder."""
+
+    where: _Where
+    known: NetworkProfile | None
+    folder: Path
+    display: Display
+
+    def profile(self) -> NetworkProfile:
+        """The profile, with a warning for each doubt about it.
+
+        Raises:
+            LaunchError: it could not be measured within the budget.
+        """
+        profile = self.known or _measured(self.where, self.folder.resolve(), self.display)
+        for doubt in profile.doubts:
+            self.display.warn(doubt)
+        return profile
+
+
+def _measured(where: _Where, folder: Path, display: Display) -> NetworkProfile:
     display.doing("measuring the network")
-    folder = folder.resolve()
     file = folder / "cluster.yaml"
     seconds = min(MOST_SECONDS, max(2.0, display.left() / 20))
     with started(where.doctor(file, seconds), folder) as process:
@@ -232,6 +258,11 @@ def _measure_network(where: _Where, folder: Path, display: Display) -> NetworkPr
     return NetworkProfile.load(file)
 
 
-def _end(number: int, _: FrameType | None) -> None:
-    """Let a signal end the tuner as Ctrl-C does, with all processes of a trial."""
-    raise SystemExit(128 + number)
+def _end_on_signals() -> None:
+    """Let signals end the tuner as Ctrl-C does, with all processes of a trial."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)

@@ -1,0 +1,39 @@
+"""The options of ``slipstream plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+TraceFile = Annotated[Path | None, Option(help="Trace of the training: .json or .json.gz.")]
+ClusterFile = Annotated[Path | None, Option(help="cluster.yaml of `slipstream doctor network`.")]
+Nodes = Annotated[int | None, Option(min=1, help="Predict for this number of hosts.")]
+RanksPerNode = Annotated[
+    int | None, Option(min=1, help="Predict for this number of ranks on each.")
+]
+Rate = Annotated[str | None, Option(help="Predict for links of this rate: 300mbit, 25gbit.")]
+Output = Annotated[
+    Path | None, Option("--output", "-o", help="Write the best strategy here: .yaml.")
+]
+Predicted = Annotated[
+    Path | None,
+    Option(
+        metavar="FILE",
+        help="Write the predicted trace of the best strategy, for `slipstream report`.",
+    ),
+]
+Memory = Annotated[
+    str | None, Option(help="Memory of a rank's device, 32GiB: find the largest batch instead.")
+]
+Model = Annotated[str | None, Option(help="With --memory: a known model, or FILE.py:FUNCTION.")]
+Length = Annotated[
+    int | None, Option(min=1, help="With --memory: tokens of a text, or pixels a side.")
+]
+Optimizer = Annotated[
+    str | None, Option(help="With --memory: adamw (the default), sgd, momentum, lamb.")
+]
+Dtype = Annotated[
+    str | None, Option(help="With --memory: fp32, or the bf16 or fp16 of precision half_weights.")
+]
