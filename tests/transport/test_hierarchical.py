@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -20,11 +18,11 @@ from slipstream.transport import hierarchical, host_memory, hosts
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.hosts import find_hosts
 from slipstream.transport.requests import AllGather, AllReduce
-from slipstream.transport.work import Work
+from tests.harness import transports
 from tests.harness.ranks import RankFailure, Ranks
+from tests.harness.transports import die, in_order, of_all_ranks, tensors
 from tests.transport.emulated_hosts import on_hosts
 
-SIZES = [1, 0, 5, 4096, 100_003, 17, 300_000]
 DTYPES = [torch.float64, torch.bfloat16, torch.float16, torch.int64]
 
 # The host of each rank.
@@ -64,45 +62,22 @@ def opened(
             transport = HierarchicalTransport(
                 Gradients(transport={"kind": "hierarchical", "between": between}).transport, group
             )
-        yield transport, group
-        transport.close()
+        with transports.opened(transport):
+            yield transport, group
     else:
         yield None, group
-    dist.barrier()
-    names = {thread.name for thread in threading.enumerate()}
-    assert not names & {"slipstream-host", "slipstream-sum"}
-
-
-def tensors(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    random = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    return [(10 * torch.randn(size, generator=random)).to(dtype) for size in SIZES]
-
-
-def in_order(given: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One added after the other, 16-bit floats in float32."""
-    wide = torch.float32 if given[0].dtype in (torch.bfloat16, torch.float16) else given[0].dtype
-    total = given[0].to(wide)
-    for other in given[1:]:
-        total = total + other
-    return total.to(given[0].dtype)
+        dist.barrier()
 
 
 def by_hosts(tensor: torch.Tensor, where: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
     """The plain reference: the sum of each host in rank order, then the sum of the hosts."""
-    every: list[Any] = [None] * len(where)
-    dist.all_gather_object(every, tensor, group=group)
+    every = of_all_ranks(tensor, group)
     nodes = [[t for t, host in zip(every, where, strict=True) if host == h] for h in where]
     return in_order([in_order(nodes[where.index(host)]) for host in dict.fromkeys(where)])
 
 
 def exchange(transport: HierarchicalTransport, given: Sequence[torch.Tensor], ahead: bool) -> None:
-    requests = [AllReduce(tensor) for tensor in given]
-    if ahead:
-        transport.prepare(requests)
-    works = [work for request in requests for work in transport.start(request)]
-    for work in works:
-        work.wait()
-        assert work.get_future().done()
+    transports.exchange(transport, [AllReduce(tensor) for tensor in given], announce=ahead)
 
 
 def sums(where: Sequence[int], dtype: torch.dtype, small: bool) -> None:
@@ -288,27 +263,8 @@ def killed(where: Sequence[int], between_phases: bool) -> None:
     """The last rank is killed before it starts, or once its host's sums are there."""
     with on_hosts(where):
         transport = HierarchicalTransport(Hierarchical(), dist.group.WORLD)
-    requests = [AllReduce(torch.ones(2**20)) for _ in range(3)]
-    transport.prepare(requests)
-    if dist.get_rank() == len(where) - 1:
-        if between_phases:
-            kill = patch.object(
-                transport, "_exchange", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-            )
-            with kill:
-                transport.start(requests[0])[0].wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    works: list[Work] = []
-    with suppress(RuntimeError):  # the news may come before all are on their way
-        for request in requests:
-            works += transport.start(request)
-    assert works
-    for work in works:  # each of them ends
-        with pytest.raises(RuntimeError):
-            work.wait()
-    with pytest.raises(RuntimeError, match="an earlier exchange failed"):
-        transport.start(AllReduce(torch.ones(1)))
-    transport.close()
+    place = patch.object(transport, "_exchange", die)
+    transports.killed(transport, place if between_phases else None)
 
 
 @pytest.mark.parametrize("between_phases", [False, True])

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import re
 import resource
-import signal
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -23,11 +21,11 @@ from slipstream.transport import host_memory, host_shares, hosts
 from slipstream.transport.hosts import find_hosts
 from slipstream.transport.requests import AllGather, AllReduce, Broadcast
 from slipstream.transport.shared_memory import SharedMemoryTransport
-from slipstream.transport.work import Work
+from tests.harness import transports
 from tests.harness.ranks import RankFailure, Ranks
+from tests.harness.transports import die, in_rank_order, tensors
 from tests.transport.emulated_hosts import on_hosts
 
-SIZES = [1, 0, 5, 4096, 100_003, 17, 300_000]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64]
 
 
@@ -39,11 +37,8 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @contextmanager
 def opened() -> Iterator[SharedMemoryTransport]:
-    transport = SharedMemoryTransport(SharedMemory(), dist.group.WORLD)
-    yield transport
-    transport.close()
-    dist.barrier()
-    assert "slipstream-host" not in {thread.name for thread in threading.enumerate()}
+    with transports.opened(SharedMemoryTransport(SharedMemory(), dist.group.WORLD)) as transport:
+        yield transport
     assert not open_memory()
 
 
@@ -57,29 +52,8 @@ def exists(file: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{file}")  # listing the folder had one of its own
 
 
-def tensors(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    random = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    return [(10 * torch.randn(size, generator=random)).to(dtype) for size in SIZES]
-
-
-def in_rank_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain reference: all tensors here, one added after the other."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, tensor)
-    wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
-    total = every[0].to(wide)
-    for other in every[1:]:
-        total = total + other
-    return total.to(tensor.dtype)
-
-
 def exchange(transport: SharedMemoryTransport, given: Sequence[torch.Tensor]) -> None:
-    requests = [AllReduce(tensor) for tensor in given]
-    transport.prepare(requests)
-    works = [work for request in requests for work in transport.start(request)]
-    for work in works:
-        work.wait()
-        assert work.get_future().done()
+    transports.exchange(transport, [AllReduce(tensor) for tensor in given])
 
 
 def sums(dtype: torch.dtype, chunk: int, slots: int) -> None:
@@ -191,30 +165,14 @@ def test_ranks_that_reach_each_other_only_in_part_are_an_error_on_all(ranks: Ran
 
 def killed(when: str) -> None:
     """The last rank is killed; what the others see."""
-    transport = SharedMemoryTransport(SharedMemory(), dist.group.WORLD)
-    requests = [AllReduce(torch.ones(2**20)) for _ in range(3)]
-    if dist.get_rank() == dist.get_world_size() - 1:
-        if when == "between the stages":
-            kill = patch.object(
-                host_shares, "add_in_order", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-            )
-            with kill:
-                transport.start(requests[0])[0].wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    works: list[Work] = []
-    with suppress(RuntimeError):  # the news may come before all are on their way
-        for request in requests:
-            works += transport.start(request)
-    assert works
-    if when == "between the stages":  # all had put their values in: one rank may have its sum
-        with suppress(RuntimeError):
-            works.pop(0).wait()
-    for work in works:  # each of them ends
-        with pytest.raises(RuntimeError, match="of this host has ended"):
-            work.wait()
-    with pytest.raises(RuntimeError, match="has ended"):
-        transport.start(AllReduce(torch.ones(1)))[0].wait()
-    transport.close()
+    between = when == "between the stages"
+    transports.killed(
+        SharedMemoryTransport(SharedMemory(), dist.group.WORLD),
+        patch.object(host_shares, "add_in_order", die) if between else None,
+        first_may_end=between,  # all had put their values in: one rank may have its sum
+        match="of this host has ended",
+        later="has ended",
+    )
 
 
 @pytest.mark.parametrize("when", ["before it began", "between the stages"])
