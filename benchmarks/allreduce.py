@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import socket
 import statistics
 import subprocess
 import sys
-import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,11 @@ from iteration import quartiles
 from rich.console import Console
 from rich.table import Table
 from tables import save
-from transports import computing
+from turns import carry, computing, in_turns, open_transports, seconds_of
 
-from slipstream.strategy import Strategy
 from slipstream.testbed import Testbed
 from slipstream.transport.requests import AllReduce
-from slipstream.transport.transport import make_transport
+from slipstream.transport.transport import Transport
 
 KB = 2**10
 MOST_IN_A_TURN, BYTES_IN_A_TURN = 40, 64 * 2**20
@@ -53,46 +52,38 @@ class Row:
 
 def measure(args: argparse.Namespace) -> None:
     """What one rank does; rank 0 writes the rows."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, transports = dist.get_rank(), {}
-    for name in args.transports:
-        kind, _, between = name.partition("/")
-        config = {"kind": kind, "between": between} if between else kind
-        strategy = Strategy.load({"gradients": {"transport": config}})
-        transports[name] = make_transport(strategy.gradients.transport, dist.new_group())
-    rows, shuffle = [], random.Random(0)
-    with computing(args.busy):
+    rows = []
+    with open_transports(args.transports) as transports, computing(args.busy):
         for size in args.kilobytes:
             repeats = max(1, min(MOST_IN_A_TURN, BYTES_IN_A_TURN // (size * KB)))
             repeats = 1 if args.nodes > 1 else repeats
-            seconds: dict[str, list[float]] = {name: [] for name in transports}
-            tensor = torch.zeros(size * KB // 4)
-            for step in range(args.warmup + args.rounds):
-                for name in shuffle.sample(args.transports, len(args.transports)):
-                    dist.barrier()
-                    start = time.perf_counter()
-                    for _ in range(repeats):
-                        for work in transports[name].start(AllReduce(tensor)):
-                            work.wait()
-                    spent = torch.tensor([(time.perf_counter() - start) / repeats])
-                    dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-                    if step >= args.warmup:
-                        seconds[name].append(float(spent))
+            requests = repeats * [AllReduce(torch.zeros(size * KB // 4))]
+            turn = partial(seconds_of_each, transports, requests)
+            seconds = in_turns(args.transports, turn, args.rounds, args.warmup)
             flat = statistics.median(seconds[args.transports[0]])
             for name, times in seconds.items():
                 low, median, high = (1e3 * value for value in quartiles(times))
                 rows.append(Row(name, size, median, low, high, 1e3 * flat / median))
-    if rank == 0:
-        Console(width=100).print(table(args, rows))
-        if args.json:
-            names = ("nodes", "ranks_per_node", "numbering", "rate", "rounds", "busy")
-            entry = {key: getattr(args, key) for key in names}
-            save(args.json, "allreduce", {**entry, "rows": [asdict(row) for row in rows]})
-    dist.barrier()
-    for transport in transports.values():
-        transport.close()
-    dist.destroy_process_group()
+        if dist.get_rank() == 0:
+            report(args, rows)
+
+
+def seconds_of_each(
+    transports: Mapping[str, Transport], requests: Sequence[AllReduce], name: str
+) -> float:
+    """Seconds of one request, where each is waited for before the next."""
+    transport = transports[name]
+    all_of_them = seconds_of(lambda: [carry(transport, [request]) for request in requests])
+    return all_of_them / len(requests)
+
+
+def report(args: argparse.Namespace, rows: list[Row]) -> None:
+    """Print the table and write the file."""
+    Console(width=100).print(table(args, rows))
+    if args.json:
+        names = ("nodes", "ranks_per_node", "numbering", "rate", "rounds", "busy")
+        entry = {key: getattr(args, key) for key in names}
+        save(args.json, "allreduce", {**entry, "rows": [asdict(row) for row in rows]})
 
 
 def table(args: argparse.Namespace, rows: list[Row]) -> Table:

@@ -63,7 +63,7 @@ from baselines import (
     with_hook,
     zero1,
 )
-from iteration import Iterate, Loss, accelerated, on_loopback, plain, quartiles
+from iteration import Iterate, Loss, accelerated, on_loopback, on_testbed, plain, quartiles
 from peak_memory import free_bytes, peak_rss, release
 from rich.console import Console
 from rich.progress import track
@@ -79,7 +79,7 @@ from torch import nn
 
 from slipstream.session.session import Session
 from slipstream.strategy import Auto, Optimal, Transport
-from slipstream.testbed import Testbed, parse_rate
+from slipstream.testbed import parse_rate
 from slipstream.tuner.search_space import MOST, SETTLING, TURNS
 from slipstream.tuner.significance import median_interval
 
@@ -481,26 +481,6 @@ def table(entry: Mapping[str, Any], rows: Sequence[Row]) -> Table:
     for r in rows:
         drawn.add_row(*exchange_cells(asdict(r)))
     return drawn
-
-
-def on_testbed(argv: Sequence[str], nodes: int, rate: str) -> int:
-    """Run this script on every node of a testbed."""
-    with Testbed(nodes=nodes, rate=rate) as bed:
-        return bed.run(
-            [
-                [
-                    "env",
-                    f"RANK={node.index}",
-                    f"WORLD_SIZE={nodes}",
-                    f"MASTER_ADDR={bed.nodes[0].address}",
-                    "MASTER_PORT=29500",
-                    sys.executable,
-                    os.path.abspath(sys.argv[0]),
-                    *argv,
-                ]
-                for node in bed.nodes
-            ]
-        )
 
 
 def seconds_or_wire(text: str) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 
 import slipstream
 from slipstream.session.session import Session
+from slipstream.testbed import Testbed
 
 Iterate = Callable[[], None]
 Loss = Callable[[nn.Module], torch.Tensor]
@@ -57,6 +58,26 @@ def on_loopback(script: str, argv: Sequence[str], ranks: int) -> int:
     """Run a script on several ranks of this host, a thread each; its exit status."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     return subprocess.call([*torchrun, script, *argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def on_testbed(argv: Sequence[str], nodes: int, rate: str) -> int:
+    """Run this script on every node of a testbed."""
+    with Testbed(nodes=nodes, rate=rate) as bed:
+        return bed.run(
+            [
+                [
+                    "env",
+                    f"RANK={node.index}",
+                    f"WORLD_SIZE={nodes}",
+                    f"MASTER_ADDR={bed.nodes[0].address}",
+                    "MASTER_PORT=29500",
+                    sys.executable,
+                    os.path.abspath(sys.argv[0]),
+                    *argv,
+                ]
+                for node in bed.nodes
+            ]
+        )
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -34,8 +34,8 @@ from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
-from exchange import make_model, on_testbed
-from iteration import accelerated, quartiles
+from exchange import make_model
+from iteration import accelerated, on_testbed, quartiles
 from rich.console import Console
 from rich.table import Table
 from tables import save

@@ -14,32 +14,27 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 
 import torch
 import torch.distributed as dist
-from exchange import on_testbed
-from iteration import quartiles
+from iteration import on_testbed, quartiles
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from tables import save
-from torch import nn
+from turns import carry, computing, in_turns, open_transports, seconds_of
 
-from slipstream.strategy import Gradients
 from slipstream.testbed import parse_rate
 from slipstream.transport.requests import AllReduce, sent_bytes
-from slipstream.transport.transport import make_transport
 
 MB = 2**20
 CORES = ("free", "busy")
+
+Variant = tuple[str, float, str]
+"""A transport, megabytes of a segment, one of ``CORES``."""
 
 
 @dataclass(frozen=True)
@@ -54,76 +49,43 @@ class Row:
     high: float
 
 
-@contextmanager
-def computing(busy: bool) -> Iterator[None]:
-    """Keep a core busy while it lasts."""
-    over = threading.Event()
-    layer, images = nn.Conv2d(32, 32, 3), torch.ones(4, 32, 64, 64)
-
-    def compute() -> None:
-        torch.set_num_threads(1)  # a thread of its own begins with as many as there are cores
-        with torch.no_grad():
-            while not over.is_set():
-                layer(images)
-
-    thread = threading.Thread(target=compute)
-    if busy:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        if busy:
-            thread.join()
-
-
 def measure(args: argparse.Namespace) -> None:
     """What one rank does; rank 0 writes the rows."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    transports = {
-        name: make_transport(Gradients(transport=name).transport, dist.new_group())
-        for name in args.transports
-    }
     tensors = {
         size: torch.zeros(round(args.megabytes / size), round(size * MB) // 4)
         for size in args.segments
     }
-    variants = list(product(transports, args.segments, CORES))
-    seconds: dict[tuple[str, float, str], list[float]] = {variant: [] for variant in variants}
-    shuffle = random.Random(0)
-    console = Console(stderr=True, quiet=rank != 0)
-    for step in track(range(args.warmup + args.rounds), "rounds", console=console):
-        for variant in shuffle.sample(variants, len(variants)):
+
+    with open_transports(args.transports) as transports:
+
+        def turn(variant: Variant) -> float:
             name, size, cores = variant
             requests = [AllReduce(tensor) for tensor in tensors[size]]
             with computing(cores == "busy"):
                 transports[name].prepare(requests)
-                dist.barrier()
-                start = time.perf_counter()
-                works = [work for request in requests for work in transports[name].start(request)]
-                for work in works:
-                    work.wait()
-                spent = torch.tensor([time.perf_counter() - start])
-            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            if step >= args.warmup:
-                seconds[variant].append(float(spent))
-    if rank == 0:
-        rate = parse_rate(args.rate) / 8
-        rows = []
-        for (name, size, cores), times in seconds.items():
-            wire = sum(sent_bytes(AllReduce(t), world) for t in tensors[size]) / rate
-            low, median, high = quartiles([spent / wire for spent in times])
-            rows.append(Row(name, size, cores, median, low, high))
-        Console(width=100).print(table(args, rows))
-        if args.json:
-            entry = {key: getattr(args, key) for key in ("nodes", "rate", "megabytes", "rounds")}
-            save(args.json, "transports", {**entry, "rows": [asdict(row) for row in rows]})
-    dist.barrier()
-    for transport in transports.values():
-        transport.close()
-    dist.destroy_process_group()
+                return seconds_of(lambda: carry(transports[name], requests))
+
+        variants = list(product(args.transports, args.segments, args.cores))
+        seconds = in_turns(variants, turn, args.rounds, args.warmup)
+        if dist.get_rank() == 0:
+            report(args, seconds, tensors)
+
+
+def report(
+    args: argparse.Namespace,
+    seconds: Mapping[Variant, Sequence[float]],
+    tensors: Mapping[float, torch.Tensor],
+) -> None:
+    """Print the table and write the file."""
+    rate, rows = parse_rate(args.rate) / 8, []
+    for (name, size, cores), times in seconds.items():
+        wire = sum(sent_bytes(AllReduce(t), args.nodes) for t in tensors[size]) / rate
+        low, median, high = quartiles([spent / wire for spent in times])
+        rows.append(Row(name, size, cores, median, low, high))
+    Console(width=100).print(table(args, rows))
+    if args.json:
+        entry = {key: getattr(args, key) for key in ("nodes", "rate", "megabytes", "rounds")}
+        save(args.json, "transports", {**entry, "rows": [asdict(row) for row in rows]})
 
 
 def table(args: argparse.Namespace, rows: list[Row]) -> Table:
@@ -147,7 +109,8 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--megabytes", type=int, default=96, help="exchanged in a turn")
     parser.add_argument("--segments", nargs="*", type=float, default=[8.0, 2.0], help="their MB")
-    parser.add_argument("--transports", nargs="*", default=["flat", "direct"])
+    parser.add_argument("--transports", nargs="*", default=["flat", "direct", "ring"])
+    parser.add_argument("--cores", nargs="*", choices=CORES, default=CORES)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--json", help="also write the figures to this file")

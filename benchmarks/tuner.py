@@ -24,8 +24,7 @@ from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
-from exchange import on_testbed
-from iteration import Loss, accelerated, quartiles
+from iteration import Loss, accelerated, on_testbed, quartiles
 from rich.console import Console
 from rich.table import Table
 from tables import save

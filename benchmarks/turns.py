@@ -1,0 +1,103 @@
+"""Transports that take turns between barriers: what the benchmarks of single exchanges share."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+
+from slipstream.strategy import Strategy
+from slipstream.transport.requests import Request
+from slipstream.transport.transport import Transport, make_transport
+
+Variant = TypeVar("Variant")
+
+
+@contextmanager
+def open_transports(names: Sequence[str]) -> Iterator[dict[str, Transport]]:
+    """By name, each on a group of its own, on a rank that torchrun's variables describe.
+
+    A name is a kind, or a kind and what it uses between hosts: ``hierarchical/flat``.
+    """
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    transports = {}
+    for name in names:
+        kind, _, between = name.partition("/")
+        config = {"kind": kind, "between": between} if between else kind
+        strategy = Strategy.load({"gradients": {"transport": config}})
+        transports[name] = make_transport(strategy.gradients.transport, dist.new_group())
+    yield transports
+    dist.barrier()
+    for transport in transports.values():
+        transport.close()
+    dist.destroy_process_group()
+
+
+def in_turns(
+    variants: Sequence[Variant], turn: Callable[[Variant], float], rounds: int, warmup: int
+) -> dict[Variant, list[float]]:
+    """Seconds of each variant's turns on the slowest rank, in an order shuffled every round.
+
+    Args:
+        variants: the same on all ranks.
+        turn: carries a variant out; returns the seconds on this rank.
+        rounds: turns of each variant that count.
+        warmup: turns before that.
+    """
+    seconds: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    shuffle = random.Random(0)
+    console = Console(stderr=True, quiet=dist.get_rank() != 0)
+    for step in track(range(warmup + rounds), "rounds", console=console):
+        for variant in shuffle.sample(variants, len(variants)):
+            spent = torch.tensor([turn(variant)])
+            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+            if step >= warmup:
+                seconds[variant].append(float(spent))
+    return seconds
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Behind a barrier."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def carry(transport: Transport, requests: Sequence[Request]) -> None:
+    """Start all, and wait for all."""
+    for work in [work for request in requests for work in transport.start(request)]:
+        work.wait()
+
+
+@contextmanager
+def computing(busy: bool) -> Iterator[None]:
+    """Keep a core busy while it lasts."""
+    over = threading.Event()
+    layer, images = nn.Conv2d(32, 32, 3), torch.ones(4, 32, 64, 64)
+
+    def compute() -> None:
+        torch.set_num_threads(1)  # a thread of its own begins with as many as there are cores
+        with torch.no_grad():
+            while not over.is_set():
+                layer(images)
+
+    thread = threading.Thread(target=compute)
+    if busy:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if busy:
+            thread.join()
