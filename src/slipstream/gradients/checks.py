@@ -16,6 +16,7 @@ from slipstream.strategy import (
     Direct,
     Gradients,
     Hierarchical,
+    Ring,
     SharedMemory,
 )
 
@@ -34,7 +35,8 @@ def check_gradients(
     check_momentum_correction(optimizer, trainables, config.codec)
     device = trainables[0].parameter.device if trainables else torch.device("cpu")
     kind = config.transport.kind
-    if isinstance(config.transport, Direct | Hierarchical | SharedMemory) and device.type != "cpu":
+    of_cpus = Direct | Ring | Hierarchical | SharedMemory
+    if isinstance(config.transport, of_cpus) and device.type != "cpu":
         raise StrategyError(
             f"gradients.transport {kind} sends the memory of CPUs alone, and the model is on "
             f"{device}; write gradients: {{transport: flat}}"

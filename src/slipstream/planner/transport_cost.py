@@ -19,7 +19,7 @@ from slipstream.planner.fit import Array
 from slipstream.strategy import Auto, Direct, Flat, Sharded, Strategy, Transport
 from slipstream.trace.event import Trace
 
-TransportKind = Literal["flat", "direct", "hierarchical", "shared_memory", "sharded"]
+TransportKind = Literal["flat", "direct", "ring", "hierarchical", "shared_memory", "sharded"]
 
 
 class Recipe(NamedTuple):
@@ -39,6 +39,7 @@ class Recipe(NamedTuple):
 RECIPES: Mapping[TransportKind, Recipe] = {
     "flat": Recipe((("world", "all_reduce"),)),
     "direct": Recipe((("world", "direct_all_reduce"),), direct=True, rounds=2),
+    "ring": Recipe((("world", "all_reduce"),), direct=True, rounds=2),  # the backend's is one, too
     "shared_memory": Recipe((("world", "all_reduce"),)),  # the backend's, which takes longer
     "hierarchical": Recipe(
         (("intra", "reduce_scatter"), ("inter", "all_reduce"), ("intra", "all_gather"))

@@ -26,6 +26,17 @@ class Direct(Variant, exactness="reordered"):
     kind: Literal["direct"] = "direct"
 
 
+class Ring(Variant, exactness="reordered"):
+    """Partial sums go round from rank to rank, then the sums; for many ranks. On CPUs only.
+
+    Each rank receives from one neighbour and sends to the other, with receives posted before
+    backward begins and several segments under way. Each share of a segment is summed along the
+    ring: the same bits on all ranks and in every run; 16-bit floats are rounded at every hop.
+    """
+
+    kind: Literal["ring"] = "ring"
+
+
 class Sharded(Variant, exactness="reordered"):
     """Each rank updates a share of every parameter: gradients are summed to the ranks that own
     them, and parameters are gathered under the next forward, each before the layer that reads it.
@@ -95,7 +106,7 @@ class Auto(Variant, exactness="reordered"):
     """Updates that the search takes at most."""
 
 
-Transport = Annotated[Flat | Direct | Sharded | Hierarchical | SharedMemory | Auto, OneOf()]
+Transport = Annotated[Flat | Direct | Ring | Sharded | Hierarchical | SharedMemory | Auto, OneOf()]
 """A transport, or only its kind: ``flat`` for ``{kind: flat}``."""
 
 DEFAULT_TRANSPORT = Flat()

@@ -17,6 +17,7 @@ from slipstream.strategy import (
     Direct,
     Flat,
     Hierarchical,
+    Ring,
     Sharded,
     SharedMemory,
     Transport as TransportConfig,
@@ -25,6 +26,7 @@ from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.requests import Exchange, Request
+from slipstream.transport.ring import RingTransport
 from slipstream.transport.shared_memory import SharedMemoryTransport
 from slipstream.transport.work import Work
 
@@ -61,6 +63,7 @@ class Transport(Protocol):
 TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
     Flat: FlatTransport,
     Direct: DirectTransport,
+    Ring: RingTransport,
     Sharded: DirectTransport,
     Hierarchical: HierarchicalTransport,
     SharedMemory: SharedMemoryTransport,
