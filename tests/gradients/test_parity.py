@@ -34,7 +34,7 @@ def plans(world: int) -> list[tuple[str, str, bool, int]]:
     transports = [
         ("flat", "sharded"),
         ("direct", "hierarchical"),
-        ("shared_memory", "direct"),
+        ("shared_memory", "ring"),
         ("sharded", "flat"),
     ]
     every = [
