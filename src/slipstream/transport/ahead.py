@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
-
-from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request
 
 AHEAD = 64 * 2**20
 """Bytes of pieces that are received ahead at most, beyond those of the tensor that is next."""
@@ -17,14 +15,6 @@ ALIGNMENT = 64
 """Bytes; shares begin at multiples of it, as vectorized sums like."""
 TAGS = 2**15
 """Exchanges after which tags begin anew; far more than are ever under way."""
-
-
-def is_sent(request: Request) -> TypeGuard[AllReduce | ReduceScatter | AllGather]:
-    """Whether sends and receives carry it: gloo sends host memory alone."""
-    match request:
-        case AllReduce(tensor) | ReduceScatter(tensor, _) | AllGather(tensor, _):
-            return not tensor.is_cuda
-    return False
 
 
 def cut_into_shares(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:

@@ -39,12 +39,13 @@ from datetime import timedelta
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 
 from slipstream.strategy import Flat, Ring
-from slipstream.transport.ahead import TAGS, Pieces, ReceiveBuffers, cut_into_shares, is_sent
+from slipstream.transport.ahead import TAGS, Pieces, ReceiveBuffers, cut_into_shares
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.p2p import start_transfer
 from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request
@@ -95,10 +96,10 @@ class RingTransport:
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Post the receives of what comes next."""
-        self._announce([request for request in requests if is_sent(request)])
+        self._announce([request for request in requests if _goes_round(request)])
 
     def start(self, request: Request) -> Sequence[Work]:
-        if not is_sent(request):
+        if not _goes_round(request):
             return self._flat.start(request)
         if self._error is not None:
             raise RuntimeError(f"an earlier exchange failed: {self._error}")
@@ -225,6 +226,14 @@ class RingTransport:
         rows, entry.rows = entry.rows, None
         if rows is not None:
             self._buffers.give_back(rows)
+
+
+def _goes_round(request: Request) -> TypeGuard[AllReduce | ReduceScatter | AllGather]:
+    """gloo sends host memory alone."""
+    match request:
+        case AllReduce(tensor) | ReduceScatter(tensor, _) | AllGather(tensor, _):
+            return not tensor.is_cuda
+    return False
 
 
 def _wait(works: Sequence[dist.Work]) -> None:
