@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slipstream.transport import ahead
 from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request, sent_bytes
 from slipstream.transport.transport import Transport
 from slipstream.transport.work import Work
@@ -132,6 +133,20 @@ def check_receives_come_first(transport: Transport) -> None:
     with messages() as log:
         exchange(transport, requests, announce=False)
     assert {name for name, _ in log} == {"isend"}
+
+
+def received_ahead(transport: Transport, num_bytes: int) -> tuple[int, float]:
+    """Bytes whose receives announcing ten tensors posts where so many pieces may come ahead, and
+    the bytes of these tensors' sums that come from others."""
+    given = [torch.ones(4096) for _ in range(10)]
+    requests = [AllReduce(tensor) for tensor in given]
+    with patch.object(ahead, "AHEAD", num_bytes):
+        with messages() as log:
+            transport.prepare(requests)
+        exchange(transport, requests, announce=False)
+    world = dist.get_world_size()
+    results = sum(tensor.nbytes for tensor in given) * (world - 1) / world
+    return sum(size for _, size in log), results
 
 
 def check_bytes_sent(transport: Transport) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.strategy import Direct
-from slipstream.transport import direct
+from slipstream.transport import ahead, direct
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.requests import AllReduce
 from tests.harness.ranks import RankFailure, Ranks
@@ -22,8 +22,8 @@ from tests.harness.transports import (
     exchange,
     in_rank_order,
     killed,
-    messages,
     opened,
+    received_ahead,
     tensors,
 )
 
@@ -40,8 +40,12 @@ def made() -> DirectTransport:
     return DirectTransport(Direct(), dist.group.WORLD)
 
 
-def sums(dtype: torch.dtype, ahead: int, window: int) -> None:
-    with patch.multiple(direct, AHEAD=ahead, WINDOW=window), opened(made()) as transport:
+def sums(dtype: torch.dtype, num_bytes: int, window: int) -> None:
+    with (
+        patch.object(ahead, "AHEAD", num_bytes),
+        patch.object(direct, "WINDOW", window),
+        opened(made()) as transport,
+    ):
         for step in range(4):
             given = tensors(dtype, step)
             expected = [in_rank_order(tensor) for tensor in given]
@@ -51,16 +55,16 @@ def sums(dtype: torch.dtype, ahead: int, window: int) -> None:
 
 def sums_of_all() -> None:
     for dtype in DTYPES:
-        sums(dtype, direct.AHEAD, direct.WINDOW)
+        sums(dtype, ahead.AHEAD, direct.WINDOW)
 
 
 def test_sums_are_taken_in_rank_order(ranks: Ranks) -> None:
     ranks.run(sums_of_all)
 
 
-@pytest.mark.parametrize("ahead", [0, 100_000])
-def test_sums_are_right_where_memory_lets_few_pieces_in(ranks: Ranks, ahead: int) -> None:
-    ranks.run(sums, torch.float32, ahead, 1)
+@pytest.mark.parametrize("num_bytes", [0, 100_000])
+def test_sums_are_right_where_memory_lets_few_pieces_in(ranks: Ranks, num_bytes: int) -> None:
+    ranks.run(sums, torch.float32, num_bytes, 1)
 
 
 def halves_of_all() -> None:
@@ -83,22 +87,16 @@ def test_receives_come_first_and_a_ring_sends_as_much(ranks: Ranks) -> None:
     ranks.run(messages_of_all)
 
 
-def received_ahead(ahead: int) -> int:
+def pieces_ahead(num_bytes: int) -> float:
     """Bytes of pieces whose receives were posted before anything was sent."""
-    with patch.object(direct, "AHEAD", ahead), opened(made()) as transport:
-        given = [torch.ones(4096) for _ in range(10)]
-        requests = [AllReduce(tensor) for tensor in given]
-        with messages() as log:
-            transport.prepare(requests)
-        exchange(transport, requests, announce=False)
-        world = dist.get_world_size()
-        of_sums = sum(t.nbytes for t in given) * (world - 1) / world
-        return round(sum(size for _, size in log) - of_sums)
+    with opened(made()) as transport:
+        received, results = received_ahead(transport, num_bytes)
+    return received - results
 
 
 def test_pieces_received_ahead_stay_within_their_memory(ranks: Ranks) -> None:
     one = 4 * 4096 * (ranks.size - 1) / ranks.size  # pieces of one tensor's share
-    for bytes_ahead in ranks.run(received_ahead, 40_000):
+    for bytes_ahead in ranks.run(pieces_ahead, 40_000):
         assert bytes_ahead <= max(40_000, one) + 64 * ranks.size
         assert bytes_ahead > 40_000 - one - 64 * ranks.size
 

@@ -23,6 +23,7 @@ from tests.harness.transports import (
     messages,
     of_all_ranks,
     opened,
+    received_ahead,
     tensors,
 )
 
@@ -56,17 +57,22 @@ def check_sums(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
 
 def check_memory() -> None:
     """Partial sums that are received before anything is sent."""
-    world, given = dist.get_world_size(), [torch.ones(4096) for _ in range(10)]
-    requests = [AllReduce(tensor) for tensor in given]
-    transport = RingTransport(Ring(), dist.group.WORLD)
-    with patch.object(ahead, "AHEAD", 40_000):
-        with messages() as log:
-            transport.prepare(requests)
-        exchange(transport, requests, announce=False)
-    transport.close()
-    one = given[0].nbytes * (world - 1) / world
-    partial_sums = sum(size for _, size in log) / 2  # the others arrive in the tensors themselves
-    assert 40_000 - one <= partial_sums <= 40_000
+    with opened(RingTransport(Ring(), dist.group.WORLD)) as transport:
+        received, results = received_ahead(transport, 40_000)
+    assert 40_000 - results / 10 <= received / 2 <= 40_000  # as many sums come as partial sums
+
+
+def check_late_starts() -> None:
+    """One rank begins the second tensor when the first is done, the others at once."""
+    with opened(RingTransport(Ring(), dist.group.WORLD)) as transport:
+        for late in range(dist.get_world_size()):
+            requests = [AllReduce(torch.ones(4096)) for _ in range(2)]
+            works = [*transport.start(requests[0])]
+            if dist.get_rank() == late:
+                works[0].wait()
+            works += transport.start(requests[1])
+            for work in works:
+                work.wait()
 
 
 def check_others(transport: RingTransport) -> None:
@@ -91,6 +97,7 @@ def battery() -> None:
         with patch.object(ahead, "AHEAD", num_bytes), patch.object(ring, "WINDOW", window):
             check_sums(world, torch.float32)
     check_memory()
+    check_late_starts()
     with opened(RingTransport(Ring(), world)) as transport:
         check_receives_come_first(transport)
         check_bytes_sent(transport)

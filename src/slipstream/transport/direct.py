@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import TypeGuard
 
@@ -29,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.strategy import Direct, Flat, Sharded
+from slipstream.transport.ahead import TAGS, Pieces, ReceiveBuffers, cut_into_shares
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.p2p import start_transfer
 from slipstream.transport.requests import (
@@ -40,14 +42,8 @@ from slipstream.transport.requests import (
 )
 from slipstream.transport.work import ThreadWork, Work
 
-AHEAD = 64 * 2**20
-"""Bytes of pieces that are received ahead at most, beyond those of the tensor that is next."""
 WINDOW = 4
 """Tensors whose sums are on their way before the thread waits for the first of them."""
-ALIGNMENT = 64
-"""Bytes; shares begin at multiples of it, as vectorized sums like."""
-TAGS = 2**15
-"""All-reduces after which tags begin anew; far more than are ever under way."""
 
 
 _Ours = AllReduce | ReduceScatter | AllGather | AllToAll
@@ -107,11 +103,7 @@ class DirectTransport:
         self._next_tag = 0
         self._announced: deque[_Exchange] = deque()
         self._sums_to_come = 0  # announced and not started
-        # The lock guards what follows: the thread frees pieces, and receives the next ones there.
-        self._lock = threading.Lock()
-        self._without_pieces: deque[_Exchange] = deque()
-        self._ahead = 0
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._buffers = ReceiveBuffers()
         self._started: SimpleQueue[_Exchange | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -155,12 +147,7 @@ class DirectTransport:
         self._announced.extend(new)
         sums = [entry for entry in new if entry.parts]
         self._sums_to_come += len(sums)
-        with self._lock:
-            if len(sums) > 1:  # of a backward pass: rows of another layout are not needed any more
-                sizes = {_size(entry.parts[self._rank]) for entry in sums}
-                self._free = {size: rows for size, rows in self._free.items() if size in sizes}
-            self._without_pieces.extend(sums)
-            self._receive_pieces()
+        self._buffers.announce([self._pieces(entry) for entry in sums])
 
     def _exchange(self, request: _Ours) -> _Exchange:
         """A request with its tags, the receives of its results posted."""
@@ -170,18 +157,13 @@ class DirectTransport:
             case AllGather(_, receive) | AllToAll(_, receive):
                 results: Sequence[torch.Tensor] = receive.unbind()
             case AllReduce(tensor):
-                results = entry.parts = self._parts(tensor.view(-1))
+                results = entry.parts = cut_into_shares(tensor.view(-1), self._ranks)
                 entry.out, entry.sends_sum = results[self._rank], True
             case ReduceScatter(rows, out):
                 entry.parts, entry.out = rows.unbind(), out
                 return entry
         entry.results_in = self._receive(results, 2 * entry.tag + 1)
         return entry
-
-    def _parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        unit = max(ALIGNMENT // flat.itemsize, 1)
-        length = -(-flat.numel() // (self._ranks * unit)) * unit
-        return [flat[rank * length :][:length] for rank in range(self._ranks)]
 
     def _deliver(self, entry: _Exchange, request: AllGather | AllToAll) -> list[dist.Work]:
         given: Sequence[torch.Tensor] = [request.send] * self._ranks
@@ -193,20 +175,15 @@ class DirectTransport:
             own.copy_(given[self._rank])
         return [*entry.results_in, *sent]
 
-    def _receive_pieces(self) -> None:
-        """Post the receives of pieces of the next sums, as far as memory goes."""
-        while self._without_pieces:
-            entry = self._without_pieces[0]
-            own = entry.parts[self._rank]
-            num_bytes = own.nbytes * (self._ranks - 1)
-            if self._ahead and self._ahead + num_bytes > AHEAD:
-                return
-            self._ahead += num_bytes
-            free = self._free.get(_size(own))
-            entry.rows = free.pop() if free else own.new_empty(self._ranks - 1, own.numel())
-            entry.pieces = [*entry.rows[: self._rank], own, *entry.rows[self._rank :]]
-            entry.pieces_in = self._receive(entry.pieces, 2 * entry.tag)
-            self._without_pieces.popleft()
+    def _pieces(self, entry: _Exchange) -> Pieces:
+        own = entry.parts[self._rank]
+        post = partial(self._receive_pieces, entry)
+        return Pieces(self._ranks - 1, own.numel(), own.dtype, post)
+
+    def _receive_pieces(self, entry: _Exchange, rows: torch.Tensor) -> None:
+        entry.rows = rows
+        entry.pieces = [*rows[: self._rank], entry.parts[self._rank], *rows[self._rank :]]
+        entry.pieces_in = self._receive(entry.pieces, 2 * entry.tag)
 
     def _receive(self, tensors: Sequence[torch.Tensor], tag: int) -> list[dist.Work]:
         receives = {self._members[r]: tensors[r] for r in self._sources}
@@ -250,10 +227,7 @@ class DirectTransport:
             add_in_order(entry.pieces, out)
             if entry.sends_sum:
                 entry.sent = [*entry.sent, *self._send([out] * self._ranks, 2 * entry.tag + 1)]
-        with self._lock:
-            self._ahead -= own.nbytes * (self._ranks - 1)
-            self._free.setdefault(_size(own), []).append(entry.rows)
-            self._receive_pieces()
+        self._buffers.give_back(entry.rows)
 
 
 def add_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor) -> None:
@@ -286,10 +260,6 @@ def _is_ours(request: Request) -> TypeGuard[_Ours]:
         case AllGather(tensor, _) | AllToAll(tensor, _):
             return not tensor.is_cuda
     return False
-
-
-def _size(tensor: torch.Tensor) -> tuple[int, torch.dtype]:
-    return tensor.numel(), tensor.dtype
 
 
 def _wait(works: Sequence[dist.Work]) -> None:

@@ -33,8 +33,9 @@ import torch.distributed as dist
 
 from slipstream.errors import ClusterError
 from slipstream.strategy import Direct, Flat, Hierarchical
+from slipstream.transport.ahead import TAGS
 from slipstream.transport.consistency import agree
-from slipstream.transport.direct import TAGS, DirectTransport
+from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.host_memory import share_memory
 from slipstream.transport.host_pipeline import Pipeline
