@@ -75,7 +75,12 @@ def network(hosts: int) -> NetworkProfile:
             for rounds in (2, 1)
         )
         networks[kind] = Network(
-            kind=kind, ranks=count, all_reduce=whole, reduce_scatter=half, all_gather=half
+            kind=kind,
+            ranks=count,
+            all_reduce=whole,
+            direct_all_reduce=whole,
+            reduce_scatter=half,
+            all_gather=half,
         )
     return NetworkProfile(
         world_size=ranks["world"], hosts=hosts, ranks_per_host=RANKS_PER_HOST, networks=networks,

@@ -40,8 +40,9 @@ from slipstream.planner.ranking import Prediction, rank
 from slipstream.planner.workload import gradients_of
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, chrome
+from slipstream.tuner.trial_log import Tuned
 from slipstream.tuner.trials import Measurement, iterations
-from slipstream.tuner.tune import Tuned, Tuner
+from slipstream.tuner.tune import Tuner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import data

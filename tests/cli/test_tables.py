@@ -21,7 +21,7 @@ from slipstream.planner.cost import CodecCost
 from slipstream.planner.ranking import Point, rank
 from slipstream.strategy import Strategy, overview
 from slipstream.testbed import LinkCheck, Node, Testbed
-from slipstream.tuner.tune import Trial, Tuned
+from slipstream.tuner.trial_log import Trial, Tuned
 from tests.cli.test_demo import MEASURED
 from tests.planner.networks import ring_profile
 from tests.planner.test_ranking import UNEVEN

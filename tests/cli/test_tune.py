@@ -16,7 +16,7 @@ from slipstream.cli.tune import command as command
 from slipstream.errors import LaunchError
 from slipstream.planner.cost import NetworkProfile
 from slipstream.strategy import Strategy
-from slipstream.tuner import significance, tune
+from slipstream.tuner import one_start, significance, tune
 from tests.planner.networks import ethernet_profile as cluster
 from tests.testbed.traces import marked, wait_for_marked
 
@@ -108,7 +108,7 @@ def test_what_the_first_run_shows_ends_in_a_box(
     slipstream, monkeypatch, argument, error, message
 ) -> None:
     monkeypatch.setattr(tune, "RUNS", 100_000)  # more than any machine does in the budget
-    monkeypatch.setattr(tune, "UPDATES", 100_000_000)
+    monkeypatch.setattr(one_start, "UPDATES", 100_000_000)
     monkeypatch.setattr(tune, "PATIENCE", 600.0)
     marker = f"tuned-{uuid.uuid4()}"
     given = ["--cluster", "cluster.yaml", "--budget", "1h"]

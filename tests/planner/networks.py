@@ -54,7 +54,8 @@ def ring(kind: Kind, ranks: int, latency: float, per_byte: float) -> Network:
     """A network whose all-reduce costs twice what the others do."""
     once = ring_curve(ranks, latency, per_byte, rounds=1)
     twice = ring_curve(ranks, latency, per_byte)
-    return Network(kind=kind, ranks=ranks, all_reduce=twice, reduce_scatter=once, all_gather=once)
+    curves = {"all_reduce": twice, "direct_all_reduce": twice}
+    return Network(kind=kind, ranks=ranks, **curves, reduce_scatter=once, all_gather=once)
 
 
 def ring_profile(hosts: int = 4, ranks_per_host: int = 1, **changes: Any) -> NetworkProfile:

@@ -19,7 +19,7 @@ from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
 from slipstream.strategy import ByIndex, Direct, Strategy
 from slipstream.trace import Trace
-from tests.planner.networks import MB, ethernet_profile
+from tests.planner.networks import MB, ethernet_profile, ring_profile
 
 SIZES = (2 * MB, 40 * MB, 4096, 9 * MB, 4096, 9 * MB, 4096, 2 * MB, 1 * MB, 4096, 64 * 1024)
 
@@ -242,3 +242,10 @@ def test_a_sharded_strategy_is_priced_with_its_own_gathers() -> None:
     trace = simulate(work, plan, network)
     assert Plan.of_trace(trace) == plan
     assert candidates(work, network, base=strategy)[0] == strategy
+
+
+def test_hierarchical_is_proposed_where_hosts_have_several_ranks() -> None:
+    for hosts, ranks_per_host, proposed in ((2, 2, True), (4, 1, False), (1, 4, False)):
+        network = ring_profile(hosts, ranks_per_host)
+        kinds = {s.gradients.transport.kind for s in candidates(workload(), network)}
+        assert kinds == {"flat", "direct"} | ({"hierarchical"} if proposed else set())

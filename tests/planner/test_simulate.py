@@ -154,9 +154,11 @@ def test_hierarchical_goes_through_both_networks_one_segment_behind_the_other() 
     assert predict(work, hierarchical, network) == pytest.approx(ALONE + sum(stages))
     staggered = predict(work, Plan((2, 6), False, "hierarchical"), network)
     assert ALONE + stages[1] < staggered < ALONE + sum(stages)
-    assert predict(work, Plan((6,), transport="hierarchical"), linear_profile(8)) == predict(
-        work, Plan((6,)), linear_profile(8)
-    )
+    # where there is nothing to sum inside hosts, and where there is nothing else
+    for hosts, ranks_per_host, same in ((8, 1, "direct"), (1, 8, "flat")):
+        network = ring_profile(hosts, ranks_per_host)
+        plain = predict(work, Plan((6,), transport=same), network)
+        assert predict(work, hierarchical, network) == plain
 
 
 def test_gathers_have_cuts_of_their_own() -> None:

@@ -15,7 +15,7 @@ from slipstream.calibration import collective_timer
 from slipstream.errors import TraceError
 from slipstream.strategy import ByIndex
 from slipstream.trace import read
-from slipstream.tuner import online_search
+from slipstream.tuner import online_search, predicted_choices
 from slipstream.tuner.search_space import SETTLING, TURNS
 from tests.harness.ranks import Ranks
 
@@ -48,7 +48,7 @@ def train(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(online_search, "CALIBRATION_SECONDS", 0.2)
         if proposed is not None:
-            patch.setattr(online_search, "optimal_split", _answer(proposed))
+            patch.setattr(predicted_choices, "optimal_split", _answer(proposed))
             windows = iter(seconds)
             patch.setattr(online_search, "iterations", lambda trace: [next(windows)])
         session = slipstream.accelerate(model, optimizer, strategy=settings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +14,16 @@ import torch
 from torch import nn
 
 import slipstream
+from slipstream.errors import ClusterError
+from slipstream.session import compose
 from slipstream.strategy import ByIndex
 from slipstream.trace import read
+from slipstream.transport import place as transport_place
+from slipstream.transport.hosts import Hosts
+from slipstream.transport.place import Place, find_place
 from slipstream.transport.requests import AllReduce
 from slipstream.transport.switch import Switch
-from slipstream.tuner import online_search
+from slipstream.tuner import online_search, predicted_choices
 from slipstream.tuner.search_space import SETTLING, TURNS
 from tests.harness.ranks import PerRank, Ranks
 
@@ -37,26 +44,35 @@ def train(
     seconds: tuple[float, ...] = (),
     state: dict[str, Any] | None = None,
     delay: float = 0.0,
+    apart: bool = True,
 ) -> dict[str, Any]:
-    """What carried each update, the segments after it, losses, parameters, report and state.
+    """What carried each update, whether it began when backward had ended, the segments after it,
+    losses, parameters, report and state.
 
     ``seconds`` (measured in each window) stand in for the clock, where given, and four of twelve
-    gradients for the split that is optimal.
+    gradients for the split that is optimal. ``apart``: each rank is on a host of its own.
     """
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     used: list[str] = []
+    after: list[bool] = []
+    last = next(model.parameters())  # to be ready
 
     def started(switch: Switch, request: Any) -> Any:
-        if isinstance(request, AllReduce):
+        if isinstance(request, AllReduce) and not used[-1]:
             used[-1] = switch.config.kind
+            after.append(last.grad is not None)
         return switch._used.start(request)
 
+    def place(device: torch.device, group: Any) -> Place:
+        return Place.apart(device, group.size()) if apart else find_place(device, group)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "find_place", place)
         patch.setattr(Switch, "start", started)
         patch.setattr(online_search, "CALIBRATION_SECONDS", 0.2)
-        patch.setattr(online_search, "optimal_split", lambda *_: ByIndex(last=(3, 11)))
+        patch.setattr(predicted_choices, "optimal_split", lambda *_: ByIndex(last=(3, 11)))
         if seconds:
             windows = iter(seconds)
             patch.setattr(online_search, "iterations", lambda trace: [next(windows)])
@@ -78,6 +94,7 @@ def train(
     parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
     return {
         "used": used,
+        "after": after,
         "segments": segments,
         "losses": torch.tensor(losses),
         "parameters": parameters.tolist(),
@@ -185,6 +202,51 @@ def test_a_trace_names_the_transport_that_was_chosen(three: Ranks, tmp_path: Pat
     trace = read(tmp_path / "trace.json")
     assert {event.step for event in trace.events} == {UPDATES + SETTLING + n for n in range(2)}
     assert trace.meta["strategy"]["gradients"]["transport"] == {"kind": "direct"}
+
+
+ON_ONE_HOST = {"gradients": {**AUTO["gradients"], "split": "per_layer"}}
+
+
+def on_one_host() -> list[dict[str, Any]]:
+    """A search, two runs that go on from it, and searches without memory to share, or hosts."""
+    after = train(UPDATES + 2, ON_ONE_HOST, (3, 2, 1) * TURNS, apart=False)
+    beside = train(3, ON_ONE_HOST, (), {**after["state"], "overlap": None}, apart=False)
+    resumed = train(3, ON_ONE_HOST, (), after["state"], apart=False)
+
+    def refused(name: str) -> int:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "memfd_create", refused)
+        without = train(UPDATES + 2, ON_ONE_HOST, (1, 1), apart=False)
+
+    def unreachable(*_: object) -> Hosts:
+        raise ClusterError("no sockets")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport_place, "find_hosts", unreachable)
+        unknown = train(UPDATES, ON_ONE_HOST, (2, 1) * TURNS, apart=False)
+    return [after, beside, resumed, without, unknown]
+
+
+def test_on_one_host_shared_memory_is_tried_beside_and_after_backward(three: Ranks) -> None:
+    by_rank = three.run(on_one_host)
+    for after, beside, resumed, without, unknown in by_rank:
+        kinds, ends = ["flat"] * 4 + ["shared_memory"] * 8, [False] * 8 + [True] * 4
+        assert after["used"] == kinds * TURNS + ["shared_memory"] * 2
+        assert after["after"][1:] == (ends * TURNS + [True] * 2)[1:]  # the first is observed
+        assert after["state"]["overlap"] is False
+        assert "shared_memory after backward kept" in after["report"]
+        assert resumed["used"] == beside["used"] == ["shared_memory"] * 3
+        assert (resumed["after"], beside["after"]) == ([True] * 3, [False] * 3)
+        assert without["used"] == ["flat"] * (UPDATES + 2)
+        assert without["state"]["transport"]["kind"] == "flat"
+        assert "no other transport can be used here" in without["report"]
+        assert unknown["used"] == (["flat"] * 6 + ["direct"] * 6) * TURNS
+        of_rank = (after, beside, resumed, without, unknown)
+        for one, first in zip(of_rank, by_rank[0], strict=True):
+            assert one["parameters"] == first["parameters"]
+        torch.testing.assert_close(after["losses"], without["losses"], rtol=1e-5, atol=1e-6)
 
 
 def test_one_process_has_nothing_to_choose() -> None:

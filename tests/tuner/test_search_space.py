@@ -2,50 +2,92 @@
 
 from __future__ import annotations
 
+from math import inf
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from slipstream.cluster.connect import Cluster
-from slipstream.cluster.environment import Environment
-from slipstream.strategy import ByBytes, Direct, Flat, Optimal, Strategy
-from slipstream.transport.transport import EXACT
-from slipstream.tuner.online_search import promising
+from slipstream.planner.candidates import with_gradients
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.simulate import predict
+from slipstream.strategy import (
+    ByBytes,
+    Direct,
+    Flat,
+    Hierarchical,
+    Optimal,
+    SharedMemory,
+    Single,
+    Strategy,
+    Transport,
+)
+from slipstream.transport.place import Place
+from slipstream.tuner.predicted_choices import predict_choices, promising
 from slipstream.tuner.search_space import MOST, SETTLING, TURNS, Choice, SearchSpace, fastest
+from tests.planner.networks import linear_profile
+from tests.planner.test_sharded import with_direct
+from tests.planner.workloads import workload
 
-
-def ranks(device: str = "cpu") -> Cluster:
-    environment = Environment.read({}, "here")
-    return Cluster(environment, torch.device(device), None, ("here",), owns_world=False)
-
-
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+APART = Place(CPU, ((0,), (1,), (2,)))
+TOGETHER = Place(CPU, ((0, 1, 2),))
+UNEVEN = Place(CPU, ((0, 1), (2,)))
+AUTO, OPTIMAL = {"transport": "auto"}, {"split": "optimal"}
 TENSOR = {"tensor": {"ranks": 2, "plan": {"0": "column"}}}
-SPACES = {
-    "nothing": ({}, "cpu", (Flat(),), False),
-    "a named transport": ({"gradients": {"transport": "direct"}}, "cpu", (Direct(),), False),
-    "the transport": ({"gradients": {"transport": "auto"}}, "cpu", tuple(EXACT), True),
-    "the transport on a GPU": ({"gradients": {"transport": "auto"}}, "cuda", (Flat(),), False),
-    "the transport of a shared model": (
-        {"gradients": {"transport": "auto"}, "parallel": TENSOR},
-        "cpu",
-        (Flat(),),
-        False,
+DIRECT, SHARED = (Flat(), Direct()), (Flat(), SharedMemory())
+BOTH = (True, False)
+SPACES: dict[str, tuple[dict[str, Any], Place, tuple[Transport, ...], tuple[bool, ...]]] = {
+    "nothing": ({}, APART, (Flat(),), (True,)),
+    "a named transport": ({"transport": "direct"}, APART, (Direct(),), (True,)),
+    "the transport": (AUTO, APART, DIRECT, (True,)),
+    "the transport on one host": (AUTO, TOGETHER, SHARED, BOTH),
+    "the transport on hosts with several ranks": (
+        AUTO,
+        UNEVEN,
+        (*DIRECT, Hierarchical()),
+        (True,),
     ),
-    "the split": ({"gradients": {"split": "optimal"}}, "cpu", (Flat(),), True),
-    "both": ({"gradients": {"split": "optimal", "transport": "auto"}}, "cpu", tuple(EXACT), True),
+    "the transport on GPUs": (AUTO, Place(GPU, ((0, 1),)), (Flat(),), (True,)),
+    "with 16 bits": ({**AUTO, "codec": "half"}, UNEVEN, (*DIRECT, Hierarchical()), (True,)),
+    "with a codec that does more than sum": ({**AUTO, "codec": "int8"}, UNEVEN, DIRECT, (True,)),
+    "the transport of a shared model": (
+        {**AUTO, "parallel": TENSOR},
+        APART,
+        (Flat(),),
+        (True,),
+    ),
+    "the split": (OPTIMAL, APART, (Flat(),), (True,)),
+    "the split after backward": ({**OPTIMAL, "overlap": False}, APART, (Flat(),), (False,)),
+    "both": (OPTIMAL | AUTO, APART, DIRECT, BOTH),
+    "both after backward": ({**OPTIMAL, **AUTO, "overlap": False}, APART, DIRECT, (False,)),
 }
 
 
-@pytest.mark.parametrize(
-    ("settings", "device", "transports", "is_open"), SPACES.values(), ids=SPACES
-)
-def test_what_is_open(settings, device, transports, is_open) -> None:
-    space = SearchSpace.of(Strategy.load(settings), ranks(device))
+@pytest.mark.parametrize(("config", "place", "transports", "overlap"), SPACES.values(), ids=SPACES)
+def test_what_is_open(config, place, transports, overlap) -> None:
+    parallel = {key: config[key] for key in ("parallel",) if key in config}
+    gradients = {key: value for key, value in config.items() if key != "parallel"}
+    space = SearchSpace.of(Strategy.load({"gradients": gradients, **parallel}), place)
     assert space.transports == transports
-    assert space.is_open == is_open
+    assert space.overlap == overlap
+    assert space.is_open == (len(transports) > 1 or "split" in config)
     rows = [(row.setting, row.value) for row in space.report_rows()]
-    given_up = not is_open and settings.get("gradients", {}).get("transport") == "auto"
+    given_up = not space.is_open and "transport: auto" in str(config).replace("'", "")
     assert rows == ([("auto", "flat")] if given_up else [])
+
+
+def test_on_one_host_the_last_transport_is_tried_after_backward_too() -> None:
+    split = ByBytes()
+    space = SearchSpace.of(Strategy.load({"gradients": AUTO}), TOGETHER)
+    choices = space.unpredicted(split)
+    assert choices == (
+        Choice(Flat(), split),
+        Choice(SharedMemory(), split),
+        Choice(SharedMemory(), split, overlap=False),
+    )
+    assert space.first_window == space.window(len(choices), 0) == 60 // 6 - SETTLING
 
 
 @given(st.integers(24, 300), st.integers(2, MOST), st.booleans(), st.integers(1, 50))
@@ -93,3 +135,22 @@ def test_the_best_of_each_transport_is_measured() -> None:
     ]
     assert promising(predicted) == (flat[0], flat[1], flat[2], direct[1])
     assert promising(predicted[:1]) == (flat[0],)
+
+
+def test_what_is_computed_is_predicted_for_every_transport_and_without_overlap() -> None:
+    work, network = workload(), with_direct(linear_profile())
+    base, transports = Strategy(), (Flat(), Direct(), Hierarchical())
+    unpriced = network.model_copy(update={"hosts": 2, "ranks_per_host": 2})
+    predicted = predict_choices(base, transports, (True, False), work.gradients, work, unpriced)
+    assert predicted[0][0] == Choice(Flat(), ByBytes())
+    assert predicted[-1] == (Choice(Hierarchical(), ByBytes()), inf)
+    seconds = dict(predicted)
+    assert Choice(Direct(), Single(), overlap=False) in seconds
+    for choice, predicted_seconds in predicted[:-1]:
+        strategy = with_gradients(base, **choice._asdict())
+        assert predicted_seconds == predict(work, Plan.of(strategy, work.gradients), network)
+    best = min(predicted, key=lambda pair: pair[1])[0]
+    chosen = promising(predicted)
+    assert best in chosen
+    assert len(chosen) == MOST
+    assert {choice.transport for choice in chosen} == set(transports)

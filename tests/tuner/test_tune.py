@@ -21,8 +21,9 @@ from slipstream.trace import Trace, chrome, read
 from slipstream.tuner import trials
 from slipstream.tuner.one_start import open_strategy
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS
+from slipstream.tuner.trial_log import Tuned
 from slipstream.tuner.trials import Failure, Measurement, Trials, iterations, measure
-from slipstream.tuner.tune import Tuned, Tuner
+from slipstream.tuner.tune import Tuner
 from tests.harness.traces import by_hand
 from tests.testbed.traces import marked
 
@@ -68,6 +69,7 @@ class Script:
 
 
 A, B, C, D = (candidate(number) for number in range(4))
+SHARDED = Strategy.load({"gradients": {"transport": {"kind": "sharded", "replicated": 0.25}}})
 
 
 def fast_once(run: int) -> float:
@@ -87,6 +89,8 @@ CASES = {
     "the prediction is right": ({A: 0.8, B: 0.82}, {A: 0.8, B: 0.82}, A),
     "the order of the predictions is wrong": ({A: 0.8, B: 0.78}, {A: 0.95, B: 0.9}, B),
     "candidates are slower than predicted": ({A: 0.7, B: 0.8}, {A: 1.2, B: 1.01}, BASE),
+    "sharded is hardly faster": ({SHARDED: 0.8, A: 0.82}, {SHARDED: 0.8, A: 0.81}, A),
+    "sharded is faster": ({SHARDED: 0.8}, {SHARDED: 0.8}, SHARDED),
     "one is as fast": ({A: 0.9}, {A: 1.0}, BASE),
     "one was lucky": ({A: 0.9}, {A: fast_once}, BASE),
     "one is faster now and then": ({A: 0.9}, {A: now_and_then}, BASE),
@@ -210,16 +214,19 @@ DEFAULTS = {"split": ByBytes().document(full=True), "transport": {"kind": "flat"
 class SlowScript(Script):
     """60 s before the first of 13 steps of 2.6 s; what it finds by itself is known."""
 
-    def __init__(self, found: dict[str, Any] | str) -> None:
-        super().__init__({})
+    def __init__(self, found: dict[str, Any] | str, sharded: float | str = 9.9) -> None:
+        super().__init__({SHARDED: sharded})
         self.found = found
 
     def run(self, strategy: Strategy, limit: float) -> Measurement | Failure:
+        if strategy == SHARDED:
+            return super().run(strategy, limit)
         self.runs.append(strategy)
         self.limits.append(limit)
+        meta: dict[str, Any] = {}
         if strategy == BASE:
             self.clock += SLOW_TO_START
-            meta = {}
+            meta = {"optimizer": {"bytes": 0, "shardable": self.truth[SHARDED] != "refused"}}
         else:
             self.clock += 60 + 73 * 2.6
             if isinstance(self.found, str):
@@ -240,7 +247,7 @@ FOUND = {
 @pytest.mark.parametrize(("found", "improved", "verdict"), FOUND.values(), ids=FOUND)
 def test_a_script_that_takes_long_to_start_is_started_twice(found, improved, verdict) -> None:
     script = SlowScript(found)
-    tuned = script.tune({}, budget=720)
+    tuned = script.tune({BASE: 1.0, SHARDED: 1.1}, budget=720)
     assert script.clock <= 720
     baseline, searching = script.runs
     assert baseline == BASE
@@ -253,6 +260,31 @@ def test_a_script_that_takes_long_to_start_is_started_twice(found, improved, ver
     gradients = tuned.strategy.gradients
     assert gradients.transport == (Direct() if improved else Flat())
     assert gradients.split == (ByIndex(last=(0, 3)) if improved else ByBytes())
+
+
+TRIED = {
+    "it is faster": (2.0, 0.7, 720, True, "sharded .*0.769 of the time of the best other choice"),
+    "it is hardly faster": (2.55, 0.7, 720, True, "direct .*chosen in one start"),
+    "it fails": ("fails", 0.7, 720, True, "direct .*chosen in one start"),
+    "it is not predicted to pay": (2.0, 1.1, 720, False, "direct .*chosen in one start"),
+    "the optimizer refuses it": ("refused", 0.7, 720, False, "direct .*chosen in one start"),
+    "there is no time left": (2.0, 0.7, 480, False, "direct .*chosen in one start"),
+}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "guess", "budget", "tried", "verdict"), TRIED.values(), ids=TRIED
+)
+def test_sharded_is_tried_in_a_start_of_its_own(seconds, guess, budget, tried, verdict) -> None:
+    script = SlowScript(KEPT, seconds)
+    tuned = script.tune({BASE: 1.0, SHARDED: guess}, budget=budget)
+    assert script.clock <= budget
+    assert (SHARDED in script.runs) == tried
+    assert re.search(verdict, tuned.verdict)
+    assert (tuned.strategy == SHARDED) == (seconds == 2.0 and tried)
+    assert tuned.improved
+    statuses = [trial.status for trial in tuned.trials]
+    assert statuses == ["measured"] * 2 + (["failed" if seconds == "fails" else "measured"] * tried)
 
 
 def test_a_budget_without_room_for_two_starts_says_what_it_needs() -> None:

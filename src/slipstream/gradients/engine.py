@@ -92,6 +92,9 @@ class Engine(GradientEngine):
         any_rank: whether a flag is up on any rank that shares this model: where gradients overflow
             on one, none of them may update.
 
+    Attributes:
+        overlap: as given; may be changed between two backwards, on all ranks alike.
+
     Exactness: reordered against one process on the joined batch; bitwise where the order of the sum
     is the same (two ranks).
     """
@@ -111,7 +114,7 @@ class Engine(GradientEngine):
         self._trainables = list(trainables)
         self._frozen = parameters_of(model, trainable=False)
         self._buffers = Buffers(model.buffers)
-        self.split, self._overlap, self._plan = split, overlap, compression_plan
+        self.split, self.overlap, self._plan = split, overlap, compression_plan
         self._channel, self._control, self._any_rank = channel, control, any_rank
         self._shares = compression_plan.shares
         self._layout: Layout | None = None
@@ -167,7 +170,7 @@ class Engine(GradientEngine):
             backward.observer = Observer(len(self._trainables))
         else:
             self._open(backward, self._layout)
-            backward.fills = self._overlap
+            backward.fills = self.overlap
         if self._buffers:
             describe = partial(exchange_failed, self._at, "the broadcast of the buffers")
             label = Label(BUFFERS, describe, {"bytes": self._buffers.num_bytes})

@@ -16,7 +16,7 @@ from slipstream.gradients.layout import Gradient, nearest_border
 from slipstream.planner.cost import Collective, Curves, Kind, NetworkProfile
 from slipstream.planner.curve import Curve
 from slipstream.planner.fit import Array
-from slipstream.strategy import Auto, Direct, Flat, Sharded, Strategy, Transport
+from slipstream.strategy import Auto, Direct, Flat, Hierarchical, Sharded, Strategy, Transport
 from slipstream.trace.event import Trace
 
 TransportKind = Literal["flat", "direct", "ring", "hierarchical", "shared_memory", "sharded"]
@@ -42,14 +42,15 @@ RECIPES: Mapping[TransportKind, Recipe] = {
     "ring": Recipe((("world", "all_reduce"),), direct=True, rounds=2),  # the backend's is one, too
     "shared_memory": Recipe((("world", "all_reduce"),)),  # the backend's, which takes longer
     "hierarchical": Recipe(
-        (("intra", "reduce_scatter"), ("inter", "all_reduce"), ("intra", "all_gather"))
+        (("intra", "reduce_scatter"), ("inter", "direct_all_reduce"), ("intra", "all_gather")),
+        direct=True,
     ),
     "sharded": Recipe((("world", "reduce_scatter"),), direct=True),
 }
 GATHERS: Mapping[TransportKind, tuple[Kind, Collective]] = {"sharded": ("world", "all_gather")}
 """What brings parameters together during the next forward, by transport."""
 
-ALTERNATIVES: tuple[Transport, ...] = (Flat(), Direct())
+ALTERNATIVES: tuple[Transport, ...] = (Flat(), Direct(), Hierarchical())
 """What may be exchanged for one another: exact, and without any change of the user's code."""
 
 
@@ -76,8 +77,11 @@ def transport_kind(transport: Transport) -> TransportKind:
 
 
 def is_priced(transport: Transport, network: NetworkProfile) -> bool:
-    """Whether all that a prediction of this transport reads was measured."""
+    """Whether all that a prediction of this transport reads was measured; of `Hierarchical` also
+    whether there is anything to sum inside hosts."""
     kind = transport_kind(transport)
+    if kind == "hierarchical" and 1 in (network.hosts, network.ranks_per_host):
+        return False
     try:
         ExchangeCurve.of(kind, network)
         if kind in GATHERS:
@@ -180,14 +184,15 @@ class ExchangeCurve(NamedTuple):
 
     @classmethod
     def of(cls, transport: TransportKind, network: NetworkProfile) -> ExchangeCurve:
-        """The stages on this network: ``flat``'s for one host, or hosts of one rank.
+        """The stages on this network: for one host ``flat``'s, for hosts of one rank ``direct``'s,
+        where there is nothing to sum inside hosts.
 
         Raises:
             ClusterError: a curve was not measured.
         """
         recipe = RECIPES[transport]
-        if network.hosts == 1 or network.ranks_per_host == 1:
-            recipe = recipe if recipe.stages[0][0] == "world" else RECIPES["flat"]
+        if recipe.stages[0][0] != "world" and 1 in (network.hosts, network.ranks_per_host):
+            recipe = RECIPES["flat" if network.hosts == 1 else "direct"]
         return cls(tuple(Stage.of(kind, name, recipe, network) for kind, name in recipe.stages))
 
     @classmethod

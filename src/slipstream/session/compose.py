@@ -44,13 +44,23 @@ from slipstream.session.state import SessionState
 from slipstream.session.tracing import NoTracing, SessionTracer, Tracer
 from slipstream.sharding.gather import ParameterGather
 from slipstream.sharding.model import ShardedModel
-from slipstream.strategy import Adaptive, ByBytes, Codec, Optimal, Sharded, Strategy, codec_of
+from slipstream.strategy import (
+    Adaptive,
+    Auto,
+    ByBytes,
+    Codec,
+    Optimal,
+    Sharded,
+    Strategy,
+    codec_of,
+)
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.channel import STAGES, Channel
 from slipstream.transport.consistency import any_of, broadcast_from_first
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.hosts import Rails
+from slipstream.transport.place import Place, find_place
 from slipstream.transport.switch import Switch
 from slipstream.transport.transport import Transport, make_transport
 from slipstream.tuner.online_search import OnlineSearch
@@ -96,9 +106,10 @@ def compose(
         _accelerated.update(modules)
         handles.callback(_accelerated.difference_update, modules)
         # First, because later steps record their spans with it.
-        recorder = _recorder(strategy, cluster)
+        space = _search_space(strategy, cluster, control)
+        recorder = _recorder(strategy, cluster, space)
         dims = ParallelDims.of(cluster, strategy.parallel, control, recorder)
-        given = _Given(model, optimizer, strategy, cluster, dims, recorder, handles)
+        given = _Given(model, optimizer, strategy, cluster, dims, recorder, space, handles)
         # Changes the shapes of parameters: before all that looks at them.
         full_state = _model_parallel(given)
         # Before precision: ranks start from values that are not rounded yet.
@@ -173,6 +184,7 @@ class _Given:
     cluster: Cluster
     dims: ParallelDims
     recorder: Recorder | None
+    space: SearchSpace
     handles: HandleStack
 
     @property
@@ -181,9 +193,20 @@ class _Given:
         return self.strategy.gradients.codec if self.dims.data is not None else None
 
 
-def _recorder(strategy: Strategy, cluster: Cluster) -> Recorder | None:
+def _search_space(
+    strategy: Strategy, cluster: Cluster, control: dist.ProcessGroup | None
+) -> SearchSpace:
+    """What the strategy leaves open; ``auto`` asks which ranks share a host, a collective."""
+    place = Place.apart(cluster.device, cluster.world_size)
+    searches = isinstance(strategy.gradients.transport, Auto) and not strategy.parallel.active
+    if searches and control is not None and cluster.device.type == "cpu":
+        place = find_place(cluster.device, control)
+    return SearchSpace.of(strategy, place)
+
+
+def _recorder(strategy: Strategy, cluster: Cluster, space: SearchSpace) -> Recorder | None:
     """For the search for the fastest exchange, else for the user's trace."""
-    space, trace = SearchSpace.of(strategy, cluster), strategy.trace
+    trace = strategy.trace
     if space.is_open and cluster.world_size > 1:
         return Recorder(cluster.rank, SETTLING, space.first_window)
     return Recorder(cluster.rank, trace.skip, trace.steps) if trace.steps is not None else None
@@ -240,7 +263,7 @@ def _trainables(
 
 def _transports(given: _Given, groups: Sequence[dist.ProcessGroup]) -> list[Transport]:
     """One on each group: what the strategy names, or what it lets a search choose among."""
-    first, *others = SearchSpace.of(given.strategy, given.cluster).transports
+    first, *others = given.space.transports
     make: Callable[..., Transport] = Switch if others else make_transport
     return [make(first, group) for group in groups]
 
@@ -271,7 +294,7 @@ def _exchange(
     if dims.data is None:
         alone = SingleReplicaEngine(given.model.parameters(), config.split)
         return given.handles.add(alone), None
-    space = SearchSpace.of(given.strategy, given.cluster)
+    space = given.space
     channel = Channel(transports[0], transports[1:], given.cluster.device, given.recorder)
     given.handles.enter_context(closing(channel))  # closed after the engine that uses it
     verdict = measure(codec, given.cluster) if isinstance(codec, Adaptive) else None

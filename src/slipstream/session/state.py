@@ -55,11 +55,13 @@ class SessionState:
         search = self.search
         split = None if search is None else search.chosen_split
         transport = None if search is None else search.chosen_transport
+        overlap = None if search is None else search.chosen_overlap
         return {
             "version": checkpoint.VERSION,
             "steps": steps,
             "split": None if split is None else split.document(full=True),
             "transport": None if transport is None else transport.document(full=True),
+            "overlap": overlap,
             "ready_order": order,
             "codecs": codecs,  # by rank
             "loss_scale": self.precision.state_dict(),
@@ -95,12 +97,13 @@ class SessionState:
         if order is not None:
             self.engine.install(order)
         if self.search is not None:
-            saved = {name: state.get(name) for name in ("split", "transport")}
+            saved = {name: state.get(name) for name in ("split", "transport", "overlap")}
             chosen = {name: value for name, value in saved.items() if value is not None}
             gradients = Strategy.load({"gradients": chosen}).gradients
             self.search.resume(
                 gradients.split if "split" in chosen else None,
                 gradients.transport if "transport" in chosen else None,
+                gradients.overlap,
             )
         if keeps_codecs and (codecs := state["codecs"]):
             # after the last change of the layout, which says who serves which piece

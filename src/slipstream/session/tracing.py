@@ -212,7 +212,8 @@ def _metadata(
         gradients = engine.gradients
         document["gradients"]["split"] = engine.split.document(full=True)
     if search is not None:
-        document["gradients"]["transport"] = search.transport.document(full=True)
+        document["gradients"]["transport"] = search.choice.transport.document(full=True)
+        document["gradients"]["overlap"] = search.choice.overlap
     said = {} if search is None else {"search": search.outcome}
     return said | {
         "model": type(model).__name__,

@@ -18,7 +18,7 @@ optimal:
   reason: the split computed from this model's ready times and this network's speed
   settings: {gradients: {split: optimal}}
 auto:
-  reason: every exact choice of transport and split is left to measurements in the training itself
+  reason: transport, split and overlap are left to measurements in the training itself
   settings: {gradients: {split: optimal, transport: auto}}
 sequential:
   reason: "the plain reference: one exchange of all gradients, strictly after backward"

@@ -24,17 +24,31 @@ class Switch:
         self._made: dict[TransportConfig, Transport] = {}
         self.use(first)
 
-    def use(self, config: TransportConfig) -> None:
-        """From the next backward on this one; a transport is made when it is first used."""
+    def make(self, config: TransportConfig) -> None:
+        """Have it ready for use.
+
+        Raises:
+            ClusterError: it cannot be used on these ranks.
+            MismatchError: the same, found by another rank.
+        """
         if config not in self._made:
             self._made[config] = make_transport(config, self._group)
+
+    def drop(self, config: TransportConfig) -> None:
+        """Free one that is not in use."""
+        if config in self._made and config != self.config:
+            self._made.pop(config).close()
+
+    def use(self, config: TransportConfig) -> None:
+        """From the next backward on this one; a transport is made when it is first used."""
+        self.make(config)
         self.config, self._used = config, self._made[config]
 
     def keep(self, config: TransportConfig) -> None:
         """``use`` it for good: the threads and the memory of the others are freed."""
         self.use(config)
         for other in self._made.keys() - {config}:
-            self._made.pop(other).close()
+            self.drop(other)
 
     def prepare(self, requests: Sequence[Request]) -> None:
         self._used.prepare(requests)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from slipstream.cluster.connect import Cluster
 from slipstream.strategy import (
     Direct,
     Flat,
@@ -25,6 +24,7 @@ from slipstream.strategy import (
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.hierarchical import HierarchicalTransport
+from slipstream.transport.place import Place
 from slipstream.transport.requests import Exchange, Request
 from slipstream.transport.ring import RingTransport
 from slipstream.transport.shared_memory import SharedMemoryTransport
@@ -70,17 +70,21 @@ TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
 }
 """By type of the strategy's ``gradients.transport``."""
 
-EXACT: Mapping[TransportConfig, Callable[[Cluster], bool]] = {
-    Flat(): lambda cluster: True,
-    Direct(): lambda cluster: cluster.device.type == "cpu",
+EXACT: Mapping[TransportConfig, Callable[[Place], bool]] = {
+    Flat(): lambda place: True,
+    Direct(): lambda place: place.device.type == "cpu" and not place.one_host,
+    Hierarchical(): lambda place: (
+        place.device.type == "cpu" and not place.one_host and place.shares_hosts
+    ),
+    SharedMemory(): lambda place: place.device.type == "cpu" and place.one_host,
 }
-"""What ``auto`` chooses among, and where each can be used; the first one everywhere. They ask
+"""What ``auto`` chooses among, and where each is worth a try; the first one everywhere. They ask
 nothing of the user's code, and may be exchanged for one another between two updates."""
 
 
-def exact_transports(cluster: Cluster) -> tuple[TransportConfig, ...]:
+def exact_transports(place: Place) -> tuple[TransportConfig, ...]:
     """The transports that ``auto`` chooses among on these ranks, the one to begin with first."""
-    return tuple(config for config, fits in EXACT.items() if fits(cluster))
+    return tuple(config for config, fits in EXACT.items() if fits(place))
 
 
 def make_transport(config: TransportConfig, group: dist.ProcessGroup) -> Transport:

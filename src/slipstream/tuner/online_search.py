@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import product
 from statistics import median
 
 import torch.distributed as dist
@@ -18,24 +17,20 @@ from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import SlipstreamError
 from slipstream.gradients.engine import Engine
-from slipstream.planner.candidates import optimal_split, with_gradients
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.candidates import with_gradients
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.simulate import predict
 from slipstream.planner.transport_cost import curves_of, transport_kind
-from slipstream.strategy import ByBytes, PlainCodec, Row, Split, Strategy, Transport
+from slipstream.strategy import PlainCodec, Row, Split, Strategy, Transport
 from slipstream.trace.event import Trace
-from slipstream.transport.consistency import broadcast_from_first, collective_errors
+from slipstream.transport.consistency import any_of, broadcast_from_first, collective_errors
 from slipstream.transport.switch import Switch
-from slipstream.tuner.search_space import MOST, SETTLING, TURNS, Choice, SearchSpace, fastest
+from slipstream.tuner.predicted_choices import predict_choices, promising
+from slipstream.tuner.search_space import SETTLING, TURNS, Choice, SearchSpace, fastest
 from slipstream.tuner.trials import iterations
 
 CALIBRATION_SECONDS = 4 / 3
 """For the exchanges that are timed, for each transport."""
-
-LARGER = (ByBytes(megabytes=16), ByBytes(megabytes=25))
-"""Measured besides the computed split: the cost of one more segment is the least certain part."""
 
 _Decision = tuple[tuple[Choice, ...], str]
 """What rank 0 decided: the choices to measure, the first one first, or the one to keep; and why."""
@@ -59,7 +54,7 @@ class OnlineSearch:
         steps: iterations in the next window.
         outcome: the result so far, as a sentence.
         settled: whether the choice no longer changes.
-        transport: that is in use.
+        choice: in use.
     """
 
     def __init__(
@@ -73,13 +68,13 @@ class OnlineSearch:
     ) -> None:
         self._engine, self._switches = engine, switches
         self._ranks, self._control, self._space = ranks, control, space
-        self._base = with_gradients(strategy, transport=space.transports[0], split=engine.split)
-        self.transport: Transport = space.transports[0]
+        self.choice = Choice(space.transports[0], engine.split, space.overlap[0])
+        self._base = with_gradients(strategy, **self.choice._asdict())
         self.steps = space.first_window
         self._choices: tuple[Choice, ...] = ()
         self._seconds: list[list[list[float]]] = []  # of each choice and turn, on rank 0
         self._windows = self._updates = 0
-        what = "the default split" if space.split else self.transport.kind
+        what = "the default split" if space.split else self.choice.transport.kind
         self.outcome = f"not yet: {self.steps} iterations of {what} are measured first"
         self.settled = False
 
@@ -118,12 +113,13 @@ class OnlineSearch:
         for switch in self._switches:
             switch.keep(choice.transport)
 
-    def resume(self, split: Split | None, transport: Transport | None) -> None:
+    def resume(self, split: Split | None, transport: Transport | None, overlap: bool) -> None:
         """Stay with what was chosen before a checkpoint, if that is all that is open here.
 
         Args:
             split: that was chosen; None: none was searched for, or not yet found.
             transport: likewise.
+            overlap: that was chosen with them.
         """
         space = self._space
         if (space.split is not None and split is None) or (
@@ -133,7 +129,10 @@ class OnlineSearch:
         kept = self._engine.split if split is None or space.split is None else split
         only = transport if transport in space.transports else space.transports[0]
         assert only is not None
-        self.settle(Choice(only, kept), "chosen before the checkpoint")
+        if not self._can_use(only):
+            return
+        beside = overlap if overlap in space.overlap else space.overlap[0]
+        self.settle(Choice(only, kept, beside), "chosen before the checkpoint")
 
     @property
     def chosen_split(self) -> Split | None:
@@ -143,7 +142,13 @@ class OnlineSearch:
     @property
     def chosen_transport(self) -> Transport | None:
         """The transport that stays, likewise."""
-        return self.transport if self.settled and len(self._space.transports) > 1 else None
+        searched = len(self._space.transports) > 1
+        return self.choice.transport if self.settled and searched else None
+
+    @property
+    def chosen_overlap(self) -> bool | None:
+        """Whether exchanges run beside backward from now on, likewise."""
+        return self.choice.overlap if self.settled and len(self._space.overlap) > 1 else None
 
     def report_rows(self) -> list[Row]:
         """What has come of the search so far."""
@@ -153,7 +158,7 @@ class OnlineSearch:
         return [Row(name, self.outcome, note)]
 
     def _install(self, choice: Choice) -> None:
-        self.transport = choice.transport
+        self.choice, self._engine.overlap = choice, choice.overlap
         for switch in self._switches:
             switch.use(choice.transport)
         if self._engine.order is not None and choice.split != self._engine.split:
@@ -163,17 +168,39 @@ class OnlineSearch:
 
     def _propose(self, trace: Trace | None) -> None:
         """The same choices on all ranks; those with a split are computed on rank 0."""
+        usable = [transport for transport in self._space.transports if self._can_use(transport)]
         if self._space.split is None:
-            pairs = product(self._space.transports, [self._engine.split])
-            self._choices = tuple(Choice(*pair) for pair in pairs)
-            self.outcome = ""
+            choices = self._space.unpredicted(self._engine.split)
+            self._choices = tuple(choice for choice in choices if choice.transport in usable)
+            self.outcome = "" if usable[1:] else "no other transport can be used here"
         else:
-            network = self._measure_network()
-            self._receive(None if trace is None else self._solve(trace, network))
+            network = self._measure_network(usable)
+            self._receive(None if trace is None else self._solve(trace, network, usable))
         self._seconds = [[] for _ in self._choices]
 
-    def _measure_network(self) -> NetworkProfile:
-        codec, transports = self._base.gradients.codec, self._space.transports
+    def _can_use(self, transport: Transport) -> bool:
+        """Whether a transport can be made on all groups, alike on all ranks; a collective."""
+        for switch in self._switches:
+            error: Exception | None = None
+            try:
+                switch.make(transport)
+            except (SlipstreamError, OSError) as failure:
+                error = failure
+            if any_of(error is not None, self._control):
+                self._leave_out(transport, error)
+                return False
+        return True
+
+    def _leave_out(self, transport: Transport, error: Exception | None) -> None:
+        for switch in self._switches:
+            switch.drop(transport)
+        if dist.get_rank(self._control) == 0:
+            why = error or "another rank cannot use it"
+            text = f"slipstream: transport: auto leaves {transport.kind} out: {why}"
+            print(text, file=sys.stderr)
+
+    def _measure_network(self, transports: Sequence[Transport]) -> NetworkProfile:
+        codec = self._base.gradients.codec
         return calibrate(
             self._ranks,
             sizes=SIZES[::2],
@@ -189,28 +216,23 @@ class OnlineSearch:
         assert agreed is not None
         self._choices, self.outcome = agreed
 
-    def _solve(self, trace: Trace, network: NetworkProfile) -> _Decision:
+    def _solve(
+        self, trace: Trace, network: NetworkProfile, transports: Sequence[Transport]
+    ) -> _Decision:
         """The choices to measure; only rank 0 has the trace of all ranks."""
-        default = Choice(self.transport, self._engine.split)
-        computed: dict[tuple[Transport, tuple[int, ...]], tuple[Choice, float]] = {}
         try:
             workload, network = prepare(trace, network)
-            for transport in self._space.transports:
-                base = with_gradients(self._base, transport=transport)
-                best = optimal_split(workload, network, [base])
-                for split in (default.split, best, *LARGER):
-                    strategy = with_gradients(base, split=split)
-                    plan = Plan.of(strategy, self._engine.gradients, network.codecs)
-                    seconds = predict(workload, plan, network)
-                    key = transport, self._engine.split_points(split)
-                    computed.setdefault(key, (Choice(transport, split), seconds))
+            gradients, overlap = self._engine.gradients, self._space.overlap
+            predicted = predict_choices(
+                self._base, transports, overlap, gradients, workload, network
+            )
         except SlipstreamError as error:  # the training goes on with the default
-            return (default,), f"the default split stays: {error}"
-        choices = promising(list(computed.values()))
+            return (self.choice,), f"the default split stays: {error}"
+        choices = promising(predicted)
         if len(choices) == 1:
             return choices, "the default split is the optimum"
-        first, seconds = min(computed.values(), key=lambda pair: pair[1])
-        return choices, f"computed: {self._name(first)} segments, predicted {seconds:.4f} s"
+        first, seconds = min(predicted, key=lambda pair: pair[1])
+        return choices, f"computed: {self._name(first, ' segments')}, predicted {seconds:.4f} s"
 
     # The choice that stays.
 
@@ -233,29 +255,11 @@ class OnlineSearch:
         words = f"measured in turn, by {' and '.join(keys)}: {times}; {self._name(kept)} kept"
         return f"{self.outcome}; {words}" if self.outcome else words
 
-    def _name(self, choice: Choice) -> str:
+    def _name(self, choice: Choice, unit: str = "") -> str:
         """What tells a choice from the others: its transport, its number of segments, or both."""
         words: list[str] = [choice.transport.kind] if len(self._space.transports) > 1 else []
         if self._space.split is not None:
-            words.append(str(len(self._engine.split_points(choice.split))))
+            words.append(f"{len(self._engine.split_points(choice.split))}{unit}")
+        if choice.overlap != self._space.overlap[0]:
+            words.append("after backward")
         return " ".join(words)
-
-
-def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
-    """The choices to measure of those predicted: the first of all, then by rising seconds.
-
-    The best one of every transport is among them: what one costs against another is less certain
-    than what a split costs against another.
-
-    Example:
-        >>> from slipstream.strategy import Direct, Flat, Single
-        >>> one, other = Choice(Flat(), Single()), Choice(Direct(), Single())
-        >>> [choice.transport.kind for choice in promising([(one, 1.0), (other, 2.0)])]
-        ['flat', 'direct']
-    """
-    default = predicted[0][0]
-    ranked = [default, *(c for c, _ in sorted(predicted, key=lambda p: p[1]) if c != default)]
-    best = {choice.transport: choice for choice in reversed(ranked[1:])}  # of each transport
-    chosen = [c for c in ranked if c == default or c == best[c.transport]]
-    chosen += [c for c in ranked if c not in chosen][: max(MOST - len(chosen), 0)]
-    return tuple(c for c in ranked if c in chosen)

@@ -11,8 +11,17 @@ from itertools import chain
 from statistics import median
 from typing import NamedTuple
 
-from slipstream.cluster.connect import Cluster
-from slipstream.strategy import Auto, Optimal, Row, Split, Strategy, Transport
+from slipstream.strategy import (
+    Auto,
+    Half,
+    Hierarchical,
+    Optimal,
+    Row,
+    Split,
+    Strategy,
+    Transport,
+)
+from slipstream.transport.place import Place
 from slipstream.transport.transport import exact_transports
 
 SETTLING = 2
@@ -28,6 +37,7 @@ class Choice(NamedTuple):
 
     transport: Transport
     split: Split
+    overlap: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +48,39 @@ class SearchSpace:
         transports: to choose among, the one to begin with first; one where the strategy names it.
         split: ``split: optimal``, if the split is searched for.
         updates: that the search may take, if ``transport: auto`` says so.
+        overlap: whether to exchange beside backward; both where that is to be found out.
     """
 
     transports: tuple[Transport, ...]
     split: Optimal | None = None
     updates: int | None = None
+    overlap: tuple[bool, ...] = (True,)
 
     @classmethod
-    def of(cls, strategy: Strategy, ranks: Cluster) -> SearchSpace:
-        """What ``strategy`` leaves open; where ranks share a model, their transport stays."""
-        split, transport = strategy.gradients.split, strategy.gradients.transport
-        optimal = split if isinstance(split, Optimal) else None
-        if not isinstance(transport, Auto):
-            return cls((transport,), optimal)
-        usable = exact_transports(ranks)
+    def of(cls, strategy: Strategy, place: Place) -> SearchSpace:
+        """What ``strategy`` leaves open; where ranks share a model, their transport stays.
+
+        Exchanging after backward is only tried where the cores that compute also exchange, all
+        ranks being on one host, or where a prediction says whether it may pay.
+        """
+        config = strategy.gradients
+        optimal = config.split if isinstance(config.split, Optimal) else None
+        if not isinstance(config.transport, Auto):
+            return cls((config.transport,), optimal, None, (config.overlap,))
+        usable = exact_transports(place)
+        if not isinstance(config.codec, Half | None):  # which then do more than sum
+            usable = tuple(one for one in usable if not isinstance(one, Hierarchical))
         usable = usable[:1] if strategy.parallel.active else usable
-        return cls(usable, optimal, transport.updates)
+        after = len(usable) > 1 and config.overlap and (place.one_host or optimal is not None)
+        overlap = (True, False) if after else (config.overlap,)
+        return cls(usable, optimal, config.transport.updates, overlap)
+
+    def unpredicted(self, split: Split) -> tuple[Choice, ...]:
+        """The choices under one split, all to be measured: each transport, then the last of them
+        without overlap, if that is open."""
+        choices = [Choice(transport, split, self.overlap[0]) for transport in self.transports]
+        others = [Choice(self.transports[-1], split, overlap) for overlap in self.overlap[1:]]
+        return (*choices, *others)
 
     @property
     def is_open(self) -> bool:
@@ -63,7 +90,7 @@ class SearchSpace:
     @property
     def first_window(self) -> int:
         """Updates that are measured before it is known how many choices there are."""
-        return self.window(MOST if self.split else len(self.transports), 0)
+        return self.window(MOST if self.split else len(self.transports) + len(self.overlap) - 1, 0)
 
     def window(self, choices: int, windows_done: int, updates_done: int = 0) -> int:
         """Updates that are measured in each of the windows to come.

@@ -19,19 +19,18 @@ instead (``one_start``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import ceil, sqrt
 from statistics import median
-from typing import Any, Literal, NamedTuple
 
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
-from slipstream.planner.ranking import Prediction
+from slipstream.planner.ranking import Prediction, handicap
 from slipstream.strategy import Strategy
-from slipstream.trace import Trace
-from slipstream.tuner.one_start import CALIBRATION, UPDATES, chosen, open_strategy, reason
+from slipstream.tuner.one_start import RESERVE, OneStart, Predict, Run, open_strategy
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
+from slipstream.tuner.trial_log import Trial, TrialLog, Tuned
 from slipstream.tuner.trials import Failure, Measurement
 
 MODEL_ERROR = 0.05
@@ -41,38 +40,6 @@ HANG_FACTOR = 3.0
 ROOM = 3.0  # of the budget, for the first run
 PATIENCE = 60.0  # seconds that the first run gets at least, if the budget allows
 RUNS = 1 + 2 * LEAST_PAIRS  # the least: one candidate, and its comparison with the baseline
-RESERVE = 1.2  # later runs may take a little longer than the first one
-
-Run = Callable[[Strategy, float], Measurement | Failure]
-Predict = Callable[[Trace], Sequence[Prediction]]
-Status = Literal["measured", "failed", "hanging", "no trace", "not measured"]
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """One strategy that was run, or was not, and why.
-
-    ``predicted``, ``measured`` and ``spread`` are seconds for as many batches as one iteration of
-    the baseline takes, so that strategies that accumulate differently compare.
-    """
-
-    name: str
-    strategy: Mapping[str, Any]
-    predicted: float | None
-    measured: float | None
-    spread: float | None
-    reason: str
-    status: Status
-
-
-class Tuned(NamedTuple):
-    """The strategy to use and the proof: ``ratios`` are its time over the baseline's, by pair."""
-
-    strategy: Strategy
-    improved: bool
-    verdict: str
-    ratios: tuple[float, ...]
-    trials: tuple[Trial, ...]
 
 
 @dataclass
@@ -96,7 +63,7 @@ class Tuner:
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
     clock: Callable[[], float] = time.monotonic
-    _trials: list[Trial] = field(default_factory=list, init=False)
+    _log: TrialLog = field(init=False)
     _deadline: float = field(default=0.0, init=False)
     _longest: float = field(default=0.0, init=False)  # seconds of the longest run so far
 
@@ -108,16 +75,18 @@ class Tuner:
             TraceError: the baseline ends without a trace.
         """
         self._deadline = self.clock() + self.budget
+        self._log = TrialLog(self.base, self.notify)
         first = self._baseline()
         searching = open_strategy(self.base)
         if self._needed > self._left() and searching is not None:
-            return self._in_one_start(searching, first)
+            one = OneStart(self.run, self.predict, self._log, self._left, self.doing)
+            return one.tune(searching, first, self.budget, RUNS)
         self._check_budget()
         self.doing("predicting")
         predictions = self.predict(first.trace)
         self._check_budget()  # again: predicting may measure the network
         baseline = next(p for p in predictions if p.strategy == self.base)
-        self._note(self.base, baseline, first, "the baseline")
+        self._log.note(self.base, baseline, first, "the baseline")
         others = [p for p in predictions if p is not baseline]
         measured = self._measure_promising(others, first, first.seconds / baseline.seconds)
         return self._choose(measured, first)
@@ -159,37 +128,6 @@ class Tuner:
                 f"take {RUNS} more; give --budget {whole}s or more"
             )
 
-    def _in_one_start(self, searching: Strategy, first: Measurement) -> Tuned:
-        """Let one run try the exact choices in turn.
-
-        Raises:
-            LaunchError: the budget has no room for that either.
-        """
-        steps = len({event.step for event in first.trace.events})
-        start = max(first.wall - steps * first.seconds, 0.0)
-        needed = RESERVE * (start + (UPDATES + steps) * first.seconds) + CALIBRATION
-        if needed > self._left():
-            spent = self.budget - self._left()
-            raise LaunchError(
-                f"the budget of {self.budget:.0f} s is too small for one trial: the baseline run "
-                f"took {first.wall:.1f} s, {start:.1f} s of it before the first step; {RUNS} more "
-                f"runs take {self._needed:.0f} s, and one start that tries the exact choices in "
-                f"{UPDATES} steps takes {needed:.0f} s; give --budget "
-                f"{ceil(spent + min(needed, self._needed))}s or more"
-            )
-        self._note(self.base, None, first, f"the baseline; {start:.1f} s before the first step")
-        self.doing(f"exact choices in one start: {UPDATES} steps, about {needed:.0f} s")
-        outcome = self.run(searching, self._left())
-        why = f"one start instead of {RUNS} runs of {first.wall:.1f} s"
-        if isinstance(outcome, Failure):
-            self._note(searching, None, outcome, why)
-            verdict = f"the start that tried others {outcome.status}: the baseline stays"
-            return Tuned(self.base, False, verdict, (), tuple(self._trials))
-        best = chosen(outcome.trace, self.base)
-        self._note(best, None, outcome, f"{why}: {reason(outcome.trace)}")
-        verdict = f"{label(best)} ({best.exactness}), chosen in {why}: {reason(outcome.trace)}"
-        return Tuned(best, best != self.base, verdict, (), tuple(self._trials))
-
     def _measure_promising(
         self, predictions: Sequence[Prediction], first: Measurement, scale: float
     ) -> list[tuple[float, Prediction]]:
@@ -208,17 +146,17 @@ class Tuner:
             if not stop:
                 stop = self._reason_to_stop(expected, best, noise, tried >= most)
             if stop:
-                self._note(prediction.strategy, prediction, None, stop)
+                self._log.note(prediction.strategy, prediction, None, stop)
                 continue
             tried += 1
             self.doing(label(prediction.strategy))
             outcome = self._run(prediction.strategy, keep=self._comparison())
             reason = f"predicted {_change(expected / first.seconds)}, {prediction.exactness}"
-            seconds = self._note(prediction.strategy, prediction, outcome, reason)
+            seconds = self._log.note(prediction.strategy, prediction, outcome, reason)
             if seconds is not None:
                 best = min(best, seconds)
                 measured.append((seconds, prediction))
-        return sorted(measured, key=lambda pair: pair[0])
+        return sorted(measured, key=lambda pair: pair[0] * handicap(pair[1].strategy, self.base))
 
     def _reason_to_stop(self, expected: float, best: float, noise: float, enough: bool) -> str:
         """Why this candidate and those after it are not measured; empty: measure it."""
@@ -250,7 +188,7 @@ class Tuner:
             else:
                 verdict = f"{name} is not faster beyond the noise: {text}; the baseline stays"
             break
-        return Tuned(chosen, chosen != self.base, verdict, ratios or (), tuple(self._trials))
+        return self._log.result(chosen, verdict, ratios or ())
 
     def _compare(self, prediction: Prediction) -> tuple[float, ...] | None:
         """The candidate's time over the baseline's, in alternation; None: the candidate failed.
@@ -269,7 +207,7 @@ class Tuner:
                 self.doing(f"pair {pair + 1}: {name if is_candidate else 'the baseline'}")
                 predicted = prediction if is_candidate else None
                 reason = f"pair {pair + 1} of {name} and the baseline"
-                measured = self._note(strategy, predicted, self._run(strategy), reason)
+                measured = self._log.note(strategy, predicted, self._run(strategy), reason)
                 if measured is not None:
                     seconds[is_candidate] = measured
                 elif is_candidate:
@@ -277,32 +215,6 @@ class Tuner:
             if len(seconds) == 2:
                 ratios.append(seconds[True] / seconds[False])
         return tuple(ratios)
-
-    def _note(
-        self,
-        strategy: Strategy,
-        prediction: Prediction | None,
-        outcome: Measurement | Failure | None,
-        reason: str,
-    ) -> float | None:
-        """Log one run (``outcome`` None: there was none).
-
-        Returns:
-            Its measured seconds, as in `Trial`; None without a measurement.
-        """
-        # Iterations of this strategy that take as many batches as one of the baseline.
-        scale = self.base.gradients.accumulate / strategy.gradients.accumulate
-        predicted = prediction.seconds * scale if prediction else None
-        status: Status = "not measured"
-        measured = spread = None
-        if isinstance(outcome, Measurement):
-            measured, spread, status = outcome.seconds * scale, outcome.spread * scale, "measured"
-        elif outcome:
-            reason, status = f"{reason}; {outcome.reason}", outcome.status
-        name, settings = label(strategy), strategy.document()
-        self._trials.append(Trial(name, settings, predicted, measured, spread, reason, status))
-        self.notify(self._trials)
-        return measured
 
     def _left(self) -> float:
         """Seconds of the budget that are left."""

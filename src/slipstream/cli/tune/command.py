@@ -36,8 +36,9 @@ from slipstream.strategy import Auto, ByBytes, Flat, Optimal, Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
+from slipstream.tuner.trial_log import Trial, Tuned
 from slipstream.tuner.trials import STRATEGY, Trials, last_words, started
-from slipstream.tuner.tune import Trial, Tuned, Tuner
+from slipstream.tuner.tune import Tuner
 
 console = Console(stderr=True)
 

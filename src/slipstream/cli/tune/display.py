@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.analysis.compact_table import compact
-from slipstream.tuner.tune import Trial, Tuned
+from slipstream.tuner.trial_log import Trial, Tuned
 
 
 def table(tuned: Tuned) -> Table:

@@ -1,0 +1,86 @@
+"""What a tuner has run and decided: a line for each trial, and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from slipstream.planner.candidates import label
+from slipstream.planner.ranking import Prediction
+from slipstream.strategy import Strategy
+from slipstream.tuner.trials import Failure, Measurement
+
+Status = Literal["measured", "failed", "hanging", "no trace", "not measured"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One strategy that was run, or was not, and why.
+
+    ``predicted``, ``measured`` and ``spread`` are seconds for as many batches as one iteration of
+    the baseline takes, so that strategies that accumulate differently compare.
+    """
+
+    name: str
+    strategy: Mapping[str, Any]
+    predicted: float | None
+    measured: float | None
+    spread: float | None
+    reason: str
+    status: Status
+
+
+class Tuned(NamedTuple):
+    """The strategy to use and the proof: ``ratios`` are its time over the baseline's, by pair."""
+
+    strategy: Strategy
+    improved: bool
+    verdict: str
+    ratios: tuple[float, ...]
+    trials: tuple[Trial, ...]
+
+
+@dataclass
+class TrialLog:
+    """All trials so far.
+
+    Args:
+        base: the baseline.
+        notify: called with all trials after each new one.
+    """
+
+    base: Strategy
+    notify: Callable[[Sequence[Trial]], None]
+    _trials: list[Trial] = field(default_factory=list, init=False)
+
+    def note(
+        self,
+        strategy: Strategy,
+        prediction: Prediction | None,
+        outcome: Measurement | Failure | None,
+        reason: str,
+    ) -> float | None:
+        """Log one run (``outcome`` None: there was none).
+
+        Returns:
+            Its measured seconds, as in `Trial`; None without a measurement.
+        """
+        # Iterations of this strategy that take as many batches as one of the baseline.
+        scale = self.base.gradients.accumulate / strategy.gradients.accumulate
+        predicted = prediction.seconds * scale if prediction else None
+        status: Status = "not measured"
+        measured = spread = None
+        if isinstance(outcome, Measurement):
+            measured, spread, status = outcome.seconds * scale, outcome.spread * scale, "measured"
+        elif outcome:
+            reason, status = f"{reason}; {outcome.reason}", outcome.status
+        name, settings = label(strategy), strategy.document()
+        self._trials.append(Trial(name, settings, predicted, measured, spread, reason, status))
+        self.notify(self._trials)
+        return measured
+
+    def result(self, strategy: Strategy, verdict: str, ratios: Sequence[float] = ()) -> Tuned:
+        """The end: the strategy to use, and why."""
+        improved = strategy != self.base
+        return Tuned(strategy, improved, verdict, tuple(ratios), tuple(self._trials))
