@@ -343,8 +343,9 @@ def share_cores(rank: int, ranks: int) -> None:
     ranks on one of two cores for a while, and every exchange waits for those. It has a price: a
     thread that exchanges cannot go to the other core when that is idle, while on a real host no
     other host's computing stands in its way. Ranks that compute without a pause make gloo's ring
-    up to twenty times slower then (transports.py); in iterations of a ResNet-50, bound and free in
-    turns, neither was better beyond the noise for DDP, flat or direct.
+    up to twenty times slower then (transports.py). In iterations of a ResNet-50 DDP, flat and
+    direct took a tenth less bound than free, and sharded as long: bound is the better setting of
+    the rivals.
 
     Not the default beside an accelerator: cores are idle most of the time, none is short of them,
     and bound ranks took 3 to 8 % longer with gloo's ring (DDP, flat) and no longer with direct. To

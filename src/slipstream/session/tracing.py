@@ -229,7 +229,9 @@ def _metadata(
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes that this rank keeps for the optimizer."""
     values = (value for state in optimizer.state.values() for value in state.values())
-    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    # A sparse tensor knows no ``nbytes``; optimizers keep sparse state for sparse gradients alone.
+    return sum(t.nbytes for t in tensors if t.layout is torch.strided)
 
 
 def _is_shardable(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> bool:
