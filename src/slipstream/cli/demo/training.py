@@ -45,7 +45,7 @@ from slipstream.version import __version__
 
 SEARCH, SHORTEST_SEARCH, RECORDED = 32, 24, 5
 DDP_MEGABYTES = (25, 8)
-TRIALS, UNTIMED = 5, 2
+TRIALS, UNTIMED = 4, 2
 """Iterations of each bucket size and each codec; DDP rebuilds its buckets in the first ones."""
 CALIBRATION_SECONDS = 1.0
 ALONE_EVERY = 3
