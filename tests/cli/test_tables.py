@@ -117,7 +117,7 @@ TABLES: dict[str, tuple[Callable[[], RenderableType], str]] = {
     "demo": (lambda: demo.table(MEASURED), "DDP exact PowerSGD, lossy"),
     "demo, codecs": (
         lambda: demo.predictions(MEASURED),
-        "codec bytes sent exchanges predicted measured error",
+        "codec bytes sent exchanges predicted tried in turn error",
     ),
     "launch": (launched, "distributed environment"),
     "strategy show": (lambda: overview(Strategy()), "setting value exactness note"),

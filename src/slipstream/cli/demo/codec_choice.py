@@ -1,4 +1,4 @@
-"""Which codec the lossy training uses: predicted from a trace of the exact one on this network.
+"""Which codecs may pay: predicted from a trace of the exact training on this network.
 
 Predicts only codecs that run in every update that is timed. ``onebit`` and ``dgc`` need some
 hundred dense updates first (``start_step``, ``warmup_steps``): more than the demo has.
@@ -25,6 +25,8 @@ CODECS: Mapping[str, PlainCodec] = {
 }
 WORTHWHILE = 0.95
 """Of the exact training's time, at most: predictions are off by as much as the rest."""
+CLOSE = 1.1
+"""Of the shortest prediction, at most: two that are both off by as much cannot be told apart."""
 
 
 class Candidate(NamedTuple):
@@ -61,18 +63,23 @@ def predict(trace: Trace, network: NetworkProfile) -> list[tuple[Candidate, Stra
     return candidates
 
 
-def best(candidates: Sequence[tuple[Candidate, Strategy]]) -> tuple[Candidate, Strategy] | None:
-    """The fastest codec of those predicted; None: none saves enough to be worth its loss.
+def worth_trying(
+    candidates: Sequence[tuple[Candidate, Strategy]],
+) -> list[tuple[Candidate, Strategy]]:
+    """The codecs that should pay, without those that are clearly slower than the fastest.
 
     Example:
-        >>> def seconds(*times):
-        ...     return [(Candidate(name, 1, 1, s), Strategy()) for name, s in zip("abc", times)]
-        >>> best(seconds(1.0, 0.9, 0.8))[0].codec, best(seconds(1.0, 0.96, 1.1))
-        ('c', None)
+        >>> def with_seconds(*times):
+        ...     return [(Candidate(name, 1, 1, s), Strategy()) for name, s in zip("abcd", times)]
+        >>> [one.codec for one, _ in worth_trying(with_seconds(1.0, 0.90, 0.80, 0.85))]
+        ['c', 'd']
+        >>> worth_trying(with_seconds(1.0, 0.96, 1.1))
+        []
     """
     (exact, _), *coded = candidates
-    fastest = min(coded, key=lambda pair: pair[0].predicted)
-    return fastest if fastest[0].predicted <= WORTHWHILE * exact.predicted else None
+    fastest = min(one.predicted for one, _ in coded)
+    longest = min(CLOSE * fastest, WORTHWHILE * exact.predicted)
+    return [pair for pair in coded if pair[0].predicted <= longest]
 
 
 def _with_codec(

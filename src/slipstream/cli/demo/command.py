@@ -46,7 +46,7 @@ FILES = {
 def demo(
     nodes: Annotated[int, Option(min=2, help="Emulated hosts, with one rank each.")] = 4,
     rate: LinkRate = "1gbit",
-    steps: Annotated[int, Option(min=2, help="Iterations to time of each training.")] = 25,
+    steps: Annotated[int, Option(min=2, help="Iterations to time of each training.")] = 20,
     loopback: Annotated[
         bool, Option("--loopback", help="Run the ranks on this host, without slow links.")
     ] = False,

@@ -25,7 +25,8 @@ class Measured:
     Mappings are by training; a lossy one is missing where no ``codec`` pays. ``seconds`` are those
     of each timed iteration on the slowest rank. ``apart_after_one_step`` is the largest relative
     difference from DDP of a parameter or its momentum. ``reason`` says why the exact training uses
-    its ``transport`` and split.
+    its ``transport`` and split. ``tried`` are seconds of an iteration with each codec that was
+    predicted to be worth it; ``codec`` is the fastest of them.
     """
 
     nodes: int
@@ -38,6 +39,7 @@ class Measured:
     transport: str
     reason: str
     candidates: list[Candidate]
+    tried: dict[str, float]
     codec: str | None
     seconds: dict[str, list[float]]
     exchanges: dict[str, int]

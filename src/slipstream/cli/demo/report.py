@@ -70,7 +70,7 @@ def table(measured: Measured) -> Table:
     headings = ["", DDP, "exact", *([f"{measured.codec}, lossy"] if LOSSY in names else [])]
     table = compact("", *headings, left=[""])
     exposed = (median(measured.seconds[name]) - alone for name in names)
-    table.add_row("exposed exchange", *(f"{seconds:.3f} s" for seconds in exposed))
+    table.add_row("exposed exchange", *map(_seconds, exposed))
     counts = (f"{measured.gradients} -> {measured.exchanges[name]}" for name in names)
     table.add_row("gradients -> exchanges", *counts)
     far = [measured.apart_after_one_step[name] for name in names[1:]]
@@ -99,21 +99,25 @@ def exactness(measured: Measured) -> Text:
 
 def predictions(measured: Measured) -> Table:
     """What was predicted of each codec, next to what was measured."""
-    headings = ("codec", "bytes sent", "exchanges", "predicted", "measured", "error")
+    headings = ("codec", "bytes sent", "exchanges", "predicted", "tried", "in turn", "error")
     table = compact("", *headings, left=["codec"], caption=_chosen(measured))
     medians = {NONE: median(measured.seconds[EXACT])}
     if measured.codec:
         medians[measured.codec] = median(measured.seconds[LOSSY])
     for one in measured.candidates:
-        cells = [f"{one.sent:.1%}", str(one.segments), f"{one.predicted:.3f} s"]
-        if seconds := medians.get(one.codec):
-            cells += [f"{seconds:.3f} s", f"{one.predicted / seconds - 1:+.1%}"]
+        tried, seconds = (of.get(one.codec) for of in (measured.tried, medians))
         name = f"none: exact, {measured.transport}" if one.codec == NONE else one.codec
-        table.add_row(name, *cells)
+        error = f"{one.predicted / seconds - 1:+.1%}" if seconds else ""
+        times = (_seconds(value) for value in (one.predicted, tried, seconds))
+        table.add_row(name, f"{one.sent:.1%}", str(one.segments), *times, error)
     return table
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.3f} s" if value else ""
 
 
 def _chosen(measured: Measured) -> str:
     if measured.codec is None:
         return f"No codec runs: none is predicted to save {1 - WORTHWHILE:.0%}."
-    return f"{measured.codec} runs: its prediction is the smallest."
+    return f"{measured.codec} runs: the fastest of those that were tried for a few iterations."

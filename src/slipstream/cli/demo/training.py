@@ -3,7 +3,8 @@
 1. The exact training does its first updates under ``strategy: auto``, which tries transports and
    splits in turn and keeps the fastest; then a few iterations of it are traced.
 2. DDP tries bucket sizes on copies.
-3. The network and the codecs are measured, and the codec is chosen.
+3. Network and codecs are measured, an iteration with each codec is predicted, and those that are
+   predicted to be close are tried on copies.
 4. DDP, the lossy training and one without any exchange continue from the exact one. Every timed
    step gives the same batch to all of them, in random order, between barriers.
 """
@@ -22,10 +23,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.progress import TaskID
 
 from slipstream.calibration.calibrate import SIZES, calibrate
-from slipstream.cli.demo import codec_choice, task
-from slipstream.cli.demo.codec_choice import CODECS, Candidate
+from slipstream.cli.demo import task
+from slipstream.cli.demo.codec_choice import CODECS, Candidate, predict, worth_trying
 from slipstream.cli.demo.measured import ALONE, DDP, EXACT, LOSSY, Measured
 from slipstream.cli.demo.progress import Bars
 from slipstream.cli.demo.task import Batch
@@ -43,22 +45,19 @@ from slipstream.version import __version__
 
 SEARCH, SHORTEST_SEARCH, RECORDED = 32, 24, 5
 DDP_MEGABYTES = (25, 8)
-DDP_TRIALS, DDP_UNTIMED = 5, 2
-"""Iterations with each size; DDP rebuilds its buckets in the first ones."""
-CALIBRATION_SECONDS = 2.0
+TRIALS, UNTIMED = 4, 2
+"""Iterations of each bucket size and each codec; DDP rebuilds its buckets in the first ones."""
+CALIBRATION_SECONDS = 1.0
 ALONE_EVERY = 3
 
 
 class Planned(NamedTuple):
-    """What was chosen, and why; the same on all ranks.
-
-    ``lossy`` is the codec that pays, and its strategy; None: none does.
-    """
+    """What the exact training came to, and why; what is predicted of codecs, and what to try."""
 
     exact: Strategy
     reason: str
     candidates: list[Candidate]
-    lossy: tuple[Candidate, Strategy] | None
+    worth_trying: dict[str, Strategy]
 
 
 def main(steps: int, folder: str, network: str, terminal: bool, columns: int) -> None:
@@ -78,17 +77,18 @@ def main(steps: int, folder: str, network: str, terminal: bool, columns: int) ->
         for batch in batches[:first]:
             exact.train(batch)
             bars.trained(searching, exact)
-        ddp = best_ddp(updates, batches, bars)
+        trainings: dict[str, Training] = {DDP: best_ddp(updates, batches, bars), EXACT: exact}
         planned = plan(Path(folder), bars)
-        trainings: dict[str, Training] = {DDP: ddp, EXACT: exact}
-        if planned.lossy is not None:
-            trainings[LOSSY] = Slipstream(updates, planned.lossy[1])
+        tried = try_codecs(planned, updates, batches, bars)
+        if tried:
+            strategy = planned.worth_trying[fastest(tried)]
+            trainings[LOSSY] = Slipstream(updates, strategy)
         trainings[ALONE] = Training(updates)
         apart = in_turn(trainings, batches[first:], bars)
-    measured = collect(trainings, planned, apart, network, held_out)
+    measured = collect(trainings, planned, tried, apart, network, held_out)
     if is_first:
         measured.write(Path(folder, "demo.json"))
-        leave_strategies(Path(folder), planned, trainings, first)
+        leave_strategies(Path(folder), planned.exact, trainings, first)
     dist.barrier()
     for training in trainings.values():
         training.close()
@@ -105,16 +105,36 @@ def searching_strategy(updates: int, folder: str) -> Strategy:
 
 
 def best_ddp(updates: int, batches: Sequence[Batch], bars: Bars) -> Ddp:
-    """DDP with the bucket size that is fastest here: the sizes take turns on copies."""
-    bar = bars.begin("DDP's bucket sizes", DDP_TRIALS * len(DDP_MEGABYTES))
-    tried = [Ddp(updates, megabytes) for megabytes in DDP_MEGABYTES]
-    for batch in batches[:DDP_TRIALS]:
-        for training in tried:
-            training.train_timed(batch)
-            bars.trained(bar, training)
-    best = min(tried, key=lambda training: median(training.seconds[DDP_UNTIMED:]))
+    """DDP with the bucket size that is fastest here."""
+    tried = {f"{size} MB": Ddp(updates, size) for size in DDP_MEGABYTES}
+    medians = try_out(tried, batches, bars.begin("DDP's buckets", TRIALS * len(tried)), bars)
+    best = tried[fastest(medians)]
     best.seconds.clear()
     return best
+
+
+def try_codecs(
+    planned: Planned, updates: int, batches: Sequence[Batch], bars: Bars
+) -> dict[str, float]:
+    """Seconds of an iteration with each codec worth trying."""
+    if not planned.worth_trying:
+        return {}
+    tried = {name: Slipstream(updates, one) for name, one in planned.worth_trying.items()}
+    medians = try_out(tried, batches, bars.begin("codecs", TRIALS * len(tried)), bars)
+    for training in tried.values():
+        training.close()
+    return medians
+
+
+def try_out(
+    tried: Mapping[str, Training], batches: Sequence[Batch], bar: TaskID, bars: Bars
+) -> dict[str, float]:
+    """Median seconds of a few iterations of each, in turn."""
+    for batch in batches[:TRIALS]:
+        for training in tried.values():
+            training.train_timed(batch)
+            bars.trained(bar, training)
+    return {name: median(training.seconds[UNTIMED:]) for name, training in tried.items()}
 
 
 def plan(folder: Path, bars: Bars) -> Planned:
@@ -135,9 +155,9 @@ def plan(folder: Path, bars: Bars) -> Planned:
     planned = None
     if trace is not None:
         network.save(folder / "cluster.yaml")
-        candidates = codec_choice.predict(trace, network)
-        lossy = codec_choice.best(candidates)
-        planned = Planned(exact, reason(trace), [one for one, _ in candidates], lossy)
+        candidates = predict(trace, network)
+        worth = {one.codec: strategy for one, strategy in worth_trying(candidates)}
+        planned = Planned(exact, reason(trace), [one for one, _ in candidates], worth)
     bars.update(bar, completed=100, result="")
     result: Planned = agreed(planned)
     return result
@@ -148,6 +168,11 @@ def agreed(value: Any) -> Any:
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
+
+
+def fastest(seconds: Mapping[str, float]) -> str:
+    """The name of the smallest."""
+    return min(seconds, key=seconds.__getitem__)
 
 
 def in_turn(
@@ -181,6 +206,7 @@ def in_turn(
 def collect(
     trainings: Mapping[str, Training],
     planned: Planned,
+    tried: Mapping[str, float],
     apart: Mapping[str, float],
     network: str,
     held_out: Batch,
@@ -203,7 +229,8 @@ def collect(
         transport=planned.exact.gradients.transport.kind,
         reason=planned.reason,
         candidates=planned.candidates,
-        codec=planned.lossy and planned.lossy[0].codec,
+        tried=dict(tried),
+        codec=fastest(tried) if tried else None,
         seconds={name: training.seconds for name, training in trainings.items()},
         exchanges={n: one.exchanges for n, one in exchanging.items()},
         apart_after_one_step=dict(apart),
@@ -214,23 +241,23 @@ def collect(
 
 
 def leave_strategies(
-    folder: Path, planned: Planned, trainings: Mapping[str, Training], first: int
+    folder: Path, exact: Strategy, trainings: Mapping[str, Training], first: int
 ) -> None:
     """Write the strategies, and what their settings became.
 
-    PowerSGD's file says that the ``first`` updates are dense, as they were here.
+    In PowerSGD's file the ``first`` updates are dense, as they were here.
     """
-    (folder / "exact.yaml").write_text(settings(planned.exact))
-    lossy = folder / "lossy.yaml"
-    lossy.unlink(missing_ok=True)
-    if planned.lossy is not None:
-        strategy = planned.lossy[1]
+    of_slipstream = {n: one for n, one in trainings.items() if isinstance(one, Slipstream)}
+    (folder / "exact.yaml").write_text(settings(exact))
+    (folder / "lossy.yaml").unlink(missing_ok=True)
+    if LOSSY in of_slipstream:
+        strategy = of_slipstream[LOSSY].session.strategy
         codec = strategy.gradients.codec
         if isinstance(codec, PowerSgd):
             late = codec.model_copy(update={"start_step": first})
             strategy = with_gradients(strategy, codec=late)
-        lossy.write_text(settings(strategy))
-    reports = [t.session.report() for t in trainings.values() if isinstance(t, Slipstream)]
+        (folder / "lossy.yaml").write_text(settings(strategy))
+    reports = [one.session.report() for one in of_slipstream.values()]
     (folder / "overview.txt").write_text("\n".join(reports) + "\n")
 
 
