@@ -193,6 +193,17 @@ def test_direct_sends_have_a_curve_and_a_contention_of_their_own() -> None:
         predict(work, Plan((2,), transport="direct"), slowed)
 
 
+def test_shared_memory_costs_what_was_measured_or_what_flat_does() -> None:
+    work, network = workload(), linear_profile(hosts=1, ranks_per_host=4)
+    plan = Plan((6,), transport="shared_memory")
+    assert predict(work, plan, network) == predict(work, Plan((6,)), network)
+    world = network.networks["world"]
+    measured = world.model_copy(update={"shared_memory_all_reduce": world.reduce_scatter})
+    faster = network.model_copy(update={"networks": {"world": measured}})
+    assert predict(work, plan, faster) == pytest.approx(ALONE + 0.3)
+    assert measured.fastest("all_gather") == world.fastest("all_gather")  # no memory is a link
+
+
 plans = st.tuples(
     st.sets(st.integers(1, 11), max_size=5), st.booleans(), st.sampled_from([1, 1, 1, 3])
 )

@@ -17,14 +17,15 @@ from slipstream.cluster.connect import Cluster
 from slipstream.errors import ClusterError
 from slipstream.planner.cost import Collective
 from slipstream.planner.curve import Curve
-from slipstream.strategy import Direct
+from slipstream.strategy import Direct, SharedMemory
 from slipstream.transport.consistency import maximum
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request
+from slipstream.transport.transport import Transport, make_transport
 
 
 class Lanes:
-    """What collectives travel by in one group: the group itself, and the transport ``direct``.
+    """What collectives travel by in one group: the group itself, and transports on it.
 
     Args:
         group: of this rank; nobody else uses it meanwhile.
@@ -38,9 +39,19 @@ class Lanes:
         """Made when it is first used; sends the memory of other devices as ``flat`` does."""
         return DirectTransport(Direct(), self.group)
 
+    @cached_property
+    def shared_memory(self) -> Transport:
+        """Likewise; only for ranks of one host."""
+        return make_transport(SharedMemory(), self.group)
+
     def carry(self, request: Request) -> None:
         """Carry it out by direct sends."""
         for work in self.direct.start(request):
+            work.wait()
+
+    def sum_in_memory(self, whole: Tensor) -> None:
+        """Sum a tensor through shared memory."""
+        for work in self.shared_memory.start(AllReduce(whole)):
             work.wait()
 
     def rows(self, whole: Tensor) -> Tensor:
@@ -48,9 +59,9 @@ class Lanes:
         return whole.view(self.ranks, -1)
 
     def close(self) -> None:
-        """End the thread of the transport."""
-        if "direct" in self.__dict__:
-            self.direct.close()
+        """End the threads of the transports."""
+        for name in {"direct", "shared_memory"} & self.__dict__.keys():
+            getattr(self, name).close()
 
 
 Start = Callable[[Tensor, Tensor, Lanes], object]
@@ -59,6 +70,7 @@ Start = Callable[[Tensor, Tensor, Lanes], object]
 COLLECTIVES: Mapping[Collective, Start] = {
     "all_reduce": lambda whole, _, lanes: dist.all_reduce(whole, group=lanes.group),
     "direct_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole)),
+    "shared_memory_all_reduce": lambda whole, _, lanes: lanes.sum_in_memory(whole),
     "reduce_scatter": lambda whole, part, lanes: lanes.carry(
         ReduceScatter(lanes.rows(whole), part)
     ),

@@ -39,7 +39,7 @@ class Recipe(NamedTuple):
 RECIPES: Mapping[TransportKind, Recipe] = {
     "flat": Recipe((("world", "all_reduce"),)),
     "direct": Recipe((("world", "direct_all_reduce"),), direct=True, rounds=2),
-    "shared_memory": Recipe((("world", "all_reduce"),)),  # the backend's, which takes longer
+    "shared_memory": Recipe((("world", "shared_memory_all_reduce"),)),
     "hierarchical": Recipe(
         (("intra", "reduce_scatter"), ("inter", "direct_all_reduce"), ("intra", "all_gather")),
         direct=True,
@@ -183,8 +183,10 @@ class ExchangeCurve(NamedTuple):
 
     @classmethod
     def of(cls, transport: TransportKind, network: NetworkProfile) -> ExchangeCurve:
-        """The stages on this network: for one host ``flat``'s, for hosts of one rank ``direct``'s,
-        where there is nothing to sum inside hosts.
+        """The stages on this network.
+
+        Where there is nothing to sum inside hosts, `Hierarchical` is ``direct``. On one host it is
+        taken for ``flat``, and so is ``shared_memory`` unless it was measured: both are faster.
 
         Raises:
             ClusterError: a curve was not measured.
@@ -192,6 +194,11 @@ class ExchangeCurve(NamedTuple):
         recipe = RECIPES[transport]
         if recipe.stages[0][0] != "world" and 1 in (network.hosts, network.ranks_per_host):
             recipe = RECIPES["flat" if network.hosts == 1 else "direct"]
+        if (
+            transport == "shared_memory"
+            and recipe.stages[0][1] not in network.networks["world"].curves
+        ):
+            recipe = RECIPES["flat"]
         return cls(tuple(Stage.of(kind, name, recipe, network) for kind, name in recipe.stages))
 
     @classmethod
