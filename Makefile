@@ -78,6 +78,8 @@ bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/r
 	$(BIN)/python benchmarks/soak.py --json $(RESULTS)/soak.json
 	$(BIN)/python benchmarks/prediction.py --json $(RESULTS)/prediction.json
 	$(BIN)/python benchmarks/tuner.py --json $(RESULTS)/tuner.json
+	for model in resnet50 vgg16 bert swin-t; do \
+	    $(BIN)/python benchmarks/auto.py --model $$model --json $(RESULTS)/auto-$$model.json || exit 1; done
 	$(BIN)/python benchmarks/overhead.py --json $(RESULTS)/overhead.json
 	$(BIN)/python benchmarks/transports.py --json $(RESULTS)/transports-1gbit.json
 	for numbering in contiguous permuted; do $(BIN)/python benchmarks/allreduce.py --numbering $$numbering \

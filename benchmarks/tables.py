@@ -188,6 +188,42 @@ def _orders(entry: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str,
     return f"{order['tau']:.2f}", known, f"{order['tau_again']:.2f}"
 
 
+def auto(entry: Mapping[str, Any]) -> str:
+    """What `auto` kept, and every exact choice."""
+    who = " beside an accelerator" if _on_accelerator(entry) else ""
+    lines = [
+        f"## Auto{who}, {entry['model']} at {entry['rate']}, {entry['date']}",
+        "",
+        f"{entry['megabytes']:.0f} MB of gradients, {entry['nodes']} ranks at {entry['rate']}, "
+        f"{computing_in_words(entry)}; {entry['rounds']} rounds of the grid. torch "
+        f"{entry['versions']['torch']}. `{entry['command']}`",
+        "",
+        auto_in_words(entry),
+        "",
+        *_header("choice", "median s", "quartiles"),
+    ]
+    for row in entry["rows"]:
+        low, middle, high = row["quartiles"]
+        kept = " (kept)" if row["name"] == entry["kept"] else ""
+        lines.append(_row(row["name"] + kept, f"{middle:.3f}", f"{low:.3f}..{high:.3f}"))
+    return "\n".join(lines)
+
+
+def auto_in_words(entry: Mapping[str, Any]) -> str:
+    """What the search kept, after how many updates, and how good that is."""
+    against = "the best of the grid"
+    if entry["finals"]:
+        found = {"quartiles": entry["ratio"], "interval": entry["interval"]}
+        against = f"in {entry['finals']} rounds against {_ratio(entry['best'], found)}"
+    losses = entry["losses"]["auto"]
+    return (
+        f"Kept after {entry['updates']} updates: {entry['kept']}; {against}. The losses of "
+        f"{len(losses)} updates differ from those of the default strategy by at most "
+        f"{entry['loss_difference']:.1e} of them, those of `direct`, which sums in another order, "
+        f"by {entry['direct_difference']:.1e}."
+    )
+
+
 def tuner(entry: Mapping[str, Any]) -> str:
     """The tuner's choices against the best of a grid."""
     lines = [
@@ -623,6 +659,7 @@ def main() -> None:
     """Render every result."""
     render = {
         "allreduce": allreduce,
+        "auto": auto,
         "bubbles": bubbles,
         "convergence": convergence,
         "exchange": exchange,

@@ -148,3 +148,28 @@ def test_exchange_beside_an_accelerator_compares_all_rivals(benchmark, tmp_path:
     written = benchmark("tables").exchange(entry)
     assert "## Exchange beside an accelerator, resnet-small at loopback" in written
     assert all(f"| {row['name']} |" in written for row in entry["rows"])
+
+
+@pytest.mark.timeout(300)
+def test_auto_is_measured_against_every_choice(benchmark, tmp_path: Path) -> None:
+    results = tmp_path / "auto.json"
+    options = "--model resnet-small --ranks-on-one-host --nodes 2 --rounds 1 --finals 2"
+    options += " --updates 24 --more 1"
+    command = [sys.executable, str(BENCHMARKS / "auto.py"), *options.split()]
+    done = subprocess.run(
+        [*command, "--splits", "single", "--json", str(results)],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    entry = json.loads(results.read_text())
+    assert entry["updates"] <= 24
+    assert entry["kept"] in entry["seconds"]
+    assert {"single", "single, shared_memory", "single, no overlap"} < set(entry["seconds"])
+    assert entry["loss_difference"] == 0  # on two ranks no choice changes a bit
+    assert len(entry["losses"]["auto"]) == len(entry["losses"]["default"]) == 25
+    written = benchmark("tables").auto(entry)
+    assert "## Auto, resnet-small at one host" in written
+    assert all(f"| {name}" in written for name in entry["seconds"])

@@ -110,8 +110,8 @@ NARROWED = {
         {"world": {"all_reduce", "all_gather"}},
     ),
     "direct sends": (
-        {"world": ("direct_all_reduce",)},
-        {"world": {"all_reduce", "direct_all_reduce"}},
+        {"world": ("direct_all_reduce", "ring_all_reduce")},
+        {"world": {"all_reduce", "direct_all_reduce", "ring_all_reduce"}},
     ),
     "across hosts": (
         {"inter": ("all_reduce",)},
@@ -201,6 +201,7 @@ def test_progress_rises_to_one_and_says_what_is_done(two) -> None:
     assert list(dict.fromkeys(what for _, what in said)) == [
         "world all_reduce",
         "world direct_all_reduce",
+        "world ring_all_reduce",
         "world reduce_scatter",
         "world all_gather",
         "compute beside an exchange",

@@ -17,7 +17,7 @@ from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import rank, traced_strategy, what_if
 from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
-from slipstream.strategy import ByIndex, Direct, Strategy
+from slipstream.strategy import ByIndex, Strategy
 from slipstream.trace import Trace
 from tests.planner.networks import MB, ethernet_profile, ring_profile
 
@@ -192,25 +192,27 @@ def test_labels_tell_strategies_apart() -> None:
     assert len({label(strategy) for strategy in strategies}) == len(strategies)
 
 
-def with_direct(network: NetworkProfile) -> NetworkProfile:
-    """Direct sends cost half of a ring."""
+def with_faster(transport: str, network: NetworkProfile) -> NetworkProfile:
+    """A transport costs half of the backend's all-reduce."""
     world = network.networks["world"]
-    priced = world.model_copy(update={"direct_all_reduce": world.reduce_scatter})
+    priced = world.model_copy(update={f"{transport}_all_reduce": world.reduce_scatter})
     return network.model_copy(update={"networks": {"world": priced}})
 
 
-def test_transports_whose_cost_is_known_are_candidates() -> None:
+@pytest.mark.parametrize("kind", ["direct", "ring"])
+def test_transports_whose_cost_is_known_are_candidates(kind: str) -> None:
     work, network = SITUATIONS["four ranks"]
     assert {one.gradients.transport.kind for one in candidates(work, network)} == {"flat"}
-    strategies = candidates(work, with_direct(network))
+    faster = with_faster(kind, network)
+    strategies = candidates(work, faster)
     assert strategies[0] == Strategy()
-    best = rank(strategies, work, with_direct(network))[0]
-    assert best.strategy.gradients.transport == Direct()
-    assert label(best.strategy).endswith(", direct")
-    base = Strategy.load({"gradients": {"transport": "direct"}})
-    from_direct = candidates(work, with_direct(network), base=base)
-    assert from_direct[0] == base
-    assert {one.gradients.transport.kind for one in from_direct} == {"flat", "direct"}
+    best = rank(strategies, work, faster)[0]
+    assert best.strategy.gradients.transport.kind == kind
+    assert label(best.strategy).endswith(f", {kind}")
+    base = Strategy.load({"gradients": {"transport": kind}})
+    from_faster = candidates(work, faster, base=base)
+    assert from_faster[0] == base
+    assert {one.gradients.transport.kind for one in from_faster} == {"flat", kind}
 
 
 def test_what_a_training_has_not_chosen_yet_is_what_it_begins_with() -> None:

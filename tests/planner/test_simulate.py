@@ -18,6 +18,7 @@ from slipstream.gradients.layout import Gradient
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.cost import CodecCost
 from slipstream.planner.simulate import SHOWN_RANKS, predict, simulate
+from slipstream.planner.transport_cost import TransportKind
 from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy
 from slipstream.trace import chrome
@@ -180,17 +181,29 @@ def test_gathers_have_cuts_of_their_own() -> None:
 DIRECT = contention(exchange=0.25)
 
 
-def test_direct_sends_have_a_curve_and_a_contention_of_their_own() -> None:
+@pytest.mark.parametrize("kind", ["direct", "ring"])
+def test_direct_sends_have_a_curve_and_a_contention_of_their_own(kind: TransportKind) -> None:
     slowed = linear_profile(exchange_slowdown=1.0)
     world = slowed.networks["world"]
-    half = world.model_copy(update={"direct_all_reduce": world.reduce_scatter})
+    half = world.model_copy(update={f"{kind}_all_reduce": world.reduce_scatter})
     network = slowed.model_copy(update={"networks": {"world": half}, "direct": DIRECT})
-    work, single = workload(count=2), (Plan((1, 2), transport=kind) for kind in ("flat", "direct"))
-    flat, direct = (simulate(work, plan, network) for plan in single)
+    work, plans = workload(count=2), [Plan((1, 2)), Plan((1, 2), transport=kind)]
+    flat, direct = (simulate(work, plan, network) for plan in plans)
     assert spans(flat, "allreduce1") == pytest.approx((0.3, 0.5))  # 0.1 s, twice as long
     assert spans(direct, "allreduce1") == pytest.approx((0.3, 0.3625))  # 0.05 s, 1.25 times
-    with pytest.raises(ClusterError, match="direct_all_reduce was not measured"):
-        predict(work, Plan((2,), transport="direct"), slowed)
+    with pytest.raises(ClusterError, match=f"{kind}_all_reduce was not measured"):
+        predict(work, plans[1], slowed)
+
+
+def test_shared_memory_costs_what_was_measured_or_what_flat_does() -> None:
+    work, network = workload(), linear_profile(hosts=1, ranks_per_host=4)
+    plan = Plan((6,), transport="shared_memory")
+    assert predict(work, plan, network) == predict(work, Plan((6,)), network)
+    world = network.networks["world"]
+    measured = world.model_copy(update={"shared_memory_all_reduce": world.reduce_scatter})
+    faster = network.model_copy(update={"networks": {"world": measured}})
+    assert predict(work, plan, faster) == pytest.approx(ALONE + 0.3)
+    assert measured.fastest("all_gather") == world.fastest("all_gather")  # no memory is a link
 
 
 plans = st.tuples(

@@ -51,6 +51,7 @@ def train(
             patch.setattr(predicted_choices, "optimal_split", _answer(proposed))
             windows = iter(seconds)
             patch.setattr(online_search, "iterations", lambda trace: [next(windows)])
+        random = torch.get_rng_state()
         session = slipstream.accelerate(model, optimizer, strategy=settings)
         if state is not None:
             session.load_state_dict(state)
@@ -62,6 +63,7 @@ def train(
             seen.append([segment.gradients for segment in session.segments])
         report, state = session.report(), session.state_dict()
         session.close()
+        assert torch.equal(random, torch.get_rng_state())  # dropout goes on as without a search
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     return seen, flat.tolist(), report, state
 

@@ -15,6 +15,7 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ClusterError
+from slipstream.planner.cost import NetworkProfile
 from slipstream.session import compose
 from slipstream.strategy import ByIndex
 from slipstream.trace import read
@@ -24,6 +25,7 @@ from slipstream.transport.place import Place, find_place
 from slipstream.transport.requests import AllReduce
 from slipstream.transport.switch import Switch
 from slipstream.tuner import online_search, predicted_choices
+from slipstream.tuner.predicted_choices import predict_choices
 from slipstream.tuner.search_space import SETTLING, TURNS
 from tests.harness.ranks import PerRank, Ranks
 
@@ -166,7 +168,7 @@ def test_transports_and_splits_are_chosen_together(three: Ranks) -> None:
     answers = three.run(train, UPDATES + 2, BOTH, (4, 2, 3, 1) * TURNS)
     for answer in answers:
         tried = set(zip(answer["used"], map(tuple, answer["segments"]), strict=True))
-        assert {("flat", (12,)), ("flat", (4, 8)), ("direct", (4, 8))} < tried
+        assert {("flat", (12,)), ("flat", (4, 8)), ("direct", (4, 8))} <= tried
         assert answer["used"] == answers[0]["used"]
         assert answer["segments"] == answers[0]["segments"]
         assert answer["segments"][-1] in ([4, 8], [12])
@@ -208,7 +210,8 @@ ON_ONE_HOST = {"gradients": {**AUTO["gradients"], "split": "per_layer"}}
 
 
 def on_one_host() -> list[dict[str, Any]]:
-    """A search, two runs that go on from it, and searches without memory to share, or hosts."""
+    """A search, two runs that go on from it, searches without memory to share, or hosts; and one
+    for splits, too."""
     after = train(UPDATES + 2, ON_ONE_HOST, (3, 2, 1) * TURNS, apart=False)
     beside = train(3, ON_ONE_HOST, (), {**after["state"], "overlap": None}, apart=False)
     resumed = train(3, ON_ONE_HOST, (), after["state"], apart=False)
@@ -226,12 +229,22 @@ def on_one_host() -> list[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport_place, "find_hosts", unreachable)
         unknown = train(UPDATES, ON_ONE_HOST, (2, 1) * TURNS, apart=False)
-    return [after, beside, resumed, without, unknown]
+    networks: list[NetworkProfile] = []
+
+    def predicted(*known: Any) -> Any:
+        networks.append(known[-1])
+        return predict_choices(*known)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(online_search, "predict_choices", predicted)
+        both = train(UPDATES, BOTH, (4, 3, 2, 1) * TURNS, apart=False)
+    curves = [set(network.networks["world"].curves) for network in networks]
+    return [after, beside, resumed, without, unknown, {**both, "curves": curves}]
 
 
 def test_on_one_host_shared_memory_is_tried_beside_and_after_backward(three: Ranks) -> None:
     by_rank = three.run(on_one_host)
-    for after, beside, resumed, without, unknown in by_rank:
+    for after, beside, resumed, without, unknown, both in by_rank:
         kinds, ends = ["flat"] * 4 + ["shared_memory"] * 8, [False] * 8 + [True] * 4
         assert after["used"] == kinds * TURNS + ["shared_memory"] * 2
         assert after["after"][1:] == (ends * TURNS + [True] * 2)[1:]  # the first is observed
@@ -243,7 +256,10 @@ def test_on_one_host_shared_memory_is_tried_beside_and_after_backward(three: Ran
         assert without["state"]["transport"]["kind"] == "flat"
         assert "no other transport can be used here" in without["report"]
         assert unknown["used"] == (["flat"] * 6 + ["direct"] * 6) * TURNS
-        of_rank = (after, beside, resumed, without, unknown)
+        assert {"flat", "shared_memory"} == set(both["used"])
+        measured = {"all_reduce", "shared_memory_all_reduce"}
+        assert both["curves"] == ([measured] if both is by_rank[0][-1] else [])
+        of_rank = (after, beside, resumed, without, unknown, both)
         for one, first in zip(of_rank, by_rank[0], strict=True):
             assert one["parameters"] == first["parameters"]
         torch.testing.assert_close(after["losses"], without["losses"], rtol=1e-5, atol=1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -17,14 +17,16 @@ from slipstream.cluster.connect import Cluster
 from slipstream.errors import ClusterError
 from slipstream.planner.cost import Collective
 from slipstream.planner.curve import Curve
-from slipstream.strategy import Direct
+from slipstream.strategy import Direct, Ring, SharedMemory, Transport as TransportConfig
 from slipstream.transport.consistency import maximum
-from slipstream.transport.direct import DirectTransport
 from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request
+from slipstream.transport.transport import Transport, make_transport
+
+DIRECT, RING, MEMORY = Direct(), Ring(), SharedMemory()
 
 
 class Lanes:
-    """What collectives travel by in one group: the group itself, and the transport ``direct``.
+    """What collectives travel by in one group: the group itself, and transports on it.
 
     Args:
         group: of this rank; nobody else uses it meanwhile.
@@ -32,15 +34,13 @@ class Lanes:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, group.size()
+        self._transports: dict[TransportConfig, Transport] = {}
 
-    @cached_property
-    def direct(self) -> DirectTransport:
-        """Made when it is first used; sends the memory of other devices as ``flat`` does."""
-        return DirectTransport(Direct(), self.group)
-
-    def carry(self, request: Request) -> None:
-        """Carry it out by direct sends."""
-        for work in self.direct.start(request):
+    def carry(self, request: Request, by: TransportConfig = DIRECT) -> None:
+        """Carry it out by a transport, which is made when it is first used."""
+        if by not in self._transports:
+            self._transports[by] = make_transport(by, self.group)
+        for work in self._transports[by].start(request):
             work.wait()
 
     def rows(self, whole: Tensor) -> Tensor:
@@ -48,9 +48,9 @@ class Lanes:
         return whole.view(self.ranks, -1)
 
     def close(self) -> None:
-        """End the thread of the transport."""
-        if "direct" in self.__dict__:
-            self.direct.close()
+        """End the threads of the transports."""
+        for transport in self._transports.values():
+            transport.close()
 
 
 Start = Callable[[Tensor, Tensor, Lanes], object]
@@ -59,6 +59,8 @@ Start = Callable[[Tensor, Tensor, Lanes], object]
 COLLECTIVES: Mapping[Collective, Start] = {
     "all_reduce": lambda whole, _, lanes: dist.all_reduce(whole, group=lanes.group),
     "direct_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole)),
+    "ring_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole), RING),
+    "shared_memory_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole), MEMORY),
     "reduce_scatter": lambda whole, part, lanes: lanes.carry(
         ReduceScatter(lanes.rows(whole), part)
     ),

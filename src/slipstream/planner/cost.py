@@ -20,17 +20,26 @@ from slipstream.strategy.validate import shown
 from slipstream.strategy.yaml import format_yaml, parse_yaml
 
 Kind = Literal["world", "intra", "inter"]
-Collective = Literal["all_reduce", "direct_all_reduce", "reduce_scatter", "all_gather"]
-"""``all_reduce`` is the backend's, ``direct_all_reduce`` that of the ``direct`` transport. On CPUs
-a reduce-scatter sends each share to its owner, and an all-gather each owner's share to the others:
-gloo's own reduce-scatter would be an all-reduce inside, of twice the bytes."""
+Collective = Literal[
+    "all_reduce",
+    "direct_all_reduce",
+    "ring_all_reduce",
+    "shared_memory_all_reduce",
+    "reduce_scatter",
+    "all_gather",
+]
+"""``all_reduce`` is the backend's; ``direct_all_reduce``, ``ring_all_reduce`` and
+``shared_memory_all_reduce`` are those of the transports. On CPUs a reduce-scatter sends each share
+to its owner, and an all-gather each owner's share to the others: gloo's own reduce-scatter would be
+an all-reduce inside, of twice the bytes."""
 ROUNDS: Mapping[Collective, int] = {
     "all_reduce": 2,
     "direct_all_reduce": 2,
+    "ring_all_reduce": 2,
     "reduce_scatter": 1,
     "all_gather": 1,
 }
-"""How often a rank sends its part, ``(p - 1) / p`` of the bytes."""
+"""How often a rank sends its part, ``(p - 1) / p`` of the bytes; of collectives that send."""
 Curves = Mapping[Kind, tuple[Collective, ...]]
 """Names of curves, by kind of groups."""
 
@@ -50,6 +59,8 @@ class Network(FrozenModel):
     ranks: int = Field(ge=1)
     all_reduce: Curve
     direct_all_reduce: Curve | None = None
+    ring_all_reduce: Curve | None = None
+    shared_memory_all_reduce: Curve | None = None
     reduce_scatter: Curve | None = None
     all_gather: Curve | None = None
 
@@ -74,8 +85,8 @@ class Network(FrozenModel):
 
     def fastest(self, name: Collective) -> float:
         """Seconds for a byte of a collective, at the rate of the fastest one in these groups."""
-        rate = min(curve.per_byte / ROUNDS[other] for other, curve in self.curves.items())
-        return ROUNDS[name] * rate
+        rates = [c.per_byte / ROUNDS[other] for other, c in self.curves.items() if other in ROUNDS]
+        return ROUNDS[name] * min(rates)
 
     def scaled(
         self, kind: Kind, ranks: int, sharing: float = 1.0, per_byte: float | None = None

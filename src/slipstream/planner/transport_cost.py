@@ -16,7 +16,16 @@ from slipstream.gradients.layout import Gradient, nearest_border
 from slipstream.planner.cost import Collective, Curves, Kind, NetworkProfile
 from slipstream.planner.curve import Curve
 from slipstream.planner.fit import Array
-from slipstream.strategy import Auto, Direct, Flat, Hierarchical, Sharded, Strategy, Transport
+from slipstream.strategy import (
+    Auto,
+    Direct,
+    Flat,
+    Hierarchical,
+    Ring,
+    Sharded,
+    Strategy,
+    Transport,
+)
 from slipstream.trace.event import Trace
 
 TransportKind = Literal["flat", "direct", "ring", "hierarchical", "shared_memory", "sharded"]
@@ -39,8 +48,8 @@ class Recipe(NamedTuple):
 RECIPES: Mapping[TransportKind, Recipe] = {
     "flat": Recipe((("world", "all_reduce"),)),
     "direct": Recipe((("world", "direct_all_reduce"),), direct=True, rounds=2),
-    "ring": Recipe((("world", "all_reduce"),), direct=True, rounds=2),  # the backend's is one, too
-    "shared_memory": Recipe((("world", "all_reduce"),)),  # the backend's, which takes longer
+    "ring": Recipe((("world", "ring_all_reduce"),), direct=True, rounds=2),
+    "shared_memory": Recipe((("world", "shared_memory_all_reduce"),)),
     "hierarchical": Recipe(
         (("intra", "reduce_scatter"), ("inter", "direct_all_reduce"), ("intra", "all_gather")),
         direct=True,
@@ -50,7 +59,7 @@ RECIPES: Mapping[TransportKind, Recipe] = {
 GATHERS: Mapping[TransportKind, tuple[Kind, Collective]] = {"sharded": ("world", "all_gather")}
 """What brings parameters together during the next forward, by transport."""
 
-ALTERNATIVES: tuple[Transport, ...] = (Flat(), Direct(), Hierarchical())
+ALTERNATIVES: tuple[Transport, ...] = (Flat(), Direct(), Ring(), Hierarchical())
 """What may be exchanged for one another: exact, and without any change of the user's code."""
 
 
@@ -184,8 +193,10 @@ class ExchangeCurve(NamedTuple):
 
     @classmethod
     def of(cls, transport: TransportKind, network: NetworkProfile) -> ExchangeCurve:
-        """The stages on this network: for one host ``flat``'s, for hosts of one rank ``direct``'s,
-        where there is nothing to sum inside hosts.
+        """The stages on this network.
+
+        Where there is nothing to sum inside hosts, `Hierarchical` is ``direct``. On one host it is
+        taken for ``flat``, and so is ``shared_memory`` unless it was measured: both are faster.
 
         Raises:
             ClusterError: a curve was not measured.
@@ -193,6 +204,11 @@ class ExchangeCurve(NamedTuple):
         recipe = RECIPES[transport]
         if recipe.stages[0][0] != "world" and 1 in (network.hosts, network.ranks_per_host):
             recipe = RECIPES["flat" if network.hosts == 1 else "direct"]
+        if (
+            transport == "shared_memory"
+            and recipe.stages[0][1] not in network.networks["world"].curves
+        ):
+            recipe = RECIPES["flat"]
         return cls(tuple(Stage.of(kind, name, recipe, network) for kind, name in recipe.stages))
 
     @classmethod

@@ -25,6 +25,11 @@ class Place(NamedTuple):
     nodes: tuple[tuple[int, ...], ...]
 
     @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.nodes))
+
+    @property
     def one_host(self) -> bool:
         """Whether all ranks are on one host."""
         return len(self.nodes) == 1

@@ -70,9 +70,14 @@ TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
 }
 """By type of the strategy's ``gradients.transport``."""
 
+RANKS_OF_A_RING = 8
+"""With fewer, two hops by direct sends are as good: no link gets the packets of many at once."""
 EXACT: Mapping[TransportConfig, Callable[[Place], bool]] = {
     Flat(): lambda place: True,
     Direct(): lambda place: place.device.type == "cpu" and not place.one_host,
+    Ring(): lambda place: (
+        place.device.type == "cpu" and not place.one_host and place.ranks >= RANKS_OF_A_RING
+    ),
     Hierarchical(): lambda place: (
         place.device.type == "cpu" and not place.one_host and place.shares_hosts
     ),
