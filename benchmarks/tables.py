@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -38,15 +39,26 @@ medians do not overlap; "measured again" is the tau of two measurements of the s
 
 
 def save(path: str, benchmark: str, entry: Mapping[str, Any]) -> None:
-    """Write what a benchmark found, with the day, the versions and the command that found it."""
+    """Write what a benchmark found, with day, versions, commit and the command that found it."""
     head = {
         "benchmark": benchmark,
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in ("torch", "slipstream")},
+        "commit": commit(),
         "command": shlex.join(["python", f"benchmarks/{benchmark}.py", *sys.argv[1:]]),
     }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({**head, **entry}, indent=1) + "\n")
+
+
+def commit() -> str:
+    """The commit of the code that runs; a ``+`` says that it was changed since."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    head, changed = (
+        subprocess.run([*git, *command.split()], capture_output=True, text=True).stdout.strip()
+        for command in ("rev-parse --short HEAD", "status --porcelain -- ../src *.py")
+    )
+    return head + "+" * bool(changed)
 
 
 EXCHANGE_COLUMNS = (
@@ -65,7 +77,7 @@ def exchange(entry: Mapping[str, Any]) -> str:
         f"{entry['megabytes']:.0f} MB of gradients, {entry['nodes']} nodes at {entry['rate']}, "
         f"{entry['rounds']} rounds, {computing_in_words(entry)}. Compute "
         f"{entry['compute_s']:.3f} s, wire {entry['wire_s']:.3f} s, bound "
-        f"{entry['bound_s']:.3f} s. torch {entry['versions']['torch']}. `{entry['command']}`",
+        f"{entry['bound_s']:.3f} s. torch {_versions(entry)}. `{entry['command']}`",
         "",
         *([entry["note"], ""] if "note" in entry else []),
         *([_finals(entry) + optimal_in_words(entry["optimal"]), ""] if "optimal" in entry else []),
@@ -132,7 +144,7 @@ def overhead(entry: Mapping[str, Any]) -> str:
     lines = [
         f"## Overhead, {entry['date']}",
         "",
-        f"{entry['rounds']} rounds. torch {entry['versions']['torch']}. `{entry['command']}`",
+        f"{entry['rounds']} rounds. torch {_versions(entry)}. `{entry['command']}`",
         "",
         *_header("part", "variant", "median ms", "quartiles", "ratio", "+- error", "quartiles"),
     ]
@@ -156,7 +168,7 @@ def prediction(entry: Mapping[str, Any]) -> str:
         f"{entry['nodes']} nodes, {entry['steps']} recorded iterations of each strategy. Replay: "
         f"median {found['replay_median']:.1%}, worst {found['replay_worst']:.1%}. What-if from the "
         f"default's trace: median {found['what_if_median']:.1%}, worst "
-        f"{found['what_if_worst']:.1%}. torch {entry['versions']['torch']}. `{entry['command']}`",
+        f"{found['what_if_worst']:.1%}. torch {_versions(entry)}. `{entry['command']}`",
         "",
         *_header(
             "model", "rate", "strategy", "measured s", "quartiles", "replay s", "error",
@@ -196,7 +208,7 @@ def auto(entry: Mapping[str, Any]) -> str:
         "",
         f"{entry['megabytes']:.0f} MB of gradients, {entry['nodes']} ranks at {entry['rate']}, "
         f"{computing_in_words(entry)}; {entry['rounds']} rounds of the grid. torch "
-        f"{entry['versions']['torch']}. `{entry['command']}`",
+        f"{_versions(entry)}. `{entry['command']}`",
         "",
         auto_in_words(entry),
         "",
@@ -231,7 +243,7 @@ def tuner(entry: Mapping[str, Any]) -> str:
         "",
         f"{entry['nodes']} nodes at {entry['rate']}, {entry['steps']} recorded iterations in each "
         f"block, the last column from {entry['pairs']} pairs of blocks in alternation. torch "
-        f"{entry['versions']['torch']}. `{entry['command']}`",
+        f"{_versions(entry)}. `{entry['command']}`",
         "",
         *_header(
             "example", "chosen", "strategies tried", "runs", "grid", "best of the grid",
@@ -252,7 +264,7 @@ def tuner(entry: Mapping[str, Any]) -> str:
 def precision(entry: Mapping[str, Any]) -> str:
     """What 16 bits do to the result of a training, or to its speed."""
     title = f"## Precision, {entry['task']}, {entry['date']}"
-    versions = f"torch {entry['versions']['torch']}. `{entry['command']}`"
+    versions = f"torch {_versions(entry)}. `{entry['command']}`"
     if entry["task"] == "speed":
         head = (
             f"One process with {entry['threads']} threads on a CPU with {entry['instructions']}; a "
@@ -298,7 +310,7 @@ def convergence(entry: Mapping[str, Any]) -> str:
         "",
         f"{entry['steps']} updates on {entry['ranks']} ranks, {entry['seeds']} seeds; "
         f"allowed: {'0.5 points below' if digits else '2 % above'} dense. torch "
-        f"{entry['versions']['torch']}. `{entry['command']}`",
+        f"{_versions(entry)}. `{entry['command']}`",
         "",
         f"![losses on the way](convergence-{entry['task']}.png)",
         "",
@@ -326,7 +338,7 @@ def large_batch(entry: Mapping[str, Any]) -> str:
         f"## Large batches, {entry['date']}",
         "",
         "Three seeds; each optimizer at the best of its seven learning rates, chosen on other data "
-        f"and seeds. torch {entry['versions']['torch']}. `{entry['command']}`",
+        f"and seeds. torch {_versions(entry)}. `{entry['command']}`",
         "",
         "![accuracy on the way](large-batch.png)",
         "",
@@ -363,7 +375,7 @@ def operators(entry: Mapping[str, Any]) -> str:
         "torch.distributed that move the same data; by hand: these in the least autograd.Function; "
         "within: at most 5 % or 20 microseconds above the bare calls, as "
         f"{sum(row['within'] for row in rows)} of {len(rows)} are. "
-        f"torch {entry['versions']['torch']}. `{entry['command']}`",
+        f"torch {_versions(entry)}. `{entry['command']}`",
         "",
         *([entry["note"], ""] if "note" in entry else []),
         *_header(*OPERATOR_COLUMNS),
@@ -387,7 +399,7 @@ def bubbles(entry: Mapping[str, Any]) -> str:
         f"GPT-2 of {entry['layers']} layers, width {entry['width']}, on {entry['ranks']} ranks of "
         f"one thread over loopback; micro-batches of {entry['samples']} x {entry['length']} words, "
         f"{entry['steps']} steps. The formula assumes stages of equal time and sending that takes "
-        f"none. torch {entry['versions']['torch']}. `{entry['command']}`",
+        f"none. torch {_versions(entry)}. `{entry['command']}`",
         "",
         *([entry["note"], ""] if "note" in entry else []),
         *_header(
@@ -412,8 +424,7 @@ def times(entry: Mapping[str, Any]) -> str:
     lines = [
         f"## Promised times, {entry['date']}",
         "",
-        f"Seconds, {entry['rounds']} rounds. torch {entry['versions']['torch']}. "
-        f"`{entry['command']}`",
+        f"Seconds, {entry['rounds']} rounds. torch {_versions(entry)}. `{entry['command']}`",
         "",
         *_header("operation", "median s", "quartiles", "limit s", "within"),
     ]
@@ -433,7 +444,7 @@ def transports(entry: Mapping[str, Any]) -> str:
         f"## Transports at {entry['rate']}, {entry['date']}",
         "",
         f"{entry['megabytes']} MB between {entry['nodes']} nodes, nothing else: in multiples of "
-        f"the wire time. {entry['rounds']} rounds. torch {entry['versions']['torch']}. "
+        f"the wire time. {entry['rounds']} rounds. torch {_versions(entry)}. "
         f"`{entry['command']}`",
         "",
         *_header("segments MB", "cores", "transport", "median", "quartiles"),
@@ -456,7 +467,7 @@ def allreduce(entry: Mapping[str, Any]) -> str:
         f"{entry['date']}",
         "",
         f"Milliseconds on the slowest rank, {entry['rounds']} rounds, cores "
-        f"{'busy' if entry['busy'] else 'free'}. torch {entry['versions']['torch']}. "
+        f"{'busy' if entry['busy'] else 'free'}. torch {_versions(entry)}. "
         f"`{entry['command']}`",
         "",
         *_header("KB", "transport", "median", "quartiles", f"times as fast as {first}"),
@@ -475,7 +486,7 @@ def tensor_parallel(entry: Mapping[str, Any]) -> str:
         "",
         f"Milliseconds of forward and backward on {entry['ranks']} ranks of one thread over "
         "loopback, medians: whole on every rank, split by torch's `parallelize_module`, split by "
-        f"slipstream. torch {entry['versions']['torch']}. `{entry['command']}`",
+        f"slipstream. torch {_versions(entry)}. `{entry['command']}`",
         "",
         *_header("module", "whole", "torch", "slipstream", "quartiles", "times as fast as torch"),
     ]
@@ -527,7 +538,7 @@ def offload(entry: Mapping[str, Any]) -> str:
     lines = [
         f"## Recompute and offload, {entry['date']}",
         "",
-        f"torch {entry['versions']['torch']}. `{entry['command']}`",
+        f"torch {_versions(entry)}. `{entry['command']}`",
     ]
     if (part := entry.get("bytes")) is not None:
         lines += [
@@ -611,6 +622,12 @@ def soak(entry: Mapping[str, Any]) -> str:
             f"`{entry['command']}`",
         ]
     )
+
+
+def _versions(entry: Mapping[str, Any]) -> str:
+    """What was measured: torch, and the commit where the result names it."""
+    torch: str = entry["versions"]["torch"]
+    return f"{torch}, commit {entry['commit']}" if "commit" in entry else torch
 
 
 def _header(*names: str) -> list[str]:
