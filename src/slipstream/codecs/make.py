@@ -74,8 +74,9 @@ def make_compressor(
             )
 
 
-def wire_bytes(config: PlainCodec | None, parameter: torch.Tensor) -> int:
-    """Bytes of the compressed gradient of a parameter.
+def wire_bytes(config: PlainCodec | None, parameter: torch.Tensor, ranks: int = 2) -> int:
+    """Bytes of the compressed gradient of a parameter: of a plain sum that takes the network as
+    long. What is gathered, not summed, comes from every one of ``ranks`` instead of twice.
 
     Example:
         >>> weight = torch.zeros(64, 64)
@@ -90,8 +91,8 @@ def wire_bytes(config: PlainCodec | None, parameter: torch.Tensor) -> int:
             return Int8Codec(config.block).wire_bytes(prod(shape), dtype)
         case OneBit():
             return OneBitCodec(config.block).wire_bytes(prod(shape), dtype)
-        case Dgc() if len(shape) > 1:
-            return DgcCodec(config.density).wire_bytes(prod(shape), dtype)
+        case Dgc() if len(shape) > 1 and config.density < 1:
+            return DgcCodec(config.density).wire_bytes(prod(shape), dtype) * ranks // 2
         case PowerSgd():
             values = PowerSgdCodec(config.rank, config.min_compression_rate).wire_values(shape)
             return values * real_dtype(dtype).itemsize

@@ -32,7 +32,7 @@ from slipstream.codecs import (
 from slipstream.gradients.buckets import Bucket, DenseBucket, gradient_dtype
 from slipstream.gradients.shard_bucket import ShardBucket
 from slipstream.gradients.shares import Shares
-from slipstream.strategy import Half, PlainCodec
+from slipstream.strategy import Half, PlainCodec, phase_of, phases
 from slipstream.transport.hosts import Rails
 from slipstream.transport.requests import Exchange, Request
 
@@ -144,6 +144,8 @@ class CompressionPlan:
     narrow: bool = True
     """Whether gradients without a codec travel in the dtype of their parameters, where that is
     narrower than their own."""
+    step: int = 0
+    """Updates so far: some codecs begin late, or send less and less."""
 
     def for_segment(self, num_bytes: int) -> CompressionPlan:
         """The plan for a segment of so many bytes: no codec where that does not pay."""
@@ -151,12 +153,26 @@ class CompressionPlan:
 
     def of(self, name: str, parameter: torch.Tensor) -> PlainCodec | None:
         """The codec of one gradient; None where it would not make that smaller."""
-        codec = self.codec_of(name)
+        codec = phase_of(self.codec_of(name), self.step)
         plain = parameter.dtype if self.narrow else gradient_dtype(parameter)
         num_bytes = parameter.numel() * plain.itemsize
         if isinstance(codec, Half) and wire_bytes(codec, parameter) >= num_bytes:
             return None
         return codec
+
+    def compresses(self, codec: PlainCodec | None) -> bool:
+        """Whether a compressor does what the codec asks for: 16 bits need one between hosts."""
+        return codec is not None and not (isinstance(codec, Half) and self.rails is None)
+
+    def wire_bytes(self, name: str, parameter: torch.Tensor, widest: torch.Tensor) -> int:
+        """What ``codecs.wire_bytes`` says of one gradient, as wide as on any rank."""
+        ranks = self.ranks.count if self.rails is None else self.rails.num_hosts
+        return wire_bytes(self.of(name, parameter), widest, ranks)
+
+    def first_steps(self, names: Iterable[str]) -> tuple[int, ...]:
+        """The updates from which on the codec of one of these parameters works in another way."""
+        codecs = {self.codec_of(name) for name in names} - {None}
+        return tuple(sorted({first for codec in codecs if codec for first, _ in phases(codec)}))
 
     def cuts(self, parameter: torch.Tensor) -> bool:
         """Whether every rank gets a share of the average alone."""
@@ -183,9 +199,9 @@ class CompressionPlan:
     def bucket(self, names: Sequence[str], parameters: Sequence[nn.Parameter], seed: int) -> Bucket:
         """A bucket for gradients of one dtype and codec, all of them cut or none."""
         codec = self.of(names[0], parameters[0])
-        if codec is None or (isinstance(codec, Half) and self.rails is None):
+        if codec is None or not self.compresses(codec):
             dtype = None
-            if codec is not None:
+            if isinstance(codec, Half):
                 dtype = HalfCodec(codec.dtype).wire_dtype
             elif self.narrow and parameters[0].dtype != gradient_dtype(parameters[0]):
                 dtype = parameters[0].dtype

@@ -17,8 +17,9 @@ order, the segments are laid out, and everything is sent after it.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -117,6 +118,9 @@ class Engine(GradientEngine):
         self.split, self.overlap, self._plan = split, overlap, compression_plan
         self._channel, self._control, self._any_rank = channel, control, any_rank
         self._shares = compression_plan.shares
+        codecs = map(compression_plan.codec_of, (t.name for t in self._trainables))
+        self._compresses = any(map(compression_plan.compresses, codecs))
+        self._first_steps = compression_plan.first_steps(t.name for t in self._trainables)
         self._layout: Layout | None = None
         self._codecs = CodecStates()
         self._backward: _Backward | None = None
@@ -150,7 +154,7 @@ class Engine(GradientEngine):
         """
         if self._failure:
             raise out_of_step(self._failure)
-        if exchange and self._averaged and self._codecs:
+        if exchange and self._averaged and self._compresses:
             raise backward_repeated()
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
         if thawed:
@@ -204,11 +208,18 @@ class Engine(GradientEngine):
         self._averaged = True
 
     def updated(self, step: int) -> None:
-        """The gradients were used and are gone; ``step`` updates are done."""
-        self.step = step
+        """The gradients were used and are gone; ``step`` updates are done.
+
+        Where a codec begins to work, or works in another way from here on, the gradients are laid
+        out anew, for the bytes that travel now.
+        """
+        before, now = (bisect(self._first_steps, at) for at in (self.step, step))
+        self.step, self._plan = step, replace(self._plan, step=step)
         self._averaged = False
         if self._shares is not None:
             self._shares.clear()
+        if before != now and self._layout is not None:
+            self.install(self._layout.order)
 
     def abort(self, error: BaseException) -> None:
         """Backward itself raised: the ranks are out of step from here on."""
@@ -246,7 +257,8 @@ class Engine(GradientEngine):
 
     def report_rows(self) -> list[Row]:
         """What is exchanged, for the overview."""
-        return exchange_rows(self.segments, self._codecs.num_bytes)
+        later = self._first_steps[bisect(self._first_steps, self.step) :]
+        return exchange_rows(self.segments, self._codecs.num_bytes, *later[:1])
 
     @property
     def _at(self) -> str:

@@ -10,8 +10,16 @@ from slipstream.strategy import Row
 _SHOWN = 12  # sizes of segments
 
 
-def exchange_rows(segments: Sequence[SegmentStats], kept_bytes: Callable[[], int]) -> list[Row]:
-    """What is exchanged in an update; ``kept_bytes``: of the codecs on this rank."""
+def exchange_rows(
+    segments: Sequence[SegmentStats], kept_bytes: Callable[[], int], next_phase: int | None = None
+) -> list[Row]:
+    """What is exchanged in an update now.
+
+    Args:
+        segments: what they carry.
+        kept_bytes: of the codecs on this rank.
+        next_phase: the update from which on a codec works in another way; None: it stays so.
+    """
     if not segments:
         return [Row("segments", "not yet", "laid out after the first backward")]
     gradients = sum(len(s.gradients) for s in segments)
@@ -23,11 +31,14 @@ def exchange_rows(segments: Sequence[SegmentStats], kept_bytes: Callable[[], int
         Row("fused", f"{gradients} gradients -> {collectives} all-reduces", "in ready order"),
         Row("segments", f"{num_bytes / 2**20:.1f} MB in {len(segments)}", f"MB: {sizes}{more}"),
     ]
-    if wire_bytes != num_bytes:
+    until = "" if next_phase is None else f" until update {next_phase}"
+    if wire_bytes == num_bytes and next_phase is not None:
+        rows.append(Row("codec", f"not yet: dense{until}", "early gradients change fast", "lossy"))
+    elif wire_bytes != num_bytes:
         note = (  # twice: codecs keep the state before and after an update that may be skipped
             f"{num_bytes / max(wire_bytes, 1):.1f} times fewer; "
             f"keeps 2 x {kept_bytes() / 2**20:.1f} MB a rank"
         )
-        value = f"{num_bytes / 2**20:.1f} MB -> {wire_bytes / 2**20:.2f} MB on the wire"
+        value = f"{num_bytes / 2**20:.1f} MB -> {wire_bytes / 2**20:.2f} MB on the wire{until}"
         rows.append(Row("codec", value, note, "lossy"))
     return rows

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from slipstream.codecs import wire_bytes
 from slipstream.gradients.buckets import Bucket, SparseBucket, gradient_dtype
 from slipstream.gradients.compressed import CompressedBucket, CompressionPlan, NamedCompressor
 from slipstream.gradients.layout import Gradient, plan_segments
@@ -82,10 +81,9 @@ def gradients_of(
     """The gradients as ``layout`` sees them, with a plan in the bytes that it leaves of them."""
 
     def num_bytes(trainable: NamedParameter) -> int:
-        codec = None
-        if compression_plan is not None:
-            codec = compression_plan.of(trainable.name, trainable.parameter)
-        return wire_bytes(codec, trainable.widest)
+        if compression_plan is None:
+            return trainable.widest.nbytes
+        return compression_plan.wire_bytes(trainable.name, trainable.parameter, trainable.widest)
 
     return [
         Gradient(

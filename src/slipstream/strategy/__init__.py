@@ -16,6 +16,8 @@ from slipstream.strategy.codec import (
     Rule as Rule,
     codec_of as codec_of,
     keeps_state as keeps_state,
+    phase_of as phase_of,
+    phases as phases,
 )
 from slipstream.strategy.memory import (
     Budget as Budget,

@@ -199,6 +199,38 @@ Codec = Annotated[PlainCodec | ByName | Adaptive, OneOf()]
 """A codec, or only its kind where the defaults do: ``half`` for ``{kind: half}``."""
 
 
+def phases(codec: PlainCodec) -> tuple[tuple[int, PlainCodec | None], ...]:
+    """Pairs of (first update, codec at work from there on); None: gradients travel as they are.
+
+    Example:
+        >>> phases(Int8()), phases(OneBit(start_step=100))
+        (((0, Int8()),), ((0, None), (100, OneBit(start_step=100))))
+        >>> [(first, dgc.density) for first, dgc in phases(Dgc(warmup_steps=8, warmup=(0.2, 0.1)))]
+        [(0, 0.2), (4, 0.1), (8, 0.001)]
+    """
+    if isinstance(codec, Dgc):
+        single = {"dense_steps": 0, "warmup_steps": 0}
+        return tuple(
+            (first, codec.model_copy(update={"density": density, **single}))
+            for first, density in codec.stages
+        )
+    start = codec.start_step if isinstance(codec, OneBit | PowerSgd) else 0
+    return ((0, None), (start, codec)) if start else ((0, codec),)
+
+
+def phase_of(codec: PlainCodec | None, step: int) -> PlainCodec | None:
+    """The codec at work after ``step`` updates.
+
+    Example:
+        >>> phase_of(PowerSgd(), 999), phase_of(PowerSgd(), 1000)
+        (None, PowerSgd())
+    """
+    at_work = None
+    for first, phase in () if codec is None else phases(codec):
+        at_work = phase if first <= step else at_work
+    return at_work
+
+
 def codec_of(codec: PlainCodec | ByName | Adaptive | None, name: str) -> PlainCodec | None:
     """The codec of a parameter's gradient; for ``adaptive``, the codec used where it pays.
 

@@ -1,0 +1,171 @@
+"""Codecs that begin late or send less and less: laid out, and counted, for what travels now."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slipstream.testbed import Testbed, unavailable
+from slipstream.transport.flat import FlatTransport
+from slipstream.transport.requests import sent_bytes
+from tests.gradients.codecs import session_of, step_of, wide
+
+CODECS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "int8": ({"kind": "int8"}, (0,)),
+    "onebit": ({"kind": "onebit", "block": 64, "start_step": 2}, (0, 2)),
+    "powersgd": ({"kind": "powersgd", "rank": 1, "start_step": 3}, (0, 3)),
+    "dgc": (
+        {"kind": "dgc", "density": 0.01, "dense_steps": 1, "warmup_steps": 2, "warmup": [0.1]},
+        (0, 1, 3),
+    ),
+}
+"""A codec, and the updates from which on it works in another way."""
+UPDATES = 5
+SPLIT = {
+    "kind": "by_bytes",
+    "megabytes": 0.004,
+    "first_megabytes": None,
+    "last_megabytes": None,
+}
+
+
+def phases(codec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The layout of every update, what the report says, and the bytes that requests send."""
+    model, seen, sent = wide(), [], [0.0]
+    start, count = FlatTransport.start, dist.get_world_size()
+
+    def counted(self, request):
+        sent[0] += sent_bytes(request, count)
+        return start(self, request)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatTransport, "start", counted)
+        with session_of(model, codec, split=SPLIT) as session:
+            step_of(session, 0)
+            for step in range(1, UPDATES):
+                sent[0] = 0.0
+                report = session.report()
+                segments = [(s.num_bytes, s.wire_bytes) for s in session.segments]
+                step_of(session, step)
+                seen.append({"segments": segments, "sent": sent[0], "report": report})
+    return seen
+
+
+@pytest.mark.parametrize(("codec", "begins"), CODECS.values(), ids=CODECS)
+@pytest.mark.parametrize("world", ["two", "four"])
+def test_the_layout_is_of_the_phase_that_runs(request, world, codec, begins) -> None:
+    ranks = request.getfixturevalue(world)
+    dense = ranks.run(phases, None)[0][0]["segments"]
+    for seen in ranks.run(phases, codec):
+        for step, update in enumerate(seen, start=1):
+            whole, wire = map(sum, zip(*update["segments"], strict=True))
+            share = 2 * (ranks.size - 1) / ranks.size
+            flags = 0.06 * share * whole if wire < whole else 0.02 * share * whole
+            assert share * wire <= update["sent"] <= share * wire + flags
+            later = [first for first in begins if first > step]
+            if later:
+                assert f"until update {later[0]}" in update["report"]
+            if codec["kind"] != "int8" and step < begins[1]:
+                assert update["segments"] == dense
+                assert f"not yet: dense until update {begins[1]}" in update["report"]
+            else:
+                assert len(update["segments"]) < len(dense) or codec["kind"] == "dgc"
+                assert wire < whole
+
+
+def resumed(codec: dict[str, Any], at: int) -> list[torch.Tensor]:
+    """Parameters of a run that goes on from a checkpoint, beside those of one that never stops."""
+    whole = wide()
+    with session_of(whole, codec, split=SPLIT) as session:
+        for step in range(UPDATES):
+            if step == at:
+                state = session.state_dict()
+                rest = deepcopy([whole.state_dict(), session.optimizer.state_dict()])
+            step_of(session, step)
+    again = wide(seed=1)
+    with session_of(again, codec, split=SPLIT) as session:
+        again.load_state_dict(rest[0])
+        session.optimizer.load_state_dict(rest[1])
+        session.load_state_dict(state)
+        for step in range(at, UPDATES):
+            step_of(session, step)
+    for ours, theirs in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    return [p.detach() for p in again.parameters()]
+
+
+@pytest.mark.parametrize("codec", [codec for codec, _ in CODECS.values()], ids=CODECS)
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_checkpoint_of_one_phase_goes_on_in_the_next(two, codec, at) -> None:
+    one, other = two.run(resumed, codec, at)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+RANK = """
+import json, sys, torch, torch.distributed as dist, slipstream
+
+def sent():
+    # The counters of this network namespace, which are those of the host.
+    [line] = [x for x in open("/proc/self/net/dev") if x.strip().startswith("eth0:")]
+    return int(line.split()[9])
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(1024, 2048), torch.nn.Linear(2048, 1024))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+strategy = {"gradients": {"codec": json.loads(sys.argv[1])}}
+log = []
+with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+    group = dist.new_group()
+    for step in range(5):
+        wire = sum(segment.wire_bytes for segment in session.segments)
+        dist.barrier(group)
+        before = sent()
+        dist.barrier(group)
+        session.backward(model(torch.randn(4, 1024)).square().mean())
+        dist.barrier(group)
+        log.append((wire, sent() - before))
+        dist.barrier(group)
+        session.step()
+print(json.dumps(log[1:]), flush=True)
+"""
+
+
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.parametrize("name", ["onebit", "dgc"])
+def test_the_bytes_that_are_told_are_those_on_the_link(name: str) -> None:
+    codec, begins = CODECS[name]
+    with Testbed(nodes=3, rate="1gbit") as bed:
+        processes = [
+            bed.popen(
+                node,
+                [sys.executable, "-c", RANK, json.dumps(codec)],
+                {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": "3",
+                    "MASTER_ADDR": bed.nodes[0].address,
+                    "MASTER_PORT": "29500",
+                    "PYTHONPATH": os.pathsep.join(
+                        [str(Path(__file__).parents[2] / "src"), *sys.path]
+                    ),
+                },
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, node in enumerate(bed.nodes)
+        ]
+        said = [process.communicate(timeout=100)[0] for process in processes]
+        assert [process.returncode for process in processes] == [0] * 3
+    for step, ranks in enumerate(zip(*map(json.loads, said), strict=True), start=1):
+        for wire, sent in ranks:
+            assert 1 <= sent / (2 * 2 / 3 * wire) <= 1.02, (step, wire, sent)
+        assert (ranks[0][0] < 16 * 2**20) == (step >= begins[1])
