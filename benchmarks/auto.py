@@ -36,13 +36,12 @@ from exchange import (
     MODELS,
     SPLITS,
     Case,
-    on_testbed,
     seconds_or_wire,
     share_cores,
     take_turns,
     wire_seconds,
 )
-from iteration import LEARNING_RATE, on_loopback, plain, quartiles
+from iteration import LEARNING_RATE, on_loopback, on_testbed, plain, quartiles
 from rich.console import Console
 from tables import auto_in_words, save
 

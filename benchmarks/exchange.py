@@ -88,7 +88,7 @@ import data
 import models
 
 OPTIMAL, HCCL = "slipstream, optimal", "slipstream, by_percent 96.54/3.46"
-MODELS = ("resnet50", "vgg16", "bert", "swin-t", "resnet-small")
+MODELS = ("resnet50", "vgg16", "bert", "swin-t", "gpt2", "resnet-small")
 TRANSPORTS: dict[str, object] = {
     variant.model_fields["kind"].default: variant.model_fields["kind"].default
     for variant in get_args(get_args(Transport)[0])
@@ -168,6 +168,9 @@ def make_model(name: str) -> tuple[nn.Module, Loss, int]:
             lambda m: m(input_ids=inputs, labels=targets).loss,
             len(inputs),
         )
+    if name == "gpt2":
+        gpt2 = models.gpt2("mini", 8192)
+        return gpt2, lambda m: m(input_ids=inputs, labels=targets).loss, len(inputs)
     make: dict[str, Callable[[], nn.Module]] = {
         "resnet50": lambda: models.resnet50(1000),
         "vgg16": lambda: models.vgg16(10),
@@ -187,6 +190,9 @@ def batch_of(name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     if name == "bert":
         tokens = data.stdlib_tokens(30522)[: 2 * 128].view(2, 128)
         return data.mask_words(tokens, 30522, torch.Generator().manual_seed(0))
+    if name == "gpt2":
+        tokens = data.stdlib_tokens(8192)[rank * 256 : (rank + 1) * 256].view(2, 128)
+        return tokens, tokens
     size, batch = {
         "resnet50": (128, 2), "vgg16": (64, 8), "swin-t": (224, 1), "resnet-small": (32, 2),
     }[name]  # fmt: skip

@@ -79,7 +79,6 @@ def exchange(entry: Mapping[str, Any]) -> str:
         f"{entry['compute_s']:.3f} s, wire {entry['wire_s']:.3f} s, bound "
         f"{entry['bound_s']:.3f} s. torch {_versions(entry)}. `{entry['command']}`",
         "",
-        *([entry["note"], ""] if "note" in entry else []),
         *([_finals(entry) + optimal_in_words(entry["optimal"]), ""] if "optimal" in entry else []),
         *_header(*EXCHANGE_COLUMNS),
         *(_row(*exchange_cells(row)) for row in _with_bounds(entry)),
@@ -377,7 +376,6 @@ def operators(entry: Mapping[str, Any]) -> str:
         f"{sum(row['within'] for row in rows)} of {len(rows)} are. "
         f"torch {_versions(entry)}. `{entry['command']}`",
         "",
-        *([entry["note"], ""] if "note" in entry else []),
         *_header(*OPERATOR_COLUMNS),
         *(_row(*operator_cells(row)) for row in rows),
         "",
@@ -401,7 +399,6 @@ def bubbles(entry: Mapping[str, Any]) -> str:
         f"{entry['steps']} steps. The formula assumes stages of equal time and sending that takes "
         f"none. torch {_versions(entry)}. `{entry['command']}`",
         "",
-        *([entry["note"], ""] if "note" in entry else []),
         *_header(
             "schedule", "stages a rank", "micro-batches", "bubble by rank %", "formula %",
             "step s", "quartiles", "times one process",
@@ -695,7 +692,8 @@ def main() -> None:
     }
     parts = [HEAD]
     every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
-    parts += [render[entry["benchmark"]](entry) for entry in every]
+    for entry in every:
+        parts += [render[entry["benchmark"]](entry), *([entry["note"]] if "note" in entry else [])]
     exchanges = [entry for entry in every if entry["benchmark"] == "exchange"]
     coded = [
         entry

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 
 # Width, layers and heads by size; BERT's base and large and GPT-2's small are the published ones.
 BERT = {"tiny": (256, 4, 4), "base": (768, 12, 12), "large": (1024, 24, 16)}
-GPT2 = {"tiny": (256, 4, 4), "small": (768, 12, 12)}
+GPT2 = {"tiny": (256, 4, 4), "mini": (384, 8, 6), "small": (768, 12, 12)}
 
 
 def resnet50(num_labels: int = 1000) -> nn.Module:
@@ -81,10 +81,10 @@ def bert(size: str = "tiny", vocab_size: int = 8192) -> nn.Module:
 
 
 def gpt2(size: str = "tiny", vocab_size: int = 8192) -> nn.Module:
-    """GPT-2 for causal language modelling; size tiny or small.
+    """GPT-2 for causal language modelling; size tiny, mini or small.
 
-    They have 16 M and 124 M parameters with the published vocabulary of 50257 words, and 5.5 M and
-    92 M with 8192 words.
+    They have 16 M, 34 M and 124 M parameters with the published vocabulary of 50257 words, and
+    5.5 M, 18 M and 92 M with 8192 words.
 
     Reference: Radford et al., Language Models are Unsupervised Multitask Learners, 2019
     """

@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 
-from slipstream.advisor import rules, split_rules
+from slipstream.advisor import rules
 from slipstream.advisor.advise import RULES, advise
+from slipstream.advisor.exchange_rules import accumulate, exchange_otherwise, send_less
 from slipstream.advisor.findings import Finding, merged
-from slipstream.advisor.trace_stats import trace_stats
-from slipstream.errors import TraceError
+from slipstream.advisor.trace_stats import TraceStats, trace_stats
+from slipstream.errors import ClusterError, TraceError
+from slipstream.planner.candidates import candidates
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.contention_fit import prepare
+from slipstream.planner.cost import CodecCost
+from slipstream.planner.curve import Curve
+from slipstream.planner.ranking import rank
+from slipstream.planner.simulate import simulate
 from slipstream.strategy import Strategy
 from slipstream.trace.event import Event, Trace
 from tests.harness.traces import by_hand, many, random_traces
 from tests.harness.training import MS, Training
+from tests.planner.networks import ethernet_profile
+from tests.planner.test_ranking import workload
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,6 @@ class Case:
     severity: str
     gain: float  # ms
     says: tuple[str, ...]
-    last: tuple[int, ...] | None = None  # the split in the patch
 
 
 def _late(seconds: float, rank: int = 1) -> Callable[[int, int], float]:
@@ -43,76 +53,10 @@ def _in_turn(seconds: float) -> Callable[[int, int], float]:
 
 
 ALONE = Training(ranks=1)
-JOINED = {"cuts": (10,), "startup": 100.0, "per_mb": 10.0}
 EACH = tuple(range(1, 11))
-WAITING = {"cuts": (3, 4, 10), "per_mb": 10.0}
-
-
-def _third_ready(at: float) -> tuple[float, ...]:
-    return (10.0, 20.0, at, *range(40, 101, 10))
 
 
 CASES = (
-    # All but the last exchange end at 88 of 100 ms; with the cut one gradient later, 2 ms less.
-    Case(
-        "move_cut_later",
-        Training(cuts=(4, 10), forward=37),
-        Training(cuts=(4, 10), forward=39),
-        "gradients.split",
-        "warning",
-        2.0,
-        ("The last one, of 6.00 MB", "continues for 52.00 ms", "5.00, 5.00 MB"),
-        (4, 9),
-    ),
-    Case(
-        "move_cut_earlier",
-        Training(cuts=(6, 10), forward=820),
-        Training(cuts=(6, 10), forward=840),
-        "gradients.split",
-        "warning",
-        10.0,
-        ("Exchange 1 of 2 ends 12.00 ms after backward, the last one 60.00 ms",),
-        (4, 9),
-    ),
-    Case(
-        "add_segments",
-        Training(cuts=(10,), forward=820),
-        Training(cuts=(10,), forward=840),
-        "gradients.split",
-        "warning",
-        10.0,
-        ("1 segment as good as 2", "2 segments of 5.00, 5.00 MB"),
-        (4, 9),
-    ),
-    Case(
-        "join_segments",
-        Training(cuts=EACH, startup=21, per_mb=20),
-        Training(cuts=EACH, startup=19, per_mb=20),
-        "gradients.split",
-        "problem",
-        148.0,
-        ("10 segments take 410.00 ms, of which 51% is startup",),
-        (2, 9),
-    ),
-    Case(
-        "start_earlier",
-        Training(**WAITING, offsets=_third_ready(35.1)),
-        Training(**WAITING, offsets=_third_ready(34.9)),
-        "gradients.split",
-        "problem",
-        40.0,
-        ("In 25.10 ms of the 100.00 ms of backward",),
-        (2, 9),
-    ),
-    Case(
-        "overlap_exchange",
-        Training(overlap=False, forward=4780),
-        Training(overlap=False, forward=4800),
-        "gradients.overlap",
-        "warning",
-        50.0,
-        ("100.00 ms after backward",),
-    ),
     Case(
         "feed_faster",
         replace(ALONE, data_wait=17.9),
@@ -150,24 +94,6 @@ CASES = (
         ("16.80 ms for 10 parameters, 10.1% of an iteration",),
     ),
     Case(
-        "accumulate",
-        Training(**JOINED, forward=299),
-        Training(**JOINED, forward=301),
-        "gradients.accumulate",
-        "note",
-        105.0,
-        ("200.00 ms at the best split, compute 399.00 ms", "is 2 times as large"),
-    ),
-    Case(
-        "send_less",
-        Training(**JOINED, forward=99),
-        Training(**JOINED, forward=101),
-        "network",
-        "note",
-        100.0,
-        ("busy for 200.00 ms, compute takes 199.00 ms",),
-    ),
-    Case(
         "distrust_clocks",
         Training(clock_error=2.11),
         Training(clock_error=2.09),
@@ -192,14 +118,14 @@ CASES = (
         "trace",
         "note",
         0.0,
-        ("size of each gradient",),
+        ("size of each gradient", "Record again"),
     ),
 )
 
 
 def _apply(name: str, training: Training) -> Finding | None:
-    rule = getattr(split_rules, name, None) or getattr(rules, name)
-    return rule(trace_stats(training.trace, training.seconds_of))
+    rule: Callable[[TraceStats], Finding | None] = getattr(rules, name)
+    return rule(trace_stats(training.trace))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
@@ -210,57 +136,151 @@ def test_a_rule_fires_above_its_bound_and_not_below(case):
     assert found.gain / MS == pytest.approx(case.gain)
     for text in case.says:
         assert text in f"{found.evidence} {found.advice}"
-    if case.last is not None:
-        assert found.patch == {
-            "gradients": {"split": {"kind": "by_index", "last": list(case.last)}}
-        }
     assert _apply(case.rule, case.just_not) is None
 
 
 def test_every_rule_has_a_case():
-    assert {case.rule for case in CASES} == {rule.__name__ for rule in RULES}
+    of_exchanges = {exchange_otherwise, send_less, accumulate}
+    assert {case.rule for case in CASES} == {r.__name__ for r in RULES if r not in of_exchanges}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)
-def test_findings_are_sorted_by_gain_and_patches_are_valid_strategies(case):
-    trace = case.fires.trace
-    found = advise(trace, case.fires.seconds_of)
-    assert case.where in {finding.where for finding in found}
-    assert all(a.gain >= b.gain >= 0 for a, b in pairwise(found))
-    for patch in (finding.patch for finding in found if finding.patch):
-        before = Strategy.load(trace.meta["strategy"])
-        after = Strategy.load(merged(trace.meta["strategy"], patch))
-        assert after.trace == before.trace
-        assert after.gradients != before.gradients
+# The exchange: what the planner says.
+
+SLOW = {"startup": 100.0, "per_mb": 10.0}
+SCENARIOS = {
+    "the last one is long": (
+        Training(cuts=(2, 10), startup=5, per_mb=4),
+        "gradients.split",
+        "",
+    ),
+    "one before the last is exposed": (
+        Training(cuts=(3, 6, 10), startup=30, per_mb=8),
+        "gradients.split",
+        "Exchange 2 of 3 ends",
+    ),
+    "too few segments": (
+        Training(cuts=(10,), startup=5, per_mb=8),
+        "gradients.split",
+        "No split makes 1 segment as good as",
+    ),
+    "too many segments": (
+        Training(cuts=EACH, startup=40, per_mb=1),
+        "gradients.split",
+        "10 segments keep the network busy",
+    ),
+    "gradients wait": (
+        Training(cuts=(9, 10), startup=1, per_mb=10),
+        "gradients.split",
+        "gradients wait for their segment to fill",
+    ),
+    "no overlap": (
+        Training(overlap=False, startup=10, per_mb=8),
+        "gradients.overlap",
+        "Overlap is off: exchanges take",
+    ),
+}
 
 
-def test_a_patch_gains_what_the_finding_says():
-    training = Training(cuts=(9, 10), startup=5.0, per_mb=8.0)
-    [finding] = [f for f in advise(training.trace, training.seconds_of) if "split" in f.where]
-    last = finding.patch["gradients"]["split"]["last"]
-    after = replace(training, cuts=tuple(index + 1 for index in last))
-
-    def took(one: Training) -> float:
-        return trace_stats(one.trace).iteration
-
-    assert took(training) - took(after) == pytest.approx(finding.gain)
-    assert not [f for f in advise(after.trace, training.seconds_of) if "split" in f.where]
-
-
-def test_without_overlap_the_patch_adds_a_split_if_the_present_one_hides_nothing():
-    found = _apply("overlap_exchange", Training(cuts=(10,), overlap=False))
+@pytest.mark.parametrize(("training", "where", "says"), SCENARIOS.values(), ids=SCENARIOS)
+def test_another_exchange_gains_what_the_planner_predicts(training, where, says) -> None:
+    trace, network = training.trace, training.network
+    stats = trace_stats(trace, network)
+    found = exchange_otherwise(stats)
     assert found is not None
-    assert found.patch == {
-        "gradients": {"overlap": True, "split": {"kind": "by_index", "last": [4, 9]}}
-    }
-    assert found.gain == pytest.approx(10 * MS)
+    assert found.where == where
+    assert says in found.evidence
+    workload, here = prepare(trace, network)
+    settings = [trace.meta["strategy"], merged(trace.meta["strategy"], found.patch)]
+    base, best = (Strategy.load({"gradients": one["gradients"]}) for one in settings)
+    ranked = rank(candidates(workload, here, base=base), workload, here, base)
+    assert ranked[0].strategy.gradients == best.gradients  # what `slipstream plan` puts first
+    seconds = {one.strategy: one.seconds for one in ranked}
+    assert found.gain == pytest.approx(seconds[base] - ranked[0].seconds)
+    assert found.severity == stats.severity(found.gain)
+    assert exchange_otherwise(stats._replace(worthwhile=found.gain * 1.01)) is None
 
 
-def test_rules_with_the_same_patch_make_one_finding():
-    found = advise(Training(cuts=(10,)).trace, Training().seconds_of)
-    [split] = [finding for finding in found if finding.where == "gradients.split"]
-    assert "1 segment as good as 2" in split.evidence
-    assert "wait for their segment to fill" in split.evidence
+@pytest.mark.parametrize("split", ["single", {"kind": "by_bytes", "megabytes": 64}])
+def test_a_patch_gains_what_the_finding_says(split: object) -> None:
+    network, work = ethernet_profile(slowdown=0.2), workload()
+
+    def took(settings: dict[str, Any]) -> tuple[float, Trace]:
+        strategy = Strategy.load(settings)
+        trace = simulate(work, Plan.of(strategy, work.gradients), network, steps=3)
+        meta = {**trace.meta, "strategy": strategy.document(full=True)}
+        return trace_stats(trace).iteration, Trace(trace.events, meta)
+
+    before, trace = took({"gradients": {"split": split}})
+    found = exchange_otherwise(trace_stats(trace, network))
+    assert found is not None
+    after, improved = took(merged({"gradients": {"split": split}}, found.patch))
+    assert before - after == pytest.approx(found.gain, rel=0.05)
+    assert exchange_otherwise(trace_stats(improved, network)) is None
+
+
+def test_transports_that_were_measured_are_advised() -> None:
+    training = Training(startup=10, per_mb=20)
+    network = training.network
+    world = network.networks["world"]
+    half = Curve.fit([(size, seconds / 2) for size, seconds in world.all_reduce.points])
+    faster = world.model_copy(update={"direct_all_reduce": half})
+    found = exchange_otherwise(
+        trace_stats(training.trace, network.model_copy(update={"networks": {"world": faster}}))
+    )
+    assert found is not None
+    assert (found.where, found.patch["gradients"]["transport"]["kind"]) == (
+        ("gradients.transport", "direct")
+    )
+    assert "by transport direct" in found.advice
+
+
+def test_a_codec_is_named_where_nothing_exact_hides_the_exchange() -> None:
+    training = Training(**SLOW, forward=99)
+    assumed = send_less(trace_stats(training.trace))
+    assert assumed is not None
+    assert (assumed.severity, assumed.patch) == ("note", {"gradients": {"codec": "half"}})
+    assert "not measured here" in assumed.advice
+    ratios = {"int8": 0.26, "dgc": 0.01, "half": 1.0}
+    costs = {kind: CodecCost(ratio=ratio) for kind, ratio in ratios.items()}
+    network = training.network.model_copy(update={"codecs": costs})
+    sgd, other = (
+        replace(training, meta={"optimizer": {"bytes": 0, "shardable": True, "sgd": sgd}})
+        for sgd in (True, False)
+    )
+    found = send_less(trace_stats(sgd.trace, network))
+    assert found is not None
+    assert found.patch == {"gradients": {"codec": "dgc"}}
+    assert "1.0% of the bytes: codec dgc, which begins with update 1000" in found.advice
+    without = send_less(trace_stats(other.trace, network))
+    assert without is not None
+    assert without.patch == {"gradients": {"codec": "int8"}}
+    assert found.gain > without.gain > 0
+    hidden = replace(training, forward=400)
+    assert send_less(trace_stats(hidden.trace, network)) is None
+
+
+def test_larger_batches_are_a_note_where_exchanges_stay_exposed() -> None:
+    training = Training(cuts=(10,), **SLOW)
+    found = accumulate(trace_stats(training.trace, training.network))
+    assert found is not None
+    assert (found.severity, found.where) == ("note", "gradients.accumulate")
+    assert found.patch == {"gradients": {"accumulate": 4}}
+    assert "is 4 times as large" in found.advice
+    # three of four exchanges of 200 ms, and of four updates of 10 ms, for each batch
+    assert found.gain / MS == pytest.approx(0.75 * 210, rel=0.05)
+    hidden = replace(training, forward=1000)
+    assert accumulate(trace_stats(hidden.trace, hidden.network)) is None
+
+
+def test_findings_are_sorted_by_gain_and_patches_are_valid_strategies() -> None:
+    for training in (Training(**SLOW), Training(overlap=False), Training(cuts=EACH)):
+        found = advise(training.trace, training.network)
+        assert all(a.gain >= b.gain >= 0 for a, b in pairwise(found))
+        settings = training.trace.meta["strategy"]
+        for patch in (finding.patch for finding in found if finding.patch):
+            before, after = Strategy.load(settings), Strategy.load(merged(settings, patch))
+            assert after.trace == before.trace
+            assert after.gradients != before.gradients
 
 
 @pytest.mark.parametrize(
@@ -279,15 +299,23 @@ def test_a_run_without_problems_is_good(training):
 
 def test_the_cost_can_be_fitted_to_the_trace_itself():
     training = Training(cuts=(2, 9, 10), startup=6.3, per_mb=6.9)
-    alone, told = advise(training.trace), advise(training.trace, training.seconds_of)
-    assert [(f.where, f.patch) for f in alone] == [(f.where, f.patch) for f in told]
-    assert [f.gain for f in alone] == pytest.approx([f.gain for f in told])
+    alone, told = advise(training.trace), advise(training.trace, training.network)
+    assert alone[0].where == told[0].where == "gradients.split"
+    assert alone[0].gain == pytest.approx(told[0].gain, rel=0.1)
 
 
 def test_exchanges_of_one_size_do_not_lead_to_ever_smaller_segments():
     training = Training(cuts=(5, 10), startup=1.0, per_mb=10.0)
-    assert [f for f in advise(training.trace, training.seconds_of) if "split" in f.where]
-    assert not [f for f in advise(training.trace) if "split" in f.where]
+    told = exchange_otherwise(trace_stats(training.trace, training.network))
+    assert told is not None
+    assert "No split makes 2 segments" in told.evidence
+    alone = exchange_otherwise(trace_stats(training.trace))
+    assert alone is None or "No split makes 2 segments" not in alone.evidence
+
+
+def test_a_network_of_other_ranks_is_refused():
+    with pytest.raises(ClusterError, match="2 ranks"):
+        advise(Training(ranks=3).trace, Training().network)
 
 
 def test_steps_before_the_segments_changed_do_not_count():

@@ -13,7 +13,7 @@ from tests.harness.training import MS, Training
 
 
 def _of(training: Training, trace: Trace | None = None) -> Exchanges:
-    found = trace_stats(trace or training.trace, training.seconds_of).exchanges
+    found = trace_stats(trace or training.trace, training.network).exchanges
     assert found is not None
     return found
 
@@ -28,15 +28,13 @@ def test_times_are_those_of_the_last_rank():
     assert found.backward == pytest.approx(108 * MS)
     assert (found.skew, found.lag) == pytest.approx((8 * MS, 4 * MS))
     assert (found.tail, found.busy) == pytest.approx((50 * MS, 100 * MS))
-    assert found.model is not None
-    assert found.model.ready == pytest.approx([(18 + 10 * index) * MS for index in range(10)])
+    assert found.ready == pytest.approx([(18 + 10 * index) * MS for index in range(10)])
 
 
 def test_a_gradient_without_a_value_is_ready_when_backward_ends():
     offsets = (None, *Training().offsets[1:])
     found = _of(Training(offsets=offsets))
-    assert found.model is not None
-    assert found.model.ready == pytest.approx([100 * MS] * 10)
+    assert found.ready == pytest.approx([100 * MS] * 10)
     assert found.spans[0] == pytest.approx((100 * MS, 150 * MS))
 
 
@@ -45,8 +43,7 @@ def test_unknown_ready_times_are_interpolated_by_bytes_between_full_segments():
     trace = training.trace
     bare = [replace(e, args={}) if e.name == "backward" else e for e in trace.events]
     found = _of(training, Trace(tuple(bare), trace.meta))
-    assert found.model is not None
-    assert found.model.ready == pytest.approx([15 * MS, 20 * MS, 60 * MS, 60 * MS])
+    assert found.ready == pytest.approx([15 * MS, 20 * MS, 60 * MS, 60 * MS])
 
 
 def test_idle_is_time_in_which_gradients_wait_and_no_exchange_runs():
@@ -77,4 +74,4 @@ def test_of_an_accumulation_window_the_last_backward_counts():
         if event.name == "backward"
     ]
     found = _of(Training(), Trace((*earlier, *trace.events), trace.meta))
-    assert found == replace(_of(Training()), model=found.model)
+    assert found == _of(Training())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -58,6 +59,25 @@ import os, pathlib, time
 pathlib.Path("pid" + os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(60)
 """
+TRAIN = """
+import os, signal, sys, torch, slipstream
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+session = slipstream.accelerate(model, optimizer)
+for step in range(40):
+    if step == 20 and os.environ["RANK"] == "1":
+        FAULT
+    session.backward(model(torch.randn(8, 64)).square().mean())
+    session.step()
+"""
+FAULTS = {
+    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by SIGKILL", 137),
+    "exception": ("raise ValueError('a bad sample')", "ValueError: a bad sample", 1),
+    "exit 0": ("sys.exit(0)", "left while the others were still training", 1),
+    # or it is stopped while it ends, and its code is not known
+    "exit 3": ("sys.exit(3)", "(exited with code 3|left while the others)", 3),
+}
 SUM = """
 import os, torch, torch.distributed as dist
 from slipstream.cluster.connect import connect, from_environ
@@ -139,6 +159,18 @@ def test_a_killed_rank_names_its_signal(tmp_path: Path) -> None:
     assert "rank 1 (local rank 1)" in err
     assert "was killed by SIGKILL (maybe out of memory)" in err
     assert "still well" in err
+
+
+@pytest.mark.parametrize(("fault", "says", "expected"), FAULTS.values(), ids=FAULTS)
+def test_the_rank_that_began_it_is_named(
+    fault: str, says: str, expected: int, tmp_path: Path
+) -> None:
+    script = TRAIN.replace("FAULT", fault)
+    code, _, err = launch(tmp_path, script, "--nproc", "3", "script.py")
+    assert code in (expected, 1)
+    assert "rank 1 failed first" in err
+    assert re.search(says, " ".join(err.split()))
+    assert {"rank1.exit", "rank1.leaving"} & logs(tmp_path).keys()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

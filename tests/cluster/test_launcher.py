@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from slipstream.cluster._ends import End
 from slipstream.cluster._logs import last_traceback
-from slipstream.cluster.launcher import LaunchSpec, RankFailure
+from slipstream.cluster.launcher import LaunchSpec, RankFailure, blame
 from slipstream.errors import LaunchError
 
 TWO_NODES = {"nnodes": 2, "rdzv_endpoint": "node0:29500"}
@@ -86,3 +87,45 @@ LOGS = {
 @pytest.mark.parametrize(("log", "expected"), LOGS.values(), ids=LOGS)
 def test_the_last_traceback_with_its_chain_is_found(log: str, expected: str) -> None:
     assert last_traceback(log) == expected.rstrip()
+
+
+PEER_LEFT = (
+    "Traceback (most recent call last):\n  File 'a', line 1\n"
+    "slipstream.errors.ExchangeError: rank 0, step 3: the exchange of segment 1 of 2 failed.\n"
+    "[W1122] a warning of the backend at its end\n"
+)
+ABORTED = "terminate called after throwing an instance of 'gloo::IoException'\n  by peer\n"
+Ended = tuple[int, int, float, str]
+"""Rank, code, time, log."""
+BLAMED: dict[str, tuple[list[Ended], int, int, bool]] = {
+    "an error of its own": ([(0, 1, 1.0, PEER_LEFT), (1, 1, 2.0, FIRST)], 1, 1, False),
+    "the earliest of two": ([(0, 1, 2.0, FIRST), (1, 1, 1.0, SECOND)], 1, 1, False),
+    "a kill": ([(0, 1, 1.0, PEER_LEFT), (2, -9, 1.5, "")], 2, 137, False),
+    "a code without an error": ([(0, 1, 1.0, PEER_LEFT), (1, 3, 2.0, "bye\n")], 1, 3, False),
+    "who left with code 0": ([(0, 1, 2.0, PEER_LEFT), (1, 0, 1.0, "")], 1, 1, False),
+    "not who was done": ([(0, 1, 2.0, FIRST), (1, 0, 1.0, "")], 0, 1, False),
+    "not who was stopped": ([(0, -15, 1.0, ""), (1, 1, 2.0, FIRST)], 1, 1, False),
+    "not who was aborted for it": ([(0, -6, 1.0, ABORTED), (1, -9, 1.1, "")], 1, 137, False),
+    "an abort of its own": ([(0, -6, 1.1, "free(): bad"), (1, 1, 1.0, PEER_LEFT)], 0, 134, False),
+    "who was stopped while leaving": (
+        [(0, 1, 1.0, PEER_LEFT), (1, -15, 2.0, ""), (1, 0, 1.5, "")],
+        *(1, 1, False),
+    ),
+    "not who left for it": ([(0, 1, 1.0, PEER_LEFT), (1, 0, 1.5, PEER_LEFT)], 0, 1, True),
+    "nobody here": ([(0, 1, 2.0, PEER_LEFT), (1, 1, 1.0, PEER_LEFT)], 1, 1, True),
+}
+
+
+@pytest.mark.parametrize(("ends", "rank", "code", "missing"), BLAMED.values(), ids=BLAMED)
+def test_who_began_it_is_blamed(
+    ends: list[Ended], rank: int, code: int, missing: bool, tmp_path: Path
+) -> None:
+    noted = []
+    for number, returncode, at, text in ends:
+        log = tmp_path / f"rank{number}.log"
+        log.write_text(f"step 1\n{text}")
+        noted.append(End(number, number, "here", returncode, at, str(log)))
+    failure = blame(noted)
+    assert (failure.rank, failure.exit_code, failure.missing) == (rank, code, missing)
+    assert ("misses another rank" in failure.cause) == missing
+    assert ("while the others were still training" in failure.cause) == (failure.returncode == 0)

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from slipstream.planner.cost import Network, NetworkProfile
+from slipstream.planner.curve import Curve
 from slipstream.trace.event import Event, Trace
+from tests.planner.networks import contention, profile
 
 MS, MB = 1e-3, 10**6
 
@@ -42,15 +45,20 @@ class Training:
     samples: int = 8
     meta: dict[str, Any] = field(default_factory=dict)
 
-    def seconds_of(self, num_bytes: Any) -> Any:
-        """The true cost of an exchange, of one size or an array of them."""
-        return (self.startup + self.per_mb * num_bytes / MB) * MS
+    @property
+    def network(self) -> NetworkProfile:
+        """What exchanges truly cost: one at a time, and no contention."""
+        line = [(2**k, (self.startup + self.per_mb * 2**k / MB) * MS) for k in range(10, 30)]
+        world = Network(kind="world", ranks=self.ranks, all_reduce=Curve.fit(line))
+        queue = contention(queue_share=1.0, queue_seconds=line[-1][1])
+        return profile({"world": world}, **dict(queue))
 
     @property
     def trace(self) -> Trace:
         events = [event for step in range(2, 2 + self.steps) for event in self._step(step)]
         segments = self._segments() if self.ranks > 1 else []
-        gradients = {"overlap": self.overlap, "split": {"kind": "by_bytes", "megabytes": 8.0}}
+        last = [cut - 1 for cut in self.cuts]
+        gradients = {"overlap": self.overlap, "split": {"kind": "by_index", "last": last}}
         meta = {
             "world_size": self.ranks,
             "model": "Made to measure",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +14,7 @@ from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import candidates, label, optimal_gather, optimal_split
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.cost import CodecCost, NetworkProfile
 from slipstream.planner.ranking import rank, traced_strategy, what_if
 from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
@@ -190,6 +191,29 @@ def test_labels_tell_strategies_apart() -> None:
     work, network = SITUATIONS["four ranks"]
     strategies = candidates(work, network, exact_only=False)
     assert len({label(strategy) for strategy in strategies}) == len(strategies)
+
+
+def test_codecs_are_candidates_and_priced_for_the_whole_training() -> None:
+    work, network = SITUATIONS["a slow network"]
+    costs = {kind: CodecCost(ratio=0.03) for kind in ("onebit", "dgc")}
+    network = network.model_copy(update={"codecs": {**costs, "int8": CodecCost(ratio=0.26)}})
+    kinds = {kind: Strategy.load({"gradients": {"codec": kind}}) for kind in network.codecs}
+    strategies = candidates(work, network, exact_only=False)
+    assert set(kinds.values()) < set(strategies)
+    assert kinds["dgc"] not in candidates(replace(work, sgd=False), network, exact_only=False)
+    assert not set(kinds.values()) & set(candidates(work, network))
+
+    def seconds(updates: int | None) -> dict[str, float]:
+        ranked = rank([Strategy(), *kinds.values()], work, network, updates=updates)
+        codecs = [one.strategy.gradients.codec for one in ranked]
+        pairs = zip(codecs, ranked, strict=True)
+        return {codec.kind if codec else "none": one.seconds for codec, one in pairs}
+
+    at_work, whole = seconds(None), seconds(4000)
+    assert whole["int8"] == at_work["int8"]
+    assert whole["onebit"] == pytest.approx(at_work["none"] / 4 + at_work["onebit"] * 3 / 4)
+    assert next(iter(seconds(1000))) == "int8"
+    assert seconds(1000)["onebit"] == at_work["none"]
 
 
 def with_faster(transport: str, network: NetworkProfile) -> NetworkProfile:

@@ -16,7 +16,7 @@ from hypothesis import given, settings, strategies as st
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
 from slipstream.planner.ranking import Prediction
-from slipstream.strategy import ByBytes, ByIndex, Direct, Flat, Strategy
+from slipstream.strategy import ByBytes, ByIndex, Dgc, Direct, Flat, Strategy, late_by
 from slipstream.trace import Trace, chrome, read
 from slipstream.tuner import trials
 from slipstream.tuner.one_start import open_strategy
@@ -61,10 +61,17 @@ class Script:
             return Failure("failed", "exit code 1: RuntimeError: boom")
         return Measurement(outcome, self.spread, WALL, TRACE)
 
-    def tune(self, predictions: dict[Strategy, float], budget: float = 1000.0) -> Tuned:
+    def tune(
+        self,
+        predictions: dict[Strategy, float],
+        budget: float = 1000.0,
+        updates: int | None = None,
+    ) -> Tuned:
         ranked = [predicted(strategy, seconds) for strategy, seconds in predictions.items()]
         ranked.sort(key=lambda one: one.per_batch)
-        self.tuner = Tuner(self.run, lambda trace: ranked, BASE, budget, clock=lambda: self.clock)
+        self.tuner = Tuner(
+            self.run, lambda trace: ranked, BASE, budget, updates, clock=lambda: self.clock
+        )
         return self.tuner.tune()
 
 
@@ -148,6 +155,42 @@ def test_steps_that_take_more_batches_are_compared_by_the_batch() -> None:
     assert tuned.ratios == pytest.approx([0.8] * 3)
     measured = {trial.name: trial.measured for trial in tuned.trials}
     assert measured[label(quadruple)] == pytest.approx(1.1)
+
+
+INT8 = Strategy.load({"gradients": {"codec": "int8"}})
+ONEBIT = Strategy.load({"gradients": {"codec": {"kind": "onebit", "start_step": 1000}}})
+
+
+@pytest.mark.parametrize(
+    ("updates", "chosen", "mean"),
+    [(None, ONEBIT, 0.4), (100_000, ONEBIT, 0.406), (1600, INT8, 0.775), (900, INT8, 1.0)],
+)
+def test_a_codec_that_begins_late_counts_for_the_rest(updates, chosen, mean) -> None:
+    script = Script({BASE: 1.0, INT8: 0.7, ONEBIT: 0.4})
+    tuned = script.tune({BASE: 1.0, INT8: 0.7, ONEBIT: mean}, updates=updates)
+    assert tuned.strategy == chosen
+    measured = {trial.name: trial.measured for trial in tuned.trials}
+    if ONEBIT in script.runs:
+        assert measured["by_bytes 8 (first 1, last 1), onebit from update 1000"] == (
+            pytest.approx(mean)
+        )
+    assert ("--updates N" in tuned.verdict) == (updates is None)
+    assert tuned.ratios == pytest.approx([{ONEBIT: mean, INT8: 0.7}[chosen]] * LEAST_PAIRS)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("kind", ["onebit", "powersgd", "dgc", "int8"])
+def test_a_trial_runs_the_codec_as_it_is_in_the_end(kind: str, tmp_path: Path) -> None:
+    strategy = Strategy.load({"gradients": {"codec": kind}})
+    trial = Trials(lambda folder: [sys.executable, "-c", ""], tmp_path).run(strategy, 20.0)
+    assert isinstance(trial, Failure)
+    codec = Strategy.load(str(tmp_path / "01" / trials.STRATEGY)).gradients.codec
+    assert codec is not None
+    assert codec.kind == kind
+    assert late_by(codec) == 0
+    assert isinstance(codec, Dgc) == (kind == "dgc")
+    if isinstance(codec, Dgc):
+        assert codec.density == Dgc().density
 
 
 def test_runs_are_bounded_and_alternate() -> None:

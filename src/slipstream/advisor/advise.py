@@ -5,29 +5,23 @@ Changes no strategy: a finding may carry a patch for the caller to merge.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
 from typing import get_args
 
-from slipstream.advisor import rules, split_rules
+from slipstream.advisor import exchange_rules, rules
 from slipstream.advisor.findings import Finding, Severity
 from slipstream.advisor.trace_stats import TraceStats, trace_stats
 from slipstream.analysis.throughput import compute_share
-from slipstream.planner.split import SizeCost
+from slipstream.planner.cost import NetworkProfile
 from slipstream.trace.event import Trace
 
 RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
-    split_rules.move_cut_later,
-    split_rules.move_cut_earlier,
-    split_rules.add_segments,
-    split_rules.join_segments,
-    split_rules.start_earlier,
-    split_rules.overlap_exchange,
+    exchange_rules.exchange_otherwise,
+    exchange_rules.send_less,
+    exchange_rules.accumulate,
     rules.feed_faster,
     rules.even_ranks,
     rules.lighten_optimizer,
-    rules.accumulate,
-    rules.send_less,
     rules.distrust_clocks,
     rules.miss_steps,
     rules.miss_sizes,
@@ -35,20 +29,19 @@ RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
 """Findings of equal gain and severity appear in this order."""
 
 
-def advise(trace: Trace, seconds_of: SizeCost | None = None) -> list[Finding]:
+def advise(trace: Trace, network: NetworkProfile | None = None) -> list[Finding]:
     """Findings by gain, the largest first; one of severity "good" if nothing needs a change.
-
-    Rules that propose the same patch make one finding with the evidence of all.
 
     Args:
         trace: Of one run. Several iterations make the findings reliable.
-        seconds_of: Seconds of one all-reduce, from an array of bytes (of the tensor on one rank) to
-            an array of seconds. None: a line fitted to the exchanges of the trace, which is less
-            reliable for other sizes.
+        network: What exchanges cost, as measured. None: a line fitted to the exchanges of the
+            trace, which is less reliable for other sizes, and knows neither other transports nor
+            codecs.
 
     Raises:
         TraceError: There is no iteration that all ranks recorded, or ranks disagree about what they
             exchanged.
+        ClusterError: The network is that of another number of ranks.
 
     Example:
         >>> from slipstream.trace.event import Event
@@ -56,23 +49,12 @@ def advise(trace: Trace, seconds_of: SizeCost | None = None) -> list[Finding]:
         >>> [(finding.severity, finding.where, finding.gain) for finding in advise(trace)]
         [('problem', 'data', 0.3)]
     """
-    stats = trace_stats(trace, seconds_of)
-    findings = _joined(finding for rule in RULES if (finding := rule(stats)) is not None)
+    stats = trace_stats(trace, network)
+    findings = [finding for rule in RULES if (finding := rule(stats)) is not None]
     if all(finding.severity == "note" for finding in findings):
         findings.append(_nothing_to_do(stats))
     severities = get_args(Severity)
     return sorted(findings, key=lambda f: (f.gain, severities.index(f.severity)), reverse=True)
-
-
-def _joined(findings: Iterable[Finding]) -> list[Finding]:
-    """Findings with equal patches become one."""
-    joined: dict[str, Finding] = {}
-    for number, finding in enumerate(findings):
-        key = repr(finding.patch or number)
-        if earlier := joined.get(key):
-            finding = replace(earlier, evidence=f"{earlier.evidence} {finding.evidence}")
-        joined[key] = finding
-    return list(joined.values())
 
 
 def _nothing_to_do(stats: TraceStats) -> Finding:

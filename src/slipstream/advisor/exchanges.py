@@ -8,18 +8,13 @@ from itertools import accumulate, chain, groupby
 from statistics import median
 from typing import NamedTuple
 
-from slipstream.advisor.split_model import MAX_SEGMENTS, SplitModel, fitted_line, time_shares
 from slipstream.errors import TraceError
-from slipstream.planner.split import Cuts, SizeCost
 from slipstream.trace.event import BACKWARD, Event, exchange_order
 from slipstream.trace.intervals import Interval, length, subtract, union
 from slipstream.trace.timeline import Iteration
 
 Step = Mapping[int, Iteration]
 """The iterations of one step, by rank."""
-
-TOLERANCE = 0.005
-"""A split that ends later than the best by at most this share is as good: fewer segments win."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +28,17 @@ class Exchanges:
         backward: When the last rank ends backward.
         skew: Seconds between the first and the last rank having all gradients.
         lag: Seconds between the median and the last rank having all gradients.
-        model: Predicts other splits; None if the gradients' sizes are unknown.
-        best_cuts: The split the model prefers: with no more segments than now, unless more gain
-            what is worthwhile and the cost of small exchanges is known.
+        ready: When the last rank has each gradient and all before it, in ready order; empty if the
+            gradients' sizes are unknown.
     """
 
-    cuts: Cuts
+    cuts: tuple[int, ...]
     num_bytes: tuple[int, ...]
     spans: tuple[Interval, ...]
     backward: float
     skew: float
     lag: float
-    model: SplitModel | None
-    best_cuts: Cuts
+    ready: tuple[float, ...]
 
     @property
     def tail(self) -> float:
@@ -58,32 +51,21 @@ class Exchanges:
         return length(union(self.spans))
 
     @property
-    def gain(self) -> float:
-        """Seconds by which ``best_cuts`` end sooner than the traced split, in the model."""
-        if self.model is None:
-            return 0.0
-        return min(self.tail, self.model.finish(self.cuts) - self.model.finish(self.best_cuts))
-
-    @property
     def idle(self) -> float:
         """Seconds of backward in which a ready gradient waited and no exchange ran."""
-        if self.model is None:
+        if not self.ready:
             return 0.0
-        ready = [self.model.ready[start] for start in (0, *self.cuts[:-1])]
+        ready = [self.ready[start] for start in (0, *self.cuts[:-1])]
         until = [min(start, self.backward) for start, _ in self.spans]
         return length(subtract(union(zip(ready, until, strict=True)), union(self.spans)))
 
 
-def typical_exchanges(
-    steps: Sequence[Step], sizes: Sequence[int], seconds_of: SizeCost | None, worthwhile: float
-) -> Exchanges | None:
+def typical_exchanges(steps: Sequence[Step], sizes: Sequence[int]) -> Exchanges | None:
     """The exchanges of steps with one layout; None if nothing was exchanged.
 
     Args:
         steps: Each with all ranks.
         sizes: Bytes of each gradient in ready order; empty if unknown.
-        seconds_of: The cost of an exchange; None: a line through the exchanges of the trace.
-        worthwhile: The least gain in seconds for which a split with more segments is preferred.
     """
     layout = layout_of(steps[0])
     measured = [_measure(step, sizes) for step in steps if all(map(_backward, step.values()))]
@@ -96,21 +78,14 @@ def typical_exchanges(
     )
     segments = _segments(next(iter(steps[0].values())))
     num_bytes = tuple(sum(event.args.get("bytes", 0) for event in events) for events in segments)
-    model, best_cuts = None, cuts
-    if sizes and len(sizes) == cuts[-1]:
+    ready: tuple[float, ...] = ()
+    if len(sizes) == cuts[-1]:
         times = zip(*(one.ready for one in measured), strict=True)
         ready = tuple(accumulate(map(median, times), max))
-        model = SplitModel(ready, sizes, seconds_of or fitted_line(num_bytes, time_shares(spans)))
-        most = MAX_SEGMENTS
-        # Where sizes hardly differ, a fitted line does not tell the cost of small exchanges: it
-        # starts at zero, and ever smaller segments would look ever better.
-        if seconds_of is None and max(num_bytes) < 2 * min(num_bytes):
-            most = min(most, max(2, len(cuts)))
-        best_cuts = _preferred(model, len(cuts), most, worthwhile)
     backward = median(one.backward for one in measured)
     skew = median(max(one.all_ready) - min(one.all_ready) for one in measured)
     lag = median(max(one.all_ready) - median(one.all_ready) for one in measured)
-    return Exchanges(cuts, num_bytes, spans, backward, skew, lag, model, best_cuts)
+    return Exchanges(cuts, num_bytes, spans, backward, skew, lag, ready)
 
 
 def layout_of(step: Step) -> tuple[int, ...]:
@@ -201,10 +176,3 @@ def _interpolated(iteration: Iteration, start: float, sizes: Sequence[int]) -> I
         for filled in accumulate(of_segment):
             yield start + (full - start) * (filled / total if total else 1)
         start, done = full, done + count
-
-
-def _preferred(model: SplitModel, count: int, most: int, worthwhile: float) -> Cuts:
-    """The best split of at most ``most`` segments, or of ``count`` if that is nearly as good."""
-    best = model.best_cuts(most, TOLERANCE)
-    same = model.best_cuts(count) if len(best) > count else best
-    return same if model.finish(same) - model.finish(best) < worthwhile else best

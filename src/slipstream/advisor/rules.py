@@ -1,4 +1,4 @@
-"""The advisor's rules about data, ranks, optimizer, bytes and the trace itself.
+"""The advisor's rules about data, ranks, optimizer and the trace itself.
 
 A rule maps ``TraceStats`` to a ``Finding`` or None. Each docstring says when the rule fires and how
 it computes the gain.
@@ -16,10 +16,6 @@ SKEW = 0.05
 """Time between the first and the last rank having all gradients, as a share of an iteration."""
 OPTIMIZER_HEAVY = 0.1
 """Optimizer, as a share of an iteration."""
-EXPOSED = 0.5
-"""Exposed exchange, as a share of compute."""
-MAX_PASSES = 8
-"""Backward passes an update that ``accumulate`` proposes at most."""
 CLOCK_ERROR = 0.01
 """Clock error, as a share of an iteration."""
 
@@ -92,55 +88,6 @@ def lighten_optimizer(stats: TraceStats) -> Finding | None:
     )
 
 
-def accumulate(stats: TraceStats) -> Finding | None:
-    """Fires when exposed exchanges take more than half of compute, even at the best split.
-
-    Proposes the fewest of 2, 4, 8 passes after which they take no more than half of the compute of
-    a window, else 8. Gain, for each of today's batches: ``(1 - 1 / passes) * (exposed +
-    optimizer)``. Only a note: a larger batch is another training recipe.
-    """
-    if stats.exchanges is None:
-        return None
-    exchanges, after_best = stats.exchanges, stats.exchanges.tail
-    if exchanges.model is not None:
-        after_best = max(0.0, exchanges.model.finish(exchanges.best_cuts) - exchanges.backward)
-    exposed = min(stats.median("exposed"), after_best)
-    if exposed <= EXPOSED * stats.compute or not stats.compute:
-        return None
-    enough = (n for n in (2, 4) if exposed <= EXPOSED * n * stats.compute)
-    passes = next(enough, MAX_PASSES)
-    return Finding(
-        "note",
-        "gradients.accumulate",
-        f"Exposed exchanges take {format_seconds(exposed)} at the best split, compute "
-        f"{format_seconds(stats.compute)}.",
-        f"Exchange once in {passes} backward passes, if the training allows it. This changes the "
-        f"recipe: the batch of an update is {passes} times as large, there are {passes} times "
-        "fewer updates, and learning rate and warm-up need new values.",
-        (1 - 1 / passes) * (exposed + stats.median("optimizer")),
-        {"gradients": {"accumulate": passes * stats.accumulate}},
-    )
-
-
-def send_less(stats: TraceStats) -> Finding | None:
-    """Fires when exchanges take longer than compute, so that no split can hide them.
-
-    Gain: half of their time, at most the tail, as if gradients had half the bytes.
-    """
-    exchanges = stats.exchanges
-    if exchanges is None or exchanges.busy <= stats.compute:
-        return None
-    return Finding(
-        "note",
-        "network",
-        f"The network is busy for {format_seconds(exchanges.busy)}, compute takes "
-        f"{format_seconds(stats.compute)}: no split can hide all of it.",
-        "Send fewer bytes or use faster links. The gain is that of half the bytes, as with "
-        "gradients rounded to 16 bits.",
-        min(exchanges.tail, exchanges.busy / 2),
-    )
-
-
 def distrust_clocks(stats: TraceStats) -> Finding | None:
     """Fires when the clocks of two ranks may be off by more than 1 % of an iteration."""
     if stats.clock_error <= CLOCK_ERROR * stats.iteration:
@@ -171,12 +118,12 @@ def miss_steps(stats: TraceStats) -> Finding | None:
 
 
 def miss_sizes(stats: TraceStats) -> Finding | None:
-    """Fires when the trace lacks the gradients' sizes, so that no split can be advised."""
-    if stats.exchanges is None or stats.exchanges.model is not None:
+    """Fires when nothing can be predicted from the trace, so that no exchange can be advised."""
+    if not stats.unpredicted:
         return None
     return Finding(
         "note",
         "trace",
-        "The trace does not hold the size of each gradient; traces of older versions do not.",
-        "Record again to get advice about the split.",
+        f"Nothing is predicted from this trace: {stats.unpredicted}.",
+        "Record again to get advice about the exchange.",
     )

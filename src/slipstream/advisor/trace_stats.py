@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 from slipstream.advisor.exchanges import Exchanges, Step, layout_of, typical_exchanges
 from slipstream.advisor.findings import Severity
+from slipstream.advisor.what_if import WhatIf
 from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
 from slipstream.analysis.stragglers import Straggler, stragglers
-from slipstream.errors import TraceError
-from slipstream.planner.split import SizeCost
+from slipstream.errors import SlipstreamError, TraceError
+from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.workload import gradients_of
 from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
@@ -35,6 +36,8 @@ class TraceStats(NamedTuple):
         clock_error: The most by which times of two ranks may be off, in seconds.
         worthwhile: The least gain in seconds that advice must bring: 1 % of an iteration, and no
             less than ``clock_error``.
+        what_if: Predictions of other strategies; None if nothing was exchanged, or for the reason
+            in ``unpredicted``.
         missing_steps: A sentence for each rank that recorded fewer steps than others.
     """
 
@@ -46,6 +49,8 @@ class TraceStats(NamedTuple):
     num_gradients: int
     clock_error: float
     worthwhile: float
+    what_if: WhatIf | None
+    unpredicted: str
     missing_steps: tuple[str, ...]
 
     def median(self, part: str) -> float:
@@ -71,16 +76,17 @@ class TraceStats(NamedTuple):
         return f"{seconds / self.iteration if self.iteration else 0:.1%} of an iteration"
 
 
-def trace_stats(trace: Trace, seconds_of: SizeCost | None = None) -> TraceStats:
+def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceStats:
     """The statistics of a trace; only steps that all ranks recorded count.
 
     Args:
         trace: Of one run.
-        seconds_of: The cost of an exchange; None: fitted to the exchanges of the trace.
+        network: What exchanges cost; None: a line is fitted to the exchanges of the trace.
 
     Raises:
         TraceError: There is no iteration, none that all ranks recorded, or ranks disagree about
             the segments.
+        ClusterError: The network is that of another number of ranks.
     """
     meta = trace.meta
     steps, missing_steps = _common_steps(timeline(trace.events), meta)
@@ -90,17 +96,37 @@ def trace_stats(trace: Trace, seconds_of: SizeCost | None = None) -> TraceStats:
     worthwhile = max(WORTHWHILE * typical.spread("iteration").median, clock_error)
     sizes = [g.num_bytes for g in gradients_of(trace)] if meta.get("gradients") else []
     settings = (meta.get("strategy") or {}).get("gradients") or {}
+    exchanges = typical_exchanges(steps, sizes)
+    what_if, unpredicted = _predicted(trace, exchanges, network)
     return TraceStats(
         typical=typical,
         stragglers=stragglers(iterations, clock_error),
-        exchanges=typical_exchanges(steps, sizes, seconds_of, worthwhile),
+        exchanges=exchanges,
         overlap=settings.get("overlap", True),
         accumulate=settings.get("accumulate", 1),
         num_gradients=len(sizes),
         clock_error=clock_error,
         worthwhile=worthwhile,
+        what_if=what_if,
+        unpredicted=unpredicted,
         missing_steps=missing_steps,
     )
+
+
+def _predicted(
+    trace: Trace, exchanges: Exchanges | None, network: NetworkProfile | None
+) -> tuple[WhatIf | None, str]:
+    """Predictions, or why there are none."""
+    if network is not None:
+        network.check_world(int(trace.meta.get("world_size", 1)))
+    if exchanges is None:
+        return None, ""
+    if not exchanges.ready:
+        return None, "it does not hold the size of each gradient; traces of older versions do not"
+    try:
+        return WhatIf.of(trace, exchanges, network), ""
+    except SlipstreamError as error:
+        return None, str(error)
 
 
 def _common_steps(

@@ -120,7 +120,7 @@ def _failure(failure: RankFailure) -> Panel:
     log, excerpt = f"log: {failure.log}\n", failure.excerpt()
     return Panel(
         Group(cause, Text(log, overflow="fold"), Text(excerpt, overflow="fold")),
-        title=f"rank {failure.rank} failed first",
+        title=f"rank {failure.rank} " + ("misses another" if failure.missing else "failed first"),
         title_align="left",
         border_style="red",
     )

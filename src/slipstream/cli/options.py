@@ -28,8 +28,13 @@ ExactOnly = Annotated[
     bool,
     Option(
         "--exact-only/--allow-lossy",
-        help="Keep the mathematics, or also try codecs and larger batches (accumulate).",
+        help="Keep the mathematics, or also try codecs (half, int8, onebit, dgc with SGD, "
+        "powersgd) and larger batches (accumulate).",
     ),
+]
+Updates = Annotated[
+    int | None,
+    Option(min=1, help="Of the whole training: some codecs begin after the first 1000."),
 ]
 AsJson = Annotated[bool, Option("--json", help="Print the numbers as JSON, in seconds.")]
 

@@ -20,10 +20,8 @@ from slipstream.analysis.summary import document, summary as draw
 from slipstream.analysis.time_unit import format_seconds
 from slipstream.cli.options import AsJson
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.split import SizeCost
 from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
-from slipstream.trace.event import Trace
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -80,15 +78,16 @@ def advise(
 ) -> None:
     """Say what slows an iteration down, what to change, and how much that should gain.
 
-    Gains are predicted from the trace for each finding alone; they do not add up. Copy the lines
-    under "strategy" into the strategy file; if two findings change the same key, take the first.
+    Gains of another exchange are those that `slipstream plan` predicts. Each is for its finding
+    alone; they do not add up. Copy the lines under "strategy" into the strategy file; if two
+    findings change the same key, take the first.
 
     [bold]slipstream trace advise trace.json[/bold]
 
     [bold]slipstream trace advise trace.json --cluster cluster.yaml[/bold]
     """
     trace = chrome.read(file)
-    findings = find(trace, None if cluster is None else _cost(cluster, trace))
+    findings = find(trace, None if cluster is None else _network(cluster))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -111,10 +110,9 @@ def _drawn(finding: Finding) -> Group:
     return Group(head, *(Padding(line, (0, 0, 0, 2)) for line in lines))
 
 
-def _cost(path: Path, trace: Trace) -> SizeCost:
-    """Seconds of an all-reduce over all ranks, as they were measured; warns of doubtful ones."""
+def _network(path: Path) -> NetworkProfile:
+    """What was measured; warns of doubts about it."""
     cluster = NetworkProfile.load(path)
-    cluster.check_world(trace.meta.get("world_size", 1))
     for doubt in cluster.doubts:
         Console(stderr=True).print(Text(f"warning: {path}: {doubt}"), style="yellow")
-    return cluster.groups("world").all_reduce.seconds_of
+    return cluster

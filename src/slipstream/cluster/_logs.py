@@ -10,11 +10,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slipstream.cluster._ends import Ends
 from slipstream.errors import LaunchError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsDest
 
+ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*$", re.M)
+"""The line of a traceback that names the error."""
+PEER_IS_GONE = re.compile(
+    r"ExchangeError|Dist\w*Error|[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|by peer"
+    r"|Timed out waiting|[Ss]ocket closed|remote process"
+)
+"""In the line of an error that says no more than that another rank has left."""
+EXCERPT_BYTES = 64 * 1024
 TRACEBACK = re.compile(r"^(  \+ Exception Group )?Traceback \(most recent call last\):", re.M)
 CHAINED = (
     "The above exception was the direct cause of the following exception:",
@@ -44,6 +53,15 @@ def last_lines(text: str, count: int = 20) -> str:
     return "\n".join(text.rstrip().splitlines()[-count:])
 
 
+def excerpt(log: Path, returncode: int) -> str:
+    """The last traceback in a rank's log, or its last lines."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - EXCERPT_BYTES))
+        text = file.read().decode(errors="replace")
+    # A rank killed by a signal writes no traceback; one in its log belongs to a caught error.
+    return last_traceback(text) if returncode > 0 else last_lines(text)
+
+
 class RankLogs:
     """A log file for each rank: what the elastic agent expects of a ``LogsSpecs``.
 
@@ -57,6 +75,7 @@ class RankLogs:
     def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
         self.folder, self.variables = folder, variables
         self.paths: dict[int, Path] = {}  # by global rank
+        self.ends = Ends()
         self._tails: list[_Tail] = []
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +97,7 @@ class RankLogs:
             suffix = f".restart{restart}.log" if restart else ".log"
             self.paths[int(env["RANK"])] = self.folder / f"rank{env['RANK']}{suffix}"
             env.update(self.variables)
+        self.ends.watch(envs, self.paths)
         if envs[0]["RANK"] == "0":
             self._tails.append(_Tail(self.paths[0]))
         return LogsDest(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from slipstream.cluster._ends import note_leaving
 from slipstream.cluster.environment import Environment
 from slipstream.cluster.topology import ranks_by_host
 from slipstream.errors import ClusterError
@@ -115,6 +116,7 @@ def connect(
         >>> cluster.world, cluster.world_size, cluster.hosts
         (None, 1, ('localhost',))
     """
+    note_leaving()
     device = torch.device(device)
     ready = dist.is_initialized()
     if device.type == "cuda":

@@ -10,24 +10,26 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.cluster import _rank
-from slipstream.cluster._logs import RankLogs, last_lines, last_traceback
+from slipstream.cluster._ends import End
+from slipstream.cluster._logs import ERROR, PEER_IS_GONE, RankLogs, excerpt, last_lines
 from slipstream.errors import LaunchError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
-# Seconds between two looks at the ranks: shorter than ranks take to fail because another one has,
-# so that the first failure is seen first.
 MONITOR_INTERVAL = 0.05
-EXCERPT_BYTES = 64 * 1024
+"""Seconds between two looks at the ranks."""
+LOOK_SECONDS = 2.0
+"""How long to wait for what other nodes, with the same folder of logs, note about their ranks."""
 JOIN_TIMEOUT = 600  # seconds until all nodes must have joined the rendezvous
 
 
@@ -104,18 +106,24 @@ def _is_endpoint(text: str) -> bool:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The first rank of this node that failed; a ``returncode`` of -n means signal n."""
+    """The rank that failed first; a ``returncode`` of -n means signal n.
+
+    ``missing``: it only says that another rank has left, which is on a node whose logs are not in
+    this folder.
+    """
 
     rank: int
     local_rank: int
     host: str
     returncode: int
     log: Path
+    missing: bool = False
 
     @property
     def exit_code(self) -> int:
-        """The exit code as of a shell: 128 + n for signal n."""
-        return self.returncode if self.returncode >= 0 else 128 - self.returncode
+        """The exit code as of a shell: 128 + n for signal n; 1 for a rank that left too early, with
+        code 0 or one that is not known, as it was stopped meanwhile."""
+        return (self.returncode or 1) if self.returncode >= 0 else 128 - self.returncode
 
     @property
     def cause(self) -> str:
@@ -125,8 +133,11 @@ class RankFailure:
             >>> RankFailure(0, 0, "a", -9, Path("rank0.log")).cause
             'was killed by SIGKILL (maybe out of memory)'
         """
-        if self.returncode >= 0:
-            return f"exited with code {self.returncode}"
+        if self.returncode == 0:
+            return "left while the others were still training"
+        if self.returncode > 0:
+            lost = ": it misses another rank, whose own log tells why" if self.missing else ""
+            return f"exited with code {self.returncode}{lost}"
         number = -self.returncode
         known = number in set(signal.Signals)
         name = signal.Signals(number).name if known else f"signal {number}"
@@ -134,11 +145,7 @@ class RankFailure:
 
     def excerpt(self) -> str:
         """The last traceback in the rank's log, or its last lines."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - EXCERPT_BYTES))
-            text = file.read().decode(errors="replace")
-        # A rank killed by a signal writes no traceback; one in its log belongs to a caught error.
-        return last_traceback(text) if self.returncode > 0 else last_lines(text)
+        return excerpt(self.log, self.returncode)
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ def run(spec: LaunchSpec) -> Outcome:
         with _quiet_and_interruptible(), closing(logs):
             elastic_launch(_config(spec, logs), sys.executable)(*python, *arguments)
     except ChildFailedError as error:
-        failure = _first_failure(error.failures, logs)
+        failure = _first_failure(error.failures, logs, several=spec.nnodes > 1)
         return Outcome(failure.exit_code, failure)
     except SignalException as error:
         return Outcome(128 + error.sigval)
@@ -184,6 +191,7 @@ def run(spec: LaunchSpec) -> Outcome:
             "node was started with this endpoint and its own --node-rank, and that the port is "
             "free and reachable."
         ) from error
+    logs.ends.close(forget=True)
     return Outcome(0)
 
 
@@ -207,13 +215,64 @@ def _config(spec: LaunchSpec, logs: RankLogs) -> LaunchConfig:
     )
 
 
-def _first_failure(failures: Mapping[int, Any], logs: RankLogs) -> RankFailure:
-    """The earliest failure."""
-    # After a failure the agent ends the other ranks by SIGTERM: those come last.
-    stopped = -signal.SIGTERM
-    rank = min(failures, key=lambda r: (failures[r].exitcode == stopped, failures[r].timestamp))
-    local_rank, code = failures[rank].local_rank, failures[rank].exitcode
-    return RankFailure(rank, local_rank, socket.gethostname(), code, logs.paths[rank])
+def _first_failure(failures: Mapping[int, Any], logs: RankLogs, several: bool) -> RankFailure:
+    """The rank that began it; see `blame`."""
+    host = socket.gethostname()
+    known = [
+        End(rank, one.local_rank, host, one.exitcode, one.timestamp, str(logs.paths[rank]))
+        for rank, one in failures.items()
+    ]
+    deadline = time.monotonic() + (LOOK_SECONDS if several else MONITOR_INTERVAL)
+    while True:
+        failure = blame([*known, *End.read(logs.folder)])
+        if not failure.missing or time.monotonic() > deadline:
+            logs.ends.close(forget=False)
+            return failure
+        time.sleep(MONITOR_INTERVAL / 5)
+
+
+def blame(ends: Sequence[End]) -> RankFailure:
+    """Of the ranks that have ended, the one that began it; a rank may be there more than once.
+
+    A rank whose own error is the last thing in its log, or that a signal ended, comes before those
+    that only say that a peer has left; so does one that left without an error. SIGTERM is what the
+    agent ends the others with. Within each kind the earliest counts.
+    """
+    missing = {end.rank for end in ends if _misses_another(end)}
+    failed = [end for end in ends if end.returncode not in (0, -signal.SIGTERM)]
+    own = [end for end in failed if end.rank not in missing]
+    quiet = missing | {end.rank for end in own}
+    left = [end for end in ends if end.returncode == 0 and end.rank not in quiet and failed]
+    first = min(own or left or failed or ends, key=lambda end: end.time)
+    if first in left and (error := _own_error(first)):  # stopped while it was ending by that
+        first = replace(first, returncode=error)
+    lost = not own and not left and bool(failed)
+    path = Path(first.log)
+    return RankFailure(first.rank, first.local_rank, first.host, first.returncode, path, lost)
+
+
+def _misses_another(end: End) -> bool:
+    """Whether all that a rank's log says is that another one has left."""
+    if end.returncode not in (0, -signal.SIGTERM, -signal.SIGABRT) and end.returncode < 0:
+        return False
+    return PEER_IS_GONE.search(_last_error(end) or "") is not None
+
+
+def _own_error(end: End) -> int:
+    """The exit code of a rank by its log: 1 if that ends with an error of its own."""
+    return int(bool(_last_error(end)))
+
+
+def _last_error(end: End) -> str | None:
+    """The line that names the error with which a rank's log ends."""
+    try:
+        text = excerpt(Path(end.log), max(end.returncode, 1))
+    except OSError:
+        return None
+    errors = ERROR.findall(text)
+    if errors:
+        return str(errors[-1])
+    return last_lines(text, 3) if end.returncode == -signal.SIGABRT else None
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from slipstream.strategy import (
     ByIndex,
     ByLayers,
     ByPercent,
+    Codec,
     Flat,
     PerGradient,
     PerLayer,
@@ -41,6 +42,7 @@ from slipstream.strategy import (
     Split,
     Strategy,
     Transport,
+    late_by,
 )
 
 MEGABYTES = (1, 2, 4, 8, 16, 25, 32, 64)
@@ -103,7 +105,11 @@ def candidates(
             for times in ACCUMULATE
             for one in (base, best)
         ]
-        strategies += [with_gradients(base, codec=kind) for kind in network.codecs]
+        strategies += [
+            with_gradients(base, codec=kind)
+            for kind in network.codecs
+            if kind != "dgc" or workload.sgd
+        ]
     return _distinct(strategies, workload.gradients)
 
 
@@ -232,7 +238,7 @@ def label(strategy: Strategy) -> str:
     words = [_split_label(gradients.split)]
     words += [_transport_label(gradients.transport)] if gradients.transport != Flat() else []
     words += [] if gradients.overlap else ["no overlap"]
-    words += [gradients.codec.kind] if gradients.codec else []
+    words += [_codec_label(gradients.codec)] if gradients.codec else []
     words += [f"accumulate {gradients.accumulate}"] if gradients.accumulate > 1 else []
     return ", ".join(words)
 
@@ -240,6 +246,11 @@ def label(strategy: Strategy) -> str:
 def _transport_label(transport: Transport) -> str:
     replicated = transport.replicated if isinstance(transport, Sharded) else 0.0
     return transport.kind + (f" ({replicated:.0%} replicated)" if replicated else "")
+
+
+def _codec_label(codec: Codec) -> str:
+    late = late_by(codec)
+    return codec.kind + (f" from update {late}" if late else "")
 
 
 def _split_label(split: Split) -> str:

@@ -127,11 +127,14 @@ class Plan:
         """
         config: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
         codec, sharded = config.get("codec"), traced_sharding(trace)
+        segments = trace.meta.get("segments") or ()
+        if segments and all(one.get("wire_bytes") == one["bytes"] for one in segments):
+            codec = None  # recorded before it began
         return cls(
             cuts_of(trace),
             config.get("overlap", True),
             traced_transport(trace),
-            None if codec is None else _codec_cost(codec["kind"], codecs or {}),
+            None if codec is None else _codec_cost(_kind(codec), codecs or {}),
             config.get("accumulate", 1),
             **_sharding(gradients_of(trace) if sharded else (), sharded),
         )
@@ -171,6 +174,10 @@ def cuts_of(trace: Trace) -> tuple[int, ...]:
         stop += len(segment["gradients"])
         cuts.append(stop)
     return tuple(cuts) or (len(gradients_of(trace)),)
+
+
+def _kind(codec: str | Mapping[str, Any]) -> str:
+    return codec if isinstance(codec, str) else codec["kind"]
 
 
 def _codec_cost(kind: str, codecs: Mapping[str, CodecCost]) -> CodecCost:

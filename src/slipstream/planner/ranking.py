@@ -16,7 +16,15 @@ from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.simulate import predict
 from slipstream.planner.transport_cost import num_replicated, updated_part
 from slipstream.planner.workload import Workload
-from slipstream.strategy import Auto, Flat, Optimal, Sharded, Strategy, Trace as TraceSettings
+from slipstream.strategy import (
+    Auto,
+    Flat,
+    Optimal,
+    Sharded,
+    Strategy,
+    Trace as TraceSettings,
+    late_by,
+)
 from slipstream.trace import Trace
 
 NODES = tuple(2**power for power in range(13))
@@ -30,10 +38,12 @@ RATES = (100e6, 300e6, 1e9, 3e9, 10e9, 25e9, 40e9, 100e9)
 class Prediction:
     """What the simulator predicts for one strategy.
 
-    ``seconds`` is one iteration, which is one update. ``efficiency`` is the speed of all ranks
-    divided by the sum of the speeds that they would have without any exchange. ``memory_bytes`` is
-    the memory of gradients, their used flags and, where the trace tells it, the optimizer's state
-    on a rank. ``samples_per_second`` is 0 where the trace does not record the number of samples.
+    ``seconds`` is one iteration, which is one update: the mean over the updates of a training, if
+    their number was given, else of those after the codec's warm-up. ``efficiency`` is the speed of
+    all ranks divided by the sum of the speeds that they would have without any exchange.
+    ``memory_bytes`` is the memory of gradients, their used flags and, where the trace tells it, the
+    optimizer's state on a rank. ``samples_per_second`` is 0 where the trace does not record the
+    number of samples.
     """
 
     strategy: Strategy
@@ -84,14 +94,18 @@ def rank(
     workload: Workload,
     network: NetworkProfile,
     base: Strategy = Strategy(),  # noqa: B008 - frozen
+    updates: int | None = None,
 ) -> list[Prediction]:
     """Predictions of all strategies, the fastest first.
 
     Among strategies that differ by less than TOLERANCE, counted from the fastest, the one with the
     fewest segments comes first. ``sharded`` counts as slower by MARGIN, unless ``base`` is.
-    ``base`` is also what ``exactness`` compares batches with.
+    ``base`` is also what ``exactness`` compares batches with. ``updates`` are those of the whole
+    training, some of which may be over before a codec begins.
     """
-    predictions = [_prediction(strategy, workload, network, base) for strategy in strategies]
+    predictions = [
+        _prediction(strategy, workload, network, base, updates) for strategy in strategies
+    ]
 
     def counted(one: Prediction) -> float:
         return one.per_batch * handicap(one.strategy, base)
@@ -146,10 +160,30 @@ def exactness(strategy: Strategy, base: Strategy) -> str:
     return strategy.exactness if times == 1 else f"{strategy.exactness}, batch x{times:g}"
 
 
+def late_share(strategy: Strategy, updates: int | None) -> float:
+    """The part of a training that is over before the codec sends as little as it will.
+
+    Example:
+        >>> onebit = Strategy.load({"gradients": {"codec": {"kind": "onebit", "start_step": 400}}})
+        >>> late_share(onebit, 1600), late_share(onebit, None)
+        (0.25, 0.0)
+    """
+    return min(late_by(strategy.gradients.codec) / updates, 1.0) if updates else 0.0
+
+
 def _prediction(
-    strategy: Strategy, workload: Workload, network: NetworkProfile, base: Strategy
+    strategy: Strategy,
+    workload: Workload,
+    network: NetworkProfile,
+    base: Strategy,
+    updates: int | None = None,
 ) -> Prediction:
-    seconds = predict(workload, Plan.of(strategy, workload.gradients, network.codecs), network)
+    def seconds_of(one: Strategy) -> float:
+        return predict(workload, Plan.of(one, workload.gradients, network.codecs), network)
+
+    seconds = seconds_of(strategy)
+    if late := late_share(strategy, updates):  # DGC's warm-up counts as dense, which it nearly is
+        seconds = (1 - late) * seconds + late * seconds_of(with_gradients(strategy, codec=None))
     accumulate = strategy.gradients.accumulate
     batch = workload.data_wait + workload.forward + workload.backward
     alone = accumulate * batch + workload.optimizer + workload.other

@@ -58,7 +58,7 @@ class Workload:
     order, counted from the start of backward. ``samples`` are those of one batch of each rank, 0
     where unknown. ``hosts`` and ``model`` are the names in the trace. ``optimizer_bytes`` is the
     optimizer's whole state, 0 where unknown; ``shardable`` says whether ranks may each update a
-    share of the parameters.
+    share of the parameters, ``sgd`` whether DGC may take the optimizer's momentum over.
     """
 
     gradients: tuple[Gradient, ...]
@@ -74,6 +74,7 @@ class Workload:
     hosts: tuple[str, ...] = ()
     optimizer_bytes: int = 0
     shardable: bool = False
+    sgd: bool = True
 
     @property
     def num_ranks(self) -> int:
@@ -152,6 +153,7 @@ class Workload:
             hosts=hosts if len(hosts) == len(backward) else (),
             optimizer_bytes=round(optimizer.get("bytes", 0) / part),
             shardable=bool(optimizer.get("shardable")),
+            sgd=bool(optimizer.get("sgd", True)),
         )
 
 

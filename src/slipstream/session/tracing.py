@@ -192,6 +192,7 @@ class SessionTracer:
         self.recorder.meta["optimizer"] = {
             "bytes": _state_bytes(self.optimizer),
             "shardable": _is_shardable(self.model, self.optimizer, self.strategy),
+            "sgd": type(self.optimizer) is torch.optim.SGD,
         }
         with collective_errors("the gathering of the trace"):
             return self.recorder.gather(self.dims.control)
@@ -218,7 +219,10 @@ def _metadata(
     return said | {
         "model": type(model).__name__,
         "strategy": document,
-        "segments": [{"bytes": s.num_bytes, "gradients": [*s.gradients]} for s in engine.segments],
+        "segments": [
+            {"bytes": s.num_bytes, "wire_bytes": s.wire_bytes, "gradients": [*s.gradients]}
+            for s in engine.segments
+        ],
         "gradients": [
             {"name": g.name, "layer": g.layer, "bytes": g.num_bytes, "dtype": g.dtype}
             for g in gradients

@@ -14,8 +14,10 @@ from slipstream.strategy.codec import (
     PlainCodec as PlainCodec,
     PowerSgd as PowerSgd,
     Rule as Rule,
+    at_once as at_once,
     codec_of as codec_of,
     keeps_state as keeps_state,
+    late_by as late_by,
     phase_of as phase_of,
     phases as phases,
 )

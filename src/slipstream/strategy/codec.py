@@ -231,6 +231,43 @@ def phase_of(codec: PlainCodec | None, step: int) -> PlainCodec | None:
     return at_work
 
 
+def late_by(codec: PlainCodec | ByName | Adaptive | None) -> int:
+    """Updates until the codec sends as little as it ever will.
+
+    Example:
+        >>> late_by(Int8()), late_by(Dgc(dense_steps=5)), late_by(Adaptive(codec="onebit"))
+        (0, 1005, 1000)
+    """
+    match codec:
+        case None:
+            return 0
+        case ByName():
+            return max(late_by(rule.codec) for rule in codec.rules)
+        case Adaptive():
+            return late_by(codec.codec)
+    return phases(codec)[-1][0]
+
+
+def at_once(codec: PlainCodec | ByName | Adaptive | None) -> PlainCodec | ByName | Adaptive | None:
+    """The codec as it is in the end, from the first update on.
+
+    Example:
+        >>> at_once(OneBit(block=64)), at_once(Half())
+        (OneBit(block=64, start_step=0), Half())
+    """
+    match codec:
+        case ByName():
+            rules = [rule.model_copy(update={"codec": at_once(rule.codec)}) for rule in codec.rules]
+            return codec.model_copy(update={"rules": tuple(rules)})
+        case Adaptive():
+            return codec.model_copy(update={"codec": at_once(codec.codec)})
+        case OneBit() | PowerSgd():
+            return codec.model_copy(update={"start_step": 0})
+        case Dgc():
+            return phases(codec)[-1][1]
+    return codec
+
+
 def codec_of(codec: PlainCodec | ByName | Adaptive | None, name: str) -> PlainCodec | None:
     """The codec of a parameter's gradient; for ``adaptive``, the codec used where it pays.
 

@@ -114,11 +114,12 @@ class Trace:
     ``meta`` holds plain JSON values; any of these may be missing:
 
     - ``world_size``, ``hosts`` (by rank), ``model`` (name), ``strategy`` (a mapping)
-    - ``segments``: a list of ``{"bytes", "gradients": [names]}``
+    - ``segments``: a list of ``{"bytes", "wire_bytes", "gradients": [names]}``; ``wire_bytes`` are
+      those that codecs left of them when the trace ended
     - ``gradients``: in ready order, a list of ``{"name", "layer", "bytes", "dtype"}``; a sparse
       gradient has 0 bytes
-    - ``optimizer``: ``{"bytes", "shardable"}``, those of its state on rank 0, and whether ranks may
-      each update a share
+    - ``optimizer``: ``{"bytes", "shardable", "sgd"}``: those of its state on rank 0, whether ranks
+      may each update a share, and whether it is plain SGD, whose momentum DGC can take over
     - ``versions`` of torch and slipstream
     - ``clock_error``: by rank, the most by which its times can be off, in seconds
     - ``predicted``: true if the trace was simulated; it may then hold few of its ranks

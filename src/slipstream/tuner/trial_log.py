@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from slipstream.planner.candidates import label
-from slipstream.planner.ranking import Prediction
-from slipstream.strategy import Strategy
+from slipstream.planner.ranking import Prediction, late_share
+from slipstream.strategy import Strategy, late_by
 from slipstream.tuner.trials import Failure, Measurement
 
 Status = Literal["measured", "failed", "hanging", "no trace", "not measured"]
@@ -19,7 +19,8 @@ class Trial:
     """One strategy that was run, or was not, and why.
 
     ``predicted``, ``measured`` and ``spread`` are seconds for as many batches as one iteration of
-    the baseline takes, so that strategies that accumulate differently compare.
+    the baseline takes, so that strategies that accumulate differently compare. Where the number of
+    updates of the training is known, the first two are means over these.
     """
 
     name: str
@@ -48,11 +49,14 @@ class TrialLog:
     Args:
         base: the baseline.
         notify: called with all trials after each new one.
+        updates: of the whole training; those before a codec begins count as the baseline's.
     """
 
     base: Strategy
     notify: Callable[[Sequence[Trial]], None]
+    updates: int | None = None
     _trials: list[Trial] = field(default_factory=list, init=False)
+    _dense: float | None = field(default=None, init=False)  # seconds of the baseline
 
     def note(
         self,
@@ -73,6 +77,11 @@ class TrialLog:
         measured = spread = None
         if isinstance(outcome, Measurement):
             measured, spread, status = outcome.seconds * scale, outcome.spread * scale, "measured"
+            if self._dense is None:
+                self._dense = measured
+            elif late_by(self.base.gradients.codec) == 0:
+                late = late_share(strategy, self.updates)
+                measured = (1 - late) * measured + late * self._dense
         elif outcome:
             reason, status = f"{reason}; {outcome.reason}", outcome.status
         name, settings = label(strategy), strategy.document()

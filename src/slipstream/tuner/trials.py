@@ -16,7 +16,8 @@ from statistics import fmean, median, quantiles
 from typing import Literal, NamedTuple
 
 from slipstream.errors import TraceError
-from slipstream.strategy import Strategy
+from slipstream.planner.candidates import with_gradients
+from slipstream.strategy import Strategy, at_once
 from slipstream.trace import Trace, chrome
 from slipstream.trace.timeline import timeline
 
@@ -68,12 +69,17 @@ class Trials:
     skip: int = 3
 
     def run(self, strategy: Strategy, limit: float) -> Measurement | Failure:
-        """Measure one strategy within ``limit`` seconds; no process is left when this returns."""
+        """Measure one strategy within ``limit`` seconds; no process is left when this returns.
+
+        A codec works from the first update on as it will in the end: a trial is too short to get
+        there.
+        """
         number = 1 + sum(1 for _ in self.folder.glob("[0-9]*"))
         folder = (self.folder / f"{number:02d}").resolve()
         folder.mkdir(parents=True)
         trace = {"steps": self.steps, "skip": self.skip, "folder": str(folder)}
-        traced = strategy.document() | {"trace": trace}
+        codec = at_once(strategy.gradients.codec)
+        traced = with_gradients(strategy, codec=codec).document() | {"trace": trace}
         (folder / STRATEGY).write_text(Strategy.load(traced).to_yaml())
         return measure(self.command(folder), folder, limit)
 

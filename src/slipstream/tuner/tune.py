@@ -27,7 +27,7 @@ from statistics import median
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
 from slipstream.planner.ranking import Prediction, handicap
-from slipstream.strategy import Strategy
+from slipstream.strategy import Strategy, late_by
 from slipstream.tuner.one_start import RESERVE, OneStart, Predict, Run, open_strategy
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
 from slipstream.tuner.trial_log import Trial, TrialLog, Tuned
@@ -51,6 +51,7 @@ class Tuner:
         predict: from the baseline's trace to predictions, fastest first, the baseline's among them.
         base: the strategy to start from, and to keep unless another is faster.
         budget: seconds for everything.
+        updates: of the whole training, if known: a codec that begins late counts for the rest.
         notify: called with all trials after each new one.
         doing: called with what happens next, in words.
         clock: seconds; tests give a clock of their own.
@@ -60,6 +61,7 @@ class Tuner:
     predict: Predict
     base: Strategy
     budget: float
+    updates: int | None = None
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
     clock: Callable[[], float] = time.monotonic
@@ -75,7 +77,7 @@ class Tuner:
             TraceError: the baseline ends without a trace.
         """
         self._deadline = self.clock() + self.budget
-        self._log = TrialLog(self.base, self.notify)
+        self._log = TrialLog(self.base, self.notify, self.updates)
         first = self._baseline()
         searching = open_strategy(self.base)
         if self._needed > self._left() and searching is not None:
@@ -183,12 +185,20 @@ class Tuner:
             if is_faster(ratios):
                 gain, chosen = _change(median(ratios)), prediction.strategy
                 verdict = f"{name} ({prediction.exactness}) is {gain} than the baseline: {text}"
+                verdict += self._unpriced(prediction.strategy)
             elif len(ratios) < LEAST_PAIRS:
                 verdict = f"the budget ended before {name} was compared: the baseline stays"
             else:
                 verdict = f"{name} is not faster beyond the noise: {text}; the baseline stays"
             break
         return self._log.result(chosen, verdict, ratios or ())
+
+    def _unpriced(self, strategy: Strategy) -> str:
+        """What a measurement of the codec at work leaves out."""
+        late = late_by(strategy.gradients.codec)
+        if not late or self.updates:
+            return ""
+        return f"; that is from update {late} on: --updates N counts those before it, too"
 
     def _compare(self, prediction: Prediction) -> tuple[float, ...] | None:
         """The candidate's time over the baseline's, in alternation; None: the candidate failed.

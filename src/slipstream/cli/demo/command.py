@@ -126,7 +126,6 @@ def _write_page(folder: Path, measured: Measured) -> None:
         TraceError: plotly is not installed.
     """
     trace = chrome.read(folder / "trace.json")
-    cost = NetworkProfile.load(folder / "cluster.yaml").groups("world").all_reduce.seconds_of
-    findings = {EXACT: advise(trace, cost)}
+    findings = {EXACT: advise(trace, NetworkProfile.load(folder / "cluster.yaml"))}
     page = html([(EXACT, trace)], findings=findings, alternation=alternation(measured))
     (folder / "report.html").write_text(page, encoding="utf-8")

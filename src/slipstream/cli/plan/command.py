@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from slipstream.cli.options import AsJson, ExactOnly, check_writable
+from slipstream.cli.options import AsJson, ExactOnly, Updates, check_writable
 from slipstream.cli.plan import options
 from slipstream.cli.plan.memory import plan_memory
 from slipstream.cli.plan.tables import curve, ranking, ranks
@@ -41,6 +41,7 @@ def plan(
     ranks_per_node: options.RanksPerNode = None,
     rate: options.Rate = None,
     exact_only: ExactOnly = True,
+    updates: Updates = None,
     output: options.Output = None,
     predicted: options.Predicted = None,
     as_json: AsJson = False,
@@ -65,7 +66,7 @@ def plan(
     [dim]slipstream plan --memory 80GB --model train.py:build --optimizer lamb --dtype bf16[/dim]
     """
     of_times: dict[str, Any] = {"trace": trace, "cluster": cluster, "nodes": nodes}
-    of_times |= {"ranks_per_node": ranks_per_node, "rate": rate}
+    of_times |= {"ranks_per_node": ranks_per_node, "rate": rate, "updates": updates}
     files = {"output": output, "predicted": predicted}
     if memory is not None:
         context = "--memory, which finds the largest batch and predicts no times"
@@ -119,6 +120,7 @@ def _forecast(
     nodes: int | None,
     ranks_per_node: int | None,
     rate: str | None,
+    updates: int | None,
     exact_only: bool,
 ) -> _Forecast:
     """Read what was recorded and measured, and predict.
@@ -147,7 +149,8 @@ def _forecast(
     if nodes or ranks_per_node or rate:
         target = here.scaled(nodes or here.hosts, ranks_per_node or here.ranks_per_host, bits)
         workload = workload.for_ranks(target.world_size)
-    predictions = rank(candidates(workload, target, exact_only, base), workload, target, base)
+    strategies = candidates(workload, target, exact_only, base)
+    predictions = rank(strategies, workload, target, base, updates)
     curves = _curves(predictions[0].strategy, workload, here, target, bits)
     return _Forecast(base, predictions, workload, target, *curves)
 

@@ -22,7 +22,14 @@ from rich.text import Text
 from typer import Option
 
 from slipstream.cli import options
-from slipstream.cli.options import ExactOnly, LinkRate, Script, ScriptArgs, StrategySource
+from slipstream.cli.options import (
+    ExactOnly,
+    LinkRate,
+    Script,
+    ScriptArgs,
+    StrategySource,
+    Updates,
+)
 from slipstream.cli.plan.command import write_strategy
 from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream
 from slipstream.cli.tune.display import Display, table
@@ -70,6 +77,7 @@ def tune(
     rate: LinkRate = "1gbit",
     strategy: StrategySource = None,
     cluster: ClusterFile = None,
+    updates: Updates = None,
     steps: Steps = 10,
     output: Output = Path("strategy.yaml"),
     log: TrialLog = Path("trials.json"),
@@ -86,6 +94,7 @@ def tune(
 
     [dim]slipstream tune --ranks 4 -- train.py --batch 32[/dim]
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
+    [dim]slipstream tune --allow-lossy --updates 20000 --ranks 4 -- train.py[/dim]
     """
     refuse_launcher("slipstream tune --ranks N -- train.py")
     options.check_writable("--output", output, SUFFIXES)
@@ -102,9 +111,10 @@ def tune(
         network = _Network(where, known, folder / "network", display)
         tuned = Tuner(
             run=run,
-            predict=partial(_predict, base, exact_only, network),
+            predict=partial(_predict, base, exact_only, updates, network),
             base=base,
             budget=seconds,
+            updates=updates,
             notify=partial(_notify, log, display),
             doing=display.doing,
         ).tune()
@@ -119,10 +129,12 @@ def _print(tuned: Tuned, files: Mapping[str, Path]) -> None:
         console.print(Text(f"{name}: {path}"), soft_wrap=True)
 
 
-def _predict(base: Strategy, exact_only: bool, network: _Network, trace: Trace) -> list[Prediction]:
+def _predict(
+    base: Strategy, exact_only: bool, updates: int | None, network: _Network, trace: Trace
+) -> list[Prediction]:
     """Predictions of ``base`` and of what else is worth a trial, fastest first."""
     workload, here = prepare(trace, network.profile())
-    return rank(candidates(workload, here, exact_only, base), workload, here, base)
+    return rank(candidates(workload, here, exact_only, base), workload, here, base, updates)
 
 
 def _notify(log: Path, display: Display, done: Sequence[Trial]) -> None:
