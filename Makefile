@@ -76,6 +76,7 @@ bench: $(READY)  ## all benchmarks (about five hours), tables under benchmarks/r
 	    $(BIN)/python benchmarks/precision.py --task $$task --json $(RESULTS)/precision-$$task.json || exit 1; done
 	$(BIN)/python benchmarks/large_batch.py --json $(RESULTS)/large-batch.json
 	$(BIN)/python benchmarks/soak.py --json $(RESULTS)/soak.json
+	$(BIN)/python benchmarks/blame.py --json $(RESULTS)/blame.json
 	$(BIN)/python benchmarks/prediction.py --json $(RESULTS)/prediction.json
 	$(BIN)/python benchmarks/tuner.py --json $(RESULTS)/tuner.json
 	for model in resnet50 vgg16 bert swin-t; do \

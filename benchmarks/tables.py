@@ -6,6 +6,7 @@ python benchmarks/tables.py
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -604,6 +605,21 @@ def operator_cells(row: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def blame(entry: Mapping[str, Any]) -> str:
+    """How often the rank that began a failure is named."""
+    return "\n".join(
+        [
+            f"## Blame, {entry['date']}",
+            "",
+            f"Runs in which `slipstream launch` names the rank that began it. torch "
+            f"{_versions(entry)}. `{entry['command']}`",
+            "",
+            *_header("place", "fault", "right"),
+            *(_row(r["place"], r["fault"], f"{r['right']} of {r['runs']}") for r in entry["rows"]),
+        ]
+    )
+
+
 def soak(entry: Mapping[str, Any]) -> str:
     """Whether ranks stayed the same."""
     return "\n".join(
@@ -669,11 +685,64 @@ def speed_picture(found: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def main() -> None:
-    """Render every result."""
+GAINS = ("<!-- gains: written by benchmarks/tables.py -->\n", "<!-- /gains -->")
+EXACT = {
+    "flat": "slipstream, default",
+    "direct": "slipstream, default, direct",
+    "sharded": "slipstream, default, sharded",
+    "sharded, a third replicated": "slipstream, default, sharded, a third replicated",
+}
+"""Columns of the README's table, and rows of the results."""
+
+
+def gains(every: Sequence[Mapping[str, Any]]) -> str:
+    """The README's table: seconds of exact strategies over those of the best DDP, by model."""
+    found = [
+        entry
+        for entry in every
+        if entry["benchmark"] == "exchange"
+        and entry["rate"] != "loopback"
+        and set(EXACT.values()) <= {row["name"] for row in entry["rows"]}
+    ]
+    lines = _header("computing", "model", "link", "best DDP", *EXACT)
+    for entry in sorted(found, key=lambda e: (not _on_accelerator(e), e["rate"], e["model"])):
+        rows = {row["name"]: row for row in entry["rows"]}
+        [best] = (row["median"] for name, row in rows.items() if name.endswith("(DDP, best)"))
+        cells = (
+            f"{row['to_best_ddp']:.2f} ({row['to_best_ddp_low']:.2f}..{row['to_best_ddp_high']:.2f})"
+            for row in map(rows.__getitem__, EXACT.values())
+        )
+        who = "an accelerator" if _on_accelerator(entry) else "the same cores"
+        link = f"[{entry['rate']}](benchmarks/results/README.md#{_anchor(exchange(entry))})"
+        lines.append(_row(who, entry["model"], link, f"{best:.2f} s", *cells))
+    return "\n".join(lines) + "\n"
+
+
+def _anchor(text: str) -> str:
+    """What a heading is linked by, on GitHub."""
+    heading = text.splitlines()[0].removeprefix("## ").lower()
+    return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
+
+
+def with_gains(readme: str, every: Sequence[Mapping[str, Any]]) -> str:
+    """A README with its table written anew."""
+    begin, end = GAINS
+    before, _, rest = readme.partition(begin)
+    _, _, after = rest.partition(end)
+    return before + begin + gains(every) + end + after
+
+
+def results() -> list[dict[str, Any]]:
+    """All results, by the names of their files."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+
+
+def rendered(every: Sequence[Mapping[str, Any]]) -> str:
+    """All tables."""
     render = {
         "allreduce": allreduce,
         "auto": auto,
+        "blame": blame,
         "bubbles": bubbles,
         "convergence": convergence,
         "exchange": exchange,
@@ -691,19 +760,32 @@ def main() -> None:
         "tuner": tuner,
     }
     parts = [HEAD]
-    every = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     for entry in every:
         parts += [render[entry["benchmark"]](entry), *([entry["note"]] if "note" in entry else [])]
-    exchanges = [entry for entry in every if entry["benchmark"] == "exchange"]
-    coded = [
-        entry
-        for entry in exchanges
-        if entry.get("codecs") and entry["rate"] != "loopback" and not _on_accelerator(entry)
-    ]
-    if coded:
-        speed_picture(coded).savefig(RESULTS / "codecs.png")
+    if _coded(every):
         parts.insert(1, "![times as fast as DDP, by codec](codecs.png)")
-    (RESULTS / "README.md").write_text("\n\n".join(part.strip() for part in parts) + "\n")
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def _coded(every: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Exchanges with codecs, on links."""
+    return [
+        entry
+        for entry in every
+        if entry["benchmark"] == "exchange"
+        and entry.get("codecs")
+        and entry["rate"] != "loopback"
+        and not _on_accelerator(entry)
+    ]
+
+
+def main() -> None:
+    """Render every result."""
+    every, readme = results(), RESULTS.parents[1] / "README.md"
+    if coded := _coded(every):
+        speed_picture(coded).savefig(RESULTS / "codecs.png")
+    (RESULTS / "README.md").write_text(rendered(every))
+    readme.write_text(with_gains(readme.read_text(), every))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from examples import models
+from slipstream.version import __version__
 
 # torch.distributed.optim, where ZeroRedundancyOptimizer lives
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
@@ -173,3 +174,21 @@ def test_auto_is_measured_against_every_choice(benchmark, tmp_path: Path) -> Non
     written = benchmark("tables").auto(entry)
     assert "## Auto, resnet-small at one host" in written
     assert all(f"| {name}" in written for name in entry["seconds"])
+
+
+# What is published.
+
+
+def test_published_tables_are_those_of_the_results(benchmark) -> None:
+    tables = benchmark("tables")
+    every = tables.results()
+    assert (tables.RESULTS / "README.md").read_text() == tables.rendered(every)
+    readme = (ROOT / "README.md").read_text()
+    assert readme == tables.with_gains(readme, every)
+
+
+def test_no_result_is_of_an_old_release(benchmark) -> None:
+    major, minor, *_ = map(int, __version__.split("."))
+    for entry in benchmark("tables").results():
+        its_major, its_minor, *_ = map(int, entry["versions"]["slipstream"].split("."))
+        assert (major, minor - its_minor) in ((its_major, 0), (its_major, 1)), entry["command"]

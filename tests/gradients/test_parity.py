@@ -90,3 +90,20 @@ def test_parameters_after_training(request, world, name):
             assert same_bits or ranks.size > 2, f"{plan}: not the bits of DDP ({from_ddp:.3g})"
             assert from_ddp <= 1, f"{plan}: {from_ddp:.3g} tolerances from DDP"
             assert from_one_process <= 1, f"{plan}: {from_one_process:.3g} from one process"
+
+
+def beside_and_after(name: str) -> list[str]:
+    """Digests of a training that exchanges beside backward, and of one that does so after it."""
+    case, split = MODELS[name], {"kind": "by_bytes", **SPLITS["by_bytes"]}
+    return [
+        reference.digest(
+            reference.accelerated(case, "sgd", STEPS, 1, {"split": split, "overlap": overlap})
+        )
+        for overlap in (True, False)
+    ]
+
+
+def test_overlap_changes_no_bit(four) -> None:
+    for name in MODELS:
+        for beside, after in four.run(beside_and_after, name):
+            assert beside == after, name

@@ -209,6 +209,14 @@ def test_codecs_are_candidates_and_priced_for_the_whole_training() -> None:
         pairs = zip(codecs, ranked, strict=True)
         return {codec.kind if codec else "none": one.seconds for codec, one in pairs}
 
+    memory = {
+        str(p.strategy.gradients.codec and p.strategy.gradients.codec.kind): p.memory_bytes
+        for p in rank([Strategy(), *kinds.values()], work, network)
+    }
+    whole_bytes = sum(SIZES)
+    assert memory["int8"] == memory["None"]  # keeps nothing by default
+    assert memory["onebit"] - memory["None"] == pytest.approx(2 * 1.25 * whole_bytes)
+    assert memory["dgc"] - memory["None"] == 4 * whole_bytes
     at_work, whole = seconds(None), seconds(4000)
     assert whole["int8"] == at_work["int8"]
     assert whole["onebit"] == pytest.approx(at_work["none"] / 4 + at_work["onebit"] * 3 / 4)

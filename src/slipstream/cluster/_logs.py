@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 ERROR = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b.*$", re.M)
 """The line of a traceback that names the error."""
 PEER_IS_GONE = re.compile(
-    r"ExchangeError|Dist\w*Error|[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|by peer"
-    r"|Timed out waiting|[Ss]ocket closed|remote process"
+    r"\bExchangeError\b|\bDist\w*Error\b|/gloo/|gloo::|\bNCCL\b|remote process"
 )
 """In the line of an error that says no more than that another rank has left."""
 EXCERPT_BYTES = 64 * 1024

@@ -17,12 +17,16 @@ from slipstream.planner.simulate import predict
 from slipstream.planner.transport_cost import num_replicated, updated_part
 from slipstream.planner.workload import Workload
 from slipstream.strategy import (
+    Adaptive,
     Auto,
+    Dgc,
     Flat,
     Optimal,
+    PowerSgd,
     Sharded,
     Strategy,
     Trace as TraceSettings,
+    keeps_state,
     late_by,
 )
 from slipstream.trace import Trace
@@ -41,9 +45,9 @@ class Prediction:
     ``seconds`` is one iteration, which is one update: the mean over the updates of a training, if
     their number was given, else of those after the codec's warm-up. ``efficiency`` is the speed of
     all ranks divided by the sum of the speeds that they would have without any exchange.
-    ``memory_bytes`` is the memory of gradients, their used flags and, where the trace tells it, the
-    optimizer's state on a rank. ``samples_per_second`` is 0 where the trace does not record the
-    number of samples.
+    ``memory_bytes`` is the memory of gradients, their used flags, what a codec keeps and, where the
+    trace tells it, the optimizer's state on a rank. ``samples_per_second`` is 0 where the trace
+    does not record the number of samples.
     """
 
     strategy: Strategy
@@ -199,9 +203,10 @@ def _prediction(
 
 
 def _memory(strategy: Strategy, workload: Workload) -> int:
-    """Bytes of gradients and of the optimizer's state; ``sharded`` keeps its averages apart."""
+    """Bytes of gradients, of what a codec keeps and of the optimizer's state; ``sharded`` keeps its
+    averages apart."""
     gradients, config = workload.gradients, strategy.gradients.transport
-    exchanged = sum(map(_with_flag, gradients))
+    exchanged = sum(map(_with_flag, gradients)) + _codec_memory(strategy, workload)
     if not isinstance(config, Sharded):
         return exchanged + workload.optimizer_bytes
     replicated = num_replicated(gradients, config)
@@ -209,6 +214,22 @@ def _memory(strategy: Strategy, workload: Workload) -> int:
     whole = sum(gradient.num_bytes for gradient in gradients[:replicated])
     averages = part * sum(gradient.num_bytes for gradient in gradients) - whole
     return exchanged + round(averages + part * workload.optimizer_bytes)
+
+
+def _codec_memory(strategy: Strategy, workload: Workload) -> int:
+    """Bytes that a codec keeps from update to update, twice: before and after the last one.
+
+    Vectors, of which PowerSGD keeps nothing, are counted; so is the optimizer's momentum beside
+    DGC's, which takes its place.
+    """
+    codec = strategy.gradients.codec
+    codec = codec.codec if isinstance(codec, Adaptive) else codec
+    if codec is None or not keeps_state(codec):
+        return 0
+    copies = 2.0  # momentum and velocity
+    if not isinstance(codec, Dgc):  # the error; and of what two phases sum, that of this rank
+        copies = 1.0 if isinstance(codec, PowerSgd) else 1 + 1 / workload.num_ranks
+    return round(2 * copies * sum(gradient.num_bytes for gradient in workload.gradients))
 
 
 def _with_flag(gradient: Gradient) -> int:

@@ -18,9 +18,9 @@ from slipstream.testbed import format_rate
 SHOWN = 12
 _MEANING = (
     "Predicted. Efficiency: the speed of all ranks over the sum of their speeds alone, without any "
-    "exchange. MB: memory of gradients, their flags and, where the trace tells it, the optimizer's "
-    f"state on each rank. Among strategies within {TOLERANCE:.1%} of each other the one with the "
-    "fewest segments comes first. * strategy of the trace. Exactness, unless a line says "
+    "exchange. MB: memory of gradients, their flags, what a codec keeps and, where the trace tells "
+    f"it, the optimizer's state on each rank. Among strategies within {TOLERANCE:.1%} of each "
+    "other the one with the fewest segments comes first. * strategy of the trace. Exactness, unless a line says "
     "otherwise: "
 )
 _OF_SHARDED = (

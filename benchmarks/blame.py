@@ -1,0 +1,100 @@
+"""Whether `slipstream launch` names the rank that began a failure, run after run.
+
+    python benchmarks/blame.py --runs 100 --json blame.json
+
+A small model trains; after 20 updates one rank is killed, raises, or leaves with code 0 or 3. On
+one host with three ranks, and on four emulated hosts with one rank each, whose launchers share a
+folder of logs. Counted are the runs in which the first panel on stderr names that rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tables import save
+
+SCRIPT = """
+import os, signal, sys, torch, slipstream
+torch.set_num_threads(1)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+session = slipstream.accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in range(40):
+    if step == 20 and os.environ["RANK"] == "1":
+        exec(os.environ["FAULT"])
+    session.backward(model(torch.randn(8, 64)).square().mean())
+    session.step()
+"""
+FAULTS = {
+    "kill -9": "os.kill(os.getpid(), signal.SIGKILL)",
+    "exception": "raise ValueError('a bad sample')",
+    "exit(0)": "sys.exit(0)",
+    "exit(3)": "sys.exit(3)",
+}
+PLACES = {
+    "3 ranks on one host": ["launch", "--nproc", "3"],
+    "4 emulated hosts": ["testbed", "run", "--nodes", "4"],
+}
+BEGAN = 1
+NAMED = re.compile(r"rank (\d+) failed first")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fault in one place."""
+
+    place: str
+    fault: str
+    runs: int
+    right: int
+
+
+def named(words: list[str], fault: str, folder: Path) -> int | None:
+    """The rank that one run blames; None: it names none."""
+    (folder / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-m", "slipstream", *words, "--log-dir", "logs", "script.py"],
+        cwd=folder,
+        env={**os.environ, "FAULT": fault, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    found = NAMED.search(done.stderr + done.stdout)
+    return int(found[1]) if found else None
+
+
+def main() -> None:
+    """Run every fault in every place."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--places", nargs="+", choices=list(PLACES), default=list(PLACES))
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    rows = []
+    for place in args.places:
+        for fault, code in FAULTS.items():
+            right = 0
+            for _ in track(range(args.runs), f"{place}, {fault}", console=Console(stderr=True)):
+                with tempfile.TemporaryDirectory() as folder:
+                    right += named(PLACES[place], code, Path(folder)) == BEGAN
+            rows.append(Row(place, fault, args.runs, right))
+    table = Table("place", "fault", "right", title="The rank that began it is named")
+    for row in rows:
+        table.add_row(row.place, row.fault, f"{row.right} of {row.runs}")
+    Console().print(table)
+    if args.json:
+        save(args.json, "blame", {"rows": [asdict(row) for row in rows]})
+
+
+if __name__ == "__main__":
+    main()
