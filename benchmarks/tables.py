@@ -708,10 +708,11 @@ def gains(every: Sequence[Mapping[str, Any]]) -> str:
     for entry in sorted(found, key=lambda e: (not _on_accelerator(e), e["rate"], e["model"])):
         rows = {row["name"]: row for row in entry["rows"]}
         [best] = (row["median"] for name, row in rows.items() if name.endswith("(DDP, best)"))
-        cells = (
-            f"{row['to_best_ddp']:.2f} ({row['to_best_ddp_low']:.2f}..{row['to_best_ddp_high']:.2f})"
+        ratios = (
+            (row["to_best_ddp"], row["to_best_ddp_low"], row["to_best_ddp_high"])
             for row in map(rows.__getitem__, EXACT.values())
         )
+        cells = (f"{ratio:.2f} ({low:.2f}..{high:.2f})" for ratio, low, high in ratios)
         who = "an accelerator" if _on_accelerator(entry) else "the same cores"
         link = f"[{entry['rate']}](benchmarks/results/README.md#{_anchor(exchange(entry))})"
         lines.append(_row(who, entry["model"], link, f"{best:.2f} s", *cells))

@@ -169,3 +169,21 @@ def test_the_bytes_that_are_told_are_those_on_the_link(name: str) -> None:
         for wire, sent in ranks:
             assert 1 <= sent / (2 * 2 / 3 * wire) <= 1.02, (step, wire, sent)
         assert (ranks[0][0] < 16 * 2**20) == (step >= begins[1])
+
+
+def poisoned_early(codec: dict[str, Any]) -> list[bool]:
+    """Whether each update counts, where the second one's gradients are infinite on one rank."""
+    model = wide()
+    with session_of(model, codec, split=SPLIT) as session:
+        counts = [
+            step_of(session, step, float("inf") if step == 1 and dist.get_rank() == 0 else 1.0)
+            for step in range(UPDATES)
+        ]
+    assert all(p.isfinite().all() for p in model.parameters())
+    return counts
+
+
+@pytest.mark.parametrize("name", ["onebit", "powersgd", "dgc"])
+def test_an_overflow_is_skipped_before_the_codec_begins_too(two, name) -> None:
+    for counts in two.run(poisoned_early, CODECS[name][0]):
+        assert counts == [True, False, True, True, True]

@@ -152,7 +152,7 @@ class Layout:
         slots: of the trainables, as registered.
         requests: the single requests of one backward, in the order of their start.
         checks_finite: whether a sum must be checked: finite gradients may have an infinite one
-            (fp16), or a codec must forget one that is not finite.
+            (fp16), or a codec must forget one that is not finite, now or in a later phase.
     """
 
     order: ReadyOrder
@@ -210,7 +210,8 @@ def lay_out(
         tuple(segments),
         tuple(slots[index] for index in range(len(trainables))),
         tuple(request for request in requests if not isinstance(request, Generator)),
-        any(b.may_overflow or isinstance(b, CompressedBucket) for b in every_bucket),
+        any(b.may_overflow or isinstance(b, CompressedBucket) for b in every_bucket)
+        or any(plan.compresses(plan.codec_of(t.name)) for t in trainables),
     )
 
 

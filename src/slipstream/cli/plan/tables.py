@@ -20,8 +20,8 @@ _MEANING = (
     "Predicted. Efficiency: the speed of all ranks over the sum of their speeds alone, without any "
     "exchange. MB: memory of gradients, their flags, what a codec keeps and, where the trace tells "
     f"it, the optimizer's state on each rank. Among strategies within {TOLERANCE:.1%} of each "
-    "other the one with the fewest segments comes first. * strategy of the trace. Exactness, unless a line says "
-    "otherwise: "
+    "other the one with the fewest segments comes first. * strategy of the trace. Exactness, "
+    "unless a line says otherwise: "
 )
 _OF_SHARDED = (
     f". sharded comes first where it is {MARGIN:.0%} faster: then no rank has whole gradients "
