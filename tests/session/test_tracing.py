@@ -149,4 +149,4 @@ def test_a_trace_tells_what_a_plan_must_know_of_the_optimizer(
             session.backward(session.model(torch.ones(2, 3)).sum())
             session.step()
     told = read(tmp_path / "trace.json").meta["optimizer"]
-    assert told == {"bytes": 20 * 4, "shardable": shardable}
+    assert told == {"bytes": 20 * 4, "shardable": shardable, "sgd": kind is torch.optim.SGD}

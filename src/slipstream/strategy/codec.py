@@ -203,8 +203,8 @@ def phases(codec: PlainCodec) -> tuple[tuple[int, PlainCodec | None], ...]:
     """Pairs of (first update, codec at work from there on); None: gradients travel as they are.
 
     Example:
-        >>> phases(Int8()), phases(OneBit(start_step=100))
-        (((0, Int8()),), ((0, None), (100, OneBit(start_step=100))))
+        >>> phases(OneBit(start_step=100)) == ((0, None), (100, OneBit(start_step=100)))
+        True
         >>> [(first, dgc.density) for first, dgc in phases(Dgc(warmup_steps=8, warmup=(0.2, 0.1)))]
         [(0, 0.2), (4, 0.1), (8, 0.001)]
     """
@@ -222,8 +222,8 @@ def phase_of(codec: PlainCodec | None, step: int) -> PlainCodec | None:
     """The codec at work after ``step`` updates.
 
     Example:
-        >>> phase_of(PowerSgd(), 999), phase_of(PowerSgd(), 1000)
-        (None, PowerSgd())
+        >>> phase_of(PowerSgd(), 999), phase_of(PowerSgd(), 1000).kind
+        (None, 'powersgd')
     """
     at_work = None
     for first, phase in () if codec is None else phases(codec):
@@ -252,8 +252,8 @@ def at_once(codec: PlainCodec | ByName | Adaptive | None) -> PlainCodec | ByName
     """The codec as it is in the end, from the first update on.
 
     Example:
-        >>> at_once(OneBit(block=64)), at_once(Half())
-        (OneBit(block=64, start_step=0), Half())
+        >>> at_once(OneBit(block=64)) == OneBit(block=64, start_step=0), at_once(Half()).kind
+        (True, 'half')
     """
     match codec:
         case ByName():
