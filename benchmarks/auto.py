@@ -32,16 +32,16 @@ import torch
 import torch.distributed as dist
 from accelerator import Device
 from exchange import (
-    KEEP_MEMORY,
     MODELS,
     SPLITS,
     Case,
+    as_ranks,
     seconds_or_wire,
     share_cores,
     take_turns,
     wire_seconds,
 )
-from iteration import LEARNING_RATE, on_loopback, on_testbed, plain, quartiles
+from iteration import LEARNING_RATE, plain, quartiles
 from rich.console import Console
 from tables import auto_in_words, save
 
@@ -282,13 +282,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.compute == "accelerator" and args.loopback and args.compute_seconds == "wire":
         parser.error("--compute-seconds: one host has no wire time; give the seconds")
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    os.environ.update(KEEP_MEMORY)
-    if args.loopback:
-        return on_loopback(__file__, sys.argv[1:], args.nodes)
-    return on_testbed(sys.argv[1:], args.nodes, args.rate)
+    return as_ranks(measure, args)
 
 
 if __name__ == "__main__":

@@ -497,6 +497,17 @@ def seconds_or_wire(text: str) -> str:
     return text
 
 
+def as_ranks(measure: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
+    """Start this script as the ranks, or be one; its exit status."""
+    if "RANK" in os.environ:
+        measure(args)
+        return 0
+    os.environ.update(KEEP_MEMORY)
+    if args.loopback:
+        return on_loopback(sys.argv[0], sys.argv[1:], args.nodes)
+    return on_testbed(sys.argv[1:], args.nodes, args.rate)
+
+
 def main() -> int:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -566,13 +577,7 @@ def main() -> int:
     args.cores = args.cores or ("bound" if args.compute == "cpu" else "free")
     if args.compute == "accelerator" and args.loopback and args.compute_seconds == "wire":
         parser.error("--compute-seconds: loopback has no rate, so no wire time; give the seconds")
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    os.environ.update(KEEP_MEMORY)
-    if args.loopback:
-        return on_loopback(__file__, sys.argv[1:], args.nodes)
-    return on_testbed(sys.argv[1:], args.nodes, args.rate)
+    return as_ranks(measure, args)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -125,21 +126,23 @@ def test_what_the_host_does_meanwhile_is_hidden_and_a_wait_is_not(benchmark, mon
 # The exchange.
 
 
+def result_of(script: str, options: str, folder: Path) -> dict[str, Any]:
+    """What a benchmark writes."""
+    results = folder / "results.json"
+    command = [sys.executable, str(BENCHMARKS / script), *options.split(), "--json", str(results)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[str, Any] = json.loads(results.read_text())
+    return found
+
+
 @pytest.mark.timeout(300)
 def test_exchange_beside_an_accelerator_compares_all_rivals(benchmark, tmp_path: Path) -> None:
-    results = tmp_path / "exchange.json"
     options = "--model resnet-small --loopback --nodes 2 --rounds 2 --warmup 0"
     options += " --compute accelerator --compute-seconds 0.05 --ddp 2 --fsdp keep --zero 2"
-    command = [sys.executable, str(BENCHMARKS / "exchange.py"), *options.split()]
-    done = subprocess.run(
-        [*command, "--splits", "default", "--transports", "flat", "direct", "--json", str(results)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    entry = json.loads(results.read_text())
+    options += " --splits default --transports flat direct"
+    entry = result_of("exchange.py", options, tmp_path)
     assert entry["compute"] == "accelerator"
     rows = {row["name"].removesuffix(" (DDP, best)"): row for row in entry["rows"]}
     assert list(rows) == [
@@ -154,19 +157,9 @@ def test_exchange_beside_an_accelerator_compares_all_rivals(benchmark, tmp_path:
 
 @pytest.mark.timeout(300)
 def test_auto_is_measured_against_every_choice(benchmark, tmp_path: Path) -> None:
-    results = tmp_path / "auto.json"
     options = "--model resnet-small --ranks-on-one-host --nodes 2 --rounds 1 --finals 2"
-    options += " --updates 24 --more 1"
-    command = [sys.executable, str(BENCHMARKS / "auto.py"), *options.split()]
-    done = subprocess.run(
-        [*command, "--splits", "single", "--json", str(results)],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    entry = json.loads(results.read_text())
+    options += " --updates 24 --more 1 --splits single"
+    entry = result_of("auto.py", options, tmp_path)
     assert entry["updates"] <= 24
     assert entry["kept"] in entry["seconds"]
     assert {"single", "single, shared_memory", "single, no overlap"} < set(entry["seconds"])

@@ -30,6 +30,7 @@ CODECS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 }
 """A codec, and the updates from which on it works in another way."""
 UPDATES = 5
+_no_hosts = unavailable()
 SPLIT = {
     "kind": "by_bytes",
     "megabytes": 0.004,
@@ -140,7 +141,7 @@ print(json.dumps(log[1:]), flush=True)
 """
 
 
-@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+@pytest.mark.skipif(_no_hosts is not None, reason=str(_no_hosts))
 @pytest.mark.parametrize("name", ["onebit", "dgc"])
 def test_the_bytes_that_are_told_are_those_on_the_link(name: str) -> None:
     codec, begins = CODECS[name]

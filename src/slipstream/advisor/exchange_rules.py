@@ -16,7 +16,7 @@ from slipstream.advisor.trace_stats import TraceStats
 from slipstream.advisor.what_if import WhatIf
 from slipstream.analysis.time_unit import format_seconds
 from slipstream.gradients.layout import plan_segments
-from slipstream.planner.candidates import with_gradients
+from slipstream.planner.candidates import coded, with_gradients
 from slipstream.planner.cost import CodecCost
 from slipstream.planner.ranking import Prediction, rank
 from slipstream.strategy import Flat, Strategy, late_by
@@ -70,11 +70,10 @@ def send_less(stats: TraceStats) -> Finding | None:
         return None
     costs = what_if.network.codecs or UNMEASURED
     network = what_if.network.model_copy(update={"codecs": costs})
-    kinds = [kind for kind in costs if kind != "dgc" or work.sgd]
-    coded = rank([with_gradients(base, codec=kind) for kind in kinds], work, network, base)
-    if not coded or (gain := what_if.saved(coded[0])) < stats.worthwhile:
+    ranked = rank(coded(base, work, network), work, network, base)
+    if not ranked or (gain := what_if.saved(ranked[0])) < stats.worthwhile:
         return None
-    codec = coded[0].strategy.gradients.codec
+    codec = ranked[0].strategy.gradients.codec
     assert codec is not None
     late = late_by(codec)
     words = [f"Send {costs[codec.kind].ratio:.1%} of the bytes: codec {codec.kind}"]

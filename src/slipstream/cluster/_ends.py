@@ -22,7 +22,7 @@ from pathlib import Path
 LEAVING = "SLIPSTREAM_LEAVING"
 """The variable with the file in which a rank notes when it begins to end by itself."""
 LOOK_INTERVAL = 0.02
-"""Seconds between two looks for processes that have not been started yet."""
+"""Seconds between two looks for processes that have not been started, or notes not written, yet."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class End:
 
     @classmethod
     def read(cls, folder: Path) -> list[End]:
-        """Those noted in a folder of logs so far, the earliest first.
+        """Those noted in a folder of logs so far.
 
         A rank that is still ending, or was stopped while it was, counts as one that left.
         """
@@ -46,20 +46,19 @@ class End:
         for path in (*folder.glob("rank*.exit"), *folder.glob("rank*.leaving")):
             with suppress(OSError, ValueError, TypeError):  # being written, or just removed
                 found.append(cls(**json.loads(path.read_text())))
-        return sorted(found, key=lambda end: end.time)
+        return found
 
 
-def note_leaving() -> None:
-    """Where a launcher asks for it, note when this process begins to end; once is enough."""
+def note_leaving(rank: int, local_rank: int, host: str) -> None:
+    """Where `slipstream launch` asks for it, note when this process begins to end."""
     path = os.environ.get(LEAVING)
-    if path is None or path in _noting:
+    if path is None or path in _noting:  # once is enough
         return
     _noting.add(path)
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     log = str(Path(path).with_suffix(".log"))
 
     def note() -> None:
-        end = End(rank, local_rank, socket.gethostname(), 0, time.time(), log)
+        end = End(rank, local_rank, host, 0, time.time(), log)
         with suppress(OSError):  # the folder is gone
             Path(path).write_text(json.dumps(asdict(end)))
 

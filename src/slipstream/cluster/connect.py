@@ -116,7 +116,7 @@ def connect(
         >>> cluster.world, cluster.world_size, cluster.hosts
         (None, 1, ('localhost',))
     """
-    note_leaving()
+    note_leaving(environment.rank, environment.local_rank, environment.host)
     device = torch.device(device)
     ready = dist.is_initialized()
     if device.type == "cuda":

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.cluster import _rank
-from slipstream.cluster._ends import End
+from slipstream.cluster._ends import LOOK_INTERVAL, End
 from slipstream.cluster._logs import ERROR, PEER_IS_GONE, RankLogs, excerpt, last_lines
 from slipstream.errors import LaunchError
 
@@ -228,7 +228,7 @@ def _first_failure(failures: Mapping[int, Any], logs: RankLogs, several: bool) -
         if not failure.missing or time.monotonic() > deadline:
             logs.ends.close(forget=False)
             return failure
-        time.sleep(MONITOR_INTERVAL / 5)
+        time.sleep(LOOK_INTERVAL)  # nothing wakes us up when another process writes its note
 
 
 def blame(ends: Sequence[End]) -> RankFailure:
@@ -253,7 +253,7 @@ def blame(ends: Sequence[End]) -> RankFailure:
 
 def _misses_another(end: End) -> bool:
     """Whether all that a rank's log says is that another one has left."""
-    if end.returncode not in (0, -signal.SIGTERM, -signal.SIGABRT) and end.returncode < 0:
+    if end.returncode < 0 and end.returncode not in (-signal.SIGTERM, -signal.SIGABRT):
         return False
     return PEER_IS_GONE.search(_last_error(end) or "") is not None
 

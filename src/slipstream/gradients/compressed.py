@@ -164,6 +164,10 @@ class CompressionPlan:
         """Whether a compressor does what the codec asks for: 16 bits need one between hosts."""
         return codec is not None and not (isinstance(codec, Half) and self.rails is None)
 
+    def ever_compresses(self, names: Iterable[str]) -> bool:
+        """Whether a compressor exchanges one of these gradients, now or in a later phase."""
+        return any(self.compresses(self.codec_of(name)) for name in names)
+
     def wire_bytes(self, name: str, parameter: torch.Tensor, widest: torch.Tensor) -> int:
         """What ``codecs.wire_bytes`` says of one gradient, as wide as on any rank."""
         ranks = self.ranks.count if self.rails is None else self.rails.num_hosts

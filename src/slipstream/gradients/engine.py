@@ -118,9 +118,9 @@ class Engine(GradientEngine):
         self.split, self.overlap, self._plan = split, overlap, compression_plan
         self._channel, self._control, self._any_rank = channel, control, any_rank
         self._shares = compression_plan.shares
-        codecs = map(compression_plan.codec_of, (t.name for t in self._trainables))
-        self._compresses = any(map(compression_plan.compresses, codecs))
-        self._first_steps = compression_plan.first_steps(t.name for t in self._trainables)
+        names = [t.name for t in self._trainables]
+        self._compresses = compression_plan.ever_compresses(names)
+        self._first_steps = compression_plan.first_steps(names)
         self._layout: Layout | None = None
         self._codecs = CodecStates()
         self._backward: _Backward | None = None

@@ -210,8 +210,8 @@ def lay_out(
         tuple(segments),
         tuple(slots[index] for index in range(len(trainables))),
         tuple(request for request in requests if not isinstance(request, Generator)),
-        any(b.may_overflow or isinstance(b, CompressedBucket) for b in every_bucket)
-        or any(plan.compresses(plan.codec_of(t.name)) for t in trainables),
+        any(b.may_overflow for b in every_bucket)
+        or plan.ever_compresses(t.name for t in trainables),
     )
 
 

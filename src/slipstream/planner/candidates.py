@@ -105,12 +105,14 @@ def candidates(
             for times in ACCUMULATE
             for one in (base, best)
         ]
-        strategies += [
-            with_gradients(base, codec=kind)
-            for kind in network.codecs
-            if kind != "dgc" or workload.sgd
-        ]
+        strategies += coded(base, workload, network)
     return _distinct(strategies, workload.gradients)
+
+
+def coded(base: Strategy, workload: Workload, network: NetworkProfile) -> list[Strategy]:
+    """``base`` with each codec whose cost is known and that the optimizer allows."""
+    kinds = [kind for kind in network.codecs if kind != "dgc" or workload.sgd]
+    return [with_gradients(base, codec=kind) for kind in kinds]
 
 
 def optimal_split(
