@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,8 @@ import torch.distributed as dist
 from iteration import Iterate, Loss
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from slipstream.calibration import contention
 
 AHEAD = 1e-3
 """Seconds by which the host may launch layers before the device comes to them.
@@ -42,13 +44,30 @@ not begin before its parameters are there.
 """
 
 
+PIECE = 1e-3
+"""Seconds of a piece of compute, beside which slipstream times exchanges."""
+
+CLOSE = 0.02
+"""How far an iteration may be from the time that was asked for, as a share of it."""
+
+TRIES = 8
+
+
 class Device:
-    """The clock of a device that computes one layer after the other; the host sleeps meanwhile."""
+    """The clock of a device that computes one layer after the other; the host sleeps meanwhile.
+
+    The one place where slipstream computes on its own, to see what computing and exchanging do to
+    each other, computes on this device, too.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         """What all layers of an iteration take."""
         self._free_at = 0.0
+        contention.piece_of_compute = self._piece_of_compute
+
+    def _piece_of_compute(self, device: torch.device) -> Callable[[], None]:
+        return lambda: time.sleep(PIECE)
 
     def launch(self, share: float, late: float = 0.0) -> None:
         """Compute for a share of ``seconds``, from when the device is free, or from now.
@@ -73,7 +92,7 @@ class Device:
         """
         self.seconds = seconds
         iterate()
-        for _ in range(2):
+        for _ in range(TRIES):
             measured = []
             for _ in range(3):
                 dist.barrier()
@@ -82,7 +101,10 @@ class Device:
                 spent = torch.tensor([time.perf_counter() - start])
                 dist.all_reduce(spent, op=dist.ReduceOp.MAX)
                 measured.append(float(spent))
-            self.seconds += seconds - statistics.median(measured)
+            excess = statistics.median(measured) - seconds
+            if abs(excess) <= CLOSE * seconds:
+                return
+            self.seconds -= excess
             if self.seconds <= 0:
                 raise SystemExit(
                     f"--compute-seconds: {seconds:.3f} is less than the host alone needs for an "

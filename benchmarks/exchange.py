@@ -97,7 +97,7 @@ TRANSPORTS["sharded, a third replicated"] = {"kind": "sharded", "replicated": 1 
 SPLITS: dict[str, dict[str, object]] = {
     "default": {},
     "by_bytes 2/1/1": {"kind": "by_bytes", "megabytes": 2},
-    "by_bytes 4/1/1": {"kind": "by_bytes", "megabytes": 4},
+    "by_bytes 8/1/1": {"kind": "by_bytes", "megabytes": 8},
     "by_bytes 16/1/1": {"kind": "by_bytes", "megabytes": 16},
     "by_bytes 25/1/1": {"kind": "by_bytes", "megabytes": 25},
     "by_percent 96.54/3.46": {"kind": "by_percent"},

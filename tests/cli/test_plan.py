@@ -44,7 +44,7 @@ def _run(*arguments: str) -> str:
 def test_the_tables_rank_strategies_and_show_other_clusters(files, tmp_path) -> None:
     best = tmp_path / "best.yaml"
     shown = _run(*files, "-o", str(best))
-    for text in ("4 ranks on 4 hosts", "by_bytes 8 (first 1, last 1) *", "4096", "100 Gbit/s"):
+    for text in ("4 ranks on 4 hosts", "by_bytes 4 (first 1, last 1) *", "4096", "100 Gbit/s"):
         assert text in shown
     assert "Extrapolated" not in shown
     strategy = Strategy.load(best)

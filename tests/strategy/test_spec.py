@@ -268,7 +268,7 @@ def test_yaml_is_minimal(config, text):
 def test_full_yaml_shows_every_setting_in_order():
     assert Strategy().to_yaml(full=True) == (
         "gradients:\n"
-        "  split: {kind: by_bytes, megabytes: 8, first_megabytes: 1, last_megabytes: 1}\n"
+        "  split: {kind: by_bytes, megabytes: 4, first_megabytes: 1, last_megabytes: 1}\n"
         "  overlap: true\n"
         "  transport: {kind: flat}\n"
         "  codec: null\n"

@@ -171,7 +171,7 @@ def test_a_codec_that_begins_late_counts_for_the_rest(updates, chosen, mean) -> 
     assert tuned.strategy == chosen
     measured = {trial.name: trial.measured for trial in tuned.trials}
     if ONEBIT in script.runs:
-        assert measured["by_bytes 8 (first 1, last 1), onebit from update 1000"] == (
+        assert measured["by_bytes 4 (first 1, last 1), onebit from update 1000"] == (
             pytest.approx(mean)
         )
     assert ("--updates N" in tuned.verdict) == (updates is None)

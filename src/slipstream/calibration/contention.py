@@ -6,7 +6,7 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from statistics import median
@@ -129,8 +129,29 @@ def _is_done(work: Work) -> bool:
     return work.is_completed() if isinstance(work, dist.Work) else work.get_future().done()
 
 
+def piece_of_compute(device: torch.device) -> Callable[[], None]:
+    """A fixed piece of compute, half bound by arithmetic and half by memory; returns at its end."""
+    side = 2048 if device.type == "cuda" else 256
+    generator = torch.Generator(device).manual_seed(0)  # the user's stays as it is
+    matrix, product = torch.rand(2, side, side, device=device, generator=generator)
+    vector = torch.zeros(2**20, device=device)
+
+    def compute() -> None:
+        torch.mm(matrix, matrix, out=product)
+        vector.add_(1.0)
+        _synchronize(device)
+
+    return compute
+
+
+def _synchronize(device: torch.device) -> None:
+    # The current stream alone: exchanges on other streams are to go on beside compute.
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class _ComputeAndExchange:
-    """A fixed piece of compute, half bound by arithmetic and half by memory, and exchanges."""
+    """A piece of compute, over and over, and exchanges."""
 
     def __init__(
         self,
@@ -140,12 +161,7 @@ class _ComputeAndExchange:
         tensors: Sequence[torch.Tensor],
     ) -> None:
         self._world, self._device, self._transport = world, device, transport
-        self._tensors = tensors
-        side = 2048 if device.type == "cuda" else 256
-        generator = torch.Generator(device).manual_seed(0)  # the user's stays as it is
-        pair = torch.rand(2, side, side, device=device, generator=generator)
-        self._matrix, self._product = pair
-        self._vector = torch.zeros(2**20, device=device)
+        self._tensors, self._compute = tensors, piece_of_compute(device)
 
     def round(self, seconds: float) -> tuple[float, float]:
         """Times of computing and of exchanging, both at once over each alone, over all ranks."""
@@ -173,19 +189,9 @@ class _ComputeAndExchange:
             units += 1
         for work in works:
             work.wait()
-        self._synchronize()
+        _synchronize(self._device)
         seconds = perf_counter() - start
         return seconds, seconds / max(units, 1)
-
-    def _compute(self) -> None:
-        torch.mm(self._matrix, self._matrix, out=self._product)
-        self._vector.add_(1.0)
-        self._synchronize()
-
-    def _synchronize(self) -> None:
-        # The current stream alone: exchanges on other streams are to go on beside compute.
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def _reduced(self, values: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
         total = torch.tensor(values, dtype=torch.float64, device=self._device)

@@ -234,7 +234,7 @@ def label(strategy: Strategy) -> str:
 
     Example:
         >>> label(Strategy()), label(Strategy.load("sequential")), label(Strategy.load("hccl"))
-        ('by_bytes 8 (first 1, last 1)', 'single, no overlap', 'by_percent 96.54/3.46')
+        ('by_bytes 4 (first 1, last 1)', 'single, no overlap', 'by_percent 96.54/3.46')
     """
     gradients = strategy.gradients
     words = [_split_label(gradients.split)]

@@ -127,9 +127,9 @@ def comparisons(
     """Predicted against measured: runs, then trials; trials of one name are merged.
 
     Example:
-        >>> trial = {"name": "by_bytes 8", "predicted": 1.0}
-        >>> comparisons([], [trial | {"measured": 1.25}, {"name": "by_bytes 8", "measured": 0.75}])
-        [Comparison(name='by_bytes 8', predicted=1.0, measured=1.0, spread=0.0)]
+        >>> trial = {"name": "by_bytes 4", "predicted": 1.0}
+        >>> comparisons([], [trial | {"measured": 1.25}, {"name": "by_bytes 4", "measured": 0.75}])
+        [Comparison(name='by_bytes 4', predicted=1.0, measured=1.0, spread=0.0)]
     """
     compared = [Comparison(m.name, p.iteration, m.iteration, _spread(m)) for p, m in pairs]
     by_name: dict[str, list[Mapping[str, Any]]] = defaultdict(list)

@@ -51,7 +51,7 @@ class Sharded(Variant, exactness="reordered"):
 
     kind: Literal["sharded"] = "sharded"
 
-    gather: Split = ByBytes(megabytes=4.0)
+    gather: Split = ByBytes()
     """Which parameters travel together, in the order in which forward needs them."""
 
     replicated: float = Field(default=0.0, ge=0, le=1)

@@ -15,7 +15,7 @@ from slipstream.planner.workload import Workload
 from slipstream.strategy import ByBytes, Single, Split, Strategy, Transport
 from slipstream.tuner.search_space import MOST, Choice
 
-LARGER = (ByBytes(megabytes=16), ByBytes(megabytes=25))
+NEARBY = (ByBytes(megabytes=2), ByBytes(megabytes=8), ByBytes(megabytes=16))
 """Predicted besides the computed split: the cost of one more segment is the least certain part."""
 
 
@@ -59,8 +59,8 @@ def predict_choices(
 
 
 def _ways(splits: tuple[Split, Split], overlap: Sequence[bool]) -> Iterator[tuple[Split, bool]]:
-    """The first split, the computed one and larger ones; then without overlap, if that is open."""
-    yield from ((split, overlap[0]) for split in (*splits, *LARGER))
+    """The first split, the computed one and others; then without overlap, if that is open."""
+    yield from ((split, overlap[0]) for split in (*splits, *NEARBY))
     yield from ((split, after) for after in overlap[1:] for split in (Single(), splits[0]))
 
 

@@ -8,14 +8,15 @@ breaks the link.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from slipstream.memory.recompute.rng_state import get_rng_state
-from slipstream.pytree import mapped, tensors
+from slipstream.pytree import LEAVES, mapped, tensors
 
 _COMPARED_BY_VALUE = (bool, int, float, str, torch.dtype, torch.device)
 
@@ -32,15 +33,22 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    @property
+    @cached_property
     def values(self) -> tuple[Any, ...]:
         """All arguments, positional ones first."""
         return (*self.args, *self.kwargs.values())
 
-    @property
+    @cached_property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors in the arguments, nested ones included."""
+        if self._is_flat:
+            return [value for value in self.values if isinstance(value, torch.Tensor)]
         return tensors((self.args, self.kwargs))
+
+    @cached_property
+    def _is_flat(self) -> bool:
+        """Whether no argument is a container: the usual call, and the descent takes longer."""
+        return all(isinstance(value, LEAVES) for value in self.values)
 
     def has_form_of(self, other: Call) -> bool:
         """Whether both have as many positional arguments, and the same keywords in order."""
@@ -55,13 +63,20 @@ class Call:
         returned, values = tensors(output), list(self.values)
         for position, number in link.items():
             values[position] = returned[number]
-        count = len(self.args)
-        return Call(tuple(values[:count]), dict(zip(self.kwargs, values[count:], strict=True)))
+        return self._with_values(values)
 
     def with_tensors(self, replacements: Iterable[torch.Tensor]) -> Call:
         """The same call with its tensors replaced, in the order of `tensors`."""
         each = iter(replacements)
-        return Call(*mapped((self.args, self.kwargs), lambda _: next(each)))
+        if not self._is_flat:
+            return Call(*mapped((self.args, self.kwargs), lambda _: next(each)))
+        return self._with_values(
+            [next(each) if isinstance(value, torch.Tensor) else value for value in self.values]
+        )
+
+    def _with_values(self, values: Sequence[Any]) -> Call:
+        count = len(self.args)
+        return Call(tuple(values[:count]), dict(zip(self.kwargs, values[count:], strict=True)))
 
 
 class DataflowRecorder:

@@ -106,7 +106,10 @@ class SubstituteBuffers:
 def buffers_of(modules: Iterable[nn.Module]) -> Buffers:
     """The buffers that these modules register themselves, without those of their submodules."""
     return {
-        (module, name): buffer for module in modules for name, buffer in module._buffers.items()
+        (module, name): buffer
+        for module in modules
+        if module._buffers
+        for name, buffer in module._buffers.items()
     }
 
 

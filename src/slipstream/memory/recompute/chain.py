@@ -23,7 +23,6 @@ from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.recompute.block_dataflow import Call, Link, versions
 from slipstream.memory.recompute.budget import Parts, Region
 from slipstream.memory.recompute.layout import Layout
-from slipstream.pytree import tensors
 from slipstream.strategy.memory import Operation
 
 _USED_UP = {
@@ -145,7 +144,7 @@ def _forward_on_unchanged_inputs(name: str, forward: Forward, *args: Any, **kwar
     Raises:
         UsageError: the block changed one of its inputs in place.
     """
-    inputs = tensors((args, kwargs))
+    inputs = Call(args, kwargs).tensors
     before = versions(inputs)
     output = forward(*args, **kwargs)
     if versions(inputs) != before:
