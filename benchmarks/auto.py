@@ -48,7 +48,7 @@ from tables import auto_in_words, save
 import slipstream
 from slipstream.planner.candidates import label, with_gradients
 from slipstream.session import compose
-from slipstream.strategy import Auto, Direct, Single, Split, Strategy
+from slipstream.strategy import Auto, Direct, Flat, Single, Split, Strategy
 from slipstream.tuner.online_search import OnlineSearch
 from slipstream.tuner.search_space import SETTLING, Choice, SearchSpace
 from slipstream.tuner.significance import median_interval
@@ -178,8 +178,12 @@ def measure(args: argparse.Namespace) -> None:
     assert Watched.latest.kept is not None, "the search must have ended"
     kept, spent = Watched.latest.kept
     outcome = Watched.latest.outcome
-    fixed = losses(case, DEFAULT, args.updates + args.more)
-    direct = losses(case, with_gradients(DEFAULT, transport=Direct()), args.updates + args.more)
+    curves: dict[str, list[float]] = {}
+    if case.device is None:  # nothing is learned on an emulated device
+        for name, transport in {"default": Flat(), "direct": Direct()}.items():
+            fixed = with_gradients(DEFAULT, transport=transport)
+            curves[name] = losses(case, fixed, args.updates + args.more)
+        curves["auto"] = searched
     Watched.hold = True
     training = Training(case, searching)
     for _ in range(SETTLING + Watched.latest.space.first_window):
@@ -195,7 +199,6 @@ def measure(args: argparse.Namespace) -> None:
     training.session.close()
     if rank == 0:
         found = {"kept": named(kept), "best": best, "updates": spent, "outcome": outcome}
-        curves = {"auto": searched, "default": fixed, "direct": direct}
         write(args, case, found, seconds, finals, curves)
     dist.barrier()
     dist.destroy_process_group()
@@ -241,8 +244,9 @@ def write(
         "cores": "bound" if args.compute == "cpu" else "free",
         "ratio": quartiles(ratios) if len(ratios) > 1 else ratios * 3,
         "interval": median_interval(ratios) or (),
-        "loss_difference": max(differences(losses["auto"], losses["default"])),
-        "direct_difference": max(differences(losses["direct"], losses["default"])),
+        "differences": {
+            name: max(differences(curve, losses["default"])) for name, curve in losses.items()
+        },
         "losses": {**losses},
         "rows": rows,
         "seconds": {**seconds},

@@ -10,7 +10,7 @@ Three parts, each with torch's own means beside ours:
 - time: a smaller BERT on the CPU, all variants in turn on one model: seconds an iteration and the
   measured peak. Here ours offload to disk; torch's ``save_on_cpu`` moves nothing where all is on
   the CPU, so the hooks of torch's tutorial, which write each saved tensor to a file, stand beside
-  it. What was written may lie in the system's cache of files, which is not the process's memory;
+  it. What was written may still lie in the system's cache of files: that peak is measured, too;
 - cuda: BERT-Large on a GPU limited to 32 GiB: the largest batch of each variant, and sequences a
   second with it. Left out where there is no GPU.
 """
@@ -19,19 +19,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from activations import bert, inputs, variants
 from iteration import quartiles
+from peak_memory import Growth, growth, growth_apart
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -53,31 +51,12 @@ OURS = ("keep all", "recompute", "recompute + offload")
 # Bytes
 
 
-def peak_of(name: str, shape: tuple[int, int, int, int], batch: int) -> int:
-    """Bytes by which this process grows in the second forward and backward of this size."""
+def peak_of(name: str, shape: tuple[int, int, int, int], batch: int) -> Growth:
+    """By how much this process grows in the second forward and backward of this size."""
     model, given = bert(*shape), inputs(shape[-1], "cpu", batch)
     with variants(Offload(to="disk"))[name](model, given):
         model(**given).loss.backward()
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        before = _status("VmRSS")
-        model(**given).loss.backward()
-        return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def peak_apart(name: str, shape: tuple[int, int, int, int], batch: int) -> int:
-    """As `peak_of`, in a process of its own."""
-    settings = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}  # what is freed goes back at once
-    job = json.dumps([name, shape, batch])
-    told = subprocess.run(
-        [sys.executable, __file__, "--peak", job],
-        env=os.environ | settings, check=True, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    return int(told.stdout.split()[-1])
+        return growth(lambda: model(**given).loss.backward())
 
 
 def count_bytes() -> dict[str, Any]:
@@ -94,7 +73,7 @@ def count_bytes() -> dict[str, Any]:
     }  # fmt: skip
     rows = []
     for name in track(OURS, "bytes", console=Console(stderr=True)):
-        one, two = (peak_apart(name, LARGE, batch) for batch in (1, 2))
+        one, two = (growth_apart(__file__, [name, LARGE, batch]).process for batch in (1, 2))
         saved = found.activations(*ways[name])
         rows.append(
             {
@@ -133,12 +112,14 @@ def measure_time(rounds: int) -> dict[str, Any]:
     rows = []
     for name, values in seconds.items():
         ratios = [value / base for value, base in zip(values, first, strict=True)]
+        peak = growth_apart(__file__, [name, SMALL, SMALL_BATCH])
         rows.append(
             {
                 "name": name,
                 "seconds": quartiles(values),
                 "ratio": quartiles(ratios),
-                "peak": peak_apart(name, SMALL, SMALL_BATCH),
+                "peak": peak.process,
+                "peak_with_files": peak.with_files,
             }
         )
     return {"shape": SMALL, "batch": SMALL_BATCH, "rounds": rounds, "rows": rows}
@@ -209,11 +190,14 @@ def tables(entry: Mapping[str, Any]) -> Iterator[Table]:
             )  # fmt: skip
         yield drawn
     if (part := entry.get("time")) is not None:
-        drawn = _table("A smaller BERT on the CPU, offload to disk", "seconds", "ratio", "peak MiB")
+        drawn = _table(
+            "A smaller BERT on the CPU, offload to disk",
+            "seconds", "ratio", "peak MiB", "with files MiB",
+        )  # fmt: skip
         for row in part["rows"]:
             drawn.add_row(
                 row["name"], f"{row['seconds'][1]:.3f}", f"{row['ratio'][1]:.3f}",
-                f"{row['peak'] / 2**20:.0f}",
+                f"{row['peak'] / 2**20:.0f}", f"{row['peak_with_files'] / 2**20:.0f}",
             )  # fmt: skip
         yield drawn
     if (part := entry.get("cuda")) is not None:
@@ -241,7 +225,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.peak:
         name, shape, batch = json.loads(args.peak)
-        print(peak_of(name, tuple(shape), batch))
+        print(*peak_of(name, tuple(shape), batch))
         return
     measures: dict[str, Callable[[], dict[str, Any] | None]] = {
         "bytes": count_bytes,

@@ -1,4 +1,4 @@
-"""The memory that a rank needs at most for one way to train, alone in a process of its own.
+"""The memory that one way to train needs at most, alone in a process of its own.
 
 Linux only. Never measures time.
 """
@@ -7,18 +7,69 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
+import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from iteration import Iterate
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 ITERATIONS = 2
+SAMPLED = 2e-3
+"""Seconds between two looks at the system's cache of files."""
+
+
+class Growth(NamedTuple):
+    """Bytes by which a process grows at most, and with what the system caches of files beside."""
+
+    process: int
+    with_files: int
+
+
+def growth(work: Callable[[], object]) -> Growth:
+    """By how much this process, and the cache of files, grow at most while it works."""
+    before, cached = _resident("VmRSS"), _cached()
+    most, ended = before + cached, threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not ended.wait(SAMPLED):
+            most = max(most, _resident("VmRSS") + _cached())
+
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    work()
+    ended.set()
+    watcher.join()
+    process = _resident("VmHWM") - before
+    return Growth(process, max(process, most - before - cached))
+
+
+def growth_apart(script: str, job: object) -> Growth:
+    """What ``script --peak JOB`` prints last, run in a process that gives back what it frees."""
+    told = subprocess.run(
+        [sys.executable, script, "--peak", json.dumps(job)],
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)},
+        check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return Growth(*map(int, told.stdout.split()[-2:]))
+
+
+def _resident(name: str) -> int:
+    return 1024 * _field(Path("/proc/self/status"), name)
+
+
+def _cached() -> int:
+    return 1024 * _field(Path("/proc/meminfo"), "Cached")
 
 
 def peak_rss(build: Callable[[], Iterate], turn: int) -> int:
@@ -76,7 +127,7 @@ def _measure(build: Callable[[], Iterate], turn: int) -> int:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     for _ in range(ITERATIONS):
         iterate()
-    peak = 1024 * _field(Path("/proc/self/status"), "VmHWM")
+    peak = _resident("VmHWM")
     dist.barrier()
     if is_master:  # the last to go, as it keeps the store
         group_store.wait([f"left {other}" for other in range(1, world)])

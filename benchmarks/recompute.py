@@ -7,15 +7,15 @@
 the activations of one block at a time come on top while it is computed again.
 
 ``time`` compares, in turns: everything kept, torch's checkpoint around every block, every block by
-slipstream, groups of sqrt(n) blocks, and budgets that may hold no more than the last two do, as
-``budget.peak_bytes`` counts what blocks hold at a time.
+slipstream, groups of sqrt(n) blocks, and budgets that may hold no more than the last two do. Memory
+is what the process grows by in forward and backward, measured in a process for each way.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
+import random
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from iteration import Iterate, plain, quartiles
+from peak_memory import growth, growth_apart
 from rich.progress import track
 from tables import save
 from torch import nn
@@ -44,6 +45,8 @@ from slipstream.memory.recompute.measure import saved_storages, storages_of
 from slipstream.strategy import Memory
 
 Batch = dict[str, torch.Tensor]
+Settings = dict[str, Any] | str | None
+KEPT, TORCHS = "everything kept", "torch's checkpoint, every block"
 
 
 def words(vocabulary: int, batch: int, length: int) -> Batch:
@@ -148,75 +151,89 @@ def batches() -> dict[str, Any]:
     }
 
 
-def times(name: str, runs: int) -> dict[str, Any]:
-    """Seconds of an iteration of each contender, taking turns, and what its blocks hold."""
+def installed(model: nn.Module, settings: Settings) -> Any:
+    """What keeps or recomputes activations as ``settings`` say: None keeps them all, ``TORCHS`` is
+    torch's checkpoint, anything else is a strategy's."""
+    if settings == TORCHS:
+        by_torch(model)
+    elif settings is not None:
+        return recompute(model, config_of(settings))
+    return None
+
+
+def iteration(name: str, settings: Settings) -> tuple[Iterate, Any]:
+    """An iteration of a model that is past its first ones, and what is installed on it."""
     build, make = MODELS[name]
-    batch = make()
+    torch.manual_seed(0)
+    model, batch = build(), make()
+    way = installed(model, settings)
+    iterate = plain(model, partial(loss_of, batch))
+    for _ in range(2):
+        iterate()
+    return iterate, way
 
-    def made(install: Callable[[nn.Module], Any]) -> tuple[Iterate, Any]:
-        torch.manual_seed(0)
-        model = build()
-        installed = install(model)
-        iterate = plain(model, partial(loss_of, batch))
-        for _ in range(2):
-            iterate()
-        return iterate, installed
 
-    def with_settings(**settings: Any) -> tuple[Iterate, Any]:
-        return made(lambda model: recompute(model, config_of(settings)))
-
-    _, measured = with_settings(budget=1.0)
+def ways(name: str) -> dict[str, Settings]:
+    """All that take turns; budgets hold no more than their rivals by what blocks were measured to
+    hold."""
+    _, measured = iteration(name, {"budget": 1.0})
     costs = measured.prediction.costs
     root = isqrt(len(costs))
-    grouped, square = with_settings(every=root)
-    single = segments(len(costs), 1)
-    bytes_of = {
-        "everything kept": peak_bytes(tuple(range(len(costs))), costs),
-        "torch's checkpoint, every block": peak_bytes(single, costs),
-        "every block": peak_bytes(single, costs),
-        f"every {root} (sqrt n)": peak_bytes(square.parts, costs),
+    _, grouped = iteration(name, {"every": root})
+    rivals = {"every block": segments(len(costs), 1), f"every {root} (sqrt n)": grouped.parts}
+    found: dict[str, Settings] = {
+        KEPT: None,
+        TORCHS: TORCHS,
+        "every block": {"every": 1},
+        f"every {root} (sqrt n)": {"every": root},
     }
-    turns = {
-        "everything kept": made(lambda model: None)[0],
-        "torch's checkpoint, every block": made(by_torch)[0],
-        "every block": with_settings(every=1)[0],
-        f"every {root} (sqrt n)": grouped,
-    }
-    for rival in ("every block", f"every {root} (sqrt n)"):
-        way = f"budget, no more than {rival}"
-        turns[way], installed = with_settings(budget_bytes=bytes_of[rival])
-        bytes_of[way] = peak_bytes(installed.parts, costs)
-    for share in (0.25, 0.5, 0.75):
-        way = f"budget {share}"
-        turns[way], installed = with_settings(budget=share)
-        bytes_of[way] = peak_bytes(installed.parts, costs)
+    for rival, parts in rivals.items():
+        found[f"budget, no more than {rival}"] = {"budget_bytes": peak_bytes(parts, costs)}
+    return found | {f"budget {share}": {"budget": share} for share in (0.25, 0.5, 0.75)}
+
+
+def times(name: str, runs: int) -> dict[str, Any]:
+    """Seconds of an iteration of each way, taking turns in random order, and its peak."""
+    settings = ways(name)
+    turns = {way: iteration(name, chosen)[0] for way, chosen in settings.items()}
     seconds: dict[str, list[float]] = {way: [] for way in turns}
+    shuffle = random.Random(0)
     for _ in track(range(runs), name):
-        for way, iterate in turns.items():
+        for way in shuffle.sample(list(turns), len(turns)):
             start = time.perf_counter()
-            iterate()
+            turns[way]()
             seconds[way].append(time.perf_counter() - start)
-    whole = statistics.median(seconds["everything kept"])
+    del turns
+
+    def against(way: str, rival: str) -> tuple[float, float, float]:
+        pairs = zip(seconds[way], seconds[rival], strict=True)
+        return quartiles([mine / theirs for mine, theirs in pairs])
+
     rows = [
         {
             "way": way,
-            "bytes": bytes_of[way],
+            "peak": growth_apart(__file__, [name, settings[way]]).process,
             "seconds": quartiles(seconds[way]),
-            "ratio": statistics.median(seconds[way]) / whole,
+            "ratio": against(way, KEPT),
+            "to_torch": against(way, TORCHS),
         }
-        for way in turns
+        for way in track(settings, "memory")
     ]
-    return {"model": name, "blocks": len(costs), "runs": runs, "rows": rows}
+    return {"model": name, "runs": runs, "rows": rows}
 
 
 def main() -> None:
     """Measure, print, save."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["batch", "time"])
+    parser.add_argument("what", choices=["batch", "time"], nargs="?", default="time")
     parser.add_argument("--model", choices=list(MODELS), default="bert")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--peak", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.peak:
+        print(*growth(iteration(*json.loads(args.peak))[0]))
+        return
     if args.what == "batch":
         entry: dict[str, Any] = {"batch": batches()}
     else:

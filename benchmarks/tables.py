@@ -227,12 +227,14 @@ def auto_in_words(entry: Mapping[str, Any]) -> str:
     if entry["finals"]:
         found = {"quartiles": entry["ratio"], "interval": entry["interval"]}
         against = f"in {entry['finals']} rounds against {_ratio(entry['best'], found)}"
-    losses = entry["losses"]["auto"]
+    kept = f"Kept after {entry['updates']} updates: {entry['kept']}; {against}."
+    if not entry["losses"]:
+        return f"{kept} An emulated accelerator learns nothing: no losses to compare."
+    differences = entry["differences"]
     return (
-        f"Kept after {entry['updates']} updates: {entry['kept']}; {against}. The losses of "
-        f"{len(losses)} updates differ from those of the default strategy by at most "
-        f"{entry['loss_difference']:.1e} of them, those of `direct`, which sums in another order, "
-        f"by {entry['direct_difference']:.1e}."
+        f"{kept} The losses of {len(entry['losses']['auto'])} updates differ from those of the "
+        f"default strategy by at most {differences['auto']:.1e} of them, those of `direct`, which "
+        f"sums in another order, by {differences['direct']:.1e}."
     )
 
 
@@ -515,17 +517,18 @@ def recompute(entry: Mapping[str, Any]) -> str:
             ]
         )
     lines += [
-        f"{entry['model']}, {entry['blocks']} blocks, {entry['runs']} iterations in turns on the "
-        "CPU; MiB: the most that blocks hold at a time.",
+        f"{entry['model']}, {entry['runs']} iterations of each in turns on the CPU; MiB: by how "
+        "much a process grows at most in forward and backward.",
         "",
-        *_header("way", "MiB", "median s", "quartiles", "times everything kept"),
+        *_header("way", "MiB", "median s", "x kept", "quartiles", "x torch's", "quartiles"),
     ]
     for r in entry["rows"]:
-        low, median, high = r["seconds"]
+        kept, torchs = r["ratio"], r["to_torch"]
         lines.append(
             _row(
-                r["way"], f"{r['bytes'] / 2**20:.1f}", f"{median:.3f}", f"{low:.3f}..{high:.3f}",
-                f"{r['ratio']:.2f}",
+                r["way"], f"{r['peak'] / 2**20:.0f}", f"{r['seconds'][1]:.3f}", f"{kept[1]:.2f}",
+                f"{kept[0]:.2f}..{kept[2]:.2f}", f"{torchs[1]:.3f}",
+                f"{torchs[0]:.3f}..{torchs[2]:.3f}",
             )
         )  # fmt: skip
     return "\n".join(lines)
@@ -561,19 +564,23 @@ def offload(entry: Mapping[str, Any]) -> str:
             "",
             f"BERT of {layers} layers, width {width}, {heads} heads, {length} tokens, batch "
             f"{part['batch']} on the CPU, {part['rounds']} rounds; offload to disk; peak: by how "
-            "much the process grows in forward and backward, without the system's cache of files, "
-            "in which what was written may still lie. torch's `save_on_cpu` moves nothing where "
-            "all is on the CPU; beside it stand the hooks of torch's tutorial, a file for each "
-            "saved tensor.",
+            "much the process grows in forward and backward; with files: with the system's cache "
+            "of files, in which what was written may still lie. torch's `save_on_cpu` moves "
+            "nothing where all is on the CPU; beside it stand the hooks of torch's tutorial, a "
+            "file for each saved tensor.",
             "",
-            *_header("variant", "median s", "quartiles", "ratio", "quartiles", "peak MiB"),
-        ]
+            *_header(
+                "variant", "median s", "quartiles", "ratio", "quartiles", "peak MiB",
+                "with files MiB",
+            ),
+        ]  # fmt: skip
         for r in part["rows"]:
             (low, median, high), (ratio_low, ratio, ratio_high) = r["seconds"], r["ratio"]
             lines.append(
                 _row(
                     r["name"], f"{median:.3f}", f"{low:.3f}..{high:.3f}", f"{ratio:.3f}",
                     f"{ratio_low:.3f}..{ratio_high:.3f}", f"{r['peak'] / 2**20:.0f}",
+                    f"{r['peak_with_files'] / 2**20:.0f}",
                 )
             )  # fmt: skip
     if (part := entry.get("cuda")) is not None:

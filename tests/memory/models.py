@@ -75,6 +75,13 @@ def resnet() -> nn.Module:
     )
 
 
+def resnet50() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    head: dict[str, Any] = {"num_labels": 4}
+    return ResNetForImageClassification(ResNetConfig(**head))
+
+
 def swin() -> nn.Module:
     from transformers import SwinConfig, SwinForImageClassification
 

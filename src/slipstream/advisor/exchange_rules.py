@@ -79,11 +79,14 @@ def send_less(stats: TraceStats) -> Finding | None:
     words = [f"Send {costs[codec.kind].ratio:.1%} of the bytes: codec {codec.kind}"]
     words += [f", which begins with update {late}"] if late else []
     words += [", whose cost was not measured here"] if costs is UNMEASURED else []
+    saved = {one.strategy.gradients.codec: what_if.saved(one) for one in ranked}
+    each = ", ".join(f"{c.kind} {format_seconds(s)}" for c, s in saved.items() if c and s > 0)
     return Finding(
         "note",
         "gradients.codec",
         f"The network is busy for {format_seconds(exchanges.busy)}, compute takes "
-        f"{format_seconds(stats.compute)}: nothing exact can hide all of it.",
+        f"{format_seconds(stats.compute)}: nothing exact can hide all of it. Codecs would save: "
+        f"{each}.",
         f"{''.join(words)}. This changes the gradients: compare the loss.",
         gain,
         {"gradients": {"codec": codec.kind}},

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
 
 from slipstream.memory import offload, recompute
+from slipstream.memory.offload.disk_store import DiskStore
+from slipstream.memory.offload.host_store import HostStore
+from slipstream.memory.offload.store import Store
 from slipstream.strategy import Budget, Checkpoints, Every, Offload
 from tests.memory.models import MODELS, REAL, built
 from tests.memory.offload.squares import ALL
@@ -31,13 +36,21 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
+STORES: dict[str, Callable[[], Store]] = {
+    "disk": DiskStore,
+    # The code that GPUs run, with memory that is not pinned and streams that do nothing.
+    "host": lambda: HostStore(torch.device("cpu"), 2**30),
+}
+
+
+@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("name", REAL)
-def test_training_is_bitwise_the_same(name, prefetch):
+def test_training_is_bitwise_the_same(name, prefetch, store):
     plain = trained(name, built(name))
     model = built(name)
     config = Offload(to="disk", min_bytes=64, prefetch=prefetch)
-    with offload(model, config) as offloader:
+    with offload(model, config, store=store()) as offloader:
         ours = trained(name, model)
     assert same(plain, ours)
     assert offloader.traffic.bytes_out == offloader.traffic.bytes_back > 0

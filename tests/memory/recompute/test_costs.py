@@ -52,6 +52,8 @@ def extra_forwards(parts: Parts) -> Counter[int]:
         ("bert", "two"),
         ("resnet", "three"),
         ("resnet", "half"),
+        ("swin", "every"),
+        ("swin", "half"),
         ("chain", "every"),
         ("chain", "little"),
     ],

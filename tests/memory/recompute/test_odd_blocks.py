@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import UsageError
 from slipstream.memory import recompute
+from slipstream.memory.recompute import rng_state
 from slipstream.memory.recompute.rng_state import RngReplay, get_rng_state
 from slipstream.pytree import tensors
 from slipstream.strategy import Budget, Every, Recompute
@@ -316,6 +318,41 @@ class Checkpointed(nn.Sequential):
 def test_checkpoints_in_the_model_itself_are_supported(config: str) -> None:
     plain, found = trained(Odd, None), trained(Odd, CONFIGS[config], Checkpointed)
     assert [name for name in plain if not torch.equal(found[name], plain[name])] == []
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "random": random.random,
+    "numpy": np.random.rand,
+    "one normal number": np.random.standard_normal,
+    "two normal numbers, which are one draw": lambda: np.random.standard_normal(2),
+    "many": lambda: np.random.rand(10_000),
+}
+
+
+@pytest.mark.parametrize("waiting", [False, True], ids=["", "a normal number waits"])
+@pytest.mark.parametrize("generator", [np.random.MT19937, np.random.PCG64])
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_a_draw_is_noticed_and_replayed(draw, generator, waiting, monkeypatch) -> None:
+    monkeypatch.setattr(rng_state, "_numpy_state", rng_state._NumpyState())
+    usual = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(generator(0))  # type: ignore[attr-defined]
+    try:
+        if waiting:
+            np.random.standard_normal()  # numpy draws two at a time
+        replay = RngReplay()
+        with replay.record():
+            before = get_rng_state()
+            draw()
+            after = get_rng_state()
+        assert before != after
+        for _ in range(2):
+            with replay:
+                assert get_rng_state() == before
+                draw()
+                assert get_rng_state() == after
+            assert get_rng_state() == after
+    finally:
+        np.random.set_bit_generator(usual)  # type: ignore[attr-defined]
 
 
 def test_generators_are_left_alone_if_the_first_run_drew_nothing() -> None:

@@ -14,7 +14,18 @@ from torch.nn import functional as F
 
 from slipstream.memory import recompute
 from slipstream.strategy import Budget, Every, Recompute
-from tests.memory.models import MODELS, Blocks, Case, Twice, forwards, masked_words, rows, words
+from tests.memory.models import (
+    MODELS,
+    Blocks,
+    Case,
+    Twice,
+    forwards,
+    images,
+    masked_words,
+    resnet50,
+    rows,
+    words,
+)
 from tests.memory.recompute.training import (
     CONFIGS,
     after_one_forward,
@@ -49,6 +60,13 @@ def test_bitwise_as_without(plain: Any, name: str, config: str, autocast: bool) 
     settings = CONFIGS.get(config, {"checkpoints": [case.blocks]})
     found = trained(case, config_of(settings), autocast=autocast)
     assert_same(found, plain(name, autocast))
+
+
+def test_a_whole_resnet50() -> None:
+    case = Case(resnet50, images, "resnet.encoder.stages.*.layers.*", 16)
+    expected = trained(case, None)
+    for name in ("every", "half"):
+        assert_same(trained(case, config_of(CONFIGS[name])), expected)
 
 
 def test_regions_follow_how_blocks_are_called() -> None:

@@ -13,6 +13,8 @@ is freed on a stream for that stream only. Both directions need two orders:
 
 The compute stream is looked up before a side stream is entered: inside ``torch.cuda.stream(side)``
 the current stream is ``side``, which would then wait for itself.
+
+torch gives the CPU streams that do nothing, so the same code runs there: tests hold it to the bits.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class _Ticket:
     slot: Slot
     host: torch.Tensor
     compute: torch.cuda.Stream  # owns the memory of the source
-    copied: torch.cuda.Event
+    copied: torch.cuda.Event | None  # None on a CPU
     source: torch.Tensor | None  # until settled
     target: torch.Tensor | None = None
     reader: torch.cuda.Stream | None = None  # owns the memory of the target
@@ -48,7 +50,7 @@ class HostStore(Store):
     No method but ``close`` blocks the host. See [Note: Streams].
 
     Args:
-        device: the GPU.
+        device: the GPU; on a CPU nothing is gained, and copies block.
         budget_bytes: limit of the host memory.
         rank: of this process, for error messages.
 
@@ -59,8 +61,8 @@ class HostStore(Store):
 
     def __init__(self, device: torch.device, budget_bytes: int, rank: int = 0) -> None:
         super().__init__(2**28, budget_bytes, rank)
-        self._device = device
-        self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._device, self._runtime = device, torch.get_device_module(device)
+        self._out, self._back = self._runtime.Stream(device), self._runtime.Stream(device)
         self._slabs: list[torch.Tensor] = []
         # Events before and after each wait of the compute stream, not yet added to the traffic.
         self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -74,7 +76,7 @@ class HostStore(Store):
     def put(self, raw: torch.Tensor, what: str) -> _Ticket:
         """Copy out on a side stream, after what the current stream computes."""
         self._reclaim()
-        compute = torch.cuda.current_stream(self._device)
+        compute = self._runtime.current_stream(self._device)
         try:
             slot = self._slots.take(raw.nbytes)
         except (RuntimeError, MemoryError) as error:
@@ -86,7 +88,7 @@ class HostStore(Store):
         host = self._slabs[slot.slab].narrow(0, slot.offset, raw.nbytes)
         self._out.wait_stream(compute)
         self._out.wait_stream(self._back)  # the slot's last tensor may still be on its way back
-        with torch.cuda.stream(self._out):
+        with self._runtime.stream(self._out):
             host.copy_(raw, non_blocking=True)
         self._traffic.bytes_out += raw.nbytes
         return _Ticket(slot, host, compute, self._out.record_event(), raw)
@@ -101,12 +103,12 @@ class HostStore(Store):
         """Copy back on a side stream, after what the current stream computes."""
         if ticket.source is not None or ticket.target is not None:
             return
-        compute = torch.cuda.current_stream(self._device)
+        compute = self._runtime.current_stream(self._device)
         ticket.target = torch.empty_like(ticket.host, device=self._device)
         ticket.reader = compute
         self._back.wait_stream(compute)
         self._back.wait_event(ticket.copied)
-        with torch.cuda.stream(self._back):
+        with self._runtime.stream(self._back):
             ticket.target.copy_(ticket.host, non_blocking=True)
         ticket.arrived = self._back.record_event()
         self._traffic.bytes_back += ticket.target.nbytes
@@ -117,8 +119,7 @@ class HostStore(Store):
             return ticket.source
         self.fetch(ticket)
         assert ticket.target is not None
-        assert ticket.arrived is not None
-        current = torch.cuda.current_stream(self._device)
+        current = self._runtime.current_stream(self._device)
         self._order(current, ticket.arrived)
         if current != ticket.reader:
             ticket.target.record_stream(current)
@@ -128,13 +129,13 @@ class HostStore(Store):
     def close(self) -> None:
         """Wait for copies on their way and free the memory."""
         self._reclaim()
-        self._out.synchronize()
-        self._back.synchronize()
+        self._runtime.synchronize(self._device)
         self._add_up_waits()
         self._slabs.clear()
 
     def _add_slab(self, num_bytes: int) -> None:
-        self._slabs.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
+        pinned = self._device.type != "cpu"
+        self._slabs.append(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned))
 
     def _reclaim(self) -> None:
         """Free slots and device memory of dropped tickets, after the copies that use them."""
@@ -143,14 +144,13 @@ class HostStore(Store):
             self.settle(ticket)
             if ticket.target is not None:
                 assert ticket.reader is not None
-                assert ticket.arrived is not None
                 ticket.reader.wait_event(ticket.arrived)
                 ticket.target = None
             self._slots.give_back(ticket.slot)
 
-    def _order(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def _order(self, stream: torch.cuda.Stream, event: torch.cuda.Event | None) -> None:
         """Make the stream wait for the event, and time the wait."""
-        if event.query():
+        if event is None or event.query():
             return  # it has happened already
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         before.record(stream)

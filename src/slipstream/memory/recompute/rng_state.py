@@ -73,25 +73,26 @@ class RngReplay:
 
 
 class _NumpyState:
-    """The state of numpy's global generator, asked for only where it can have changed.
+    """The state of numpy's global generator, asked for only where it has changed.
 
     numpy takes 0.1 ms to hand it out. Its words lie in memory that is read in a microsecond, but
-    normal numbers are drawn in pairs, and one that waits for its turn lies elsewhere. So while none
-    waits, the same words are the same state.
+    normal numbers are drawn in pairs, and one that waits for its turn lies elsewhere. The same
+    words are the same state while none waits; where one was ever seen waiting, numpy is asked.
     """
 
     def __init__(self) -> None:
-        self._words, self._state = b"", b""  # of the last state in which no number waited
+        self._words, self._state = b"", b""
+        self._any_waited = False
 
     def read(self) -> bytes:
         words = _words()
-        if words and words == self._words:
+        if words and words == self._words and not self._any_waited:
             return self._state
         state: Any = np.random.get_state(legacy=False)
-        pickled = pickle.dumps(state)
-        if words and words == _words_of(state) and not state["has_gauss"]:
-            self._words, self._state = words, pickled
-        return pickled
+        self._any_waited |= bool(state["has_gauss"])
+        known = words == _words_of(state) if words else False
+        self._words, self._state = words if known else b"", pickle.dumps(state)
+        return self._state
 
 
 _numpy_state = _NumpyState()
