@@ -154,7 +154,7 @@ def batches() -> dict[str, Any]:
 def installed(model: nn.Module, settings: Settings) -> Any:
     """What keeps or recomputes activations as ``settings`` say: None keeps them all, ``TORCHS`` is
     torch's checkpoint, anything else is a strategy's."""
-    if settings == TORCHS:
+    if isinstance(settings, str):
         by_torch(model)
     elif settings is not None:
         return recompute(model, config_of(settings))
