@@ -241,7 +241,7 @@ def auto_in_words(entry: Mapping[str, Any]) -> str:
 def tuner(entry: Mapping[str, Any]) -> str:
     """The tuner's choices against the best of a grid."""
     lines = [
-        f"## Tuner, {entry['date']}",
+        f"## Tuner{', with codecs' if entry.get('lossy') else ''}, {entry['date']}",
         "",
         f"{entry['nodes']} nodes at {entry['rate']}, {entry['steps']} recorded iterations in each "
         f"block, the last column from {entry['pairs']} pairs of blocks in alternation. torch "

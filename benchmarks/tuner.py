@@ -6,7 +6,9 @@ The models and batches of the examples train on an emulated cluster. First the t
 ``slipstream tune`` does, with the same limits, but for its trials not being processes of their own.
 Then every strategy of the grid is measured, in two blocks of iterations in opposite orders. At last
 the tuner's choice and the grid's best train in alternation, a block each: the ratio is that of
-their medians in pairs. The grid is every kind of fixed split, each with and without overlap.
+their medians in pairs. The grid is every kind of fixed split, each with and without overlap; with
+``--allow-lossy`` every codec instead, at work from the first update on, in the default split and in
+one segment. Larger batches and 16-bit weights, which the tuner would also try, are left out there.
 """
 
 from __future__ import annotations
@@ -33,12 +35,29 @@ from torch import nn
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.candidates import LAYERS, MEGABYTES, candidates, label
+from slipstream.planner.candidates import (
+    LAYERS,
+    MEGABYTES,
+    candidates,
+    label,
+    with_gradients,
+)
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import Prediction, rank
 from slipstream.planner.workload import gradients_of
-from slipstream.strategy import Strategy
+from slipstream.strategy import (
+    ByBytes,
+    Dgc,
+    Half,
+    Int8,
+    OneBit,
+    PlainCodec,
+    PowerSgd,
+    Single,
+    Strategy,
+    at_once,
+)
 from slipstream.trace import Trace, chrome
 from slipstream.tuner.trial_log import Tuned
 from slipstream.tuner.trials import Measurement, iterations
@@ -50,6 +69,7 @@ import models
 
 EXAMPLES = ("images", "masked_lm", "causal_lm")
 SKIP = 2
+CODECS: tuple[PlainCodec, ...] = (Half(), Int8(), OneBit(), Dgc(), PowerSgd())
 
 
 @dataclass(frozen=True)
@@ -104,6 +124,21 @@ def grid(gradients: Sequence[Gradient]) -> list[Strategy]:
     return list(found.values())
 
 
+def lossy_grid(sgd: bool) -> list[Strategy]:
+    """The default, then every codec that the optimizer allows."""
+    kinds = [codec.kind for codec in CODECS if sgd or codec.kind != "dgc"]
+    return [
+        with_gradients(Strategy(), codec=codec, split=split)
+        for codec in (None, *kinds)
+        for split in (ByBytes(), Single())
+    ]
+
+
+def is_codec_alone(strategy: Strategy) -> bool:
+    """Whether it keeps the batch and the weights."""
+    return strategy.gradients.accumulate == 1 and strategy.precision is None
+
+
 class Ranks:
     """Ranks that train under whatever strategy rank 0 tells them."""
 
@@ -135,6 +170,9 @@ class Ranks:
 
     def _train(self, document: dict[str, object] | None) -> Path:
         assert document is not None
+        working = Strategy.load(document)
+        codec = at_once(working.gradients.codec)  # as in the trials of `slipstream tune`
+        document = with_gradients(working, codec=codec).document()
         folder = self._folder / str(next(self._blocks))
         trace = {"steps": self._steps, "skip": SKIP, "folder": str(folder)}
         iterate, session = accelerated(self._model, self._loss_of, {**document, "trace": trace})
@@ -144,35 +182,36 @@ class Ranks:
         return folder / "trace.json"
 
 
-def train(example: str, steps: int, pairs: int, folder: Path) -> None:
+def train(example: str, steps: int, pairs: int, exact_only: bool, folder: Path) -> None:
     """What each rank does; rank 0 writes the row."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     here = connect(from_environ(), torch.device("cpu"))
-    cluster = calibrate(here, sizes=SIZES[::2], seconds=20.0, rounds=5)
+    codecs = () if exact_only else CODECS
+    cluster = calibrate(here, sizes=SIZES[::2], seconds=20.0, rounds=5, codecs=codecs)
     ranks = Ranks(example, steps, folder / example)
     if dist.get_rank():
         ranks.follow()
     else:
-        found = judge(example, ranks, cluster, pairs)
+        found = judge(example, ranks, cluster, pairs, exact_only)
         (folder / f"{example}.json").write_text(json.dumps(asdict(found)))
         ranks.dismiss()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def judge(example: str, ranks: Ranks, cluster: NetworkProfile, pairs: int) -> Row:
+def judge(example: str, ranks: Ranks, cluster: NetworkProfile, pairs: int, exact_only: bool) -> Row:
     """Tune, measure the grid, compare."""
-    gradients: list[Gradient] = []
+    strategies: list[Strategy] = []
 
     def predict(trace: Trace) -> list[Prediction]:
-        gradients.extend(gradients_of(trace))
         workload, here = prepare(trace, cluster)
-        return rank(candidates(workload, here), workload, here)
+        strategies[:] = grid(gradients_of(trace)) if exact_only else lossy_grid(workload.sgd)
+        found = filter(is_codec_alone, candidates(workload, here, exact_only))
+        return rank(found, workload, here)
 
     tuned = Tuner(run=ranks.measure, predict=predict, base=Strategy(), budget=3600.0).tune()
     say(f"{example}: {tuned.verdict}")
-    strategies = grid(gradients)
     seconds: dict[str, list[float]] = {label(strategy): [] for strategy in strategies}
     for strategy in (*strategies, *reversed(strategies)):
         seconds[label(strategy)] += iterations(ranks.measure(strategy).trace)
@@ -238,16 +277,19 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--steps", type=int, default=10, help="recorded in each block")
     parser.add_argument("--pairs", type=int, default=9, help="of the last comparison")
+    parser.add_argument("--allow-lossy", action="store_true", help="codecs instead of splits")
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rank-of", nargs=2, metavar=("EXAMPLE", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
-        train(args.rank_of[0], args.steps, args.pairs, Path(args.rank_of[1]))
+        example, folder = args.rank_of
+        train(example, args.steps, args.pairs, not args.allow_lossy, Path(folder))
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for example in args.examples:
             numbers = ["--steps", str(args.steps), "--pairs", str(args.pairs)]
+            numbers += ["--allow-lossy"] if args.allow_lossy else []
             if code := on_testbed([*numbers, "--rank-of", example, folder], args.nodes, args.rate):
                 sys.exit(code)
             rows.append(Row(**json.loads(Path(folder, f"{example}.json").read_text())))
@@ -258,6 +300,7 @@ def main() -> None:
             "rate": args.rate,
             "steps": args.steps,
             "pairs": args.pairs,
+            "lossy": args.allow_lossy,
         }
         save(args.json, "tuner", {**entry, "rows": [asdict(r) for r in rows]})
 

@@ -173,6 +173,17 @@ def test_auto_is_measured_against_every_choice(benchmark, tmp_path: Path) -> Non
 # What is published.
 
 
+def test_every_result_can_be_taken_again(benchmark, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = benchmark("bench")
+    commands = bench.chosen([])
+    assert {file.stem for file in bench.RESULTS.glob("*.json")} <= commands.keys()
+    assert all((BENCHMARKS / command.split()[0]).is_file() for command in commands.values())
+    bench.show(bench.chosen(["soak", "one-host-*"]))
+    assert "soak.py" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"bert\*: no such result; allowed: accelerator-resnet50"):
+        bench.chosen(["bert*"])
+
+
 def test_published_tables_are_those_of_the_results(benchmark) -> None:
     tables = benchmark("tables")
     every = tables.results()

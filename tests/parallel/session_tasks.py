@@ -90,15 +90,21 @@ TASKS = {
 
 
 def parallel_config(
-    name: str, *, tensor: bool, schedule: str | None, ranks: int = 2, micro_batches: int = 2
+    name: str,
+    *,
+    tensor: bool,
+    schedule: str | None,
+    ranks: int = 2,
+    micro_batches: int = 2,
+    cut: bool = True,
 ) -> dict[str, Any]:
-    """The strategy's settings of ranks that share a model."""
+    """The strategy's settings of ranks that share a model; ``cut`` False: it finds the cuts."""
     config = dict(TASKS[name].plan) if tensor else {}
     if schedule is not None:
         stages = 2 * ranks if schedule in ("interleaved_1f1b", "zero_bubble") else ranks
-        cut = TASKS[name].blocks[-(stages - 1) :]
+        paths = TASKS[name].blocks[-(stages - 1) :] if cut else None
         sizes = {"ranks": ranks, "micro_batches": micro_batches}
-        config["pipeline"] = {"cut": cut, "schedule": schedule, **sizes}
+        config["pipeline"] = {"cut": paths, "schedule": schedule, **sizes}
     return config
 
 

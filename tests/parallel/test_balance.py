@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.errors import StrategyError
-from slipstream.parallel.pipeline.balance import balance, balanced, candidates
+from slipstream.parallel.pipeline.balance import (
+    balance,
+    balance_parameters,
+    balanced,
+    candidates,
+)
 from tests.parallel.staged import CASES
 
 
@@ -41,6 +46,17 @@ def test_candidates_are_blocks() -> None:
     assert candidates(CASES["gpt2"].build()) == [f"transformer.h.{n}" for n in range(4)]
     layers = [f"layer{k}.{n}" for k in range(1, 5) for n in range(2)]
     assert candidates(CASES["resnet"].build()) == layers
+
+
+def test_balanced_by_parameters() -> None:
+    model = CASES["gpt2"].build()
+    model.transformer.h[3] = nn.Identity()
+    model.transformer.wte = nn.Embedding(10**6, 1)  # looking up takes no time
+    assert balance_parameters(model, 3) == ["transformer.h.1", "transformer.h.2"]
+    assert balance_parameters(model, 1) == []
+    assert balance_parameters(CASES["resnet"].build(), 2) == ["layer3.1"]
+    with pytest.raises(StrategyError, match="9 stages; allowed: 1 to 4, as GPT2LMHeadModel has 3"):
+        balance_parameters(model, 9)
 
 
 class Slow(nn.Module):

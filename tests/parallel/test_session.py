@@ -88,7 +88,9 @@ def trains_alike(name: str, parallel: dict[str, Any], gradients: dict[str, Any])
         assert session.step()
         expected = plain.losses[number][session.data_rank]
         assert float(loss) == pytest.approx(expected, rel=1e-8), number
-    assert "parallel" in session.report()
+    report = session.report()
+    assert "parallel" in report
+    assert ("begin at inner." in report) == ("pipeline" in parallel)
     state = session.full_state_dict()
     session.load_full_state_dict(state)
     session.close()
@@ -105,6 +107,10 @@ MESHES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"split": "per_layer"},
     ),
     "2 data x 2 stages, interleaved": ({"tensor": False, "schedule": "interleaved_1f1b"}, {}),
+    "2 data x 2 stages, cut by parameters": (
+        {"tensor": False, "schedule": "interleaved_1f1b", "cut": False},
+        {},
+    ),
     "2 data x 2 stages, zero bubble": (
         {"tensor": False, "schedule": "zero_bubble"},
         {"split": "single"},

@@ -22,6 +22,7 @@ from slipstream.strategy import ByIndex, Strategy
 from slipstream.trace import Trace
 from tests.planner.networks import MB, ethernet_profile, ring_profile
 
+HALF = {"gradients": {"codec": "half"}}
 SIZES = (2 * MB, 40 * MB, 4096, 9 * MB, 4096, 9 * MB, 4096, 2 * MB, 1 * MB, 4096, 64 * 1024)
 
 
@@ -191,6 +192,24 @@ def test_labels_tell_strategies_apart() -> None:
     work, network = SITUATIONS["four ranks"]
     strategies = candidates(work, network, exact_only=False)
     assert len({label(strategy) for strategy in strategies}) == len(strategies)
+
+
+def test_half_weights_are_a_candidate_that_sends_half() -> None:
+    work, network = SITUATIONS["a slow network"]
+    network = network.model_copy(update={"codecs": {"half": CodecCost(ratio=0.5)}})
+    half, coded = Strategy.load({"precision": "half_weights"}), Strategy.load(HALF)
+    strategies = candidates(work, network, exact_only=False)
+    assert {half, coded} < set(strategies)
+    assert half not in candidates(work, network)
+    seconds = {one.strategy: one.seconds for one in rank(strategies, work, network)}
+    assert seconds[half] == pytest.approx(seconds[coded])
+    own = [replace(g, dtype="bfloat16") if n % 2 else g for n, g in enumerate(work.gradients)]
+    [codec] = [Plan.of(half, own).codec]
+    assert codec is not None
+    assert codec.ratio == pytest.approx(0.5 + 0.5 * sum(SIZES[1::2]) / sum(SIZES))
+    already = [replace(g, dtype="bfloat16") for g in work.gradients]
+    assert Plan.of(half, already).codec == CodecCost(ratio=1.0)
+    assert all(one.precision == half.precision for one in candidates(work, network, base=half))
 
 
 def test_codecs_are_candidates_and_priced_for_the_whole_training() -> None:

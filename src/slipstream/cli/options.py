@@ -29,7 +29,7 @@ ExactOnly = Annotated[
     Option(
         "--exact-only/--allow-lossy",
         help="Keep the mathematics, or also try codecs (half, int8, onebit, dgc with SGD, "
-        "powersgd) and larger batches (accumulate).",
+        "powersgd), 16-bit weights and larger batches (accumulate).",
     ),
 ]
 Updates = Annotated[

@@ -8,6 +8,7 @@ from torch import nn, optim
 from slipstream.errors import ModelError, StrategyError
 from slipstream.optim.layerwise import Layerwise
 from slipstream.parallel.dims import mesh_of
+from slipstream.parallel.pipeline.balance import balance_parameters
 from slipstream.parallel.pipeline.schedules import check_schedule
 from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.parallel.tensor.assign import assign
@@ -68,7 +69,7 @@ def _check_tensor(
 
 def _check_pipeline(model: nn.Module, config: PipelineParallel, strategy: Strategy) -> None:
     tensor = strategy.parallel.tensor
-    split_points = SplitPoints.of(model, config.cut)
+    split_points = SplitPoints.of(model, cut_of(model, config))
     check_schedule(config.schedule, split_points.num_stages, config.ranks, config.micro_batches)
     if tensor is not None:
         for assignment in assign(model, plan_of(tensor, model), tensor.ranks):
@@ -91,6 +92,18 @@ def _check_pipeline(model: nn.Module, config: PipelineParallel, strategy: Strate
             "own stages alone, and the whole model would be gathered without the fp32 masters; "
             "use precision autocast"
         )
+
+
+def cut_of(model: nn.Module, config: PipelineParallel) -> tuple[str, ...]:
+    """Where stages begin: as the strategy says, or balanced.
+
+    Raises:
+        StrategyError: the model has fewer modules at which a stage could begin than stages.
+    """
+    if config.cut is not None:
+        return config.cut
+    stages = config.ranks * (2 if config.schedule == "interleaved_1f1b" else 1)
+    return tuple(balance_parameters(model, stages))
 
 
 def _check_stages(model: nn.Module, split_points: SplitPoints, ranks: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from slipstream.comm import group_of
+from slipstream.parallel.checks import cut_of
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.dims import ParallelDims, gather_objects
 from slipstream.parallel.full_state import FullState
@@ -45,12 +46,13 @@ class ModelParallel(FullState):
         self._num_parameters = sum(p.numel() for p in model.parameters())
         if dims.model is not None:
             broadcast.broadcast([*model.parameters(), *model.buffers()], dims.model)
+        cut = cut_of(model, config.pipeline) if config.pipeline is not None else ()
         self.split: SplitLayers | None = None
         if config.tensor is not None:
             self.split = split_layers(model, dims.tensor, plan_of(config.tensor, model), optimizer)
         if config.pipeline is not None:
-            settings = config.pipeline.model_dump(exclude={"ranks"})
-            self.pipeline = Pipeline(model, dims.pipeline, recorder=recorder, **settings)
+            settings = config.pipeline.model_dump(exclude={"ranks", "cut"})
+            self.pipeline = Pipeline(model, dims.pipeline, cut=cut, recorder=recorder, **settings)
 
     def is_local(self, name: str) -> bool:
         """Whether this rank has the parameter, or its shard of it."""
@@ -124,7 +126,11 @@ class ModelParallel(FullState):
         sizes = [f"{size} {axis}" for axis, size in self._dims.mesh.sizes.items() if size > 1]
         local = sum(p.numel() for n, p in self._model.named_parameters() if self.is_local(n))
         parameters = f"{local / 1e6:.3g} of {self._num_parameters / 1e6:.3g} M parameters"
-        return [Row("parallel", " x ".join(sizes), f"this rank holds {parameters}")]
+        rows = [Row("parallel", " x ".join(sizes), f"this rank holds {parameters}")]
+        if self.pipeline is not None:
+            paths = ", ".join(self.pipeline.split_points.paths)
+            rows.append(Row("stages", f"begin at {paths}", "the first one with the model"))
+        return rows
 
     def _local_entries(self, state: Mapping[str, Any]) -> dict[int, Any]:
         """Of an optimizer's state, the entries of parameters that this rank has, by index."""

@@ -35,6 +35,7 @@ from slipstream.strategy import (
     ByPercent,
     Codec,
     Flat,
+    HalfWeights,
     PerGradient,
     PerLayer,
     Sharded,
@@ -82,7 +83,8 @@ def candidates(
         workload: gradients, and when they are ready.
         network: what an exchange costs.
         exact_only: leave out what changes the mathematics of the training: larger batches by
-            accumulation, and the codecs whose cost the network profile holds.
+            accumulation, the codecs whose cost the network profile holds, and 16-bit weights,
+            which are taken to compute as fast as those of the trace.
         base: the strategy to start from.
     """
     kind = transport_kind(base.gradients.transport)
@@ -106,6 +108,9 @@ def candidates(
             for one in (base, best)
         ]
         strategies += coded(base, workload, network)
+        if base.precision is None:
+            half = HalfWeights()
+            strategies += [one.model_copy(update={"precision": half}) for one in (base, best)]
     return _distinct(strategies, workload.gradients)
 
 
@@ -230,7 +235,7 @@ def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) ->
 
 
 def label(strategy: Strategy) -> str:
-    """A strategy's way to exchange gradients in few words.
+    """A strategy's way to exchange gradients in few words, and what else they depend on.
 
     Example:
         >>> label(Strategy()), label(Strategy.load("sequential")), label(Strategy.load("hccl"))
@@ -242,6 +247,7 @@ def label(strategy: Strategy) -> str:
     words += [] if gradients.overlap else ["no overlap"]
     words += [_codec_label(gradients.codec)] if gradients.codec else []
     words += [f"accumulate {gradients.accumulate}"] if gradients.accumulate > 1 else []
+    words += [strategy.precision.kind] if isinstance(strategy.precision, HalfWeights) else []
     return ", ".join(words)
 
 
@@ -291,5 +297,5 @@ def _distinct(strategies: Sequence[Strategy], gradients: Sequence[Gradient]) -> 
     for strategy in strategies:
         segments = plan_segments(gradients, strategy.gradients.split)
         rest = strategy.gradients.model_copy(update={"split": Single()})
-        first.setdefault((segments, rest), strategy)
+        first.setdefault((segments, rest, strategy.precision), strategy)
     return list(first.values())

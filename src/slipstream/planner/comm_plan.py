@@ -25,7 +25,7 @@ from slipstream.planner.transport_cost import (
     transport_kind,
 )
 from slipstream.planner.workload import Workload, gradients_of
-from slipstream.strategy import Sharded, Strategy, Transport
+from slipstream.strategy import HalfWeights, Sharded, Strategy, Transport
 from slipstream.trace.event import BUFFERS, Trace, allreduce
 
 
@@ -98,7 +98,8 @@ class Plan:
         """The plan of a strategy for these gradients.
 
         Args:
-            strategy: only its settings under ``gradients`` count.
+            strategy: its settings under ``gradients`` count, and ``half_weights``, under which
+                fp32 gradients travel in 16 bits where no codec applies.
             gradients: in ready order.
             codecs: the measured cost of each kind of codec.
 
@@ -114,6 +115,9 @@ class Plan:
         if config.codec is not None:
             cost = _codec_cost(config.codec.kind, codecs or {})
             gradients = [replace(g, num_bytes=round(g.num_bytes * cost.ratio)) for g in gradients]
+        elif _in_half(strategy) and (whole := sum(g.num_bytes for g in gradients)):
+            gradients = [_halved(gradient) for gradient in gradients]
+            cost = CodecCost(ratio=sum(g.num_bytes for g in gradients) / whole)
         cuts = tuple(segment.stop for segment in plan_segments(gradients, config.split))
         kind = transport_kind(config.transport)
         return cls(cuts, config.overlap, kind, cost, config.accumulate, **sharding)
@@ -155,6 +159,17 @@ class Plan:
                 "accumulate": self.accumulate,
             }
         }
+
+
+def _in_half(strategy: Strategy) -> bool:
+    """Whether the gradients of fp32 weights would be in 16 bits."""
+    return isinstance(strategy.precision, HalfWeights) and strategy.precision.exchange == "half"
+
+
+def _halved(gradient: Gradient) -> Gradient:
+    if gradient.dtype != "float32":
+        return gradient
+    return replace(gradient, num_bytes=gradient.num_bytes // 2)
 
 
 def _sharding(gradients: Sequence[Gradient], transport: Transport | None) -> dict[str, Any]:

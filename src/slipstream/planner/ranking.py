@@ -204,7 +204,10 @@ def _prediction(
 
 def _memory(strategy: Strategy, workload: Workload) -> int:
     """Bytes of gradients, of what a codec keeps and of the optimizer's state; ``sharded`` keeps its
-    averages apart."""
+    averages apart.
+
+    ``half_weights`` changes nothing: half the gradients and weights, and fp32 masters.
+    """
     gradients, config = workload.gradients, strategy.gradients.transport
     exchanged = sum(map(_with_flag, gradients)) + _codec_memory(strategy, workload)
     if not isinstance(config, Sharded):

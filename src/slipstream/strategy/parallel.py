@@ -156,8 +156,11 @@ class PipelineParallel(Setting):
     ranks: int = Field(ge=2)
     """Ranks of the pipeline."""
 
-    cut: tuple[str, ...] = Field(min_length=1, strict=False, examples=[["transformer.h.6"]])
-    """Paths of the modules at which the second, third ... stage begins."""
+    cut: tuple[str, ...] | None = Field(
+        default=None, min_length=1, strict=False, examples=[["transformer.h.6"]]
+    )
+    """Paths of the modules at which the second, third ... stage begins; null: such that stages
+    have about equal numbers of parameters."""
 
     schedule: Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"] = "1f1b"
     """Order of forward and backward of the micro-batches; the last two allow several stages per

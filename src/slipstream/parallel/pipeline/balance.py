@@ -1,4 +1,6 @@
-"""Chooses split points that balance the stages of a pipeline, from measured forward times.
+"""Chooses split points that balance the stages of a pipeline.
+
+By measured forward times, or, where no batch is at hand, by numbers of parameters.
 
 The model is not split here: `balance` returns the paths to pass to `Pipeline`.
 """
@@ -69,6 +71,40 @@ def balance(
     return result[0]
 
 
+def balance_parameters(model: nn.Module, stages: int) -> list[str]:
+    """Paths at which to split ``model`` into ``stages`` of about equal numbers of parameters.
+
+    Needs no batch, so it does not know whether one tensor flows before a path, as `balance` does:
+    the pipeline's first forward tells. Embeddings do not count, as looking up takes no time; a head
+    that is tied to one does.
+
+    Raises:
+        StrategyError: fewer than one stage, or more than the model has candidates for.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(999, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        >>> balance_parameters(model, stages=2)
+        ['2']
+    """
+    paths = candidates(model)[1:]  # the first begins the first stage
+    if not 1 <= stages <= len(paths) + 1:
+        raise _too_many(model, stages, paths, "at which a stage could begin")
+    costs = [0]
+    for path, module in model.named_modules(remove_duplicate=False):
+        if len(costs) <= len(paths) and path == paths[len(costs) - 1]:
+            costs.append(0)
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            costs[-1] += sum(p.numel() for p in module._parameters.values() if p is not None)
+    return [paths[start - 1] for start in balanced(costs, stages)]
+
+
+def _too_many(model: nn.Module, stages: int, paths: Sequence[str], what: str) -> StrategyError:
+    return StrategyError(
+        f"{stages} stages; allowed: 1 to {len(paths) + 1}, as {type(model).__name__} has "
+        f"{len(paths)} modules {what}; or choose the paths yourself"
+    )
+
+
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
     """The indices at which parts 1, 2, ... begin, so that the largest sum of a part is smallest.
 
@@ -125,10 +161,7 @@ def _chain(module: nn.Module, path: str) -> Iterator[str]:
 def _balanced_paths(model: nn.Module, batch: MicroBatch, stages: int, runs: int) -> list[str]:
     paths = [path for path in candidates(model) if _can_split_at(model, batch, path)]
     if not 1 <= stages <= len(paths) + 1:
-        raise StrategyError(
-            f"{stages} stages; allowed: 1 to {len(paths) + 1}, as {type(model).__name__} has "
-            f"{len(paths)} modules before which one tensor flows; or choose the paths yourself"
-        )
+        raise _too_many(model, stages, paths, "before which one tensor flows")
     if stages == 1:
         return []
     with shape_inference.state_restored(model):

@@ -1,0 +1,155 @@
+"""Take the tables again: all of them, or those whose names match a pattern.
+
+    python benchmarks/bench.py --list                    # what there is, and when it was taken
+    python benchmarks/bench.py 'accelerator-*' soak      # these, then the pages that show them
+
+One result is one script with its options, and one JSON file under benchmarks/results. All of them
+take some twelve hours; nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = ("resnet50", "vgg16", "bert", "swin-t")
+RATES = ("1gbit", "300mbit")
+ROADS = "--splits default --transports flat direct sharded 'sharded, a third replicated'"
+RIVALS = "--fsdp default keep prefetch --zero 8"
+SPLITS = "default 'by_bytes 8/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46'"
+HALF = "--codecs bf16 'bf16 / by_bytes 16/1/1' fp16 --hooks fp16"
+FEW_BITS = "--codecs int8 onebit dgc powersgd 'adaptive onebit' --hooks PowerSGD"
+ON_ROADS = " ".join(
+    f"{codec} '{codec} / default / direct' '{codec} / default / sharded'"
+    for codec in ("bf16", "int8")
+)
+SIZES = "--kilobytes 256 1024 4096 16384 65536"
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """The name of each result, and the script with its options."""
+    for rate in RATES:
+        for model in MODELS:
+            base = f"exchange.py --model {model} --rate {rate}"
+            yield f"accelerator-{model}-{rate}", f"{base} --compute accelerator {RIVALS} {ROADS}"
+            yield f"transports-{model}-{rate}", f"{base} {RIVALS} {ROADS}"
+    for model in MODELS:
+        options = f"auto.py --model {model} --rounds 3 --finals 10"
+        yield f"auto-{model}-1gbit", f"{options} --compute accelerator"
+        yield f"auto-{model}-1gbit-cpu", options
+    for model in ("bert", "vgg16"):
+        options = f"--model {model} --loopback --nodes 2 --splits default"
+        yield f"one-host-{model}", f"exchange.py {options} --transports flat shared_memory"
+    yield (
+        "one-host-vgg16-accelerator",
+        "exchange.py --model vgg16 --loopback --nodes 2 --splits default --transports flat "
+        "shared_memory --compute accelerator --compute-seconds 0.1",
+    )
+    yield "transports-1gbit", "transports.py"
+    yield "transports-8-hosts-300mbit", "transports.py --nodes 8 --rate 300mbit"
+    for numbering in ("contiguous", "permuted"):
+        yield f"allreduce-{numbering}", f"allreduce.py --numbering {numbering}"
+    for ranks in (2, 4):
+        options = f"--nodes 1 --ranks-per-node {ranks} --transports flat shared_memory {SIZES}"
+        yield f"allreduce-{ranks}-ranks", f"allreduce.py {options}"
+    for model in ("resnet50", "vgg16", "bert"):
+        yield f"exchange-{model}", f"exchange.py --model {model}"
+    for rate in RATES:
+        for model in ("resnet50", "vgg16", "bert"):
+            base = f"exchange.py --model {model} --rate {rate}"
+            yield f"optimal-{model}-{rate}", f"{base} --splits {SPLITS} optimal --finals 20"
+            coded = f"{base} --ddp 4 50 --splits default"
+            yield f"codecs-{model}-{rate}-half", f"{coded} {HALF}"
+            yield f"codecs-{model}-{rate}", f"{coded} {FEW_BITS}"
+    coded = "exchange.py --model gpt2 --rate 500mbit --ddp 4 50 --splits default"
+    yield "codecs-gpt2-500mbit", f"{coded} --codecs {ON_ROADS}"
+    yield "convergence-digits", "convergence.py --task digits"
+    yield "convergence-text", "convergence.py --task text --ranks 2 --steps 1600"
+    for task in ("digits", "text", "speed"):
+        yield f"precision-{task}", f"precision.py --task {task}"
+    yield "large-batch", "large_batch.py"
+    yield "soak", "soak.py"
+    yield "blame", "blame.py"
+    yield "prediction", "prediction.py"
+    yield "tuner", "tuner.py"
+    yield "tuner-codecs", "tuner.py --allow-lossy --rate 300mbit"
+    yield "overhead", "overhead.py"
+    yield "times", "times.py"
+    yield "operators", "operators.py"
+    yield "tensor-parallel", "tensor_parallel.py"
+    yield "bubbles", "bubbles.py"
+    yield "recompute-bert-large", "recompute.py batch"
+    for model in ("bert", "gpt2", "swin"):
+        yield f"recompute-{model}", f"recompute.py time --model {model}"
+    yield "offload", "offload.py"
+
+
+def chosen(patterns: Sequence[str]) -> dict[str, str]:
+    """The commands whose names match; no pattern: all.
+
+    Raises:
+        SystemExit: a pattern matches none.
+    """
+    every = dict(commands())
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in every):
+            raise SystemExit(f"{pattern}: no such result; allowed: {', '.join(every)}, * and ?")
+    wanted = patterns or ["*"]
+    return {n: c for n, c in every.items() if any(fnmatchcase(n, p) for p in wanted)}
+
+
+def taken(name: str) -> tuple[str, str]:
+    """The date and the commit of a result; empty where there is none."""
+    file = RESULTS / f"{name}.json"
+    entry = json.loads(file.read_text()) if file.exists() else {}
+    return entry.get("date", ""), entry.get("commit") or ""
+
+
+def show(parts: dict[str, str]) -> None:
+    """What there is."""
+    drawn = Table("result", "taken", "commit", "command")
+    for name, command in parts.items():
+        drawn.add_row(name, *taken(name), command)
+    Console().print(drawn)
+
+
+def run(name: str, command: str) -> int:
+    """Take one result again; its status."""
+    script, *options = shlex.split(command)
+    file = f"benchmarks/results/{name}.json"  # as it stands in the result
+    command = [sys.executable, f"benchmarks/{script}", *options, "--json", file]
+    return subprocess.call(command, cwd=RESULTS.parents[1])
+
+
+def main() -> int:
+    """Take what was asked for; the status of the last that failed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="of results, with * and ?; default: all")
+    parser.add_argument("--list", action="store_true", help="only say what there is")
+    args = parser.parse_args()
+    parts = chosen(args.names)
+    if args.list:
+        show(parts)
+        return 0
+    console, failed = Console(stderr=True), 0
+    for number, (name, command) in enumerate(parts.items(), 1):
+        console.rule(f"{number} of {len(parts)}: {name}")
+        if status := run(name, command):
+            console.print(f"{name}: ended with status {status}; the others go on", style="red")
+            failed = status
+    tables = Path(__file__).with_name("tables.py")
+    return failed or subprocess.call([sys.executable, tables], cwd=RESULTS.parents[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
