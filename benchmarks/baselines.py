@@ -9,8 +9,8 @@ hangs", https://github.com/pytorch/pytorch/issues/62300).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,22 @@ from slipstream.memory.blocks import blocks_of
 DDP_MEGABYTES = (1, 2, 4, 8, 16, 25, 50)
 UNIT_BYTES = 2**20
 
+
+class Hook(NamedTuple):
+    """One of torch's communication hooks, and DDP's buckets for it; None: DDP's default."""
+
+    call: Callable[..., Any]
+    megabytes: float | None
+    rank: int | None = None
+    """Of PowerSGD."""
+
+
 HOOKS = {
-    "fp16": default_hooks.fp16_compress_hook,
-    "PowerSGD": powerSGD_hook.powerSGD_hook,
+    "fp16": Hook(default_hooks.fp16_compress_hook, None),
+    "fp16, 4 MB": Hook(default_hooks.fp16_compress_hook, 4),
+    # In one bucket, as torch's crashes on gloo with several.
+    "PowerSGD, rank 4": Hook(powerSGD_hook.powerSGD_hook, 1000, 4),
+    "batched PowerSGD, rank 4": Hook(powerSGD_hook.batched_powerSGD_hook, 1000, 4),
 }
 
 Fsdp = Literal["default", "keep", "prefetch"]
@@ -59,15 +72,15 @@ def wrapped_in_ddp(
 
 
 def with_hook(model: nn.Module, loss_of: Loss, hook: str) -> Iterate:
-    """DDP with one of torch's own communication hooks; PowerSGD in one bucket."""
-    wrapped = wrapped_in_ddp(model, 1000 if hook == "PowerSGD" else None, static_graph=False)
-    if hook == "PowerSGD":
+    """DDP with one of torch's own communication hooks; PowerSGD is at work from the third on."""
+    call, megabytes, rank = HOOKS[hook]
+    wrapped = wrapped_in_ddp(model, megabytes, static_graph=False)
+    state: Any = None
+    if rank is not None:
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=4, start_powerSGD_iter=2
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=2
         )
-        wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    else:
-        wrapped.register_comm_hook(None, HOOKS[hook])  # type: ignore[arg-type]
+    wrapped.register_comm_hook(state, call)
     return plain(wrapped, loss_of)
 
 

@@ -27,8 +27,9 @@ RATES = ("1gbit", "300mbit")
 ROADS = "--splits default --transports flat direct sharded 'sharded, a third replicated'"
 RIVALS = "--fsdp default keep prefetch --zero 8"
 SPLITS = "default 'by_bytes 8/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46'"
-HALF = "--codecs bf16 'bf16 / by_bytes 16/1/1' fp16 --hooks fp16"
-FEW_BITS = "--codecs int8 onebit dgc powersgd 'adaptive onebit' --hooks PowerSGD"
+HALF = "--codecs bf16 'bf16 / by_bytes 16/1/1' fp16 --hooks fp16 'fp16, 4 MB'"
+POWERSGD = "'PowerSGD, rank 4' 'batched PowerSGD, rank 4'"
+FEW_BITS = f"--codecs int8 onebit dgc powersgd 'adaptive onebit' --hooks {POWERSGD}"
 ON_ROADS = " ".join(
     f"{codec} '{codec} / default / direct' '{codec} / default / sharded'"
     for codec in ("bf16", "int8")

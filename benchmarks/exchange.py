@@ -27,7 +27,7 @@ through that many more rounds against HCCL's default and the winners of the firs
 fixed size and the best DDP: only those rounds compare them.
 
 With --codecs and --hooks, slipstream's codecs take turns with DDP and with torch's own hooks (in
-DDP's default buckets; PowerSGD in one bucket, as it crashes on gloo with several):
+DDP's default buckets or smaller ones; PowerSGD in one bucket, as it crashes on gloo with several):
 
     python benchmarks/exchange.py --model vgg16 --rate 300mbit --splits default --codecs bf16 int8 \
         --hooks fp16

@@ -18,6 +18,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from claims import missing
+
 from slipstream.testbed import parse_rate
 
 if TYPE_CHECKING:
@@ -794,6 +796,8 @@ def main() -> None:
         speed_picture(coded).savefig(RESULTS / "codecs.png")
     (RESULTS / "README.md").write_text(rendered(every))
     readme.write_text(with_gains(readme.read_text(), every))
+    for claim in missing(readme.read_text(), every):
+        print(f"README.md should say: {claim}")
 
 
 if __name__ == "__main__":

@@ -192,6 +192,12 @@ def test_published_tables_are_those_of_the_results(benchmark) -> None:
     assert readme == tables.with_gains(readme, every)
 
 
+def test_sentences_of_the_readme_hold_the_figures_of_the_results(benchmark) -> None:
+    claims, every = benchmark("claims"), benchmark("tables").results()
+    assert len(claims.claims(every)) == 6
+    assert claims.missing((ROOT / "README.md").read_text(), every) == []
+
+
 def test_no_result_is_of_an_old_release(benchmark) -> None:
     def release(version: str) -> tuple[int, int]:
         major, minor, *_ = re.findall(r"\d+", version)
