@@ -4,33 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli import main
 from slipstream.errors import ClusterError
-from slipstream.planner.comm_plan import Plan
-from slipstream.planner.simulate import simulate
 from slipstream.strategy import Strategy
-from slipstream.trace import Trace, read, write
+from slipstream.trace import read, write
 from tests.harness.traces import by_hand
 from tests.planner.networks import ethernet_profile as cluster
-from tests.planner.test_ranking import UNEVEN
 
 ONE_HOST = {"hosts": 1, "ranks_per_host": 4}
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> list[str]:
-    """Options that name a trace and its cluster."""
-    work, where = UNEVEN
-    trace = simulate(work, Plan.of(Strategy(), work.gradients), where, steps=2)
-    meta = trace.meta | {"strategy": Strategy().document(full=True)}
-    write(Trace(trace.events, meta), tmp_path / "trace.json")
-    where.save(tmp_path / "cluster.yaml")
-    return ["--trace", str(tmp_path / "trace.json"), "--cluster", str(tmp_path / "cluster.yaml")]
 
 
 def _run(*arguments: str) -> str:

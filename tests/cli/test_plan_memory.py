@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,11 @@ from slipstream.cli.plan import count
 from slipstream.cli.plan.memory import parse_bytes
 from slipstream.errors import ModelError, StrategyError
 from slipstream.memory import Estimate
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.simulate import predict
+from slipstream.strategy import Strategy
+from slipstream.trace import Trace, read, write
+from tests.planner.test_ranking import UNEVEN
 
 USERS_FILE = """
 import atexit
@@ -109,6 +115,32 @@ def test_the_tables_of_a_known_model():
     assert "each of 12: bert.encoder.layer.0 .. 11" in shown
 
 
+@pytest.mark.process
+def test_a_trace_tells_how_fast_larger_batches_are(users_model, files):
+    options = ["--memory", "1MiB", "--model", users_model]
+    found = json.loads(_run(*options, *files, "--json"))["techniques"]
+    ways = {way["name"]: way for way in found}
+    work, network = UNEVEN
+    for name, share in {"keep all": 0.0, "recompute all": 1.0}.items():
+        way = ways[name]
+        assert way["recomputed"] == share
+        own = work.with_batch(way["batch"])
+        plan = replace(Plan.of(Strategy(), own.gradients), recompute_share=share)
+        expected = 4 * way["batch"] / predict(own, plan, network)
+        assert way["samples_per_second"] == pytest.approx(expected, rel=0.05)
+    assert ways["recompute all + offload"]["samples_per_second"] is None
+    assert "samples/s" in _run(*options, *files)
+    assert "samples/s" not in _run(*options)
+
+
+def test_a_trace_with_recomputation_tells_no_speed(files, tmp_path):
+    trace = read(tmp_path / "trace.json")
+    again = Strategy.load({"memory": {"recompute": "every"}}).document(full=True)
+    write(Trace(trace.events, trace.meta | {"strategy": again}), tmp_path / "trace.json")
+    with pytest.raises(StrategyError, match="activations were recomputed in it; record one with"):
+        _run("--memory", "1MiB", "--model", "bert-base", *files)
+
+
 @pytest.fixture
 def estimated(users_model, monkeypatch):
     """Estimate, in this process, the model of a function in the user's file."""
@@ -182,7 +214,7 @@ MEMORY = ["--memory", "1GiB", "--model", "x"]
         ([*MEMORY, "--dtype", "int"], "--dtype int"),
         ([*MEMORY, "--optimizer", "y"], "--optimizer y: allowed: adamw, adam, sgd"),
         ([*MEMORY, "-o", "y.yaml"], "--output has no effect with --memory"),
-        ([*MEMORY, "--trace", "t.json"], "--trace has no effect with --memory"),
+        ([*MEMORY, "--trace", "t.json"], "--trace and --cluster go together: give both"),
         ([*MEMORY, "--nodes", "2"], "--nodes has no effect with --memory"),
         ([*MEMORY, "--allow-lossy"], "--allow-lossy has no effect with --memory"),
         (["--trace", "t.json", "--dtype", "bf16"], "--dtype has no effect with --trace .* --memo"),

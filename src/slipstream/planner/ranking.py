@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from statistics import harmonic_mean
 from typing import NamedTuple
@@ -151,6 +151,31 @@ def what_if(
         prediction = _prediction(strategy, larger, other, strategy)
         points.append(Point(count, larger.num_ranks, rate, prediction))
     return points
+
+
+def speed(
+    strategy: Strategy,
+    workload: Workload,
+    network: NetworkProfile,
+    batch: int,
+    recompute_share: float = 0.0,
+) -> float:
+    """Samples a second of all ranks, with a batch of so many samples on each.
+
+    Args:
+        strategy: how gradients are exchanged.
+        workload: without recomputation, of any batch.
+        network: what exchanges cost.
+        batch: samples of each rank.
+        recompute_share: the part of forward that runs again in backward.
+
+    Raises:
+        TraceError: how many samples the workload has is not known.
+    """
+    larger = workload.with_batch(batch)
+    plan = Plan.of(strategy, larger.gradients, network.codecs)
+    seconds = predict(larger, replace(plan, recompute_share=recompute_share), network)
+    return float(larger.samples.sum()) * plan.accumulate / seconds
 
 
 def exactness(strategy: Strategy, base: Strategy) -> str:

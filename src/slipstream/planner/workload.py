@@ -48,6 +48,9 @@ Step = Sequence[Iteration]
 _MEDIANS = ("data_wait", "forward", "optimizer", "other", "samples")
 """What has an entry a rank and is measured as it is."""
 
+_GROW = ("data_wait", "forward", "backward")
+"""What takes as many times as long for as many times the batch."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workload:
@@ -113,6 +116,30 @@ class Workload:
         profiles: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
         hosts = tuple(self.hosts[row] for row in rows) if self.hosts else ()
         return replace(self, **profiles, hosts=hosts)
+
+    def with_batch(self, samples: float) -> Workload:
+        """The same model on batches of so many samples a rank.
+
+        Loading, forward and backward are taken to grow with the batch; the optimizer and the bytes
+        stay.
+
+        Raises:
+            TraceError: how many samples the workload has is not known.
+
+        Example:
+            >>> one = np.ones(2)
+            >>> pair = Workload((), one, one, one, np.ones((2, 0)), one, one, samples=4 * one)
+            >>> pair.with_batch(8).forward
+            array([2., 2.])
+        """
+        if not self.samples.all():
+            raise TraceError(
+                "the trace does not say how many samples a batch has; record it again with a "
+                "loader: accelerate(model, optimizer, loader)"
+            )
+        times = samples / self.samples
+        grown = {name: getattr(self, name) * times for name in (*_GROW, "samples")}
+        return replace(self, **grown, ready=self.ready * times[:, None])
 
     @classmethod
     def from_trace(cls, trace: Trace, network: NetworkProfile) -> Workload:

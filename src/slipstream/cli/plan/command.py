@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,22 @@ from rich.text import Text
 
 from slipstream.cli.options import AsJson, ExactOnly, Updates, check_writable
 from slipstream.cli.plan import options
-from slipstream.cli.plan.memory import plan_memory
+from slipstream.cli.plan.memory import Estimated, Speed, plan_memory
 from slipstream.cli.plan.tables import curve, ranking, ranks
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.candidates import candidates, label
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import RATES, Point, Prediction, rank, traced_strategy, what_if
+from slipstream.planner.ranking import (
+    RATES,
+    Point,
+    Prediction,
+    rank,
+    speed,
+    traced_strategy,
+    what_if,
+)
 from slipstream.planner.simulate import simulate
 from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy
@@ -60,24 +69,48 @@ def plan(
     [dim]slipstream plan --trace trace.json --cluster cluster.yaml --nodes 64 --rate 25gbit[/dim]
 
     --memory needs no trace: it estimates a model from shapes, without allocating it. FUNCTION
-    returns the model and a function from a batch size to the model's arguments by name.
+    returns the model and a function from a batch size to the model's arguments by name. With
+    --trace and --cluster of the same model it also says how fast each batch would be.
 
     [dim]slipstream plan --memory 32GiB --model bert-large[/dim]
     [dim]slipstream plan --memory 80GB --model train.py:build --optimizer lamb --dtype bf16[/dim]
     """
-    of_times: dict[str, Any] = {"trace": trace, "cluster": cluster, "nodes": nodes}
-    of_times |= {"ranks_per_node": ranks_per_node, "rate": rate, "updates": updates}
+    recorded: dict[str, Any] = {"trace": trace, "cluster": cluster}
+    elsewhere: dict[str, Any] = {"nodes": nodes, "ranks_per_node": ranks_per_node, "rate": rate}
+    elsewhere |= {"updates": updates}
     files = {"output": output, "predicted": predicted}
     if memory is not None:
-        context = "--memory, which finds the largest batch and predicts no times"
-        _refuse(context, **of_times, **files, allow_lossy=not exact_only or None)
-        plan_memory(memory, model, length, optimizer or "adamw", dtype or "fp32", as_json)
+        context = "--memory, which finds the largest batch"
+        _refuse(context, **elsewhere, **files, allow_lossy=not exact_only or None)
+        estimated = Estimated(memory, model, length, optimizer or "adamw", dtype or "fp32")
+        plan_memory(estimated, _speed(**recorded), as_json)
         return
     context = "--trace and --cluster, which predict times; add --memory to find the largest batch"
     _refuse(context, model=model, length=length, optimizer=optimizer, dtype=dtype)
     check_writable("--output", output, SUFFIXES)
     check_writable("--predicted", predicted)
-    _deliver(_forecast(**of_times, exact_only=exact_only), output, predicted, as_json)
+    forecast = _forecast(**recorded, **elsewhere, exact_only=exact_only)
+    _deliver(forecast, output, predicted, as_json)
+
+
+def _speed(trace: Path | None, cluster: Path | None) -> Speed | None:
+    """From a batch and what is recomputed to samples a second; None: no trace to tell from.
+
+    Raises:
+        StrategyError: one file without the other, or a trace in which activations were recomputed.
+    """
+    if trace is None and cluster is None:
+        return None
+    if trace is None or cluster is None:
+        raise StrategyError("--trace and --cluster go together: give both, or neither")
+    recorded = chrome.read(trace)
+    base = traced_strategy(recorded)
+    if base.memory.recompute is not None:
+        raise StrategyError(
+            f"--trace {trace}: activations were recomputed in it; record one with memory.recompute "
+            "null"
+        )
+    return partial(speed, base, *prepare(recorded, NetworkProfile.load(cluster)))
 
 
 @dataclass(frozen=True)

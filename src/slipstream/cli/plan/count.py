@@ -208,6 +208,8 @@ def document(memory: Estimate, memory_bytes: int) -> dict[str, Any]:
                 "name": name,
                 "activations": memory.activations(**settings)._asdict(),
                 "batch": memory.max_batch(memory_bytes, **settings),
+                # The part of forward that runs again; what else a technique costs is not known.
+                "recomputed": None if settings.keys() - {"regions"} else float(bool(settings)),
             }
             for name, settings in techniques.items()
         ],

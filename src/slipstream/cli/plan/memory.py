@@ -9,7 +9,8 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +33,10 @@ _MEANING = (
     "fragmentation. Offload: the last block stays, one block is prefetched. Products: of matrices "
     "(keep matmul) and convolutions. bf16 and fp16: precision half_weights; autocast saves more."
 )
+_OF_SPEED = (
+    " Samples/s: of all ranks, predicted from the trace; computing is taken to grow with the batch, "
+    "and the speed with offload or kept products is not known."
+)
 
 
 def parse_bytes(text: str) -> int:
@@ -50,23 +55,44 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2]))
 
 
-def plan_memory(
-    memory: str, model: str | None, length: int | None, optimizer: str, dtype: str, as_json: bool
-) -> None:
+Speed = Callable[[int, float], float]
+"""From a batch and the part of forward that is recomputed to samples a second."""
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """The training whose memory is estimated, as the options say."""
+
+    memory: str
+    model: str | None
+    length: int | None
+    optimizer: str
+    dtype: str
+
+    def job(self) -> str:
+        """What the process is told.
+
+        Raises:
+            StrategyError: an option has a wrong value.
+        """
+        memory = parse_bytes(self.memory)
+        if self.model is None:
+            raise StrategyError("--memory needs --model: bert-large, gpt2 ... or FILE.py:FUNCTION")
+        if self.optimizer not in OPTIMIZERS:
+            raise StrategyError(f"--optimizer {self.optimizer}: allowed: {', '.join(OPTIMIZERS)}")
+        if self.dtype not in ("fp32", "bf16", "fp16"):
+            raise StrategyError(f"--dtype {self.dtype}: allowed: fp32, bf16, fp16")
+        return json.dumps(asdict(self) | {"memory": memory})
+
+
+def plan_memory(wanted: Estimated, speed: Speed | None, as_json: bool) -> None:
     """Estimate the memory, and print tables or JSON.
 
     Raises:
         StrategyError: an option has a wrong value.
         ModelError: the model cannot be built, or does not run.
     """
-    job = {"memory": parse_bytes(memory), "model": model, "length": length}
-    if model is None:
-        raise StrategyError("--memory needs --model: bert-large, gpt2 ... or FILE.py:FUNCTION")
-    if optimizer not in OPTIMIZERS:
-        raise StrategyError(f"--optimizer {optimizer}: allowed: {', '.join(OPTIMIZERS)}")
-    if dtype not in ("fp32", "bf16", "fp16"):
-        raise StrategyError(f"--dtype {dtype}: allowed: fp32, bf16, fp16")
-    argument = json.dumps(job | {"optimizer": optimizer, "dtype": dtype})
+    argument, model = wanted.job(), wanted.model
     with TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
         command = [sys.executable, "-m", COUNT, argument, str(answer)]
@@ -79,21 +105,34 @@ def plan_memory(
         document = json.loads(answer.read_text())
     if "error" in document:
         raise ModelError(document["error"])
+    if speed is not None:
+        _add_speeds(document["techniques"], speed)
     if as_json:
         typer.echo(json.dumps(document, indent=2))
         return
     console = Console()
-    console.print(by_technique(document, f"{model}: the largest batch in {memory}"))
-    console.print("", by_part(document, optimizer))
+    console.print(by_technique(document, f"{model}: the largest batch in {wanted.memory}"))
+    console.print("", by_part(document, wanted.optimizer))
+
+
+def _add_speeds(techniques: Sequence[dict[str, Any]], speed: Speed) -> None:
+    """Samples a second, where it is known what runs again and nothing is offloaded."""
+    for technique in techniques:
+        batch, share = technique["batch"], technique["recomputed"]
+        is_known = batch and share is not None
+        technique["samples_per_second"] = speed(batch, share) if is_known else None
 
 
 def by_technique(document: Mapping[str, Any], title: str) -> Table:
     """The largest batch with each technique for activations, and the memory that it takes."""
+    timed = "samples_per_second" in document["techniques"][0]
     table = compact(
         title,
-        *("batch", "against", "a sample", "activations", "total", "technique"),
+        *("batch", "against", "a sample", "activations", "total"),
+        *(["samples/s"] if timed else []),
+        "technique",
         left=["technique"],
-        caption=_MEANING,
+        caption=_MEANING + (_OF_SPEED if timed else ""),
     )
     state = document["parameters"] + document["gradients"] + document["optimizer"]
     passing = document["passing"]
@@ -108,9 +147,14 @@ def by_technique(document: Mapping[str, Any], title: str) -> Table:
             size(saved["each"]),
             size(activations) if batch else "-",
             size(total if batch else state),
+            *([_speed(technique["samples_per_second"])] if timed else []),
             Text(technique["name"]),
         )
     return table
+
+
+def _speed(samples_per_second: float | None) -> str:
+    return "-" if samples_per_second is None else f"{samples_per_second:.4g}"
 
 
 def by_part(document: Mapping[str, Any], optimizer: str) -> Table:

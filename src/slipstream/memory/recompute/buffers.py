@@ -115,6 +115,8 @@ def buffers_of(modules: Iterable[nn.Module]) -> Buffers:
 
 def _copied(buffers: Buffers) -> Buffers:
     """Copy each buffer once; buffers that are one tensor, or share a storage, still do so."""
+    if not buffers:
+        return {}
     originals = {id(b): b for b in buffers.values() if isinstance(b, Tensor)}
     copies = {key: buffer.clone() for key, buffer in originals.items()}
     by_storage: dict[int, list[int]] = {}
