@@ -34,8 +34,8 @@ _MEANING = (
     "(keep matmul) and convolutions. bf16 and fp16: precision half_weights; autocast saves more."
 )
 _OF_SPEED = (
-    " Samples/s: of all ranks, predicted from the trace; computing is taken to grow with the batch, "
-    "and the speed with offload or kept products is not known."
+    " Samples/s: of all ranks, predicted from the trace: computing is taken to grow with the "
+    "batch; the speed with offload or kept products is not known."
 )
 
 
