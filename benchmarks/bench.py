@@ -30,10 +30,7 @@ SPLITS = "default 'by_bytes 8/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_perce
 HALF = "--codecs bf16 'bf16 / by_bytes 16/1/1' fp16 --hooks fp16 'fp16, 4 MB'"
 POWERSGD = "'PowerSGD, rank 4' 'batched PowerSGD, rank 4'"
 FEW_BITS = f"--codecs int8 onebit dgc powersgd 'adaptive onebit' --hooks {POWERSGD}"
-ON_ROADS = " ".join(
-    f"{codec} '{codec} / default / direct' '{codec} / default / sharded'"
-    for codec in ("bf16", "int8")
-)
+ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec in ("bf16", "int8"))
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
 
 

@@ -253,7 +253,7 @@ def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], 
             if setting in TRANSPORTS:
                 coded["transport"] = TRANSPORTS[setting]
             else:
-                coded["split"] = SPLITS[setting]
+                coded |= {"split": SPLITS[setting]} if SPLITS[setting] else {}
         found[f"slipstream, {name}"] = ours(coded)
     for hook in args.hooks or ():
         found[f"torch, {hook} hook"] = alone(with_hook, hook)
