@@ -36,6 +36,7 @@ class Growth(NamedTuple):
 
 def growth(work: Callable[[], object]) -> Growth:
     """By how much this process, and the cache of files, grow at most while it works."""
+    release()
     before, cached = _resident("VmRSS"), _cached()
     most, ended = before + cached, threading.Event()
 

@@ -9,8 +9,6 @@ breaks the link.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,29 +24,26 @@ Link = Mapping[int, int]
 of the tensor in that output."""
 
 
-@dataclass(frozen=True)
 class Call:
-    """The arguments of one call of a module."""
+    """The arguments of one call of a module.
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    Attributes:
+        args: positional ones.
+        kwargs: those by name.
+        values: all of them, positional ones first.
+        tensors: all tensors in them, nested ones included.
+    """
 
-    @cached_property
-    def values(self) -> tuple[Any, ...]:
-        """All arguments, positional ones first."""
-        return (*self.args, *self.kwargs.values())
-
-    @cached_property
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors in the arguments, nested ones included."""
-        if self._is_flat:
-            return [value for value in self.values if isinstance(value, torch.Tensor)]
-        return tensors((self.args, self.kwargs))
-
-    @cached_property
-    def _is_flat(self) -> bool:
-        """Whether no argument is a container: the usual call, and the descent takes longer."""
-        return all(isinstance(value, LEAVES) for value in self.values)
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.args, self.kwargs = args, kwargs
+        self.values = (*args, *kwargs.values())
+        # Seldom does a container hold tensors, and the descent takes longer.
+        self._is_flat = all(map(_is_flat, self.values))
+        self.tensors: list[torch.Tensor] = (
+            [value for value in self.values if isinstance(value, torch.Tensor)]
+            if self._is_flat
+            else tensors((args, kwargs))
+        )
 
     def has_form_of(self, other: Call) -> bool:
         """Whether both have as many positional arguments, and the same keywords in order."""
@@ -77,6 +72,13 @@ class Call:
     def _with_values(self, values: Sequence[Any]) -> Call:
         count = len(self.args)
         return Call(tuple(values[:count]), dict(zip(self.kwargs, values[count:], strict=True)))
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a value is a tensor or holds none: a plain one, or a tuple of plain ones."""
+    if type(value) is tuple:
+        return all(isinstance(v, LEAVES) and not isinstance(v, torch.Tensor) for v in value)
+    return isinstance(value, LEAVES)
 
 
 class DataflowRecorder:

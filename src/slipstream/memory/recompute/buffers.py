@@ -16,7 +16,8 @@ Buffers = dict[_Key, Tensor | None]
 """Buffers by module and name; a registered buffer may be None."""
 
 _SMALL = 2**16
-"""Copies of buffers up to this many bytes are kept without checking that they are needed."""
+"""Copies of floats up to this many bytes are kept without checking that they are needed: most are
+running statistics."""
 
 _ABSENT: Any = object()
 """Stands for the value of a buffer that did not exist before the first run."""
@@ -27,10 +28,10 @@ class BufferReplay:
 
     In recomputation the buffers are replaced by copies of their values before the first run: a
     forward that reads what it updates computes the same again, and the buffers themselves keep the
-    values of the first run. Copies of large buffers that the first run did not change, such as
-    tables, are dropped after it. Changes are detected by value; for bool masks by value once, then
-    by version counter. Exactness: bitwise, except for a large mask that is first changed through
-    ``.data`` in a later call.
+    values of the first run. Copies of large buffers and of integers that the first run did not
+    change, such as tables, are dropped after it. Changes are detected by value; for large bool
+    masks by value once, then by version counter. Exactness: bitwise, except for a large mask that
+    is first changed through ``.data`` in a later call.
 
     Example:
         >>> layer = nn.BatchNorm1d(2)
@@ -56,22 +57,29 @@ class BufferReplay:
     def _first_run(self, copies: Buffers) -> Iterator[None]:
         """Fill ``copies`` with the values from before the run, as far as it changes them."""
         before = buffers_of(self._modules)
-        large = {
+        compared = {
             key: b._version
             for key, b in before.items()
-            if b is not None and b.layout is torch.strided and b.nbytes > _SMALL
+            if b is not None
+            and b.layout is torch.strided
+            and (b.nbytes > _SMALL or not b.is_floating_point())
         }
         copies.update(_copied(before))
         yield
         for key, buffer in buffers_of(self._modules).items():
             if key not in before:
                 copies[key] = _ABSENT
-            elif buffer is before[key] and buffer is not None and buffer._version == large.get(key):
+            elif (
+                buffer is before[key]
+                and buffer is not None
+                and buffer._version == compared.get(key)
+            ):
                 # Compared by value, as neither batch normalisation nor ``.data`` increases the
-                # version. The comparison reads the whole buffer, so a mask that did not change once
-                # is trusted.
+                # version. The comparison reads the whole buffer, so a large mask that did not
+                # change once is trusted.
                 now, copy = (id(buffer), buffer._version), copies[key]
-                trusted = buffer.dtype == torch.bool and self._unchanged_masks.get(key) == now
+                is_mask = buffer.dtype == torch.bool and buffer.nbytes > _SMALL
+                trusted = is_mask and self._unchanged_masks.get(key) == now
                 if trusted or (copy is not None and torch.equal(copy, buffer)):
                     self._unchanged_masks[key] = now
                     del copies[key]
