@@ -125,8 +125,8 @@ def run(name: str, command: str) -> int:
     """Take one result again; its status."""
     script, *options = shlex.split(command)
     file = f"benchmarks/results/{name}.json"  # as it stands in the result
-    command = [sys.executable, f"benchmarks/{script}", *options, "--json", file]
-    return subprocess.call(command, cwd=RESULTS.parents[1])
+    argv = [sys.executable, f"benchmarks/{script}", *options, "--json", file]
+    return subprocess.call(argv, cwd=RESULTS.parents[1])
 
 
 def main() -> int:

@@ -107,7 +107,8 @@ def test_what_changes_the_batch_is_only_among_them_if_asked_for() -> None:
     base = Strategy.load({"gradients": {"accumulate": 2}})
     predictions = rank(candidates(work, network, exact_only=False, base=base), work, network, base)
     told = {(one.strategy.gradients.accumulate, one.exactness) for one in predictions}
-    assert told == {(2, "reordered"), (4, "reordered, batch x2"), (8, "reordered, batch x4")}
+    larger = {(4, "reordered, batch x2"), (8, "reordered, batch x4")}
+    assert told == {(2, "reordered"), (2, "lossy"), *larger}  # lossy: 16-bit weights
     assert predictions[0].strategy.gradients.accumulate == 8  # least exchange a batch
     for faster, slower in pairwise(predictions):
         assert faster.per_batch <= slower.per_batch * 1.002
