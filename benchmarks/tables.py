@@ -582,7 +582,7 @@ def offload(entry: Mapping[str, Any]) -> str:
                 _row(
                     r["name"], f"{median:.3f}", f"{low:.3f}..{high:.3f}", f"{ratio:.3f}",
                     f"{ratio_low:.3f}..{ratio_high:.3f}", f"{r['peak'] / 2**20:.0f}",
-                    f"{r['peak_with_files'] / 2**20:.0f}",
+                    f"{files / 2**20:.0f}" if (files := r.get("peak_with_files")) else "",
                 )
             )  # fmt: skip
     if (part := entry.get("cuda")) is not None:
