@@ -778,7 +778,7 @@ def rendered(every: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _coded(every: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Exchanges with codecs, on links."""
+    """Exchanges with codecs beside torch's hooks, on links."""
     return [
         entry
         for entry in every
@@ -786,6 +786,7 @@ def _coded(every: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         and entry.get("codecs")
         and entry["rate"] != "loopback"
         and not _on_accelerator(entry)
+        and any(row["name"].startswith("torch") for row in entry["rows"])
     ]
 
 

@@ -30,6 +30,8 @@ MONITOR_INTERVAL = 0.05
 """Seconds between two looks at the ranks."""
 LOOK_SECONDS = 2.0
 """How long to wait for what other nodes, with the same folder of logs, note about their ranks."""
+LEAVE_SECONDS = 1.0
+"""How long the first of several nodes stays behind its last barrier."""
 JOIN_TIMEOUT = 600  # seconds until all nodes must have joined the rendezvous
 
 
@@ -178,7 +180,7 @@ def run(spec: LaunchSpec) -> Outcome:
     arguments = [argument.replace("$", "$$") for argument in arguments]
     python = ("-I", "-S", _rank.__file__)
     try:
-        with _quiet_and_interruptible(), closing(logs):
+        with _quiet_and_interruptible(), closing(logs), _meeting_point(spec):
             elastic_launch(_config(spec, logs), sys.executable)(*python, *arguments)
     except ChildFailedError as error:
         failure = _first_failure(error.failures, logs, several=spec.nnodes > 1)
@@ -193,6 +195,28 @@ def run(spec: LaunchSpec) -> Outcome:
         ) from error
     logs.ends.close(forget=True)
     return Outcome(0)
+
+
+@contextmanager
+def _meeting_point(spec: LaunchSpec) -> Iterator[None]:
+    """Keep the store of several nodes open until the others have its last answer.
+
+    The agent of the first node closes it once it has passed the last barrier itself, which cuts off
+    nodes that still wait there. Stores of one process and port share a server, so this one keeps
+    it.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    if spec.nnodes == 1 or spec.node_rank != 0 or spec.rdzv_endpoint is None:
+        yield
+        return
+    host, _, port = spec.rdzv_endpoint.rpartition(":")
+    store = TCPStore(
+        host.strip("[]"), int(port), is_master=True, wait_for_workers=False, multi_tenant=True
+    )
+    yield
+    time.sleep(LEAVE_SECONDS)
+    del store
 
 
 def _config(spec: LaunchSpec, logs: RankLogs) -> LaunchConfig:
