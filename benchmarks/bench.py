@@ -32,6 +32,11 @@ POWERSGD = "'PowerSGD, rank 4' 'batched PowerSGD, rank 4'"
 FEW_BITS = f"--codecs int8 onebit dgc powersgd 'adaptive onebit' --hooks {POWERSGD}"
 ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec in ("bf16", "int8"))
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
+ALONE = (
+    "large_batch", "soak", "blame", "prediction", "tuner", "overhead", "times", "operators",
+    "tensor_parallel", "bubbles", "offload",
+)  # fmt: skip
+"""Scripts whose one result has their name."""
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -75,21 +80,12 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "convergence-text", "convergence.py --task text --ranks 2 --steps 1600"
     for task in ("digits", "text", "speed"):
         yield f"precision-{task}", f"precision.py --task {task}"
-    yield "large-batch", "large_batch.py"
-    yield "soak", "soak.py"
-    yield "blame", "blame.py"
-    yield "prediction", "prediction.py"
-    yield "tuner", "tuner.py"
+    for script in ALONE:
+        yield script.replace("_", "-"), f"{script}.py"
     yield "tuner-codecs", "tuner.py --allow-lossy --rate 300mbit"
-    yield "overhead", "overhead.py"
-    yield "times", "times.py"
-    yield "operators", "operators.py"
-    yield "tensor-parallel", "tensor_parallel.py"
-    yield "bubbles", "bubbles.py"
     yield "recompute-bert-large", "recompute.py batch"
     for model in ("bert", "gpt2", "swin"):
         yield f"recompute-{model}", f"recompute.py time --model {model}"
-    yield "offload", "offload.py"
 
 
 def chosen(patterns: Sequence[str]) -> dict[str, str]:

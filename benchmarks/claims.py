@@ -52,7 +52,7 @@ def _rivals(exchanges: Entries) -> Iterator[str]:
 def _codecs(exchanges: Entries) -> Iterator[str]:
     speeds: dict[str, list[float]] = {"bf16": [], "int8": [], "powersgd": []}
     for entry in exchanges:
-        if entry["model"] == "gpt2":
+        if entry["rate"] not in ("1gbit", "300mbit"):
             continue
         for row in entry["rows"]:
             name = row["name"].removeprefix("slipstream, ")
