@@ -23,9 +23,13 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("resnet50", "vgg16", "bert", "swin-t")
-RATES = ("1gbit", "300mbit")
+RATES = {"1gbit": 5, "300mbit": 3}
+"""Rounds at each."""
 ROADS = "--splits default --transports flat direct sharded 'sharded, a third replicated'"
-RIVALS = "--fsdp default keep prefetch --zero 8"
+RIVALS = "--fsdp keep --zero 8"
+FEW = "--ddp 4 25 --ddp-graph dynamic --rounds 1 --warmup 1"
+"""Where memory counts alone: all fifteen variants side by side have no room with it."""
+GRID = "default 'by_bytes 2/1/1' 'by_bytes 16/1/1' single optimal"
 SPLITS = "default 'by_bytes 8/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46'"
 HALF = "--codecs bf16 'bf16 / by_bytes 16/1/1' fp16 --hooks fp16 'fp16, 4 MB'"
 POWERSGD = "'PowerSGD, rank 4' 'batched PowerSGD, rank 4'"
@@ -41,13 +45,17 @@ ALONE = (
 
 def commands() -> Iterator[tuple[str, str]]:
     """The name of each result, and the script with its options."""
-    for rate in RATES:
+    for rate, rounds in RATES.items():
         for model in MODELS:
-            base = f"exchange.py --model {model} --rate {rate}"
-            yield f"accelerator-{model}-{rate}", f"{base} --compute accelerator {RIVALS} {ROADS}"
-            yield f"transports-{model}-{rate}", f"{base} {RIVALS} {ROADS}"
+            base = f"exchange.py --model {model} --rate {rate} {RIVALS} {ROADS} --no-memory"
+            base = f"{base} --rounds {rounds} --warmup 1"
+            yield f"accelerator-{model}-{rate}", f"{base} --compute accelerator"
+            yield f"transports-{model}-{rate}", base
     for model in MODELS:
-        options = f"auto.py --model {model} --rounds 3 --finals 10"
+        roads = "--splits default --transports flat sharded"
+        yield f"memory-{model}", f"exchange.py --model {model} {FEW} {RIVALS} {roads}"
+    for model in MODELS:
+        options = f"auto.py --model {model} --rounds 3 --finals 10 --more 0 --splits {GRID}"
         yield f"auto-{model}-1gbit", f"{options} --compute accelerator"
         yield f"auto-{model}-1gbit-cpu", options
     for model in ("bert", "vgg16"):

@@ -14,11 +14,11 @@ ROOT = Path(__file__).parents[1] / "src" / PACKAGE
 
 LEVELS = (
     ("errors", "pytree", "version"),
-    ("cluster", "optim", "strategy", "testbed", "trace"),
+    ("cluster", "kernels", "optim", "strategy", "testbed", "trace"),
     ("analysis", "memory", "precision", "transport"),
     ("codecs", "comm", "data"),
     ("gradients",),
-    ("ddp", "parallel", "planner"),
+    ("ddp", "fusion", "parallel", "planner"),
     ("advisor", "calibration", "sharding"),
     ("report", "tuner"),
     ("session",),

@@ -25,11 +25,13 @@ DISK = {"to": "disk", "min_bytes": 0}
 EVERYTHING = {
     "precision": HALF,
     "memory": {"recompute": {"budget": 0.5}, "offload": DISK},
+    "compute": {"fuse_optimizer": True},
     "trace": {"steps": 9},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "autocast": {"precision": {"kind": "autocast", "dtype": "bf16"}},
     "half weights": {"precision": HALF},
+    "fused optimizer": {"compute": {"fuse_optimizer": True}},
     "every block": {"memory": {"recompute": {"every": 1}}},
     "every other block": {"memory": {"recompute": {"every": 2}}},
     "budget": {"memory": {"recompute": {"budget": 0.5}}},

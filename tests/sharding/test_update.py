@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 import slipstream
 from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.optim import Lamb, Lars
-from slipstream.sharding.model import COUNTERS
+from slipstream.optim.elementwise import COUNTERS
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest, distance
 
@@ -195,6 +195,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], float, float]] = {
     "autocast": ({"precision": "autocast"}, 0, 0),
     "half weights": ({"precision": HALF}, 0, 100),  # as "half"
     "half weights, fp32 gradients": ({"precision": {**HALF, "exchange": "fp32"}}, 0, 0),
+    "fused optimizer": ({"compute": {"fuse_optimizer": True}}, 0, 0),
+    "fused optimizer, half weights": (
+        {"compute": {"fuse_optimizer": True}, "precision": {**HALF, "exchange": "fp32"}},
+        *(0, 0),
+    ),
     "loss scale": ({"precision": {**HALF, "dtype": "fp16", "emulate": True}}, 0, 100),
     "half": ({"gradients": {"codec": "half"}}, 0, 100),  # a rank keeps its sum in fp32
     "int8": ({"gradients": {"codec": "int8"}}, 0, 0),

@@ -127,7 +127,11 @@ offloads = st.one_of(
 wishes = st.builds(
     Strategy,
     precision=precisions,
-    compute=st.builds(Compute, tf32=st.booleans()),
+    compute=st.builds(
+        Compute,
+        tf32=st.booleans(),
+        fuse_optimizer=st.sampled_from([False, True, "elementwise"]),
+    ),
     gradients=st.builds(
         Gradients, split=splits, overlap=st.booleans(), accumulate=st.integers(1, 99)
     ),
@@ -154,6 +158,8 @@ def accepts(schema: dict[str, Any], value: Any, defs: dict[str, Any]) -> bool:
         return accepts(defs[schema["$ref"].rpartition("/")[2]], value, defs)
     if "anyOf" in schema:
         return any(accepts(option, value, defs) for option in schema["anyOf"])
+    if "type" not in schema:
+        return value in schema["enum"]
     if not isinstance(value, types[schema["type"]]):
         return False
     if isinstance(value, bool) and schema["type"] != "boolean":
@@ -276,7 +282,7 @@ def test_full_yaml_shows_every_setting_in_order():
         "parallel: {tensor: null, pipeline: null}\n"
         "precision: null\n"
         "memory: {recompute: null, offload: null}\n"
-        "compute: {tf32: false}\n"
+        "compute: {fuse_optimizer: false, tf32: false}\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )
 

@@ -22,6 +22,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
+from slipstream.fusion.optimizer import FusedOptimizer
 from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.interface import GradientEngine
@@ -115,6 +116,8 @@ def compose(
         # Before precision: ranks start from values that are not rounded yet.
         groups = _same_start(given, full_state)
         shares = _shares(given)
+        # Before all that exchanges parameters while the optimizer steps: it works inside.
+        fused_optimizer = _fused_optimizer(given)
         # Changes the types of parameters: before the engine lays out their gradients.
         share_of = everything if shares is None else shares.share_of
         precision = handles.add(
@@ -141,6 +144,8 @@ def compose(
         # After the engine, which knows the order of the parameters.
         if shares is not None:
             full_state = _sharded_model(given, transports[0], trainables, shares, engine, precision)
+        if fused_optimizer is not None:
+            fused_optimizer.attach()
         # After the engine, whose segments it describes.
         tracer = _tracer(given, engine, search)
         # After the tracer: where an epoch starts, an iteration begins.
@@ -236,6 +241,13 @@ def _same_start(given: _Given, full_state: FullState) -> list[dist.ProcessGroup]
     if groups:
         broadcast.broadcast(full_state.local_tensors, groups[0])
     return groups
+
+
+def _fused_optimizer(given: _Given) -> FusedOptimizer | None:
+    chosen = given.strategy.compute.fuse_optimizer
+    if not chosen:
+        return None
+    return given.handles.add(FusedOptimizer(given.optimizer, elementwise=chosen == "elementwise"))
 
 
 def _recompute(given: _Given) -> None:

@@ -10,15 +10,9 @@ from torch import nn
 from slipstream.codecs.compressor import is_dense
 from slipstream.errors import ModelError, StrategyError
 from slipstream.gradients.segments import NamedParameter
+from slipstream.optim.elementwise import ELEMENTWISE, is_elementwise
 from slipstream.optim.layerwise import Layerwise
 from slipstream.strategy import Dgc, Sharded, Strategy, codec_of
-
-ELEMENTWISE = (
-    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.Adamax, torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta),
-    *(torch.optim.ASGD, torch.optim.Rprop),
-)
-"""Optimizers of torch that treat every value on its own."""
 
 _FIX = "use gradients: {transport: direct}"
 
@@ -43,7 +37,7 @@ def check_sharded(
             "gradients.transport sharded with parallel.tensor or parallel.pipeline: ranks share "
             f"the model already; {_FIX}"
         )
-    known = type(optimizer) in ELEMENTWISE or isinstance(optimizer, Layerwise)
+    known = is_elementwise(optimizer) or isinstance(optimizer, Layerwise)
     if not known and not config.elementwise:
         names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         raise ModelError(

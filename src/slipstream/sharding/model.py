@@ -18,6 +18,7 @@ from torch import nn
 from slipstream.errors import UsageError
 from slipstream.gradients.segments import NamedParameter
 from slipstream.gradients.shares import Shares, flat
+from slipstream.optim.elementwise import COUNTERS
 from slipstream.optim.layerwise import Layerwise
 from slipstream.parallel.full_state import FullState
 from slipstream.precision import HalfWeights
@@ -25,9 +26,6 @@ from slipstream.sharding.gather import ParameterGather
 from slipstream.strategy import Row
 from slipstream.transport.requests import AllGather, AllReduce, Request
 from slipstream.transport.transport import Transport
-
-COUNTERS = ("step", "mu_product", "eta", "mu")
-"""State of torch's optimizers that is a number for a whole parameter."""
 
 
 class ShardedModel(FullState):

@@ -21,6 +21,7 @@ from slipstream.strategy.codec import (
     phase_of as phase_of,
     phases as phases,
 )
+from slipstream.strategy.compute import Compute as Compute
 from slipstream.strategy.memory import (
     Budget as Budget,
     BudgetBytes as BudgetBytes,
@@ -38,7 +39,6 @@ from slipstream.strategy.parallel import (
 )
 from slipstream.strategy.precision import (
     Autocast as Autocast,
-    Compute as Compute,
     DynamicScale as DynamicScale,
     HalfType as HalfType,
     HalfWeights as HalfWeights,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from slipstream.strategy.setting import OneOf, Setting, Variant, from_kind
+from slipstream.strategy.setting import OneOf, Variant, from_kind
 from slipstream.strategy.validate import did_you_mean
 
 
@@ -155,23 +155,3 @@ def _kind_of(value: object) -> object:
 
 Precision = Annotated[Autocast | HalfWeights, OneOf(_kind_of)]
 """A precision, or only its kind."""
-
-
-class Compute(Setting):
-    """How the device computes.
-
-    Example:
-        >>> Compute(tf32=True).active, Compute().active
-        (True, False)
-    """
-
-    tf32: bool = False
-    """On CUDA, matrix products and convolutions round fp32 inputs to 10 bits of mantissa.
-
-    false: torch's own settings stay.
-    """
-
-    @property
-    def active(self) -> bool:
-        """Whether anything differs from torch's defaults."""
-        return self.tf32

@@ -1,7 +1,7 @@
 """``Strategy``: every setting, its meaning, its default and its allowed values.
 
-The variants of a group are in files of their own: ``split``, ``codec``, ``memory``, ``parallel``,
-``precision``, ``transport``.
+The variants of a group are in files of their own: ``split``, ``codec``, ``compute``, ``memory``,
+``parallel``, ``precision``, ``transport``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from pydantic import Field, NonNegativeInt
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.codec import Codec
+from slipstream.strategy.compute import Compute
 from slipstream.strategy.memory import Memory
 from slipstream.strategy.overview import overview, plain_text
 from slipstream.strategy.parallel import Parallel
-from slipstream.strategy.precision import Compute, Precision
+from slipstream.strategy.precision import Precision
 from slipstream.strategy.presets import preset
 from slipstream.strategy.setting import Exactness, Setting
 from slipstream.strategy.split import ByBytes, Split
@@ -120,8 +121,7 @@ class Strategy(Setting):
         config = self.gradients
         variants = (config.split, config.transport, config.codec, self.precision)
         chosen = [v.exactness for v in variants if v is not None]
-        tf32: list[Exactness] = ["lossy"] if self.compute.tf32 else []
-        return max(chosen + tf32, key=get_args(Exactness).index)
+        return max([*chosen, self.compute.exactness], key=get_args(Exactness).index)
 
     @classmethod
     def load(cls, source: Strategy | Mapping[str, object] | Path | str | None) -> Strategy:

@@ -134,7 +134,10 @@ def _words(schema: dict[str, Any]) -> str:
     if "const" in schema:
         return str(schema["const"])
     if "enum" in schema:
-        return " or ".join(map(str, schema["enum"]))
+        return " or ".join(
+            str(value).lower() if isinstance(value, bool) else str(value)
+            for value in schema["enum"]
+        )
     if schema["type"] == "array":
         items = _words(schema["items"]).removeprefix("a ").replace("number", "numbers")
         return f"{'a non-empty list' if 'minItems' in schema else 'a list'} of {items}"

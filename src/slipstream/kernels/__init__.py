@@ -1,0 +1,16 @@
+"""Operations that models call often and compute slowly, each fused or batched, one a file.
+
+Each file has a plain ``reference`` beside the fast path. They are called by a model's own code.
+"""
+
+from slipstream.kernels.compress_by_index import compress_by_index as compress_by_index
+from slipstream.kernels.sim_ota import (
+    Assignment as Assignment,
+    Level as Level,
+    Objects as Objects,
+    sim_ota as sim_ota,
+)
+from slipstream.kernels.window_partition import (
+    window_merge as window_merge,
+    window_partition as window_partition,
+)

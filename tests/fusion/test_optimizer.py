@@ -1,0 +1,297 @@
+"""A fused optimizer against the user's own: values, states, checkpoints, schedulers, calls."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import ModelError
+from slipstream.fusion import fuse_optimizer, optimizer as module
+from slipstream.optim import Lamb
+
+C = torch.optim
+
+
+class Lion(torch.optim.Optimizer):
+    """A user's own class, which binds its state anew in every step."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                moment = state.get("moment", torch.zeros_like(p))
+                p.mul_(1 - group["lr"] * group["decay"])
+                p.add_((0.9 * moment + 0.1 * p.grad).sign(), alpha=-group["lr"])
+                state["moment"] = 0.99 * moment + 0.01 * p.grad
+                state["count"] = state.get("count", 0) + 1
+        return loss
+
+
+Make = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: C.SGD(p, lr=0.1),
+    "SGD, momentum": lambda p: C.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda p: C.Adam(p, lr=0.01),
+    "Adam, amsgrad": lambda p: C.Adam(p, lr=0.01, amsgrad=True, maximize=True),
+    "AdamW": lambda p: C.AdamW(p, lr=0.01, weight_decay=0.1),
+    "Adagrad": lambda p: C.Adagrad(p, lr=0.1, lr_decay=0.01),
+    "RMSprop": lambda p: C.RMSprop(p, lr=0.01),
+    "RMSprop, centered": lambda p: C.RMSprop(p, lr=0.01, centered=True, momentum=0.9),
+    "NAdam": lambda p: C.NAdam(p, lr=0.01),
+    "RAdam": lambda p: C.RAdam(p, lr=0.01),
+    "Adamax": lambda p: C.Adamax(p, lr=0.01),
+    "Adadelta": lambda p: C.Adadelta(p),
+    "ASGD": lambda p: C.ASGD(p, lr=0.01),
+    "Rprop": lambda p: C.Rprop(p, lr=0.01),
+    "Lion": Lion,
+    "Lamb": lambda p: Lamb(p, lr=0.01),
+}
+IN_BLOCKS = [name for name in OPTIMIZERS if not name.startswith(("SGD", "Adam,", "AdamW", "Lamb"))]
+IN_BLOCKS = [name for name in IN_BLOCKS if name not in ("Adam", "Adagrad")]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module.BLOCK, "cpu", 50)
+
+
+def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    """Large and small ones, a vector, a number, an empty one, one in another order of memory."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = [(12, 13), (7,), (3, 4), (), (5,), (1, 70), (0, 3), (2, 3)]
+    made = [torch.randn(shape, generator=random, dtype=dtype) for shape in shapes]
+    made[0] = made[0].t()
+    made[2] = made[2].t()
+    return [nn.Parameter(value) for value in made]
+
+
+def groups(made: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": made[:3]}, {"params": made[3:], "lr": 0.003}]
+
+
+def give_gradients(made: list[nn.Parameter], number: int) -> None:
+    random = torch.Generator().manual_seed(100 + number)
+    for p in made:
+        p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=random, dtype=p.dtype))
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> module.FusedOptimizer:
+    return fuse_optimizer(optimizer, elementwise=isinstance(optimizer, Lion))
+
+
+def check_same(
+    ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer, tolerance: float = 1e-5
+) -> None:
+    """Parameters and states are equal, and the state is in the user's format."""
+    mine, plain = ours.state_dict(), theirs.state_dict()
+    assert mine["param_groups"] == plain["param_groups"]
+    assert sorted(mine["state"]) == sorted(plain["state"])
+    for number, state in plain["state"].items():
+        assert sorted(mine["state"][number]) == sorted(state)
+        for key, value in state.items():
+            torch.testing.assert_close(
+                mine["state"][number][key], value, rtol=tolerance, atol=tolerance
+            )
+    for group, other in zip(ours.param_groups, theirs.param_groups, strict=True):
+        for p, q in zip(group["params"], other["params"], strict=True):
+            assert isinstance(p, nn.Parameter)
+            torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_steps_are_those_of_the_user_s_optimizer(name: str, dtype: torch.dtype) -> None:
+    mine, plain = parameters(dtype=dtype), parameters(dtype=dtype)
+    ours, theirs = OPTIMIZERS[name](groups(mine)), OPTIMIZERS[name](groups(plain))
+    fused = fuse(ours)
+    schedules = [C.lr_scheduler.StepLR(o, 2, 0.5) for o in (ours, theirs)]
+    for number in range(7):
+        for made, optimizer in ((mine, ours), (plain, theirs)):
+            give_gradients(made, number)
+            if number == 3:  # a parameter that had no part in the loss
+                made[1].grad = made[6].grad = None
+            optimizer.step()
+        check_same(ours, theirs, 1e-5 if dtype == torch.float32 else 1e-12)
+        for schedule in schedules:
+            schedule.step()
+    fused.close()
+    give_gradients(mine, 9)
+    give_gradients(plain, 9)
+    ours.step()
+    theirs.step()
+    check_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_checkpoints_go_both_ways(name: str) -> None:
+    mine, plain = parameters(), parameters()
+    ours, theirs = OPTIMIZERS[name](groups(mine)), OPTIMIZERS[name](groups(plain))
+    fuse(ours)
+    for number in range(6):
+        give_gradients(mine, number)
+        give_gradients(plain, number)
+        ours.step()
+        theirs.step()
+        saved = [copy.deepcopy(o.state_dict()) for o in (ours, theirs)]
+        ours.load_state_dict(saved[1])  # of the plain run, and the other way round
+        theirs.load_state_dict(saved[0])
+    check_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "AdamW", "Lion"])
+def test_a_fused_run_goes_on_from_a_plain_one(name: str) -> None:
+    mine, plain = parameters(), parameters()
+    ours, theirs = OPTIMIZERS[name](groups(mine)), OPTIMIZERS[name](groups(plain))
+    for number in range(6):
+        give_gradients(mine, number)
+        give_gradients(plain, number)
+        fused = fuse(ours) if number == 3 else None
+        ours.step()
+        theirs.step()
+        assert fused is None or "->" in fused.report_rows()[0].value
+    check_same(ours, theirs)
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+def test_blocks_are_few(name: str) -> None:
+    seen: list[int] = []
+    made = parameters()
+    optimizer = OPTIMIZERS[name](made)
+    fused = fuse(optimizer)
+    for number in range(2):
+        give_gradients(made, number)
+        hook = optimizer.register_step_pre_hook(
+            lambda o, *_: seen.append(len(o.param_groups[0]["params"]))
+        )
+        optimizer.step()
+        hook.remove()
+    kind = type(optimizer).__name__
+    # 156 values in 4 blocks, 70 in 2, matrices of 18 in 1, vectors and a number of 13 in 1
+    assert seen == [8, 8]
+    assert fused.report_rows()[0].value == f"8 {kind} updates -> 8"
+
+
+def test_many_small_parameters_are_one_call_and_large_ones_are_not_copied() -> None:
+    made = [nn.Parameter(torch.randn(3, 3)) for _ in range(161)]
+    optimizer = C.RMSprop(made)
+    fused = fuse(optimizer)
+    module.BLOCK["cpu"] = 2**16
+    for p in made:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert fused.report_rows()[0].value == "161 RMSprop updates -> 1"
+    assert optimizer.state[made[0]]["square_avg"].shape == (3, 3)
+
+
+def test_states_of_large_parameters_are_views_of_blocks_and_leave_no_copy() -> None:
+    large = nn.Parameter(torch.randn(10, 20))
+    optimizer = C.Adamax([large])
+    fused = fuse(optimizer)
+    where = []
+    for number in range(3):
+        give_gradients([large], number)
+        optimizer.step()
+        where.append(optimizer.state[large]["exp_avg"].data_ptr())
+        assert [*optimizer.state] == [large]
+    assert len({*where}) == 1
+    fused.close()
+    assert optimizer.state[large]["exp_avg"]._base is None
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "AdamW", "Lion"])
+def test_a_closure_is_stepped_as_it_is(name: str) -> None:
+    mine, plain = parameters(), parameters()
+    ours, theirs = OPTIMIZERS[name](mine), OPTIMIZERS[name](plain)
+    fuse(ours)
+    for number in range(3):
+        for made, optimizer in ((mine, ours), (plain, theirs)):
+
+            def closure(made: list[nn.Parameter] = made, number: int = number) -> float:
+                give_gradients(made, number)
+                return float(number)
+
+            assert optimizer.step(closure) == number  # type: ignore[arg-type]
+    check_same(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+@pytest.mark.parametrize("make", [lambda p: C.SGD(p, lr=0.1), lambda p: C.Adagrad(p, lr=0.1)])
+def test_sparse_gradients_are_stepped_as_they_are(make: Make) -> None:
+    both = []
+    for fused in (False, True):
+        embedding = nn.Embedding(6, 3, sparse=True)
+        nn.init.ones_(embedding.weight)
+        optimizer = make(embedding.parameters())
+        if fused:
+            fuse(optimizer)
+        embedding(torch.tensor([1, 4])).sum().backward()
+        optimizer.step()
+        both.append(embedding.weight.detach())
+    assert both[0].equal(both[1])
+
+
+def test_a_step_that_raises_leaves_the_user_s_parameters() -> None:
+    made = parameters()
+    optimizer = Lion(made)
+    fuse(optimizer)
+    give_gradients(made, 0)
+    optimizer.param_groups[0]["decay"] = None
+    with pytest.raises(TypeError):
+        optimizer.step()
+    optimizer.state_dict()
+    assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, made)]
+
+
+def test_an_unknown_class_must_be_vouched_for() -> None:
+    with pytest.raises(ModelError, match=r"Lion cannot be fused.*fuse_optimizer: elementwise"):
+        fuse_optimizer(Lion(parameters()))
+
+
+def test_parameters_that_move_are_found_again() -> None:
+    mine, plain = parameters(), parameters()
+    ours, theirs = C.RMSprop(mine, lr=0.01), C.RMSprop(plain, lr=0.01)
+    fuse(ours)
+    for number in range(4):
+        give_gradients(mine, number)
+        give_gradients(plain, number)
+        if number == 2:
+            for p in mine:
+                p.data = p.data.clone()
+        ours.step()
+        theirs.step()
+    check_same(ours, theirs)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [state["square_avg"] for state in optimizer.state.values()]
+
+
+def test_blocks_are_bitwise_where_vectors_are_whole() -> None:
+    """Slices that begin at multiples of a vector round as the whole parameter does."""
+    module.BLOCK["cpu"] = 64
+    mine, plain = nn.Parameter(torch.randn(40, 32)), nn.Parameter(torch.zeros(40, 32))
+    plain.data.copy_(mine.data)
+    ours, theirs = C.RMSprop([mine], lr=0.01), C.RMSprop([plain], lr=0.01)
+    fuse(ours)
+    for number in range(5):
+        give_gradients([mine], number)
+        give_gradients([plain], number)
+        ours.step()
+        theirs.step()
+    assert mine.equal(plain)
+    assert moments(ours)[0].equal(moments(theirs)[0])
