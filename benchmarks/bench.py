@@ -90,6 +90,8 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"precision-{task}", f"precision.py --task {task}"
     for script in ALONE:
         yield script.replace("_", "-"), f"{script}.py"
+    for part in ("kernels", "optimizers"):
+        yield part, f"fusion.py {part}"
     yield "tuner-codecs", "tuner.py --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute.py batch"
     for model in ("bert", "gpt2", "swin"):

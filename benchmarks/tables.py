@@ -161,6 +161,24 @@ def overhead(entry: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def fusion(entry: Mapping[str, Any]) -> str:
+    """Kernels or optimizers beside the plain code that they stand for."""
+    lines = [
+        f"## {entry['part'].capitalize()} on a CPU, {entry['date']}",
+        "",
+        f"{entry['threads']} threads, {entry['rounds']} rounds. torch {_versions(entry)}. "
+        f"`{entry['command']}`",
+        "",
+        *_header("case", "variant", "median ms", "quartiles", "times as fast", "quartiles"),
+    ]
+    for row in entry["rows"]:
+        low, median, high = (f"{1e3 * seconds:.2f}" for seconds in row["seconds"])
+        less, ratio, more = (f"{r:.2f}" for r in row["times_as_fast"])
+        quarter = (f"{low}..{high}", ratio, f"{less}..{more}")
+        lines.append(_row(row["case"], row["variant"], median, *quarter))
+    return "\n".join(lines)
+
+
 def prediction(entry: Mapping[str, Any]) -> str:
     """Replay and what-if errors of every strategy on every testbed."""
     found = entry["errors"]
@@ -756,6 +774,7 @@ def rendered(every: Sequence[Mapping[str, Any]]) -> str:
         "bubbles": bubbles,
         "convergence": convergence,
         "exchange": exchange,
+        "fusion": fusion,
         "large_batch": large_batch,
         "offload": offload,
         "recompute": recompute,

@@ -1,12 +1,12 @@
-"""The user's optimizer in few calls: torch's fused form, or blocks that fit the caches.
+"""The user's optimizer in few calls: torch's fused form, or its small parameters put together.
 
-[Note: Blocks] An optimizer that torch does not fuse makes several passes over each parameter, its
-gradient and its state, with a call for each of them. Small parameters cost calls, large ones cost
-passes through memory. So while the optimizer steps, its groups hold *blocks* in place of the user's
-parameters: slices of a large parameter, or many small ones laid end to end, each of a size whose
-later passes find everything in the caches. The optimizer's class does not know, and one that treats
-every value on its own cannot tell. Slices are views. Small parameters and their gradients are
-copied into their block, and the parameters back; they are few values, for else they would be large.
+[Note: Blocks] An optimizer that torch does not fuse calls torch several times for each parameter,
+and most parameters of a network are small: the calls take longer than the arithmetic. So while the
+optimizer steps, its groups hold *blocks* in place of small parameters: many of them end to end.
+The optimizer's class does not know, and one that treats every value on its own cannot tell. Values
+and gradients are copied into the block, and values back, which is little, as they are small.
+
+Large parameters stay as they are: cut into slices that fit the caches they were no faster.
 
 Outside of a step everything is the user's: the parameters are in the groups, and the state of each
 has its shape and its names (views of the blocks' state), so ``state_dict()`` needs no translation.
@@ -14,7 +14,8 @@ has its shape and its names (views of the blocks' state), so ``state_dict()`` ne
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,11 +32,14 @@ from slipstream.strategy import Row
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 """Classes that torch updates in one call."""
 
-BLOCK = {"cpu": 2**18}
-"""Values of a block, by device: 1 MB, so what one operation leaves is in the cache for the next."""
+SMALL = {"cpu": 2**14}
+"""Parameters of fewer values are put together, by device: calls cost more than copying them."""
 
 LARGE = 2**20
-"""Elsewhere a parameter of so many values stays as it is: there launches count, not passes."""
+"""The same for devices with launches."""
+
+BLOCK = 2**18
+"""Values of a block on a CPU: 1 MB, so what one operation leaves is in the cache for the next."""
 
 
 def fuse_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> FusedOptimizer:
@@ -43,8 +47,8 @@ def fuse_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> FusedO
 
     - SGD, Adam, AdamW, Adagrad: torch's fused form, one call for each group.
     - other optimizers of torch that treat every value on its own, and those that
-      ``elementwise`` vouches for: blocks, see the note of this module.
-    - Lars and Lamb already step all parameters together.
+      ``elementwise`` vouches for: small parameters are stepped together, see the note above.
+    - Lars and Lamb already step parameters together; Lamb's moments become torch's fused Adam.
 
     The optimizer stays the user's: groups, schedulers, ``state_dict()`` and ``load_state_dict()``
     are as before. A step with a closure, sparse gradients and parameters with holes in their memory
@@ -91,9 +95,11 @@ class FusedOptimizer:
     def __init__(self, optimizer: Optimizer, *, elementwise: bool = False) -> None:
         self._optimizer, self._form = optimizer, _form(optimizer, elementwise)
         self._flags: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._runs: dict[int, _Group] = {}  # by the number of the group
+        self._groups: dict[int, _Group] = {}  # by the number of the group
         self._updates = self._calls = 0
         self._hooks = [optimizer.register_step_post_hook(self._ends)]
+        if isinstance(optimizer, Layerwise):
+            optimizer.fused = True
 
     def attach(self) -> None:
         """From now on steps are fused."""
@@ -108,9 +114,11 @@ class FusedOptimizer:
         self._restore()
         while self._hooks:
             self._hooks.pop().remove()
-        for group in self._runs.values():
+        for group in self._groups.values():
             group.part()
-        self._runs.clear()
+        self._groups.clear()
+        if isinstance(self._optimizer, Layerwise):
+            self._optimizer.fused = False
 
     def report_rows(self) -> list[Row]:
         """How many updates became how many calls."""
@@ -139,12 +147,12 @@ class FusedOptimizer:
         return 1
 
     def _ends(self, *_: object) -> None:
-        for group in self._runs.values():
+        for group in self._groups.values():
             group.ends()
         self._restore()
 
     def _restore(self, *_: object) -> None:
-        for group in self._runs.values():
+        for group in self._groups.values():
             group.leave()
         for settings, flags in self._flags:
             settings.update(flags)
@@ -152,7 +160,7 @@ class FusedOptimizer:
 
     def _set_flags(self, group: dict[str, Any], having: Sequence[Tensor]) -> int:
         """As if the optimizer had been made with ``fused=True``."""
-        alike = all(p.is_floating_point() and _is_plain(p) and _is_like(p) for p in having)
+        alike = all(p.is_floating_point() and _is_mergeable(p) for p in having)
         if group["differentiable"] or not alike:
             return len(having)
         self._flags.append((group, {key: group[key] for key in ("fused", "foreach")}))
@@ -165,16 +173,17 @@ class FusedOptimizer:
         return 1
 
     def _put_blocks(self, number: int, group: dict[str, Any], having: Sequence[Tensor]) -> int:
-        known = self._runs.get(number)
+        known = self._groups.get(number)
         if known is None or not known.fits(having):
             if known is not None:
                 known.part()
-            self._runs[number] = _Group(group, having, self._optimizer)
-        self._runs[number].begins()
-        return len(group["params"])
+            self._groups[number] = _Group(group, having, self._optimizer)
+        return self._groups[number].begins()
 
 
-BY_TORCH, BY_BLOCK, BY_LAYER = "torch's fused form", "in blocks", "all layers together"
+BY_TORCH = "torch's fused form"
+BY_BLOCK = "small parameters together"
+BY_LAYER = "layers together"
 
 
 def _form(optimizer: Optimizer, elementwise: bool) -> str:
@@ -193,155 +202,162 @@ def _form(optimizer: Optimizer, elementwise: bool) -> str:
 
 
 class _Group:
-    """A group of an optimizer, and the runs of its parameters."""
+    """A group of an optimizer: blocks of its small parameters, and the others.
+
+    Args:
+        settings: of the group.
+        having: its parameters that have a gradient.
+        optimizer: has their states.
+    """
 
     def __init__(
         self, settings: dict[str, Any], having: Sequence[Tensor], optimizer: Optimizer
     ) -> None:
-        self._settings, self._having, self._optimizer = settings, list(having), optimizer
-        self._runs, self._others = _runs(having, optimizer)
-        self._layout: list[Any] = []
+        self._settings, self._optimizer = settings, optimizer
+        self._having = list(having)
         self._users: list[Tensor] | None = None  # while the optimizer steps
+        self._others: list[Tensor] = []
+        small: dict[Hashable, list[Tensor]] = {}
+        for parameter in having:
+            if _is_small(parameter):
+                numbers = _numbers(optimizer.state.get(parameter, {}), parameter)
+                kind = (parameter.dtype, parameter.device, _ones(parameter), numbers)
+                small.setdefault(kind, []).append(parameter)
+            else:
+                self._others.append(parameter)
+        self._blocks: list[_Block] = []
+        for alike in small.values():
+            if len(alike) > 1:
+                self._blocks += [_Block(part, optimizer) for part in _parts(alike)]
+            else:
+                self._others += alike
 
     def fits(self, having: Sequence[Tensor]) -> bool:
-        """Whether nothing has moved since the last step."""
-        return _same(_layout(having, self._optimizer), self._layout)
+        """Whether these are the parameters, and their states are where they were."""
+        same = len(having) == len(self._having) and all(map(is_, having, self._having))
+        return same and all(block.fits() for block in self._blocks)
 
-    def begins(self) -> None:
-        """Put the blocks in the place of the parameters."""
-        for run in self._runs:
-            run.begins()
+    def begins(self) -> int:
+        """Put the blocks in the place of their parameters; how many calls that makes."""
+        for block in self._blocks:
+            block.begins()
         self._users = self._settings["params"]
-        blocks = [block for run in self._runs for block in run.blocks]
-        self._settings["params"] = [*self._others, *blocks]
+        self._settings["params"] = [*self._others, *(block.values for block in self._blocks)]
+        return len(self._settings["params"])
 
     def ends(self) -> None:
-        """Give values and states to the parameters."""
-        if self._users is None:
-            return
-        for run in self._runs:
-            run.ends()
-        self._layout = _layout(self._having, self._optimizer)
+        """Give values and states to the parameters, if this step had blocks."""
+        if self._users is not None:
+            for block in self._blocks:
+                block.ends()
 
     def leave(self) -> None:
         """Put the parameters back; idempotent."""
-        for run in self._runs:
-            run.leave()
+        for block in self._blocks:
+            block.leave()
         if self._users is not None:
             self._settings["params"], self._users = self._users, None
 
     def part(self) -> None:
-        """Give each parameter a state of its own, for what comes after these runs."""
-        for parameter in self._having:
-            state = self._optimizer.state.get(parameter, {})
-            state.update({k: v.clone() for k, v in state.items() if isinstance(v, Tensor)})
+        """Give each parameter a state of its own, for what comes after these blocks."""
+        for block in self._blocks:
+            block.part()
 
 
-class _Run:
-    """Parameters of one kind end to end, cut into blocks, while nothing of them moves.
+class _Block:
+    """Small parameters of one kind, end to end.
 
     Args:
-        parameters: one, whose memory is used, or several small ones, which are copied.
-        optimizer: has their states.
-        size: values of a block.
+        parameters: at least two.
+        optimizer: has their states, which become views of the block's.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: Optimizer, size: int) -> None:
-        self._parameters, self._optimizer, self._size = parameters, optimizer, size
-        self._copied = len(parameters) > 1
-        first, total = parameters[0], sum(p.numel() for p in parameters)
-        self._values = first.detach().new_empty(total) if self._copied else flat(first)
-        self._places = self._views(self._values)
-        self._states: dict[str, Tensor] = {}  # all values of one kind of state
-        self.blocks = self._cut(self._values)
-        self._block_states: list[dict[str, Any]] = [{} for _ in self.blocks]
-        self._adopt_states()
+    def __init__(self, parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+        total = sum(p.numel() for p in parameters)
+        ones = _ones(parameters[0])
+        self.values = parameters[0].detach().new_empty(total).view(*ones, total)
+        self._places = self._views(self.values)
+        self._state: dict[str, Any] = {}
+        self._whole: dict[str, Tensor] = {}
+        self._shown: dict[str, list[Tensor]] = {}  # the part of each parameter, a view
+        self._adopt()
+
+    def fits(self) -> bool:
+        """Whether nothing has taken the place of the states that the parameters were given."""
+        for number, parameter in enumerate(self._parameters):
+            state = self._optimizer.state.get(parameter, {})
+            if not _is_mergeable(parameter) or len(state) != len(self._state):
+                return False
+            for key, value in state.items():
+                shown = self._shown.get(key)
+                if shown is None:
+                    if value != self._state.get(key):
+                        return False
+                elif value is not shown[number]:
+                    return False
+        return True
 
     def begins(self) -> None:
-        """Fill the blocks, give them gradients and states."""
-        gradients = [_gradient(p) for p in self._parameters]
-        if self._copied:
-            torch._foreach_copy_(self._places, [p.detach() for p in self._parameters])
-            whole = torch.empty_like(self._values)
-            torch._foreach_copy_(self._views(whole), gradients)
-        else:
-            whole = flat(gradients[0])
-        parts = self._cut(whole)
-        for block, gradient, state in zip(self.blocks, parts, self._block_states, strict=True):
-            block.grad = gradient
-            self._optimizer.state[block] = state
+        """Copy values and gradients in."""
+        torch._foreach_copy_(self._places, [p.detach() for p in self._parameters])
+        gradients = torch.cat([_in_memory_order(_gradient(p)) for p in self._parameters])
+        self.values.grad = gradients.view_as(self.values)
+        self._optimizer.state[self.values] = self._state
 
     def ends(self) -> None:
-        """Give values and states to the parameters."""
-        if self._copied:
-            torch._foreach_copy_([p.detach() for p in self._parameters], self._places)
-        first = self._block_states[0]
-        for key in first:
-            if self._is_one_each(key):
-                self._keep(key)
-            else:
-                self._tell(key, first[key])
+        """Copy values out, and show the parameters their states."""
+        torch._foreach_copy_([p.detach() for p in self._parameters], self._places)
+        for key, value in self._state.items():
+            whole = self._whole.get(key)
+            if not isinstance(value, Tensor):
+                for parameter in self._parameters:
+                    self._optimizer.state[parameter][key] = value
+            elif whole is None:
+                self._show(key, value)
+            elif value.shape != self.values.shape:
+                whole.copy_(value)  # every parameter has a number of its own, which it may count
+            elif value is not whole:
+                self._state[key] = whole.copy_(value)
 
     def leave(self) -> None:
-        """Take the blocks out of the optimizer; idempotent."""
-        for block in self.blocks:
-            self._optimizer.state.pop(block, None)
-            block.grad = None
+        """Take the block out of the optimizer; idempotent."""
+        self._optimizer.state.pop(self.values, None)
+        self.values.grad = None
 
-    def _is_one_each(self, key: str) -> bool:
-        """Whether a state has one value for each of the parameters'."""
-        value, block = self._block_states[0][key], self.blocks[0]
-        return isinstance(value, Tensor) and value.shape == block.shape
+    def part(self) -> None:
+        """Give each parameter a state of its own."""
+        for number, parameter in enumerate(self._parameters):
+            state = self._optimizer.state.get(parameter, {})
+            for key, shown in self._shown.items():
+                if state.get(key) is shown[number]:
+                    state[key] = shown[number].clone()
 
-    def _keep(self, key: str) -> None:
-        """Have the states of all blocks in one tensor, of which the parameters' are views."""
-        known = self._states.get(key)
-        if known is None:
-            like = self._block_states[0][key]
-            known = torch.empty_like(self._values, dtype=like.dtype)
-            self._share(key, known)
-        parts = self._cut(known)
-        for part, state in zip(parts, self._block_states, strict=True):
-            if state[key].data_ptr() != part.data_ptr():
-                part.copy_(state[key])
-                state[key] = part
-
-    def _tell(self, key: str, value: Any) -> None:
-        """Give every parameter a number of its own: a plain step would count in each of them."""
-        states = [self._optimizer.state[p] for p in self._parameters]
-        if not isinstance(value, Tensor):
-            for state in states:
-                state[key] = value
-        elif all(key in state for state in states):
-            torch._foreach_copy_([state[key] for state in states], [value] * len(states))
-        else:
-            for state in states:
-                state[key] = value.clone()
-
-    def _share(self, key: str, known: Tensor) -> None:
-        self._states[key] = known
-        for parameter, view in zip(self._parameters, self._views(known), strict=True):
-            self._optimizer.state[parameter][key] = view
-
-    def _adopt_states(self) -> None:
+    def _adopt(self) -> None:
         """Go on from the states that the parameters have."""
         states = [self._optimizer.state.get(p, {}) for p in self._parameters]
         for key, value in states[0].items():
             if _is_shaped(key, value, self._parameters[0]):
-                known = torch.empty_like(self._values, dtype=value.dtype)
-                torch._foreach_copy_(self._views(known), [state[key] for state in states])
-                parts = self._cut(known)
-                for part, state in zip(parts, self._block_states, strict=True):
-                    state[key] = part
-                self._share(key, known)
-                continue
-            for state in self._block_states:
-                state[key] = value.clone() if isinstance(value, Tensor) else value
+                whole = torch.empty_like(self.values, dtype=value.dtype)
+                torch._foreach_copy_(self._views(whole), [state[key] for state in states])
+                self._state[key] = whole
+                self._show(key, whole)
+            elif isinstance(value, Tensor):
+                self._state[key] = value.clone()
+                self._show(key, value)
+            else:
+                self._state[key] = value
 
-    def _cut(self, whole: Tensor) -> list[Tensor]:
-        """The part of each block."""
-        ones = _ones(self._parameters[0])
-        return [part.view(*ones, part.numel()) for part in whole.split(self._size)]
+    def _show(self, key: str, value: Tensor) -> None:
+        """Give each parameter its part of a state, or a number of its own."""
+        if value.shape == self.values.shape:
+            self._whole[key], self._shown[key] = value, self._views(value)
+        else:
+            count = len(self._parameters)
+            each = value.expand(count, *value.shape).clone()
+            self._whole[key], self._shown[key] = each, list(each.unbind())
+        for parameter, shown in zip(self._parameters, self._shown[key], strict=True):
+            self._optimizer.state[parameter][key] = shown
 
     def _views(self, whole: Tensor) -> list[Tensor]:
         """The part of each parameter, laid out like it."""
@@ -352,28 +368,16 @@ class _Run:
         return views
 
 
-def _runs(parameters: Sequence[Tensor], optimizer: Optimizer) -> tuple[list[_Run], list[Tensor]]:
-    """The runs of parameters that have a gradient, and those parameters that stay as they are."""
-    runs, others = [], []
-    small: dict[Hashable, list[Tensor]] = {}
-    for parameter in parameters:
-        size = BLOCK.get(parameter.device.type, LARGE)
-        if not _is_plain(parameter):
-            others.append(parameter)
-        elif parameter.numel() < size:
-            numbers = _numbers(optimizer.state.get(parameter, {}), parameter)
-            kind = (parameter.dtype, parameter.device, _ones(parameter), numbers)
-            small.setdefault(kind, []).append(parameter)
-        elif parameter.device.type in BLOCK and _is_like(parameter):
-            runs.append(_Run([parameter], optimizer, size))
-        else:
-            others.append(parameter)
-    for alike in small.values():
-        if len(alike) == 1:
-            others += alike
-        else:
-            runs.append(_Run(alike, optimizer, BLOCK.get(alike[0].device.type, LARGE)))
-    return runs, others
+def _parts(alike: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Lists of at least two parameters, on a CPU short enough for the caches."""
+    part: list[Tensor] = []
+    for number, parameter in enumerate(alike):
+        part.append(parameter)
+        full = parameter.device.type == "cpu" and sum(p.numel() for p in part) >= BLOCK
+        if full and len(part) > 1 and number < len(alike) - 2:
+            yield part
+            part = []
+    yield part
 
 
 def _ones(parameter: Tensor) -> tuple[int, ...]:
@@ -381,20 +385,25 @@ def _ones(parameter: Tensor) -> tuple[int, ...]:
     return (1,) * (min(parameter.ndim, 2) - 1)
 
 
-def _is_plain(parameter: Tensor) -> bool:
-    gradient = _gradient(parameter)
-    dense = gradient.layout == torch.strided and is_dense(parameter)
-    return dense and gradient.dtype == parameter.dtype
+def _is_small(parameter: Tensor) -> bool:
+    size = SMALL.get(parameter.device.type, LARGE)
+    return parameter.numel() < size and is_dense(parameter) and _is_mergeable(parameter)
 
 
-def _is_like(parameter: Tensor) -> bool:
+def _is_mergeable(parameter: Tensor) -> bool:
     """Whether the gradient has its values in the order of the parameter's."""
-    return _gradient(parameter).stride() == parameter.stride()
+    gradient = _gradient(parameter)
+    strided = gradient.layout == torch.strided and gradient.dtype == parameter.dtype
+    return strided and gradient.stride() == parameter.stride()
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None  # others are left out
     return parameter.grad
+
+
+def _in_memory_order(gradient: Tensor) -> Tensor:
+    return gradient.view(-1) if gradient.is_contiguous() else flat(gradient)
 
 
 def _is_shaped(key: str, value: Any, parameter: Tensor) -> bool:
@@ -408,23 +417,6 @@ def _numbers(state: dict[str, Any], parameter: Tensor) -> Hashable:
     return tuple(
         (key, None)
         if _is_shaped(key, value, parameter)
-        else (key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else id(value))
+        else (key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
         for key, value in sorted(state.items())
-    )
-
-
-def _layout(parameters: Sequence[Tensor], optimizer: Optimizer) -> list[Any]:
-    """What must not change for runs to stay right."""
-    found: list[Any] = []
-    for parameter in parameters:
-        found += (parameter, parameter.data_ptr(), parameter.shape)
-        found.append(_is_plain(parameter) and _is_like(parameter))
-        state = optimizer.state.get(parameter, {})
-        found += (value for value in state.values() if isinstance(value, Tensor))
-    return found
-
-
-def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    return len(first) == len(second) and all(
-        a is b if isinstance(a, Tensor) else a == b for a, b in zip(first, second, strict=True)
     )

@@ -139,8 +139,7 @@ def sim_ota(
     allowed = objects.valid.unsqueeze(2) & table.used.unsqueeze(1)
     costs = costs.masked_fill(~allowed, torch.inf)
     overlaps = overlaps.masked_fill(~allowed, 0.0)
-    taken = _take(costs, overlaps)
-    return _spread(taken, overlaps, table, boxes)
+    return _spread(_take(costs, overlaps), overlaps, table, boxes)
 
 
 def _candidates(objects: Objects, levels: Sequence[Level], radius: float) -> tuple[Tensor, Tensor]:
@@ -257,25 +256,30 @@ def _overlaps(objects: Tensor, boxes: Tensor) -> Tensor:
 
 
 def _take(costs: Tensor, overlaps: Tensor) -> Tensor:
-    """Which object takes which slot, (images, objects, slots): at most one object each."""
-    most = min(_MOST_ANCHORS, costs.shape[2])
+    """The object that takes each slot, (images, slots); as many as there are objects: none."""
+    most, objects = min(_MOST_ANCHORS, costs.shape[2]), costs.shape[1]
     counts = overlaps.topk(most, dim=2).values.sum(2).to(torch.int32).clamp(min=1)
     cheapest = costs.topk(most, dim=2, largest=False)
     rank = torch.arange(most, device=costs.device)
     wanted = (rank < counts.unsqueeze(2)) & (cheapest.values < torch.inf)
     taken = torch.zeros_like(costs, dtype=torch.bool).scatter_(2, cheapest.indices, wanted)
     several = taken.sum(1, keepdim=True) > 1
-    numbers = torch.arange(costs.shape[1], device=costs.device).view(1, -1, 1)
-    return torch.where(several, numbers == costs.argmin(1, keepdim=True), taken)
+    taken = torch.where(several, costs == costs.amin(1, keepdim=True), taken)
+    # argmax and argmin across rows are many times as slow as a smallest number
+    numbers = torch.arange(objects, dtype=torch.int32, device=costs.device).view(1, -1, 1)
+    return torch.where(taken, numbers, objects).amin(1)
 
 
-def _spread(taken: Tensor, overlaps: Tensor, table: _Table, boxes: Tensor) -> Assignment:
+def _spread(owners: Tensor, overlaps: Tensor, table: _Table, boxes: Tensor) -> Assignment:
     """From slots back to anchors."""
     found = _background(boxes, extra=1)
-    at, anchors = table.anchors, boxes.shape[1]
-    found.foreground.scatter_(1, at, taken.any(1))
-    found.object.scatter_(1, at, taken.to(torch.uint8).argmax(1))
-    found.overlap.scatter_(1, at, (overlaps * taken).sum(1).to(found.overlap.dtype))
+    at, anchors, objects = table.anchors, boxes.shape[1], overlaps.shape[1]
+    foreground = owners < objects
+    numbers = (owners * foreground).to(torch.int64)
+    overlap = overlaps.gather(1, numbers.unsqueeze(1)).squeeze(1) * foreground
+    found.foreground.scatter_(1, at, foreground)
+    found.object.scatter_(1, at, numbers)
+    found.overlap.scatter_(1, at, overlap.to(found.overlap.dtype))
     return Assignment(
         found.foreground[:, :anchors], found.object[:, :anchors], found.overlap[:, :anchors]
     )

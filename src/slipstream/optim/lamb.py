@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from slipstream.errors import UsageError
@@ -122,6 +123,7 @@ class Lamb(Layerwise):
         exclude: Sequence[str] = (),
     ) -> None:
         super().__init__(params, locals())
+        self._memory: dict[torch.dtype, Tensor] = {}
 
     def _check(self, group: Group) -> None:
         betas = group["betas"]
@@ -161,6 +163,8 @@ class Lamb(Layerwise):
         if total is not None and group["max_grad_norm"] is not None:
             excess = total.to(gradients[0].device) / group["max_grad_norm"]
             gradients = list(torch._foreach_div(gradients, excess.clamp(min=1.0)))
+        if self.fused and group["grad_averaging"]:
+            return self._fused_directions(bunch, gradients, firsts, seconds)
         beta1, beta2 = group["betas"]
         multiply_(firsts, beta1)
         torch._foreach_add_(firsts, gradients, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
@@ -179,6 +183,54 @@ class Lamb(Layerwise):
         if decay := bunch.treatment.weight_decay:
             torch._foreach_add_(directions, bunch.parameters, alpha=decay)
         return list(directions)
+
+    def _fused_directions(
+        self,
+        bunch: Bunch,
+        gradients: list[Tensor],
+        firsts: list[Tensor],
+        seconds: list[Tensor],
+    ) -> list[Tensor]:
+        """The same by torch's fused Adam: where a parameter is 0, a step of -1 leaves ``d``."""
+        group, parameters = bunch.group, bunch.parameters
+        beta1, beta2 = group["betas"]
+        directions = self._zeros_like(parameters)
+        # it counts the step itself; after very many its corrections are 1
+        before = [
+            self.state[p]["step"] - 1.0 if group["bias_correction"] else 1e9 for p in parameters
+        ]
+        adam(
+            directions,
+            gradients,
+            firsts,
+            seconds,
+            max_exp_avg_sqs=[],
+            state_steps=list(torch.tensor(before, device=parameters[0].device).unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=-1.0,
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
+        if decay := bunch.treatment.weight_decay:
+            torch._foreach_add_(directions, parameters, alpha=decay)
+        return directions
+
+    def _zeros_like(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Zeros for each, valid until the next call; on a CPU in the same memory every time, since
+        touching new memory takes longer than the arithmetic."""
+        first, total = parameters[0], sum(p.numel() for p in parameters)
+        alike = all(p.is_contiguous() for p in parameters)
+        if first.device.type != "cpu" or not alike:
+            return [torch.zeros_like(parameter) for parameter in parameters]
+        memory = self._memory.get(first.dtype)
+        if memory is None or memory.numel() < total:
+            memory = self._memory[first.dtype] = first.detach().new_empty(total)
+        parts = memory[:total].zero_().split([p.numel() for p in parameters])
+        return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
     def _total_norm(self, bunches: Sequence[Bunch]) -> Tensor | None:
         """The norm of all gradients; None: no group needs it."""

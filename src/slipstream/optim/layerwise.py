@@ -4,7 +4,8 @@
 one operation per parameter costs more in calls than in arithmetic. So parameters with the same
 treatment go through torch's foreach operations as one list; their norms become one tensor, whose
 ratios are computed at once and never leave the device. The Python loop over parameters only sorts
-them into lists."""
+them into lists. On a CPU, where a call costs little and memory much, the lists are short enough for
+the caches: what one operation leaves is there for the next."""
 
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ from torch.optim.optimizer import ParamsT
 from slipstream.errors import UsageError
 from slipstream.optim.settings import check_flag, check_learning_rate, check_number, patterns
 from slipstream.optim.trust_ratio import norms
+
+PART = 2**18
+"""Values that a CPU steps at once: 1 MB, a part of a core's cache."""
 
 Group = dict[str, Any]
 """Parameters and their settings, as in ``torch.optim.Optimizer.param_groups``."""
@@ -56,6 +60,9 @@ class Layerwise(Optimizer, ABC):
     sum_squares: Callable[[Sequence[Tensor], Tensor], Tensor] | None = None
     """Where parameters and gradients are a rank's shares: from parameters and the squared norms of
     this rank's shares to those of the whole layers."""
+
+    fused = False
+    """Whether torch's fused kernels compute what they can; ``slipstream.fusion`` says so."""
 
     def __init__(self, params: ParamsT, arguments: Group) -> None:
         """``arguments``: the settings; the others of the subclass's ``locals()`` do not count."""
@@ -140,7 +147,10 @@ class Layerwise(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         # Group all parameters before the first update: an error leaves the model unchanged.
-        self._update([bunch for group in self.param_groups for bunch in bunches_of(group)])
+        bunches = [bunch for group in self.param_groups for bunch in bunches_of(group)]
+        if self.sum_squares is None:  # which is a collective for each bunch
+            bunches = [part for bunch in bunches for part in _in_parts(bunch)]
+        self._update(bunches)
         return loss
 
 
@@ -167,6 +177,23 @@ def bunches_of(group: Group) -> Iterator[Bunch]:
         bunch.parameters.append(parameter)
         bunch.gradients.append(gradient)
     yield from bunches.values()
+
+
+def _in_parts(bunch: Bunch) -> Iterator[Bunch]:
+    """On a CPU short lists of parameters, elsewhere all at once."""
+    if bunch.parameters[0].device.type != "cpu":
+        yield bunch
+        return
+    part = Bunch(bunch.group, bunch.treatment)
+    room = PART
+    for parameter, gradient in zip(bunch.parameters, bunch.gradients, strict=True):
+        if parameter.numel() > room and part.parameters:
+            yield part
+            part, room = Bunch(bunch.group, bunch.treatment), PART
+        part.parameters.append(parameter)
+        part.gradients.append(gradient)
+        room -= parameter.numel()
+    yield part
 
 
 def treatment_of(group: Group, parameter: Tensor, *, excluded: bool) -> Treatment:

@@ -1,0 +1,219 @@
+"""Kernels and fused optimizers beside the plain code that they stand for, in one process.
+
+    python benchmarks/fusion.py kernels --json benchmarks/results/kernels.json
+    python benchmarks/fusion.py optimizers --json benchmarks/results/optimizers.json
+
+All variants of a case take turns, in an order that is shuffled every round, so that each round is
+one observation of every ratio. Optimizers step the parameters of real models with gradients that
+are there already; the first step, which makes the state, is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from iteration import quartiles
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tables import save
+from torch import nn
+from torch.optim import Optimizer
+from transformers import MobileNetV2Config, MobileNetV2Model
+
+from slipstream.fusion import fuse_optimizer
+from slipstream.kernels import (
+    Level,
+    Objects,
+    compress_by_index as compress,
+    sim_ota as assign,
+    window_merge,
+    window_partition,
+)
+from slipstream.kernels.compress_by_index import reference as compress_with_a_list
+from slipstream.kernels.sim_ota import reference as assign_one_by_one
+from slipstream.kernels.window_partition import reference_merge, reference_partition
+from slipstream.optim import Lamb
+from slipstream.optim.lamb import step_one_by_one
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import models
+
+Call = Callable[[], object]
+Cases = Iterator[tuple[str, dict[str, Call]]]
+"""Name of a case, and its variants; the first is the plain one."""
+
+
+def kernels() -> Cases:
+    """Sizes of the models that the kernels come from."""
+    for images, objects in ((8, 20), (16, 40)):
+        given = (*scene(images, objects), LEVELS)
+        name = f"SimOTA: {images} images of 640 x 640, up to {objects} objects, 80 classes"
+        loop, batch = partial(assign_one_by_one, *given), partial(assign, *given)
+        yield name, {"loop of YOLOX": loop, "slipstream": batch}
+    values = torch.randn(30_860, 20, 9)  # the points of a camera image of nuScenes
+    index = torch.randint(20, (30_860,))
+    by_list, by_index = (
+        partial(compress_with_a_list, values, index),
+        partial(compress, values, index),
+    )
+    name = "rows by index: 30,860 points, 20 objects, 9 values"
+    yield name, {"list on the host": by_list, "slipstream": by_index}
+    for side, channels in ((56, 96), (28, 192)):
+        maps = torch.randn(8, side, side, channels, requires_grad=True)
+        name = f"windows: 8 maps of {side} x {side} x {channels}, forward and backward"
+        plain = partial(there_and_back, reference_partition, reference_merge, maps)
+        fast = partial(there_and_back, window_partition, window_merge, maps)
+        yield name, {"roll, view, copy": plain, "slipstream": fast}
+
+
+def there_and_back(cut: Any, join: Any, maps: torch.Tensor) -> None:
+    """Into windows of 7 x 7 with a shift and back, with gradients."""
+    size = (maps.shape[1], maps.shape[2])
+    join(cut(maps, 7, 3), 7, size, 3).backward(maps.detach())
+    maps.grad = None
+
+
+LEVELS = (Level(80, 80, 8), Level(40, 40, 16), Level(20, 20, 32))
+
+
+def scene(images: int, most: int) -> tuple[Any, ...]:
+    """Predictions near random objects, as in the middle of a training."""
+    anchors = sum(level.height * level.width for level in LEVELS)
+    truths = torch.cat(
+        [640 * torch.rand(images, most, 2), 8 + 200 * torch.rand(images, most, 2)], 2
+    )
+    valid = torch.arange(most) < torch.randint(1, most + 1, (images, 1))
+    whose = torch.randint(most, (images, anchors))
+    boxes = truths.gather(1, whose.unsqueeze(2).expand(-1, -1, 4))
+    boxes = boxes * (0.7 + 0.6 * torch.rand(images, anchors, 4))
+    objects = Objects(truths, torch.randint(80, (images, most)), valid)
+    return boxes, torch.randn(images, anchors, 80) - 3, torch.randn(images, anchors) - 3, objects
+
+
+class Lion(Optimizer):
+    """An optimizer that torch has not, as users write it."""
+
+    def __init__(self, params: Any, lr: float = 1e-4) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["moment"] = torch.zeros_like(p)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["moment"] * 0.9 + p.grad * 0.1
+                p.add_(update.sign_(), alpha=-group["lr"])
+                state["moment"].mul_(0.99).add_(p.grad, alpha=0.01)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=False),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-4, foreach=False),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-4, foreach=False),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-5, foreach=False),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-4, foreach=False),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-4, foreach=False),
+    "Lion": Lion,
+    "Lamb": lambda p: Lamb(p, lr=1e-4),
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet50": models.resnet50,
+    "mobilenet_v2": lambda: MobileNetV2Model(MobileNetV2Config()),
+    "bert": models.bert,
+    "swin-t": models.swin_t,
+}
+
+
+def optimizers() -> Cases:
+    """Steps of the parameters of four models."""
+    for model, build in MODELS.items():
+        shapes = [p.detach() for p in build().parameters()]
+        values = sum(p.numel() for p in shapes) / 1e6
+        for name, make in OPTIMIZERS.items():
+            plain, fused = stepped(shapes, make), stepped(shapes, make)
+            handle = fuse_optimizer(fused, elementwise=isinstance(fused, Lion))
+            fused.step()
+            (row,) = handle.report_rows()
+            loop = partial(step_one_by_one, plain) if isinstance(plain, Lamb) else plain.step
+            case = f"{model} ({values:.1f} million values): {row.value}, {row.note}"
+            yield case, {f"{name}, one by one": loop, f"{name}, slipstream": fused.step}
+
+
+def stepped(shapes: list[torch.Tensor], make: Callable[[Any], Optimizer]) -> Optimizer:
+    """An optimizer with gradients and a state."""
+    parameters = [nn.Parameter(p.clone()) for p in shapes]
+    for p in parameters:
+        p.grad = 1e-3 * torch.randn_like(p)
+    optimizer = make(parameters)
+    optimizer.step()
+    return optimizer
+
+
+def rows(cases: Cases, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The seconds of every variant, and how many times as fast as the first, in pairs."""
+    shuffle = random.Random(0)
+    for case, variants in cases:
+        if args.only not in case:
+            continue
+        seconds: dict[str, list[float]] = {name: [] for name in variants}
+        for turn in range(args.warmup + args.rounds):
+            for name in shuffle.sample([*variants], len(variants)):
+                start = time.perf_counter()
+                variants[name]()
+                if turn >= args.warmup:
+                    seconds[name].append(time.perf_counter() - start)
+        first = seconds[next(iter(seconds))]
+        for name, spent in seconds.items():
+            ratios = [a / b for a, b in zip(first, spent, strict=True)]
+            yield {
+                "case": case,
+                "variant": name,
+                "seconds": quartiles(spent),
+                "times_as_fast": quartiles(ratios),
+            }
+
+
+def show(found: Sequence[Mapping[str, Any]]) -> None:
+    """What was measured."""
+    drawn = Table("case", "variant", "median ms", "quartiles", "times as fast", "quartiles")
+    for row in found:
+        low, median, high = (f"{1e3 * s:.2f}" for s in row["seconds"])
+        less, ratio, more = (f"{r:.2f}" for r in row["times_as_fast"])
+        quarter = (f"{low}..{high}", ratio, f"{less}..{more}")
+        drawn.add_row(row["case"], row["variant"], median, *quarter)
+    Console(width=150).print(drawn)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("part", choices=("kernels", "optimizers"))
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    cases = kernels() if args.part == "kernels" else optimizers()
+    found = list(track(rows(cases, args), args.part, console=Console(stderr=True)))
+    show(found)
+    if args.json:
+        entry = {"part": args.part, "threads": args.threads, "rounds": args.rounds, "rows": found}
+        save(args.json, "fusion", entry)
+
+
+if __name__ == "__main__":
+    main()
