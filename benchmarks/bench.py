@@ -27,8 +27,6 @@ RATES = {"1gbit": 5, "300mbit": 3}
 """Rounds at each."""
 ROADS = "--splits default --transports flat direct sharded 'sharded, a third replicated'"
 RIVALS = "--fsdp keep --zero 8"
-FEW = "--ddp 4 25 --ddp-graph dynamic --rounds 1 --warmup 1"
-"""Where memory counts alone: all fifteen variants side by side have no room with it."""
 GRID = "default 'by_bytes 2/1/1' 'by_bytes 16/1/1' single optimal"
 SPLITS = "default 'by_bytes 8/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46'"
 HALF = "--codecs bf16 'bf16 / by_bytes 16/1/1' fp16 --hooks fp16 'fp16, 4 MB'"
@@ -52,8 +50,7 @@ def commands() -> Iterator[tuple[str, str]]:
             yield f"accelerator-{model}-{rate}", f"{base} --compute accelerator"
             yield f"transports-{model}-{rate}", base
     for model in MODELS:
-        roads = "--splits default --transports flat sharded"
-        yield f"memory-{model}", f"exchange.py --model {model} {FEW} {RIVALS} {roads}"
+        yield f"memory-{model}", f"exchange.py --model {model} --only-memory {RIVALS} {ROADS}"
     for model in MODELS:
         options = f"auto.py --model {model} --rounds 3 --finals 10 --more 0 --splits {GRID}"
         yield f"auto-{model}-1gbit", f"{options} --compute accelerator"

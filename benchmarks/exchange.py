@@ -280,8 +280,14 @@ def measure(args: argparse.Namespace) -> None:
     if device:
         device.seconds = wanted
     build = variants_of(args, case)
-    peaks = measure_memory(build, rank, world) if args.memory else {}
+    peaks = measure_memory(build, rank) if args.memory or args.only_memory else {}
     dist.init_process_group("gloo")
+    highest = highest_of_all(peaks)
+    if args.only_memory:
+        write_memory(args, case, highest)
+        dist.destroy_process_group()
+        return
+    check_room(highest, world)
     variants: dict[str, Iterate] = {}
     sessions: dict[str, AnySession] = {}
     for label, make in build.items():
@@ -299,10 +305,6 @@ def measure(args: argparse.Namespace) -> None:
     if args.finals and OPTIMAL in variants:
         finalists = [OPTIMAL, *rivals(seconds)]
         finals, _ = take_turns({name: variants[name] for name in finalists}, args.finals, 1)
-    for name, own in peaks.items():
-        most = torch.tensor([own])
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        peaks[name] = int(most)
     if rank == 0:
         for session in sessions.values():
             if searches(session):
@@ -311,7 +313,7 @@ def measure(args: argparse.Namespace) -> None:
             name: sum(segment.num_collectives for segment in session.segments)
             for name, session in sessions.items()
         }
-        write(args, case, seconds, cpu, collectives, peaks, wire, finals)
+        write(args, case, seconds, cpu, collectives, highest, wire, finals)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -322,24 +324,47 @@ def searches(session: AnySession) -> bool:
     return isinstance(gradients.split, Optimal) or isinstance(gradients.transport, Auto)
 
 
-def measure_memory(
-    build: Mapping[str, Callable[[], Variant]], rank: int, world: int
-) -> dict[str, int]:
-    """The peak of each variant, in bytes of this rank; refuses if all together have no room."""
+def measure_memory(build: Mapping[str, Callable[[], Variant]], rank: int) -> dict[str, int]:
+    """The peak of each variant, in bytes of this rank."""
     release()
     console = Console(stderr=True, quiet=rank != 0)
-    peaks = {
+    return {
         label: peak_rss(lambda make=make: make()[0], turn)  # type: ignore[misc]
         for turn, (label, make) in enumerate(track(build.items(), "peak memory", console=console))
     }
+
+
+def check_room(peaks: Mapping[str, int], world: int) -> None:
+    """Refuse variants that have no room side by side, as far as their peaks are known."""
     needed = world * sum(peak - min(peaks.values()) / 2 for peak in peaks.values())
     if needed > free_bytes():
         raise SystemExit(
             f"{len(peaks)} variants side by side on {world} ranks need about "
             f"{needed / 2**30:.0f} GiB of memory, {free_bytes() / 2**30:.0f} are free; "
-            "choose fewer by --ddp, --fsdp, --zero, --splits, --transports"
+            "choose fewer by --ddp, --fsdp, --zero, --splits, --transports, or --no-memory and "
+            "--only-memory in a run of its own"
         )
-    return peaks
+
+
+def highest_of_all(peaks: Mapping[str, int]) -> dict[str, int]:
+    """The peaks of the rank that needs most."""
+    most = torch.tensor([*peaks.values()], dtype=torch.int64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return dict(zip(peaks, most.tolist(), strict=True))
+
+
+def write_memory(args: argparse.Namespace, case: Case, peaks: Mapping[str, int]) -> None:
+    """On rank 0 print the peaks; with --json write them too."""
+    if dist.get_rank():
+        return
+    drawn = Table("variant", "peak MiB")
+    for name, peak in peaks.items():
+        drawn.add_row(name, f"{peak / 2**20:.0f}")
+    Console().print(drawn)
+    if args.json:
+        rows = [{"name": name, "peak_bytes": peak} for name, peak in peaks.items()]
+        entry = {"model": args.model, "megabytes": case.num_bytes / 2**20, "nodes": args.nodes}
+        save(args.json, "exchange", {"benchmark": "memory", **entry, "rows": rows})
 
 
 def share_cores(rank: int, ranks: int) -> None:
@@ -571,6 +596,7 @@ def main() -> int:
         default=True,
         help="measure each variant's peak memory first, alone",
     )
+    parser.add_argument("--only-memory", action="store_true", help="peak memory, and no times")
     parser.add_argument("--loopback", action="store_true", help="without emulated links")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()

@@ -2,6 +2,7 @@
 
     python benchmarks/fusion.py kernels --json benchmarks/results/kernels.json
     python benchmarks/fusion.py optimizers --json benchmarks/results/optimizers.json
+    python benchmarks/fusion.py kernels --device cuda --json benchmarks/results/kernels-cuda.json
 
 All variants of a case take turns, in an order that is shuffled every round, so that each round is
 one observation of every ratio. Optimizers step the parameters of real models with gradients that
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from iteration import quartiles
 from rich.console import Console
 from rich.progress import track
@@ -35,11 +37,13 @@ from slipstream.kernels import (
     Objects,
     compress_by_index as compress,
     sim_ota as assign,
+    window_attention,
     window_merge,
     window_partition,
 )
 from slipstream.kernels.compress_by_index import reference as compress_with_a_list
 from slipstream.kernels.sim_ota import reference as assign_one_by_one
+from slipstream.kernels.window_attention import reference as attention_one_by_one
 from slipstream.kernels.window_partition import reference_merge, reference_partition
 from slipstream.optim import Lamb
 from slipstream.optim.lamb import step_one_by_one
@@ -73,6 +77,37 @@ def kernels() -> Cases:
         plain = partial(there_and_back, reference_partition, reference_merge, maps)
         fast = partial(there_and_back, window_partition, window_merge, maps)
         yield name, {"roll, view, copy": plain, "slipstream": fast}
+
+    for windows, heads, masks in ((512, 3, 0), (512, 3, 64), (128, 6, 0), (128, 6, 16)):
+        name = f"attention in {windows} windows of 7 x 7, {heads} heads"
+        name += ", shifted" if masks else ""
+        yield f"{name}, forward and backward", attention(windows, heads, masks)
+
+
+def attention(windows: int, heads: int, masks: int) -> dict[str, Call]:
+    """As in the stages of a Swin-T at batch 8; q, k and v as one projection leaves them."""
+    packed = torch.randn(windows, 49, 3, heads, 32, requires_grad=True)
+    bias = torch.randn(heads, 49, 49, requires_grad=True)
+    mask = torch.where(torch.rand(masks, 49, 49) < 0.3, -100.0, 0.0) if masks else None
+    gradient = torch.randn(windows, 49, heads * 32)
+
+    def run(function: Callable[..., torch.Tensor]) -> None:
+        result = function(*packed.permute(2, 0, 3, 1, 4).unbind(), bias, mask)
+        result.transpose(1, 2).reshape_as(gradient).backward(gradient)
+        packed.grad = bias.grad = None
+
+    def sdpa(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> torch.Tensor:
+        added = (
+            bias if mask is None else (bias + mask.unsqueeze(1)).repeat(windows // masks, 1, 1, 1)
+        )
+        return F.scaled_dot_product_attention(q, k, v, added)
+
+    functions: dict[str, Callable[..., torch.Tensor]] = {
+        "one by one": attention_one_by_one,
+        "torch's SDPA": sdpa,
+        "slipstream": window_attention,
+    }
+    return {name: partial(run, function) for name, function in functions.items()}
 
 
 def there_and_back(cut: Any, join: Any, maps: torch.Tensor) -> None:
@@ -139,7 +174,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def optimizers() -> Cases:
     """Steps of the parameters of four models."""
     for model, build in MODELS.items():
-        shapes = [p.detach() for p in build().parameters()]
+        shapes = [p.detach().to(torch.get_default_device()) for p in build().parameters()]
         values = sum(p.numel() for p in shapes) / 1e6
         for name, make in OPTIMIZERS.items():
             plain, fused = stepped(shapes, make), stepped(shapes, make)
@@ -164,14 +199,17 @@ def stepped(shapes: list[torch.Tensor], make: Callable[[Any], Optimizer]) -> Opt
 def rows(cases: Cases, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The seconds of every variant, and how many times as fast as the first, in pairs."""
     shuffle = random.Random(0)
+    wait: Call = torch.cuda.synchronize if args.device == "cuda" else bool
     for case, variants in cases:
         if args.only not in case:
             continue
         seconds: dict[str, list[float]] = {name: [] for name in variants}
         for turn in range(args.warmup + args.rounds):
             for name in shuffle.sample([*variants], len(variants)):
+                wait()
                 start = time.perf_counter()
                 variants[name]()
+                wait()
                 if turn >= args.warmup:
                     seconds[name].append(time.perf_counter() - start)
         first = seconds[next(iter(seconds))]
@@ -203,15 +241,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    torch.set_default_device(args.device)
     cases = kernels() if args.part == "kernels" else optimizers()
     found = list(track(rows(cases, args), args.part, console=Console(stderr=True)))
     show(found)
     if args.json:
-        entry = {"part": args.part, "threads": args.threads, "rounds": args.rounds, "rows": found}
+        where = torch.cuda.get_device_name() if args.device == "cuda" else "a CPU"
+        entry = {
+            "part": args.part,
+            "device": where,
+            "threads": args.threads,
+            "rounds": args.rounds,
+            "rows": found,
+        }
         save(args.json, "fusion", entry)
 
 

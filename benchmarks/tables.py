@@ -164,7 +164,7 @@ def overhead(entry: Mapping[str, Any]) -> str:
 def fusion(entry: Mapping[str, Any]) -> str:
     """Kernels or optimizers beside the plain code that they stand for."""
     lines = [
-        f"## {entry['part'].capitalize()} on a CPU, {entry['date']}",
+        f"## {entry['part'].capitalize()} on {entry['device']}, {entry['date']}",
         "",
         f"{entry['threads']} threads, {entry['rounds']} rounds. torch {_versions(entry)}. "
         f"`{entry['command']}`",
@@ -176,6 +176,20 @@ def fusion(entry: Mapping[str, Any]) -> str:
         less, ratio, more = (f"{r:.2f}" for r in row["times_as_fast"])
         quarter = (f"{low}..{high}", ratio, f"{less}..{more}")
         lines.append(_row(row["case"], row["variant"], median, *quarter))
+    return "\n".join(lines)
+
+
+def memory(entry: Mapping[str, Any]) -> str:
+    """The peak memory of every variant of an exchange."""
+    lines = [
+        f"## Peak memory, {entry['model']}, {entry['date']}",
+        "",
+        f"{entry['megabytes']:.0f} MB of gradients, {entry['nodes']} ranks; each variant alone in "
+        f"its processes. torch {_versions(entry)}. `{entry['command']}`",
+        "",
+        *_header("variant", "peak MiB"),
+    ]
+    lines += [_row(r["name"], f"{r['peak_bytes'] / 2**20:.0f}") for r in entry["rows"]]
     return "\n".join(lines)
 
 
@@ -776,6 +790,7 @@ def rendered(every: Sequence[Mapping[str, Any]]) -> str:
         "exchange": exchange,
         "fusion": fusion,
         "large_batch": large_batch,
+        "memory": memory,
         "offload": offload,
         "recompute": recompute,
         "operators": operators,

@@ -10,6 +10,7 @@ from slipstream.kernels.sim_ota import (
     Objects as Objects,
     sim_ota as sim_ota,
 )
+from slipstream.kernels.window_attention import window_attention as window_attention
 from slipstream.kernels.window_partition import (
     window_merge as window_merge,
     window_partition as window_partition,
