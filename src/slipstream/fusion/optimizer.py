@@ -415,8 +415,12 @@ def _is_shaped(key: str, value: Any, parameter: Tensor) -> bool:
 def _numbers(state: dict[str, Any], parameter: Tensor) -> Hashable:
     """The names of a parameter's states, and the values of those that are one number."""
     return tuple(
-        (key, None)
-        if _is_shaped(key, value, parameter)
-        else (key, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
+        (key, None if _is_shaped(key, value, parameter) else _number(value))
         for key, value in sorted(state.items())
     )
+
+
+def _number(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else id(value)
+    return value if isinstance(value, Hashable) else id(value)
