@@ -160,17 +160,22 @@ class FusedOptimizer:
 
     def _set_flags(self, group: dict[str, Any], having: Sequence[Tensor]) -> int:
         """As if the optimizer had been made with ``fused=True``."""
-        alike = all(p.is_floating_point() and _is_mergeable(p) for p in having)
+        alike = all(map(_is_mergeable, having))  # torch's kernels go through memory side by side
         if group["differentiable"] or not alike:
             return len(having)
         self._flags.append((group, {key: group[key] for key in ("fused", "foreach")}))
         group.update(fused=True, foreach=False)
+        if having[0].device.type != "cpu":
+            self._move_steps(having)
+        return 1
+
+    def _move_steps(self, having: Sequence[Tensor]) -> None:
+        """Fused kernels count on the device, torch's other forms on the host."""
         for parameter in having:
             state = self._optimizer.state.get(parameter, {})
             step = state.get("step")
             if isinstance(step, Tensor) and step.device != parameter.device:
                 state["step"] = step.to(parameter.device)
-        return 1
 
     def _put_blocks(self, number: int, group: dict[str, Any], having: Sequence[Tensor]) -> int:
         known = self._groups.get(number)
@@ -393,8 +398,11 @@ def _is_small(parameter: Tensor) -> bool:
 def _is_mergeable(parameter: Tensor) -> bool:
     """Whether the gradient has its values in the order of the parameter's."""
     gradient = _gradient(parameter)
-    strided = gradient.layout == torch.strided and gradient.dtype == parameter.dtype
-    return strided and gradient.stride() == parameter.stride()
+    return (
+        gradient.layout is torch.strided
+        and gradient.dtype is parameter.dtype
+        and gradient.stride() == parameter.stride()
+    )
 
 
 def _gradient(parameter: Tensor) -> Tensor:
