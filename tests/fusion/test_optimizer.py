@@ -271,8 +271,9 @@ def test_parameters_that_move_are_found_again() -> None:
         give_gradients(mine, number)
         give_gradients(plain, number)
         if number == 2:
-            for p in mine:
-                p.data = p.data.clone()
+            for p in mine:  # to other memory, in another order
+                p.data = p.data.t().clone(memory_format=torch.contiguous_format).t()
+                p.grad = torch.empty_like(p).copy_(p.grad)  # type: ignore[arg-type]
         ours.step()
         theirs.step()
     check_same(ours, theirs)

@@ -289,10 +289,14 @@ class _Block:
         self._adopt()
 
     def fits(self) -> bool:
-        """Whether nothing has taken the place of the states that the parameters were given."""
-        for number, parameter in enumerate(self._parameters):
+        """Whether the parameters are laid out as they were, and have the states that they were
+        given."""
+        for number, (parameter, place) in enumerate(
+            zip(self._parameters, self._places, strict=True)
+        ):
             state = self._optimizer.state.get(parameter, {})
-            if not _is_mergeable(parameter) or len(state) != len(self._state):
+            same = parameter.dtype is place.dtype and parameter.stride() == place.stride()
+            if not same or not _is_mergeable(parameter) or len(state) != len(self._state):
                 return False
             for key, value in state.items():
                 shown = self._shown.get(key)
