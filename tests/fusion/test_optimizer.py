@@ -258,6 +258,26 @@ def test_a_step_that_raises_leaves_the_user_s_parameters() -> None:
     assert [*map(id, optimizer.param_groups[0]["params"])] == [*map(id, made)]
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD, momentum", "RMSprop"])
+def test_gradients_in_another_order_and_parameters_with_holes(name: str) -> None:
+    both = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        turned = nn.Parameter(torch.randn(6, 5).t())
+        kernel = nn.Parameter(torch.randn(3, 1, 3, 3).to(memory_format=torch.channels_last))
+        holes = nn.Parameter(torch.randn(8, 6)[:, ::2])
+        optimizer = OPTIMIZERS[name]([{"params": [turned, kernel]}, {"params": [holes]}])
+        handle = fuse(optimizer) if fused else None
+        for _ in range(3):
+            for p in (turned, kernel, holes):
+                p.grad = torch.randn(p.shape)
+            optimizer.step()
+        both.append(optimizer)
+        if handle is not None and name != "RMSprop":
+            assert handle.report_rows()[0].value.endswith("updates -> 2")
+    check_same(both[1], both[0])
+
+
 def test_an_unknown_class_must_be_vouched_for() -> None:
     with pytest.raises(ModelError, match=r"Lion cannot be fused.*fuse_optimizer: elementwise"):
         fuse_optimizer(Lion(parameters()))

@@ -96,6 +96,7 @@ class FusedOptimizer:
         self._optimizer, self._form = optimizer, _form(optimizer, elementwise)
         self._flags: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._groups: dict[int, _Group] = {}  # by the number of the group
+        self._dense: dict[Tensor, tuple[int, ...]] = {}  # parameters without holes, their strides
         self._updates = self._calls = 0
         self._hooks = [optimizer.register_step_post_hook(self._ends)]
         if isinstance(optimizer, Layerwise):
@@ -117,6 +118,7 @@ class FusedOptimizer:
         for group in self._groups.values():
             group.part()
         self._groups.clear()
+        self._dense.clear()
         if isinstance(self._optimizer, Layerwise):
             self._optimizer.fused = False
 
@@ -160,14 +162,27 @@ class FusedOptimizer:
 
     def _set_flags(self, group: dict[str, Any], having: Sequence[Tensor]) -> int:
         """As if the optimizer had been made with ``fused=True``."""
-        alike = all(map(_is_mergeable, having))  # torch's kernels go through memory side by side
-        if group["differentiable"] or not alike:
+        if group["differentiable"] or not all(map(self._lie_side_by_side, having)):
             return len(having)
         self._flags.append((group, {key: group[key] for key in ("fused", "foreach")}))
         group.update(fused=True, foreach=False)
         if having[0].device.type != "cpu":
             self._move_steps(having)
         return 1
+
+    def _lie_side_by_side(self, parameter: Tensor) -> bool:
+        """Whether torch's kernels can go through parameter and gradient by their memory; a gradient
+        in another order is put in the parameter's."""
+        gradient = _gradient(parameter)
+        if gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype:
+            return False
+        if self._dense.get(parameter) != parameter.stride():
+            if not is_dense(parameter):
+                return False
+            self._dense[parameter] = parameter.stride()
+        if not _is_mergeable(parameter):
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        return True
 
     def _move_steps(self, having: Sequence[Tensor]) -> None:
         """Fused kernels count on the device, torch's other forms on the host."""
@@ -405,8 +420,14 @@ def _is_mergeable(parameter: Tensor) -> bool:
     return (
         gradient.layout is torch.strided
         and gradient.dtype is parameter.dtype
-        and gradient.stride() == parameter.stride()
+        and (gradient.stride() == parameter.stride() or _same_order(gradient, parameter))
     )
+
+
+def _same_order(gradient: Tensor, parameter: Tensor) -> bool:
+    """Whether strides differ at most along axes of length 1, where they mean nothing."""
+    both = zip(parameter.shape, gradient.stride(), parameter.stride(), strict=True)
+    return all(length == 1 or one == other for length, one, other in both)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
