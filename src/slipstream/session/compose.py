@@ -144,6 +144,7 @@ def compose(
         # After the engine, which knows the order of the parameters.
         if shares is not None:
             full_state = _sharded_model(given, transports[0], trainables, shares, engine, precision)
+        # Inside the steps of precision and of the shares, whose hooks are there by now.
         if fused_optimizer is not None:
             fused_optimizer.attach()
         # After the engine, whose segments it describes.

@@ -18,7 +18,7 @@ class Compute(Setting):
     """
 
     fuse_optimizer: Literal[False, True, "elementwise"] = False
-    """Few calls for a step of the optimizer, where each parameter takes several.
+    """A step of the optimizer in few calls, instead of several for each parameter.
 
     elementwise: also an optimizer of a class of your own, which treats every value on its own.
     """
