@@ -27,6 +27,7 @@ RATES = {"1gbit": 5, "300mbit": 3}
 """Rounds at each."""
 ROADS = "--splits default --transports flat direct sharded 'sharded, a third replicated'"
 RIVALS = "--fsdp keep --zero 8"
+FSDP = "--fsdp default keep prefetch --splits default --transports flat sharded --rounds 5"
 GRID = "default 'by_bytes 2/1/1' 'by_bytes 16/1/1' single optimal"
 SPLITS = "default 'by_bytes 8/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46'"
 HALF = "--codecs bf16 'bf16 / by_bytes 16/1/1' fp16 --hooks fp16 'fp16, 4 MB'"
@@ -49,6 +50,7 @@ def commands() -> Iterator[tuple[str, str]]:
             base = f"{base} --rounds {rounds} --warmup 1"
             yield f"accelerator-{model}-{rate}", f"{base} --compute accelerator"
             yield f"transports-{model}-{rate}", base
+    yield "fsdp-resnet50-1gbit", f"exchange.py --model resnet50 --ddp 2 4 {FSDP} --no-memory"
     for model in MODELS:
         yield f"memory-{model}", f"exchange.py --model {model} --only-memory {RIVALS} {ROADS}"
     for model in MODELS:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ModelError
-from slipstream.fusion import fuse_optimizer, optimizer as module
+from slipstream.fusion import FusedOptimizer, fuse_optimizer, small_parameters
 from slipstream.optim import Lamb
 
 C = torch.optim
@@ -67,8 +67,8 @@ IN_BLOCKS = [name for name in IN_BLOCKS if name not in ("Adam", "Adagrad")]
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(module.SMALL, "cpu", 50)
-    monkeypatch.setattr(module, "BLOCK", 16)
+    monkeypatch.setitem(small_parameters.SMALL, "cpu", 50)
+    monkeypatch.setattr(small_parameters, "BLOCK", 16)
 
 
 def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -91,7 +91,7 @@ def give_gradients(made: list[nn.Parameter], number: int) -> None:
         p.grad = torch.empty_like(p).copy_(torch.randn(p.shape, generator=random, dtype=p.dtype))
 
 
-def fuse(optimizer: torch.optim.Optimizer) -> module.FusedOptimizer:
+def fuse(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
     return fuse_optimizer(optimizer, elementwise=isinstance(optimizer, Lion))
 
 
@@ -188,7 +188,7 @@ def test_blocks_are_few(name: str) -> None:
 
 
 def test_many_small_parameters_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 2**18)
+    monkeypatch.setattr(small_parameters, "BLOCK", 2**18)
     made = [nn.Parameter(torch.randn(3, 3)) for _ in range(161)]
     optimizer = C.RMSprop(made)
     fused = fuse(optimizer)
@@ -214,6 +214,16 @@ def test_states_stay_where_they_are_and_blocks_leave_none() -> None:
     assert optimizer.state[made[1]]["exp_avg"]._base is None
 
 
+def test_a_copy_of_an_optimizer_can_be_fused() -> None:
+    made = parameters()
+    optimizer = copy.deepcopy(Lamb(made, lr=0.01))
+    copied = optimizer.param_groups[0]["params"]
+    fuse(optimizer)
+    give_gradients(copied, 0)
+    optimizer.step()
+    assert not copied[0].equal(made[0])
+
+
 @pytest.mark.parametrize("name", ["RMSprop", "AdamW", "Lion"])
 def test_a_closure_is_stepped_as_it_is(name: str) -> None:
     mine, plain = parameters(), parameters()
@@ -226,7 +236,7 @@ def test_a_closure_is_stepped_as_it_is(name: str) -> None:
                 give_gradients(made, number)
                 return float(number)
 
-            assert optimizer.step(closure) == number  # type: ignore[arg-type]
+            assert optimizer.step(closure) == number
     check_same(ours, theirs)
 
 
@@ -293,7 +303,7 @@ def test_parameters_that_move_are_found_again() -> None:
         if number == 2:
             for p in mine:  # to other memory, in another order
                 p.data = p.data.t().clone(memory_format=torch.contiguous_format).t()
-                p.grad = torch.empty_like(p).copy_(p.grad)  # type: ignore[arg-type]
+                p.grad = torch.empty_like(p).copy_(p.grad)
         ours.step()
         theirs.step()
     check_same(ours, theirs)

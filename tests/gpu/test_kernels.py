@@ -57,7 +57,7 @@ def test_window_attention_repeats_bit_for_bit() -> None:
     for _ in range(2):
         there = [t.detach().cuda().requires_grad_() for t in given]
         torch.manual_seed(0)
-        result = window_attention(*there, mask.cuda(), dropout=0.2)  # type: ignore[union-attr]
+        result = window_attention(*there, mask.cuda(), dropout=0.2)
         runs.append((result, *torch.autograd.grad(result, there, gradient.cuda())))
     assert all(a.equal(b) for a, b in zip(*runs, strict=True))
 

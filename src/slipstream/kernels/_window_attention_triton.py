@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 @triton.jit
-def _probabilities(  # type: ignore[no-untyped-def]
+def _probabilities(
     query, key, bias, mask, heads_at, window, m, n, positions, scale, has_mask: tl.constexpr
 ):
     """Scores of rows ``m`` and columns ``n``; minus infinity beyond the last column."""
@@ -34,22 +34,20 @@ def _probabilities(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _kept(seed, row, m, n, positions, dropout):  # type: ignore[no-untyped-def]
+def _kept(seed, row, m, n, positions, dropout):
     """What a probability is multiplied by: 0, or 1 / (1 - dropout)."""
     drawn = tl.rand(seed, (row * positions + m[:, None]) * positions + n[None, :])
     return tl.where(drawn >= dropout, 1.0 / (1.0 - dropout), 0.0)
 
 
 @triton.jit
-def _load(  # type: ignore[no-untyped-def]
-    tensor, b, h, rows, d, stride_b, stride_h, stride_n, stride_d, positions, channels
-):
+def _load(tensor, b, h, rows, d, stride_b, stride_h, stride_n, stride_d, positions, channels):
     at = b * stride_b + h * stride_h + rows[:, None] * stride_n + d[None, :] * stride_d
     return tl.load(tensor + at, (rows[:, None] < positions) & (d[None, :] < channels), 0.0)
 
 
 @triton.jit
-def _store(  # type: ignore[no-untyped-def]
+def _store(
     tensor, values, b, h, rows, d, stride_b, stride_h, stride_n, stride_d, positions, channels
 ):
     at = b * stride_b + h * stride_h + rows[:, None] * stride_n + d[None, :] * stride_d
@@ -58,7 +56,7 @@ def _store(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _forward(
     q, k, v, bias, mask, out, log_sums, seed,
     qb, qh, qn, qd, kb, kh, kn, kd, vb, vh, vn, vd, ob, oh, on, od,
     heads, masks, positions, channels, scale, dropout,
@@ -85,7 +83,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_queries(  # type: ignore[no-untyped-def]
+def _backward_queries(
     q, k, v, bias, mask, out, log_sums, grad, dq, dbias, seed,
     qb, qh, qn, qd, kb, kh, kn, kd, vb, vh, vn, vd, ob, oh, on, od,
     gb, gh, gn, gd, db, dh, dn, dd,
@@ -121,7 +119,7 @@ def _backward_queries(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _backward_keys(  # type: ignore[no-untyped-def]
+def _backward_keys(
     q, k, v, bias, mask, out, log_sums, grad, dk, dv, seed,
     qb, qh, qn, qd, kb, kh, kn, kd, vb, vh, vn, vd, ob, oh, on, od,
     gb, gh, gn, gd, db, dh, dn, dd,

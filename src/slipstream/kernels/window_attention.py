@@ -29,7 +29,7 @@ def window_attention(
     """``dropout(softmax(scale query key^T + bias + mask)) value``, window by window.
 
     Written with torch's functions these are seven operations and as many passes over all
-    probabilities, three of which are kept for backward. On CUDA one kernel of Triton computes them,
+    probabilities, which are kept for backward. On CUDA one kernel of Triton computes them,
     and backward computes the probabilities again, so that nothing of their size is kept. On a CPU
     scale, bias and mask ride on the first product, and the probabilities are kept.
 

@@ -123,7 +123,6 @@ class Lamb(Layerwise):
         exclude: Sequence[str] = (),
     ) -> None:
         super().__init__(params, locals())
-        self._memory: dict[torch.dtype, Tensor] = {}
 
     def _check(self, group: Group) -> None:
         betas = group["betas"]
@@ -226,9 +225,10 @@ class Lamb(Layerwise):
         alike = all(p.is_contiguous() for p in parameters)
         if first.device.type != "cpu" or not alike:
             return [torch.zeros_like(parameter) for parameter in parameters]
-        memory = self._memory.get(first.dtype)
+        kept: dict[torch.dtype, Tensor] = vars(self).setdefault("_memory", {})  # copies have none
+        memory = kept.get(first.dtype)
         if memory is None or memory.numel() < total:
-            memory = self._memory[first.dtype] = first.detach().new_empty(total)
+            memory = kept[first.dtype] = first.detach().new_empty(total)
         parts = memory[:total].zero_().split([p.numel() for p in parameters])
         return [part.view(p.shape) for part, p in zip(parts, parameters, strict=True)]
 
