@@ -19,7 +19,8 @@ from tests.harness import marks
 collect_ignore = ["src/slipstream/__main__.py", "src/slipstream/cluster/_rank.py"]
 collect_ignore_glob = ["src/slipstream/testbed/_*.py"]
 
-_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "KMP_")  # pytest's; set by importing torch
+_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "KMP_")
+"""Set by pytest, and by torch where it is imported or compiles."""
 
 
 def pytest_configure() -> None:

@@ -89,7 +89,7 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"precision-{task}", f"precision.py --task {task}"
     for script in ALONE:
         yield script.replace("_", "-"), f"{script}.py"
-    for part in ("kernels", "optimizers"):
+    for part in ("kernels", "patterns", "optimizers"):
         yield part, f"fusion.py {part}"
     yield "tuner-codecs", "tuner.py --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute.py batch"

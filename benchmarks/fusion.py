@@ -1,17 +1,19 @@
-"""Kernels and fused optimizers beside the plain code that they stand for, in one process.
+"""Kernels, fused chains and fused optimizers beside the plain code that they stand for.
 
     python benchmarks/fusion.py kernels --json benchmarks/results/kernels.json
+    python benchmarks/fusion.py patterns --json benchmarks/results/patterns.json
     python benchmarks/fusion.py optimizers --json benchmarks/results/optimizers.json
     python benchmarks/fusion.py kernels --device cuda --json benchmarks/results/kernels-cuda.json
 
-All variants of a case take turns, in an order that is shuffled every round, so that each round is
-one observation of every ratio. Optimizers step the parameters of real models with gradients that
-are there already; the first step, which makes the state, is left out.
+All variants of a case take turns in one process, in an order that is shuffled every round, so that
+each round is one observation of every ratio. Optimizers step the parameters of real models with
+gradients that are there already; the first step, which makes the state, is left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 import time
@@ -29,9 +31,9 @@ from rich.table import Table
 from tables import save
 from torch import nn
 from torch.optim import Optimizer
-from transformers import MobileNetV2Config, MobileNetV2Model
+from transformers import MobileNetV2Config, MobileNetV2Model, ResNetConfig, ResNetModel
 
-from slipstream.fusion import fuse_optimizer
+from slipstream.fusion import fuse_optimizer, fuse_patterns
 from slipstream.kernels import (
     Level,
     Objects,
@@ -134,6 +136,87 @@ def scene(images: int, most: int) -> tuple[Any, ...]:
     return boxes, torch.randn(images, anchors, 80) - 3, torch.randn(images, anchors) - 3, objects
 
 
+class Unit(nn.Module):
+    """A part of a network that the patterns find; ``shortcut`` is added where there is one."""
+
+    def __init__(self, layer: nn.Module, activation: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.activation = layer, activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.layer(x))
+
+
+class UnitWithShortcut(Unit):
+    def forward(self, x: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self.activation(self.layer(x) + shortcut)
+
+
+class ReluDepthwise(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        convolved: torch.Tensor = self.layer(torch.relu(x))
+        return convolved
+
+
+def patterns() -> Cases:
+    """The parts at sizes of ResNet-50 and MobileNet-V2 at batch 16, then whole networks."""
+    size = {"stage 1": (16, 64, 56, 56), "stage 2": (16, 128, 28, 28), "stage 3": (16, 256, 14, 14)}
+    shape: tuple[int, ...]
+    for stage, shape in {"stem": (16, 64, 112, 112), **size}.items():
+        unit = Unit(nn.BatchNorm2d(shape[1]), F.relu)
+        yield f"batch norm + relu: {stage}, {shape}", forms(unit, shape)
+    for stage, (batch, channels, *sides) in size.items():
+        shape = (batch, 4 * channels, *sides)
+        unit = UnitWithShortcut(nn.BatchNorm2d(shape[1]), F.relu)
+        yield f"batch norm + add + relu: {stage}, {shape}", forms(unit, shape, shape)
+    for function in (F.relu, F.gelu):
+        shape = (16, 256, 56, 56)
+        unit = UnitWithShortcut(nn.Identity(), function)
+        yield f"add + {function.__name__}: {shape}", forms(unit, shape, shape)
+    for shape in ((16, 144, 56, 56), (16, 384, 14, 14)):
+        yield f"relu + depthwise convolution: {shape}", forms(ReluDepthwise(shape[1]), shape)
+    basic = ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512])
+    networks: dict[str, Callable[[], nn.Module]] = {
+        "ResNet-18": lambda: ResNetModel(basic),
+        "ResNet-50": lambda: ResNetModel(ResNetConfig()),
+        "MobileNet-V2": lambda: MobileNetV2Model(MobileNetV2Config()),
+    }
+    for name, build in networks.items():
+        yield f"{name}: 8 images of 224 x 224", forms(build(), (8, 3, 224, 224))
+
+
+def forms(module: nn.Module, *shapes: Sequence[int]) -> dict[str, Call]:
+    """Forward and backward by torch one by one, compiled by torch, and with fused chains."""
+    fused = copy.deepcopy(module)
+    (row, *_) = fuse_patterns(fused).report_rows()
+    compiled = torch.compile(copy.deepcopy(module))
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    out = result_of(module(*inputs))
+    gradient = torch.randn_like(out)
+
+    def step(called: Callable[..., Any]) -> None:
+        result_of(called(*inputs)).backward(gradient)
+        for x in inputs:
+            x.grad = None
+
+    calls: dict[str, Any] = {
+        "torch": module,
+        "torch.compile": compiled,
+        f"slipstream: {row.value}": fused,
+    }
+    return {name: partial(step, called) for name, called in calls.items()}
+
+
+def result_of(outputs: Any) -> torch.Tensor:
+    """Of a network, or a tensor as it is."""
+    result: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.pooler_output
+    return result
+
+
 class Lion(Optimizer):
     """An optimizer that torch has not, as users write it."""
 
@@ -234,9 +317,16 @@ def show(found: Sequence[Mapping[str, Any]]) -> None:
     Console(width=150).print(drawn)
 
 
+PARTS: dict[str, Callable[[], Cases]] = {
+    "kernels": kernels,
+    "patterns": patterns,
+    "optimizers": optimizers,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("part", choices=("kernels", "optimizers"))
+    parser.add_argument("part", choices=(*PARTS,))
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--warmup", type=int, default=4)
@@ -247,7 +337,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     torch.set_default_device(args.device)
-    cases = kernels() if args.part == "kernels" else optimizers()
+    cases = PARTS[args.part]()
     found = list(track(rows(cases, args), args.part, console=Console(stderr=True)))
     show(found)
     if args.json:

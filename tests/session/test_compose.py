@@ -21,16 +21,18 @@ from tests.harness.ranks import PerRank, Ranks
 from tests.memory.models import Blocks, rows
 
 HALF = {"kind": "half_weights", "dtype": "bf16", "exchange": "fp32"}
+CHAINS = {"fuse_bn_act": True, "fuse_add_act": True, "fuse_relu_depthwise": True}
 DISK = {"to": "disk", "min_bytes": 0}
 EVERYTHING = {
     "precision": HALF,
     "memory": {"recompute": {"budget": 0.5}, "offload": DISK},
-    "compute": {"fuse_optimizer": True},
+    "compute": {"fuse_optimizer": True, **CHAINS},
     "trace": {"steps": 9},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "autocast": {"precision": {"kind": "autocast", "dtype": "bf16"}},
     "half weights": {"precision": HALF},
+    "fused chains": {"compute": CHAINS},
     "fused optimizer": {"compute": {"fuse_optimizer": True}},
     "every block": {"memory": {"recompute": {"every": 1}}},
     "every other block": {"memory": {"recompute": {"every": 2}}},

@@ -130,6 +130,9 @@ wishes = st.builds(
     compute=st.builds(
         Compute,
         tf32=st.booleans(),
+        fuse_bn_act=st.booleans(),
+        fuse_add_act=st.booleans(),
+        fuse_relu_depthwise=st.booleans(),
         fuse_optimizer=st.sampled_from([False, True, "elementwise"]),
     ),
     gradients=st.builds(
@@ -282,7 +285,8 @@ def test_full_yaml_shows_every_setting_in_order():
         "parallel: {tensor: null, pipeline: null}\n"
         "precision: null\n"
         "memory: {recompute: null, offload: null}\n"
-        "compute: {fuse_optimizer: false, tf32: false}\n"
+        "compute: {fuse_optimizer: false, fuse_bn_act: false, fuse_add_act: false, "
+        "fuse_relu_depthwise: false,\n  tf32: false}\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )
 

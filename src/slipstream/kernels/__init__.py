@@ -3,7 +3,13 @@
 Each file has a plain ``reference`` beside the fast path. They are called by a model's own code.
 """
 
+from slipstream.kernels.add_act import add_act as add_act
+from slipstream.kernels.batch_norm_act import (
+    BatchNormed as BatchNormed,
+    batch_norm_act as batch_norm_act,
+)
 from slipstream.kernels.compress_by_index import compress_by_index as compress_by_index
+from slipstream.kernels.relu_depthwise import relu_depthwise as relu_depthwise
 from slipstream.kernels.sim_ota import (
     Assignment as Assignment,
     Level as Level,

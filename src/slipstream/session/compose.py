@@ -23,6 +23,7 @@ from slipstream.codecs import Ranks
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.fusion.optimizer import FusedOptimizer
+from slipstream.fusion.patterns import fuse_patterns
 from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.interface import GradientEngine
@@ -116,6 +117,8 @@ def compose(
         # Before precision: ranks start from values that are not rounded yet.
         groups = _same_start(given, full_state)
         shares = _shares(given)
+        # Before precision and recompute, which wrap what it makes.
+        _fused_patterns(given)
         # Before all that exchanges parameters while the optimizer steps: it works inside.
         fused_optimizer = _fused_optimizer(given)
         # Changes the types of parameters: before the engine lays out their gradients.
@@ -242,6 +245,12 @@ def _same_start(given: _Given, full_state: FullState) -> list[dist.ProcessGroup]
     if groups:
         broadcast.broadcast(full_state.local_tensors, groups[0])
     return groups
+
+
+def _fused_patterns(given: _Given) -> None:
+    patterns = given.strategy.compute.patterns
+    if patterns:
+        given.handles.add(fuse_patterns(given.model, patterns))
 
 
 def _fused_optimizer(given: _Given) -> FusedOptimizer | None:

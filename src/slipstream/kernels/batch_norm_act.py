@@ -1,0 +1,191 @@
+"""Batch normalisation, a residual and an activation, in one operation."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from slipstream.kernels.activations import ACTIVATIONS, ActivationName
+from slipstream.kernels.compiled import SMALL, compiled
+
+
+class BatchNormed(NamedTuple):
+    """The result of `batch_norm_act`, and the statistics of the batch, without gradient."""
+
+    values: Tensor
+    mean: Tensor
+    """(channels,), fp32, or fp64 for fp64."""
+    variance: Tensor
+    """(channels,), biased."""
+
+
+def batch_norm_act(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: ActivationName,
+    *,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+) -> BatchNormed:
+    """``activation((x - mean) / sqrt(variance + eps) * weight + bias + residual)``.
+
+    Mean and variance are those of each channel of the batch, as in training. Torch's functions read
+    and write all values once for each of the three; here one kernel reads them for the statistics
+    and one writes the result. Backward computes again what the activation is given, so nothing is
+    kept but x and, with a residual, that or the result.
+
+    Args:
+        x: (batch, channels, ...), floating, with more than one value a channel; 16 bits are
+            computed in fp32.
+        weight, bias: (channels,); None: 1 and 0.
+        residual: of the shape and type of ``x``.
+
+    Exactness: reordered.
+
+    Source: ``fuse_bn_act_ops`` and ``fuse_bn_add_act_ops`` of Paddle; Ioffe and Szegedy (2015),
+    arXiv 1502.03167.
+
+    Example:
+        >>> x = torch.tensor([[1.0], [3.0]])
+        >>> batch_norm_act(x, None, None, "relu", eps=0.0).values.flatten()
+        tensor([0., 1.])
+    """
+    if x.numel() < SMALL:
+        return reference(x, weight, bias, activation, residual=residual, eps=eps)
+    operation: Any = BatchNormAct
+    return BatchNormed(*operation.apply(x, weight, bias, residual, activation, eps))
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    activation: ActivationName,
+    *,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+) -> BatchNormed:
+    """The same by torch's functions, one after another."""
+    normal = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True, eps=eps)
+    values = ACTIVATIONS[activation].forward(normal if residual is None else normal + residual)
+    with torch.no_grad():
+        wide = x.float() if x.dtype != torch.float64 else x
+        variance, mean = torch.var_mean(wide, _around_channels(x), correction=0)
+    return BatchNormed(values, mean, variance)
+
+
+class BatchNormAct(torch.autograd.Function):
+    """Named for traces."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        activation: ActivationName,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.key = activation, x.dtype, x.ndim, weight is None, bias is None, residual is None
+        values, mean, variance, rstd = compiled(_forward, *ctx.key)(
+            x, weight, bias, residual, activation, eps
+        )
+        keeps_output = residual is not None and ACTIVATIONS[activation].keeps_output
+        kept = (values, None) if keeps_output else (None, residual)
+        ctx.save_for_backward(x, weight, bias, mean, rstd, *kept)
+        ctx.activation = activation
+        ctx.mark_non_differentiable(mean, variance)
+        return values, mean, variance
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        compute = compiled(_backward, *ctx.key, gradient.dtype)
+        moved, dweight, dbias, dresidual = compute(
+            gradient, *ctx.saved_tensors, ctx.activation, ctx.needs_input_grad[3]
+        )
+        return (
+            moved,
+            dweight if ctx.needs_input_grad[1] else None,
+            dbias if ctx.needs_input_grad[2] else None,
+            *(dresidual, None, None),
+        )
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    activation: ActivationName,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = _wide(x)
+    variance, mean = torch.var_mean(wide, _around_channels(x), correction=0)
+    rstd = torch.rsqrt(variance + eps)
+    total = _normalised(wide, weight, bias, residual, mean, rstd)
+    return ACTIVATIONS[activation].forward(total).to(x.dtype), mean, variance, rstd
+
+
+def _backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    values: Tensor | None,
+    residual: Tensor | None,
+    activation: ActivationName,
+    residual_learns: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """With n values a channel, z the sum before the activation, and u = (x - mean) * rstd:
+    dx = weight * rstd * (dz - u * sum(dz * u) / n - sum(dz) / n)."""
+    act, wide = ACTIVATIONS[activation], _wide(x)
+    if values is None:
+        total = _normalised(wide, weight, bias, residual, mean, rstd)
+        kept = act.forward(total) if act.keeps_output else total
+    else:
+        kept = _wide(values)
+    dz = act.backward(_wide(gradient), kept)
+    around = _around_channels(x)
+    dbias = dz.sum(around)
+    centred = wide - _channelwise(mean, x)
+    dweight = (dz * centred).sum(around) * rstd
+    values_a_channel = x.numel() // x.shape[1]
+    factor = rstd if weight is None else rstd * weight
+    slope, offset = rstd * dweight / values_a_channel, dbias / values_a_channel
+    dx = dz - centred * _channelwise(slope, x) - _channelwise(offset, x)
+    dx = dx * _channelwise(factor, x)
+    dresidual = dz.to(x.dtype) if residual_learns else None
+    return dx.to(x.dtype), dweight, dbias, dresidual
+
+
+def _normalised(
+    wide: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+) -> Tensor:
+    scale = rstd if weight is None else rstd * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    total = wide * _channelwise(scale, wide) + _channelwise(shift, wide)
+    return total if residual is None else total + _wide(residual)
+
+
+def _channelwise(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(1, -1, *[1] * (like.ndim - 2))
+
+
+def _around_channels(x: Tensor) -> list[int]:
+    return [0, *range(2, x.ndim)]
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()

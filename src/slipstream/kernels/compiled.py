@@ -1,0 +1,51 @@
+"""Functions of tensors as compiled kernels: C++ on a CPU, Triton on CUDA."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Callable, Hashable
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from slipstream.errors import UsageError
+
+SMALL = 1 << 16
+"""Values below which a compiled kernel costs more than it saves: its checks take 50 us a call."""
+
+
+def check_compiler(needed_by: str) -> None:
+    """Refuse what needs a compiler on a host without one.
+
+    Raises:
+        UsageError: names what needs it.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if not torch.cuda.is_available() and shutil.which(compiler) is None:
+        raise UsageError(
+            f"{needed_by} needs the C++ compiler {compiler}, which was not found; install it "
+            f"(apt-get install g++), name another in CXX, or leave {needed_by} out"
+        )
+
+
+@functools.cache
+def compiled(function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
+    """``torch.compile(function)`` for tensors of any size, apart for each ``key``.
+
+    Calls are not recorded for backward: an autograd function makes them.
+
+    torch compiles a code object at most eight times, whoever calls it. So each key, which says what
+    else it depends on, gets a code object of its own.
+    """
+    assert isinstance(function, FunctionType)
+    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    made = torch.compile(own, dynamic=True, options={"compile_threads": 1})  # no pool of workers
+
+    def call(*args: Any) -> Any:
+        # torch would compile again for tensors that learn, and read the .grad of results
+        return made(*(a.detach() if isinstance(a, torch.Tensor) else a for a in args))
+
+    return call
