@@ -89,6 +89,8 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"precision-{task}", f"precision.py --task {task}"
     for script in ALONE:
         yield script.replace("_", "-"), f"{script}.py"
+    for model in ("bert", "resnet50"):
+        yield f"compiled-{model}", f"compiled.py --model {model}"
     for part in ("kernels", "patterns", "optimizers"):
         yield part, f"fusion.py {part}"
     yield "tuner-codecs", "tuner.py --allow-lossy --rate 300mbit"

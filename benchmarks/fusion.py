@@ -3,6 +3,7 @@
     python benchmarks/fusion.py kernels --json benchmarks/results/kernels.json
     python benchmarks/fusion.py patterns --json benchmarks/results/patterns.json
     python benchmarks/fusion.py optimizers --json benchmarks/results/optimizers.json
+    python benchmarks/fusion.py graphs --device cuda --json benchmarks/results/graphs-cuda.json
     python benchmarks/fusion.py kernels --device cuda --json benchmarks/results/kernels-cuda.json
 
 All variants of a case take turns in one process, in an order that is shuffled every round, so that
@@ -31,9 +32,16 @@ from rich.table import Table
 from tables import save
 from torch import nn
 from torch.optim import Optimizer
-from transformers import MobileNetV2Config, MobileNetV2Model, ResNetConfig, ResNetModel
+from transformers import (
+    BertConfig,
+    BertModel,
+    MobileNetV2Config,
+    MobileNetV2Model,
+    ResNetConfig,
+    ResNetModel,
+)
 
-from slipstream.fusion import fuse_optimizer, fuse_patterns
+from slipstream.fusion import compile_blocks, fuse_optimizer, fuse_patterns, graph_blocks
 from slipstream.kernels import (
     Level,
     Objects,
@@ -211,6 +219,24 @@ def forms(module: nn.Module, *shapes: Sequence[int]) -> dict[str, Call]:
     return {name: partial(step, called) for name, called in calls.items()}
 
 
+def graphs() -> Cases:
+    """A small model, whose kernels take less time than their start; on CUDA."""
+    config = BertConfig(num_hidden_layers=4, hidden_size=256, num_attention_heads=4)
+    model = BertModel(config, add_pooling_layer=False)
+    tokens = torch.randint(config.vocab_size, (2, 64))
+    graphed, compiled = copy.deepcopy(model), copy.deepcopy(model)
+    graph_blocks(graphed)
+    compile_blocks(compiled)
+
+    def step(called: nn.Module) -> None:
+        called(tokens).last_hidden_state.sum().backward()
+        called.zero_grad()
+
+    calls = {"torch": model, "compiled blocks": compiled, "slipstream: graphs": graphed}
+    name = "BERT of 4 layers of 256, 2 x 64 tokens, forward and backward"
+    yield name, {label: partial(step, called) for label, called in calls.items()}
+
+
 def result_of(outputs: Any) -> torch.Tensor:
     """Of a network, or a tensor as it is."""
     result: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.pooler_output
@@ -320,6 +346,7 @@ def show(found: Sequence[Mapping[str, Any]]) -> None:
 PARTS: dict[str, Callable[[], Cases]] = {
     "kernels": kernels,
     "patterns": patterns,
+    "graphs": graphs,
     "optimizers": optimizers,
 }
 
@@ -337,6 +364,8 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     torch.set_default_device(args.device)
+    if args.part == "graphs" and args.device == "cpu":
+        parser.error("graphs: --device cuda is needed")
     cases = PARTS[args.part]()
     found = list(track(rows(cases, args), args.part, console=Console(stderr=True)))
     show(found)

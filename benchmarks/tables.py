@@ -179,6 +179,33 @@ def fusion(entry: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+COMPILED_COLUMNS = (
+    "variant", "median s", "quartiles", "exposed s", "hidden share", "graphs", "graph breaks",
+)  # fmt: skip
+
+
+def compiled_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row of what torch.compile brings under data parallelism."""
+    low, median, high = (f"{seconds:.3f}" for seconds in row["seconds"])
+    hidden = "" if row["hidden"] is None else f"{row['hidden']:.2f}"
+    counts = (str(row["graphs"]), str(row["breaks"]))
+    return (row["name"], median, f"{low}..{high}", f"{row['exposed']:.3f}", hidden, *counts)
+
+
+def compiled(entry: Mapping[str, Any]) -> str:
+    """torch.compile under data parallelism."""
+    lines = [
+        f"## torch.compile, {entry['model']}, {entry['nodes']} ranks, {entry['rate']}, "
+        f"{entry['date']}",
+        "",
+        f"{entry['megabytes']:.0f} MB of gradients, {entry['wire']:.2f} s on the wire, "
+        f"{entry['rounds']} rounds. torch {_versions(entry)}. `{entry['command']}`",
+        "",
+        *_header(*COMPILED_COLUMNS),
+    ]
+    return "\n".join([*lines, *(_row(*compiled_cells(row)) for row in entry["rows"])])
+
+
 def memory(entry: Mapping[str, Any]) -> str:
     """The peak memory of every variant of an exchange."""
     lines = [
@@ -786,6 +813,7 @@ def rendered(every: Sequence[Mapping[str, Any]]) -> str:
         "auto": auto,
         "blame": blame,
         "bubbles": bubbles,
+        "compiled": compiled,
         "convergence": convergence,
         "exchange": exchange,
         "fusion": fusion,

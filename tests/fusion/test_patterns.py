@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,8 +26,8 @@ from transformers import (
 
 from slipstream.errors import UsageError
 from slipstream.fusion import fuse_patterns
-from slipstream.kernels import add_act, batch_norm_act
 from slipstream.memory.forward_override import ForwardOverride
+from tests.fusion.uncompiled import uncompiled
 
 NORM, SUM, BOTH = "batch norm + activation", "add + activation", "batch norm + add + activation"
 DEPTHWISE = "relu + depthwise convolution"
@@ -36,13 +35,9 @@ Step = Callable[["Unit", Tensor], Tensor]
 
 
 @pytest.fixture(autouse=True)
-def _fused_without_compilation(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Small tensors, too; tests/kernels compiles."""
-    for kernel in (add_act, batch_norm_act):
-        monkeypatch.setattr(sys.modules[kernel.__module__], "SMALL", 0)
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
+def _fused_without_compilation() -> Iterator[None]:
+    with uncompiled():
+        yield
 
 
 class Unit(nn.Module):

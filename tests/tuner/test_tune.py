@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from slipstream.planner.ranking import Prediction
 from slipstream.strategy import ByBytes, ByIndex, Dgc, Direct, Flat, Strategy, late_by
 from slipstream.trace import Trace, chrome, read
 from slipstream.tuner import trials
+from slipstream.tuner.compute_choices import COMPUTE_CHOICES, with_compute
 from slipstream.tuner.one_start import open_strategy
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS
 from slipstream.tuner.trial_log import Tuned
@@ -66,11 +67,13 @@ class Script:
         predictions: dict[Strategy, float],
         budget: float = 1000.0,
         updates: int | None = None,
+        compute: Sequence[dict[str, Any]] = (),
     ) -> Tuned:
         ranked = [predicted(strategy, seconds) for strategy, seconds in predictions.items()]
         ranked.sort(key=lambda one: one.per_batch)
         self.tuner = Tuner(
-            self.run, lambda trace: ranked, BASE, budget, updates, clock=lambda: self.clock
+            *(self.run, lambda trace: ranked, BASE, budget, compute, updates),
+            clock=lambda: self.clock,
         )
         return self.tuner.tune()
 
@@ -121,6 +124,36 @@ def test_what_is_chosen_has_proved_itself(predictions, truth, chosen) -> None:
         assert len(tuned.ratios) >= LEAST_PAIRS
         assert max(tuned.ratios) < 1
     assert script.clock <= 1000
+
+
+LAST, COMPILED, CHAINS, STEPS = COMPUTE_CHOICES
+
+
+def test_settings_of_compute_are_added_to_the_best() -> None:
+    """Each that brings something stays, whatever the one before it brought."""
+    best = with_compute(A, LAST)
+    assert best is not None
+    truth = {A: 0.8, best: 0.7, with_compute(best, COMPILED): "fails"}
+    truth |= {with_compute(best, CHAINS): 0.699, with_compute(best, STEPS): 0.6}
+    script = Script({BASE: 1.0, **truth})
+    tuned = script.tune({BASE: 1.0, A: 0.8}, compute=COMPUTE_CHOICES)
+    assert tuned.strategy == with_compute(best, STEPS)
+    assert label(tuned.strategy) == "by_bytes 100 (first 1, last 1), fuse_optimizer, channels_last"
+
+
+def test_compute_alone_may_win() -> None:
+    compiled = with_compute(BASE, COMPILED)
+    truth = {A: 1.1, with_compute(BASE, LAST): 1.2, compiled: 0.5}
+    script = Script({BASE: 1.0, **truth, with_compute(compiled, STEPS): 0.6})
+    tuned = script.tune({BASE: 1.0, A: 0.9}, compute=COMPUTE_CHOICES)
+    assert tuned.strategy == compiled, "chains are left to the compiler"
+
+
+def test_compute_leaves_room_for_the_comparison() -> None:
+    script = Script({BASE: 1.0, A: 0.8})
+    tuned = script.tune({BASE: 1.0, A: 0.8}, budget=95.0, compute=COMPUTE_CHOICES)
+    assert tuned.strategy == A
+    assert [t.status for t in tuned.trials if "compile" in t.name] == ["not measured"]
 
 
 @settings(deadline=None, max_examples=300)

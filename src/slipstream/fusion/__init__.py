@@ -1,5 +1,11 @@
-"""Fewer and larger operations: chains of a model's, optimizer steps, the layers of a Swin."""
+"""Faster computing: compiled blocks, fused chains, optimizers and Swins, graphs."""
 
+from slipstream.fusion.channels_last import ChannelsLast as ChannelsLast
+from slipstream.fusion.compiled_blocks import (
+    CompiledBlocks as CompiledBlocks,
+    compile_blocks as compile_blocks,
+)
+from slipstream.fusion.graphs import GraphedBlocks as GraphedBlocks, graph_blocks as graph_blocks
 from slipstream.fusion.optimizer import (
     FusedOptimizer as FusedOptimizer,
     fuse_optimizer as fuse_optimizer,

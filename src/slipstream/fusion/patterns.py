@@ -18,7 +18,7 @@ from slipstream.kernels.add_act import reference as plain_sum
 from slipstream.kernels.batch_norm_act import batch_norm_act
 from slipstream.kernels.compiled import check_compiler
 from slipstream.kernels.relu_depthwise import relu_depthwise
-from slipstream.memory.forward_override import ForwardOverride
+from slipstream.memory.forward_override import ForwardReplacement
 from slipstream.strategy import Row
 from slipstream.strategy.compute import Pattern
 
@@ -58,7 +58,7 @@ def fuse_patterns(model: nn.Module, patterns: Iterable[Pattern] = PATTERNS) -> F
     if not wanted or wanted - set(PATTERNS):
         raise UsageError(f"patterns are {sorted(wanted)}; allowed: some of {', '.join(PATTERNS)}")
     if wanted & {"bn_act", "add_act"}:
-        check_compiler("fusion of batch norms and sums")
+        check_compiler("fusion of chains")
     return FusedPatterns(model, wanted)
 
 
@@ -66,7 +66,7 @@ class FusedPatterns:
     """A model with fused chains; made by `fuse_patterns`."""
 
     def __init__(self, model: nn.Module, patterns: frozenset[Pattern]) -> None:
-        self._overrides: list[ForwardOverride] = []
+        self._overrides: list[ForwardReplacement] = []
         self._found: Counter[str] = Counter()
         self._num_blocks = 0
         self._skipped: dict[str, str] = {}
@@ -104,7 +104,7 @@ class FusedPatterns:
         )
 
     def _override(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
-        self._overrides.append(ForwardOverride(module, wrapper))
+        self._overrides.append(ForwardReplacement(module, wrapper))
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

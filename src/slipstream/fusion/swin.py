@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slipstream.errors import ModelError
 from slipstream.kernels import window_attention, window_merge, window_partition
-from slipstream.memory.forward_override import ForwardOverride
+from slipstream.memory.forward_override import ForwardReplacement
 from slipstream.strategy import Row
 
 _HOME = "transformers.models.swin.modeling_swin"
@@ -49,7 +49,7 @@ class FusedSwin:
     """A Swin on fused kernels; made by `fuse_swin`."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._overrides: list[ForwardOverride] = []
+        self._overrides: list[ForwardReplacement] = []
         self._masks: dict[tuple[Any, ...], Tensor | None] = {}
         layers = [m for m in model.modules() if _is(m, "SwinLayer")]
         if not layers:
@@ -74,7 +74,7 @@ class FusedSwin:
         return [Row("swin", f"{self._count} layers", "attention in windows in one operation")]
 
     def _override(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
-        self._overrides.append(ForwardOverride(module, wrapper))
+        self._overrides.append(ForwardReplacement(module, wrapper))
 
     def _mask(self, layer: Any, height: int, width: int, like: Tensor) -> Tensor | None:
         """The layer's own mask, made once for each size of map."""

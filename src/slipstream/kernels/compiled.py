@@ -31,17 +31,22 @@ def check_compiler(needed_by: str) -> None:
         )
 
 
+def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function that torch compiles apart from others: it compiles a code object at most
+    eight times, whoever calls it."""
+    assert isinstance(function, FunctionType)
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+
+
 @functools.cache
 def compiled(function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
     """``torch.compile(function)`` for tensors of any size, apart for each ``key``.
 
     Calls are not recorded for backward: an autograd function makes them.
 
-    torch compiles a code object at most eight times, whoever calls it. So each key, which says what
-    else it depends on, gets a code object of its own.
+    Each key, which says what else the result depends on, gets a compilation of its own.
     """
-    assert isinstance(function, FunctionType)
-    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    own = own_code(function)
     made = torch.compile(own, dynamic=True, options={"compile_threads": 1})  # no pool of workers
 
     def call(*args: Any) -> Any:

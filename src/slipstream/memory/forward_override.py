@@ -67,3 +67,15 @@ class ForwardOverride:
         # A copy of a module is made before its attributes are copied. When this override is copied
         # the module's copy has no "forward" of its own yet, so getattr finds that of its class.
         return getattr, (self._module, "forward")
+
+
+class ForwardReplacement(ForwardOverride):
+    """Computes what the forward that it replaces computes, in another way. So a technique that
+    wraps the forwards of a model, such as recomputation, may wrap it.
+    """
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether a technique wraps the forward of a module."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, ForwardOverride) and not isinstance(forward, ForwardReplacement)

@@ -248,6 +248,7 @@ def label(strategy: Strategy) -> str:
     words += [_codec_label(gradients.codec)] if gradients.codec else []
     words += [f"accumulate {gradients.accumulate}"] if gradients.accumulate > 1 else []
     words += [strategy.precision.kind] if isinstance(strategy.precision, HalfWeights) else []
+    words += [name for name, value in strategy.compute if value]
     return ", ".join(words)
 
 

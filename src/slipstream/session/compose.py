@@ -22,6 +22,9 @@ from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
+from slipstream.fusion.channels_last import ChannelsLast
+from slipstream.fusion.compiled_blocks import compile_blocks
+from slipstream.fusion.graphs import graph_blocks
 from slipstream.fusion.optimizer import FusedOptimizer
 from slipstream.fusion.patterns import fuse_patterns
 from slipstream.gradients.compressed import CompressionPlan
@@ -118,7 +121,7 @@ def compose(
         groups = _same_start(given, full_state)
         shares = _shares(given)
         # Before precision and recompute, which wrap what it makes.
-        _fused_patterns(given)
+        _compute(given)
         # Before all that exchanges parameters while the optimizer steps: it works inside.
         fused_optimizer = _fused_optimizer(given)
         # Changes the types of parameters: before the engine lays out their gradients.
@@ -247,10 +250,16 @@ def _same_start(given: _Given, full_state: FullState) -> list[dist.ProcessGroup]
     return groups
 
 
-def _fused_patterns(given: _Given) -> None:
-    patterns = given.strategy.compute.patterns
-    if patterns:
-        given.handles.add(fuse_patterns(given.model, patterns))
+def _compute(given: _Given) -> None:
+    compute = given.strategy.compute
+    if compute.channels_last:
+        given.handles.add(ChannelsLast(given.model, given.optimizer))
+    if compute.patterns:
+        given.handles.add(fuse_patterns(given.model, compute.patterns))
+    if compute.compile:
+        given.handles.add(compile_blocks(given.model))
+    if compute.cuda_graph:
+        given.handles.add(graph_blocks(given.model))
 
 
 def _fused_optimizer(given: _Given) -> FusedOptimizer | None:

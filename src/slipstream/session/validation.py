@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slipstream.cluster.connect import Cluster
+from slipstream.fusion.checks import check_compute
 from slipstream.gradients.checks import check_gradients, gradient_warnings
 from slipstream.gradients.segments import parameters_of
 from slipstream.memory.checks import check_memory
@@ -51,7 +52,7 @@ def validate(
     Raises:
         ModelError: the model or the optimizer cannot be accelerated; names the parameter.
         StrategyError: the strategy does not fit the model, the machine or the number of ranks.
-        UsageError: activations of the model are recomputed or offloaded already.
+        UsageError: activations of the model are recomputed or offloaded already; no compiler.
         OffloadError: there is no room for what is offloaded.
     """
     check_model(model)  # first: the other checks need parameters with shapes and values
@@ -62,6 +63,7 @@ def validate(
     check_sharded(model, optimizer, trainables, strategy)
     check_parallel(model, optimizer, strategy, cluster.world_size)
     local_ranks = cluster.environment.local_world_size
+    check_compute(model, strategy)
     check_memory(model, strategy, local_ranks=local_ranks, rank=cluster.rank)
     fingerprint = {
         "the strategy": json.dumps(strategy.document()),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from slipstream.strategy.setting import Exactness, Setting
 
@@ -35,11 +37,36 @@ class Compute(Setting):
     fuse_relu_depthwise: bool = False
     """ReLU and a depthwise convolution, which computes ReLU again in backward."""
 
+    compile: bool = False
+    """Blocks run as ``torch.compile`` makes them, each by itself, so that its gradients are
+    exchanged while backward goes on."""
+
+    cuda_graph: bool = False
+    """On CUDA, the kernels of a block start with one call."""
+
+    channels_last: bool = False
+    """2d convolutions have their channels innermost in memory."""
+
     tf32: bool = False
     """On CUDA, matrix products and convolutions round fp32 inputs to 10 bits of mantissa.
 
     false: torch's own settings stay.
     """
+
+    @model_validator(mode="after")
+    def _compiles_or_fuses(self) -> Self:
+        if self.compile and self.patterns:
+            names = ", ".join(f"fuse_{name}" for name in self.patterns)
+            raise ValueError(
+                f"compile and {names} exclude each other, as torch.compile fuses these chains "
+                "itself; leave out one of them"
+            )
+        if self.compile and self.cuda_graph:
+            raise ValueError(
+                "compile and cuda_graph exclude each other, as both replace the forwards of the "
+                "same blocks; leave out one of them"
+            )
+        return self
 
     @property
     def active(self) -> bool:
@@ -51,8 +78,8 @@ class Compute(Setting):
         """The weakest of what is on."""
         if self.tf32:
             return "lossy"
-        reorders = self.fuse_optimizer or self.fuse_bn_act or self.fuse_add_act
-        return "reordered" if reorders else "bitwise"
+        bitwise = Compute(fuse_relu_depthwise=self.fuse_relu_depthwise, cuda_graph=self.cuda_graph)
+        return "bitwise" if self == bitwise else "reordered"
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:

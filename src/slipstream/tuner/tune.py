@@ -7,8 +7,10 @@ file.
 1. The baseline runs once and is traced. Every candidate is predicted from that trace.
 2. Candidates are measured, best prediction first, while the next one may still win: if it were
    MODEL_ERROR faster than predicted, it would beat the best measurement by more than the noise. At
-   most a quarter of them is measured, and time for step 3 is kept back.
-3. The fastest candidate and the baseline run in alternation. The candidate is chosen only if the
+   most a quarter of them is measured, and time for step 4 is kept back.
+3. Settings of compute, which nothing predicts, are measured on the best so far, one after another;
+   each stays if it makes that faster by more than the noise.
+4. The fastest candidate and the baseline run in alternation. The candidate is chosen only if the
    median of the paired ratios is below 1 with a confidence of 95 % (with fewer than six pairs: if
    it was faster in every pair). Else the baseline stays, so tuning never ends with something
    slower.
@@ -19,15 +21,17 @@ instead (``one_start``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 from statistics import median
+from typing import Any
 
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
 from slipstream.planner.ranking import Prediction, handicap
 from slipstream.strategy import Strategy, late_by
+from slipstream.tuner.compute_choices import with_compute
 from slipstream.tuner.one_start import RESERVE, OneStart, Predict, Run, open_strategy
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
 from slipstream.tuner.trial_log import Trial, TrialLog, Tuned
@@ -39,6 +43,7 @@ LEAST_MEASURED = 3
 HANG_FACTOR = 3.0
 ROOM = 3.0  # of the budget, for the first run
 PATIENCE = 60.0  # seconds that the first run gets at least, if the budget allows
+KEPT_BACK = "the rest of the budget is for the comparison with the baseline"
 RUNS = 1 + 2 * LEAST_PAIRS  # the least: one candidate, and its comparison with the baseline
 
 
@@ -51,6 +56,7 @@ class Tuner:
         predict: from the baseline's trace to predictions, fastest first, the baseline's among them.
         base: the strategy to start from, and to keep unless another is faster.
         budget: seconds for everything.
+        compute: settings of compute to try.
         updates: of the whole training, if known: a codec that begins late counts for the rest.
         notify: called with all trials after each new one.
         doing: called with what happens next, in words.
@@ -61,6 +67,7 @@ class Tuner:
     predict: Predict
     base: Strategy
     budget: float
+    compute: Sequence[Mapping[str, Any]] = ()
     updates: int | None = None
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
@@ -91,6 +98,7 @@ class Tuner:
         self._log.note(self.base, baseline, first, "the baseline")
         others = [p for p in predictions if p is not baseline]
         measured = self._measure_promising(others, first, first.seconds / baseline.seconds)
+        measured = self._measure_compute(measured, first, baseline)
         return self._choose(measured, first)
 
     def _baseline(self) -> Measurement:
@@ -103,15 +111,18 @@ class Tuner:
         self._longest = first.wall
         return first
 
-    def _run(self, strategy: Strategy, keep: float = 0.0) -> Measurement | Failure:
+    def _run(
+        self, strategy: Strategy, keep: float = 0.0, *, compiles: bool = False
+    ) -> Measurement | Failure:
         """One run, which must leave ``keep`` seconds of the budget.
 
-        A run counts as hanging if it takes HANG_FACTOR times as long as the longest one so far.
+        A run counts as hanging if it takes HANG_FACTOR times as long as the longest one so far;
+        not if it ``compiles``, which later runs need not.
         """
         batches = max(strategy.gradients.accumulate / self.base.gradients.accumulate, 1.0)
-        limit = HANG_FACTOR * batches * self._longest
+        limit = float("inf") if compiles else HANG_FACTOR * batches * self._longest
         outcome = self.run(strategy, min(self._left() - keep, limit))
-        if isinstance(outcome, Measurement):
+        if isinstance(outcome, Measurement) and not compiles:
             self._longest = max(self._longest, outcome.wall)
         return outcome
 
@@ -138,8 +149,7 @@ class Tuner:
         ``scale`` is the baseline's measured over its predicted time: predictions of the others are
         expected to be off by the same factor.
         """
-        steps = {event.step for event in first.trace.events}
-        noise = max(LEAST_NOISE, first.spread / first.seconds / sqrt(len(steps)))
+        noise = _noise(first)
         most = max(LEAST_MEASURED, ceil(len(predictions) / 4))
         best, stop, tried = first.seconds, "", 0
         measured: list[tuple[float, Prediction]] = []
@@ -160,6 +170,36 @@ class Tuner:
                 measured.append((seconds, prediction))
         return sorted(measured, key=lambda pair: pair[0] * handicap(pair[1].strategy, self.base))
 
+    def _measure_compute(
+        self,
+        measured: list[tuple[float, Prediction]],
+        first: Measurement,
+        baseline: Prediction,
+    ) -> list[tuple[float, Prediction]]:
+        """Try settings of compute on the best so far; those that made it faster come first."""
+        best, prediction = first.seconds, baseline
+        if measured and measured[0][0] < best:
+            best, prediction = measured[0]
+        for settings in self.compute:
+            strategy = with_compute(prediction.strategy, settings)
+            if strategy is None:
+                continue
+            if self._left() < self._longest * RESERVE + self._comparison():
+                self._log.note(strategy, None, None, KEPT_BACK)
+                continue
+            self.doing(label(strategy))
+            outcome = self._run(strategy, keep=self._comparison(), compiles=True)
+            reason = "on the best so far, as nothing predicts it"
+            seconds = self._log.note(strategy, None, outcome, reason)
+            if seconds is not None and seconds < best * (1 - _noise(first)):
+                exactness = strategy.exactness
+                best, prediction = (
+                    seconds,
+                    replace(prediction, strategy=strategy, exactness=exactness),
+                )
+                measured = [(best, prediction), *measured]
+        return measured
+
     def _reason_to_stop(self, expected: float, best: float, noise: float, enough: bool) -> str:
         """Why this candidate and those after it are not measured; empty: measure it."""
         if expected * (1 - MODEL_ERROR) > best * (1 - noise):
@@ -170,7 +210,7 @@ class Tuner:
         if enough:
             return "enough others were predicted faster"
         if self._left() < self._longest * RESERVE + self._comparison():
-            return "the rest of the budget is for the comparison with the baseline"
+            return KEPT_BACK
         return ""
 
     def _choose(self, measured: Sequence[tuple[float, Prediction]], first: Measurement) -> Tuned:
@@ -250,6 +290,12 @@ def _baseline_error(failure: Failure, budget: float, room: float) -> LaunchError
             f"steps: {steps}"
         )
     return LaunchError(f"the baseline run failed, {failure.reason}; fix the script first")
+
+
+def _noise(first: Measurement) -> float:
+    """How much two runs may differ that are equally fast, relative."""
+    steps = {event.step for event in first.trace.events}
+    return max(LEAST_NOISE, first.spread / first.seconds / sqrt(len(steps)))
 
 
 def _change(ratio: float) -> str:

@@ -43,6 +43,7 @@ from slipstream.strategy import Auto, ByBytes, Flat, Optimal, Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
+from slipstream.tuner.compute_choices import COMPUTE_CHOICES
 from slipstream.tuner.trial_log import Trial, Tuned
 from slipstream.tuner.trials import STRATEGY, Trials, last_words, started
 from slipstream.tuner.tune import Tuner
@@ -85,9 +86,9 @@ def tune(
     """Find the strategy under which a training is fastest, and write it to a file.
 
     The script runs for a few iterations at a time and is then stopped: once under --strategy, or
-    the default, to trace it; then under the strategies that are predicted to be fastest; then under
-    the best of them and the first in alternation. If none is faster beyond the noise, the strategy
-    that it started from is written.
+    the default, to trace it; then under the strategies that are predicted to be fastest; then with
+    settings of compute, such as compile; then under the best of all and the first in alternation.
+    If none is faster beyond the noise, the strategy that it started from is written.
 
     The script must leave the strategy to accelerate(), and take more than three steps. Files that
     it writes are written again in every trial.
@@ -114,6 +115,7 @@ def tune(
             predict=partial(_predict, base, exact_only, updates, network),
             base=base,
             budget=seconds,
+            compute=COMPUTE_CHOICES,
             updates=updates,
             notify=partial(_notify, log, display),
             doing=display.doing,

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from slipstream.errors import ModelError, UsageError
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.estimate.saved_storages import SavedStorages
-from slipstream.memory.forward_override import ForwardOverride
+from slipstream.memory.forward_override import ForwardOverride, is_wrapped
 from slipstream.memory.recompute import selective
 from slipstream.pytree import mapped, tensors
 from slipstream.strategy.memory import Operation
@@ -104,7 +104,7 @@ def _check_plain(model: nn.Module) -> None:
         UsageError: names the module and the fix.
     """
     for path, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), ForwardOverride):
+        if is_wrapped(module):
             raise UsageError(
                 f"what {path or 'the model'} saves cannot be counted while recomputation or "
                 "offload is installed, which hides it; count before installing it or after "

@@ -8,7 +8,7 @@ from torch import nn
 
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.blocks import blocks_of, matching
-from slipstream.memory.forward_override import ForwardOverride
+from slipstream.memory.forward_override import is_wrapped
 from slipstream.memory.recompute.budget import Parts, Region
 from slipstream.memory.recompute.chain import Chain
 from slipstream.memory.recompute.region_planner import Decision, Prediction, RegionPlanner
@@ -66,7 +66,7 @@ def check_recompute(model: nn.Module, config: Recompute) -> None:
         StrategyError, UsageError: see `recompute`.
     """
     for path, module in model.named_modules():
-        if isinstance(vars(module).get("forward"), ForwardOverride):
+        if is_wrapped(module):
             raise UsageError(
                 f"memory.recompute: the forward of {path or 'the model'} is already overridden; "
                 "close() that technique first (recomputation is installed before offload)"

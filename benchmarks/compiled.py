@@ -1,0 +1,162 @@
+"""torch.compile under data parallelism: slipstream's compiled blocks beside compiled DDP.
+
+    python benchmarks/compiled.py --model bert --json benchmarks/results/compiled-bert.json
+
+All variants train the same model side by side in one run, an iteration each in turn (exchange.py).
+"no exchange" is one replica by itself: what the exchange adds to it is exposed, and what it hides
+of its wire time is the hidden share. Graphs and graph breaks are those that torch counts while a
+variant runs first. DDP is compiled in both ways that its documentation names, around and inside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from baselines import wrapped_in_ddp
+from exchange import MODELS, Case, as_ranks, share_cores, take_turns, wire_seconds
+from iteration import Iterate, accelerated, plain, quartiles
+from rich.console import Console
+from rich.table import Table
+from tables import COMPILED_COLUMNS, compiled_cells, save
+from torch import nn
+from torch._dynamo.utils import counters
+
+from slipstream.fusion import compile_blocks
+
+
+def with_compiled_blocks(model: nn.Module) -> nn.Module:
+    """The model itself."""
+    compile_blocks(model)
+    return model
+
+
+def compiled_ddp(model: nn.Module, megabytes: float) -> Any:
+    """DDP cuts the graph at its buckets, which it must not know beforehand."""
+    return torch.compile(wrapped_in_ddp(model, megabytes, static_graph=False))
+
+
+def ddp_of_blocks(model: nn.Module, megabytes: float) -> nn.Module:
+    """DDP of what slipstream compiles."""
+    return wrapped_in_ddp(with_compiled_blocks(model), megabytes)
+
+
+def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], Iterate]]:
+    """Every variant by its label, to be built; those with " (compiled)" are."""
+
+    def alone(prepare: Callable[[nn.Module], Any]) -> Callable[[], Iterate]:
+        def build() -> Iterate:
+            model, loss_of = case.make()
+            return plain(prepare(model), loss_of)
+
+        return build
+
+    def ours(**compute: bool) -> Callable[[], Iterate]:
+        return lambda: accelerated(*case.make(), {"compute": compute})[0]
+
+    found = {
+        "no exchange": alone(nn.Module.train),
+        "no exchange (compiled)": alone(with_compiled_blocks),
+    }
+    for megabytes in args.ddp:
+        size = f"{megabytes:g} MB"
+        found[f"DDP, {size}"] = alone(partial(wrapped_in_ddp, megabytes=megabytes))
+        found[f"torch.compile(DDP), {size} (compiled)"] = alone(
+            partial(compiled_ddp, megabytes=megabytes)
+        )
+        found[f"DDP(compiled blocks), {size} (compiled)"] = alone(
+            partial(ddp_of_blocks, megabytes=megabytes)
+        )
+    return {**found, "slipstream": ours(), "slipstream (compiled)": ours(compile=True)}
+
+
+def measure(args: argparse.Namespace) -> None:
+    """What one rank does; rank 0 writes the rows."""
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    share_cores(rank, world)
+    case = Case(args.model, None)
+    dist.init_process_group("gloo")
+    variants: dict[str, Iterate] = {}
+    counted: dict[str, tuple[int, int]] = {}
+    for label, build in variants_of(args, case).items():
+        counters.clear()
+        variants[label] = build()
+        for _ in range(3):  # compilations, and DDP's second layout
+            variants[label]()
+        breaks = sum(counters["graph_break"].values())
+        counted[label] = counters["stats"]["unique_graphs"], breaks
+    seconds, _ = take_turns(variants, args.rounds, args.warmup)
+    if rank == 0:
+        wire = wire_seconds(args, case.num_bytes, world)
+        write(args, case, rows(seconds, counted, wire), wire)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rows(
+    seconds: Mapping[str, Sequence[float]], counted: Mapping[str, tuple[int, int]], wire: float
+) -> list[dict[str, Any]]:
+    """Of every variant; exposed against the replica that computes as it does."""
+    medians = {name: quartiles(spent)[1] for name, spent in seconds.items()}
+    found = []
+    for name, spent in seconds.items():
+        alone = "no exchange (compiled)" if name.endswith("(compiled)") else "no exchange"
+        exposed = medians[name] - medians[alone]
+        graphs, breaks = counted[name]
+        found.append(
+            {
+                "name": name,
+                "seconds": quartiles(spent),
+                "exposed": exposed,
+                "hidden": 1 - exposed / wire if wire and name != alone else None,
+                "graphs": graphs,
+                "breaks": breaks,
+            }
+        )
+    return found
+
+
+def write(
+    args: argparse.Namespace, case: Case, found: Sequence[Mapping[str, Any]], wire: float
+) -> None:
+    """Print the rows; with --json write them too."""
+    drawn = Table(*COMPILED_COLUMNS)
+    for row in found:
+        drawn.add_row(*compiled_cells(row))
+    Console(width=140).print(drawn)
+    if args.json:
+        entry = {
+            "model": args.model,
+            "megabytes": case.num_bytes / 2**20,
+            "nodes": args.nodes,
+            "rate": "loopback" if args.loopback else args.rate,
+            "wire": wire,
+            "rounds": args.rounds,
+            "rows": found,
+        }
+        save(args.json, "compiled", entry)
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="bert")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--rate", default="1gbit")
+    parser.add_argument("--ddp", nargs="*", type=float, default=[4, 25], help="DDP's buckets")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--loopback", action="store_true", help="without emulated links")
+    parser.add_argument("--json", help="also write the figures to this file")
+    return as_ranks(measure, parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

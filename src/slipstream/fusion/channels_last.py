@@ -1,0 +1,77 @@
+"""Convolutions with channels innermost in memory, which their kernels need anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slipstream.errors import ModelError
+from slipstream.strategy import Row
+
+
+class ChannelsLast:
+    """A model whose 2d convolutions have their weights, and so their results, channels last.
+
+    A kernel that computes so would otherwise copy every map there and back. Weights, and the state
+    of their optimizer, change the order of their memory and nothing else; ``close()`` changes it
+    back. The order spreads from the weights to the maps, so inputs stay as they are.
+
+    Exactness: reordered: torch takes other kernels.
+
+    Raises:
+        ModelError: the model has no 2d convolution.
+
+    Example:
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
+        >>> changed = ChannelsLast(model, torch.optim.SGD(model.parameters()))
+        >>> model(torch.ones(1, 3, 9, 9)).is_contiguous(memory_format=torch.channels_last)
+        True
+        >>> changed.close()
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._weights = weights_of_convolutions(model)
+        self._reorder(torch.channels_last)
+
+    def close(self) -> None:
+        """Give the weights their usual order; idempotent."""
+        self._reorder(torch.contiguous_format)
+        self._weights = []
+
+    def report_rows(self) -> list[Row]:
+        """How many weights have another order."""
+        return [Row("channels last", f"{len(self._weights)} convolutions", "")]
+
+    @torch.no_grad()
+    def _reorder(self, order: torch.memory_format) -> None:
+        for weight in self._weights:
+            weight.data = weight.data.contiguous(memory_format=order)
+            state: dict[str, object] = self._optimizer.state.get(weight, {})
+            for name, value in _like(weight, state.items()):
+                state[name] = value.contiguous(memory_format=order)
+
+
+def weights_of_convolutions(model: nn.Module) -> list[nn.Parameter]:
+    """Those of all 2d convolutions.
+
+    Raises:
+        ModelError: there is none.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    if not layers:
+        raise ModelError(
+            f"compute.channels_last: {type(model).__name__} has no 2d convolution; leave out "
+            "compute.channels_last"
+        )
+    weights: list[Any] = [layer.weight for layer in layers]
+    return [*dict.fromkeys(weights)]
+
+
+def _like(weight: Tensor, state: Iterable[tuple[str, object]]) -> list[tuple[str, Tensor]]:
+    """What an optimizer keeps for each value of a weight."""
+    return [(k, v) for k, v in state if isinstance(v, Tensor) and v.shape == weight.shape]

@@ -1,0 +1,239 @@
+"""Blocks as CUDA graphs: a block's kernels start with one call, forward and backward.
+
+[Note: What a graph needs]
+A graph repeats kernels on the memory that they were captured with. So inputs are copied into static
+buffers, and a graph serves calls of the same shapes, types and settings alone; others get a graph
+of their own, up to ``MOST_GRAPHS`` a block. Results lie in static memory, too: a second forward
+before the backward of the first would overwrite what that needs, so it runs without the graph.
+
+[Note: Why blocks]
+The exchange of gradients cannot be captured with them. Block by block, gradients come out of a
+graph while backward goes on, and their hooks run as always.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from weakref import finalize
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from slipstream.errors import ModelError
+from slipstream.fusion.regions import regions_of
+from slipstream.memory.forward_override import ForwardReplacement
+from slipstream.strategy import Row
+
+MOST_GRAPHS = 4
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+"""What may be the same in every call."""
+
+Capture = Callable[[nn.Module, tuple[Tensor, ...]], Callable[..., Any]]
+"""From a module and tensors like its arguments to what replays its forward and backward."""
+
+
+def graph_blocks(model: nn.Module, capture: Capture | None = None) -> GraphedBlocks:
+    """Replay the blocks of a model as CUDA graphs, until ``close()`` of the result.
+
+    Where kernels are short, starting them takes longer than they run; a graph starts all of them at
+    once. Blocks are those of `compile_blocks`. A graph is captured in the first call of a kind, by
+    ``torch.cuda.make_graphed_callables``; the runs before it leave buffers and random states as
+    they were. A block that cannot be captured runs as without this, and the report says why. So do
+    evaluation, calls without gradients, and a call before the backward of the last one.
+
+    Args:
+        model: on a CUDA device.
+        capture: another way to capture, as on a host without a device.
+
+    Exactness: bitwise, but for dropout, which draws other numbers.
+
+    Raises:
+        ModelError: the model is not on a CUDA device, or has no block.
+    """
+    if capture is None:
+        check_cuda(model)
+    return GraphedBlocks(model, capture or _capture_on_cuda)
+
+
+def check_cuda(model: nn.Module) -> None:
+    """Refuse a model elsewhere.
+
+    Raises:
+        ModelError: says where it is.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type != "cuda":
+        raise ModelError(
+            f"compute.cuda_graph: {type(model).__name__} is on {device.type}; allowed: cuda"
+        )
+
+
+class GraphedBlocks:
+    """A model whose blocks are graphs; made by `graph_blocks`."""
+
+    def __init__(self, model: nn.Module, capture: Capture) -> None:
+        paths = {m: path for path, m in model.named_modules()}
+        regions = regions_of(model, "compute.cuda_graph")
+        self._blocks = {paths[m]: _Block(m, capture) for m in regions}
+        self._overrides = [
+            ForwardReplacement(block.module, block) for block in self._blocks.values()
+        ]
+
+    def close(self) -> None:
+        """Restore the blocks and free their graphs; idempotent."""
+        while self._overrides:
+            self._overrides.pop().remove()
+        for block in self._blocks.values():
+            block.graphs.clear()
+
+    def report_rows(self) -> list[Row]:
+        """How many graphs there are, and what could not be captured."""
+        graphs = sum(len(block.graphs) for block in self._blocks.values())
+        rows = [Row("CUDA graphs", f"{graphs} of {len(self._blocks)} blocks", "")]
+        failed = {path: block.failure for path, block in self._blocks.items() if block.failure}
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in failed.items())
+        return [*rows, Row("not captured", str(len(failed)), reasons)] if failed else rows
+
+
+@dataclass(eq=False, slots=True)
+class _Graph:
+    """One captured kind of call."""
+
+    replay: Callable[..., Any]
+    needed_by: object = None
+    """The node of autograd whose backward needs its results, or what stands for it."""
+
+    def release(self, node: object) -> None:
+        if self.needed_by == node:
+            self.needed_by = None
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A block's graphs, by kind of call, the least recently used first."""
+
+    module: nn.Module
+    capture: Capture
+    graphs: OrderedDict[Any, _Graph] = field(default_factory=OrderedDict)
+    failure: str = ""
+
+    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.failure or not self.module.training or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        others = [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))]
+        if others:
+            self.failure = f"it is called with a {type(others[0]).__name__}"
+            return forward(*args, **kwargs)
+        inputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        key = self._key(leaves, spec)
+        if key in self.graphs:
+            self.graphs.move_to_end(key)
+        elif not self._add(key, _Call(self.module, forward, leaves, spec), inputs):
+            return forward(*args, **kwargs)
+        graph = self.graphs[key]
+        if graph.needed_by is not None:
+            return forward(*args, **kwargs)
+        return _marked(graph, graph.replay(*inputs))
+
+    def _add(self, key: Any, call: nn.Module, inputs: Sequence[Tensor]) -> bool:
+        samples = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in inputs)
+        try:
+            replay = _without_traces(self.module, partial(self.capture, call, samples))
+        except RuntimeError as error:
+            self.failure = str(error).strip().partition("\n")[0]
+            return False
+        self.graphs[key] = _Graph(replay)
+        if len(self.graphs) > MOST_GRAPHS:
+            oldest = next((k for k, graph in self.graphs.items() if graph.needed_by is None), key)
+            del self.graphs[oldest]
+        return key in self.graphs
+
+    def _key(self, leaves: Sequence[Any], spec: Any) -> Any:
+        """All that a graph depends on."""
+        kinds = [
+            (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad)
+            if isinstance(leaf, Tensor)
+            else (type(leaf), leaf)
+            for leaf in leaves
+        ]
+        memory = [t.data_ptr() for t in (*self.module.parameters(), *self.module.buffers())]
+        modes = [module.training for module in self.module.modules()]
+        device = next(self.module.parameters()).device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return (*kinds, spec, *memory, *modes, autocast)
+
+
+class _Call(nn.Module):
+    """A block's own forward as a module of tensors, with everything else as it was in one call."""
+
+    def __init__(
+        self, block: nn.Module, forward: Callable[..., Any], leaves: Sequence[Any], spec: Any
+    ) -> None:
+        super().__init__()
+        self.block, self._forward, self._spec = block, forward, spec
+        self._others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        leaves = list(self._others)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        return self._forward(*args, **kwargs)
+
+
+class _Mark(torch.autograd.Function):
+    """Notices when the backward of a graph has run, or will never run."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: _Graph, *results: Tensor) -> tuple[Tensor, ...]:
+        ctx.node, ctx.graph = _Node(), graph
+        graph.needed_by = id(ctx.node)
+        finalize(ctx.node, graph.release, id(ctx.node))
+        return tuple(result.view_as(result) for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.graph.release(id(ctx.node))  # replays run in order: the next one waits for this one
+        return None, *gradients
+
+
+class _Node:
+    """Lives as long as the node of autograd that holds it, which has no weak references."""
+
+
+def _marked(graph: _Graph, results: Any) -> Any:
+    leaves, spec = tree_flatten(results)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    operation: Any = _Mark
+    marked = operation.apply(graph, *(leaves[i] for i in places))
+    for place, leaf in zip(places, marked, strict=True):
+        leaves[place] = leaf
+    return tree_unflatten(leaves, spec)
+
+
+def _without_traces(module: nn.Module, run: Callable[[], Any]) -> Any:
+    """Run, and restore the buffers and the random states."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    devices = [p.device for p in module.parameters() if p.device.type == "cuda"][:1]
+    with torch.random.fork_rng(devices):
+        try:
+            return run()
+        finally:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+
+def _capture_on_cuda(module: nn.Module, samples: tuple[Tensor, ...]) -> Callable[..., Any]:
+    made: Callable[..., Any] = torch.cuda.make_graphed_callables(
+        module, samples, allow_unused_input=True
+    )
+    return made

@@ -1,0 +1,222 @@
+"""Graphs of blocks on a stand-in that repeats on static memory: which calls they serve."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import slipstream
+from slipstream.errors import ModelError, StrategyError
+from slipstream.fusion import graph_blocks
+from slipstream.fusion.graphs import MOST_GRAPHS
+from slipstream.strategy import Strategy
+from tests.fusion.replay_on_cpu import Captured, Uncapturable
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.drop = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0)
+
+    def forward(
+        self, x: Tensor, *, shift: Tensor | None = None, power: int = 1
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        y = self.drop(self.norm(self.linear(x))).relu() ** power
+        return x + y if shift is None else x + y + shift, {"inner": y}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.power: Any = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.blocks[0](x, power=self.power)
+        x, more = self.blocks[1](x, shift=x.detach(), power=self.power)
+        return x + more["inner"]
+
+
+def built() -> tuple[nn.Module, nn.Module, Captured, Any]:
+    """A model with graphs, the same without, what counts captures, and the handle."""
+    torch.manual_seed(0)
+    model = Model().double()
+    plain, captured = copy.deepcopy(model), Captured()
+    return model, plain, captured, graph_blocks(model, captured.capture)
+
+
+def rows(number: int, count: int = 5) -> Tensor:
+    return torch.randn(
+        count, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number)
+    )
+
+
+def same(model: nn.Module, plain: nn.Module) -> None:
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_steps_are_the_same_and_captured_once() -> None:
+    model, plain, captured, graphs = built()
+    for step in range(3):
+        for each in (model, plain):
+            given = rows(step).requires_grad_()
+            each(given).square().sum().backward()
+        same(model, plain)
+    assert (captured.captures, captured.replays) == (2, 6)
+    assert graphs.report_rows()[0].value == "2 of 2 blocks"
+    graphs.close()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_capture_leaves_buffers_and_random_numbers() -> None:
+    model, plain, _, _ = built()
+    before = torch.get_rng_state()
+    model(rows(0))
+    plain(rows(0))
+    assert torch.get_rng_state().equal(before)
+    for one, other in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def other_shape(model: Any, step: int) -> Tensor:
+    return rows(step, 3 + step)
+
+
+def other_argument(model: Any, step: int) -> Tensor:
+    model.power = 1 + step
+    return rows(step)
+
+
+def other_mode(model: Any, step: int) -> Tensor:
+    for block in model.blocks:
+        block.norm.train(step % 2 == 0)
+    return rows(step)
+
+
+def other_memory(model: Any, step: int) -> Tensor:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return rows(step)
+
+
+def needs_gradient(model: Any, step: int) -> Tensor:
+    return rows(step).requires_grad_(bool(step % 2))
+
+
+@pytest.mark.parametrize(
+    ("change", "kinds"),
+    [
+        (other_shape, 7), (other_argument, 7), (other_mode, 2), (other_memory, 7),
+        (needs_gradient, 2),
+    ],
+)  # fmt: skip
+def test_another_kind_of_call_gets_a_graph_of_its_own(
+    change: Callable[[Any, int], Tensor], kinds: int
+) -> None:
+    model, plain, captured, graphs = built()
+    for step in range(7):
+        for each in (model, plain):
+            each.zero_grad()
+            each(change(each, step)).square().sum().backward()
+        same(model, plain)
+    assert captured.captures >= kinds
+    assert captured.captures <= 2 * kinds
+    held = int(graphs.report_rows()[0].value.split()[0])
+    assert held <= 2 * MOST_GRAPHS
+
+
+def test_a_second_forward_before_backward_runs_without_the_graph() -> None:
+    model, plain, captured, _ = built()
+    for each in (model, plain):
+        losses = [each(rows(step)).square().sum() for step in range(3)]
+        sum(losses[1:], losses[0]).backward()
+    same(model, plain)
+    assert captured.replays == 2
+    model(rows(9)).sum().backward()
+    assert captured.replays == 4
+
+
+def test_a_forward_without_backward_frees_the_graph() -> None:
+    model, _, captured, _ = built()
+    for step in range(3):
+        loss = model(rows(step)).sum()
+        del loss
+        gc.collect()
+    assert captured.replays == 6
+
+
+def test_a_graph_that_is_freed_late_frees_no_later_one() -> None:
+    """``loss`` of one step lives until that of the next one is there."""
+    model, plain, _, _ = built()
+    for each in (model, plain):
+        loss = each(rows(0)).square().sum()
+        loss.backward()
+        loss = each(rows(1)).square().sum()
+        later = each(rows(2)).square().sum()
+        (loss + later).backward()
+    same(model, plain)
+
+
+def test_evaluation_runs_without_graphs() -> None:
+    model, plain, captured, _ = built()
+    with torch.no_grad():
+        model(rows(0))
+        plain(rows(0))
+    assert model.eval()(rows(0)).equal(plain.eval()(rows(0)))
+    assert not captured.captures
+
+
+def test_what_cannot_be_captured_is_reported() -> None:
+    model = Model().double()
+    plain = copy.deepcopy(model)
+    graphs = graph_blocks(model, Uncapturable().capture)
+    for each in (model, plain):
+        each(rows(0)).square().sum().backward()
+    same(model, plain)
+    counted, failed = graphs.report_rows()
+    assert (counted.value, failed.value) == ("0 of 2 blocks", "2")
+    assert failed.note.startswith("blocks.0: operation not permitted when stream is capturing;")
+
+
+def test_a_call_with_another_object_is_not_captured() -> None:
+    model, _, captured, graphs = built()
+    model.power = torch.nn.Identity()  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        model(rows(0))
+    assert not captured.captures
+    assert graphs.report_rows()[1].note == "blocks.0: it is called with a Identity"
+
+
+def test_gradients_come_block_by_block() -> None:
+    model, _, _, _ = built()
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))  # type: ignore[misc]
+    model(rows(0)).sum().backward()
+    assert [name.split(".")[1] for name in order] == ["1"] * 4 + ["0"] * 4
+
+
+def test_on_a_host_without_cuda() -> None:
+    with pytest.raises(ModelError, match=r"compute\.cuda_graph: Model is on cpu; allowed: cuda"):
+        graph_blocks(Model())
+    model = Model()
+    with pytest.raises(ModelError, match=r"compute\.cuda_graph: Model is on cpu"):
+        slipstream.accelerate(
+            model,
+            torch.optim.SGD(model.parameters()),
+            strategy={"compute": {"cuda_graph": True}},
+        )
+
+
+def test_compile_and_graphs_exclude_each_other() -> None:
+    with pytest.raises(StrategyError, match="compile and cuda_graph exclude each other"):
+        Strategy.load({"compute": {"compile": True, "cuda_graph": True}})
