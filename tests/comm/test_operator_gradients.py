@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -232,6 +234,34 @@ def compiled() -> None:
         torch.compile(f, backend="eager", fullgraph=True)(x)
 
 
+def in_the_graph() -> None:
+    """The same values and gradients as outside of a graph, with nothing left out of it."""
+    unchecked = comm.group(check=False)
+    operators: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "sum": lambda x: comm.all_reduce_sum(x, unchecked),
+        "mean": lambda x: comm.all_reduce_mean(x, group=unchecked),
+        "gather": lambda x: comm.all_gather(x, unchecked, axis=-1),
+        "scatter": lambda x: comm.reduce_scatter_sum(x, unchecked, 1),
+        "swap": lambda x: comm.all_to_all(x, unchecked, 1, 0),
+        "swap rows": lambda x: comm.all_to_all(x, unchecked),
+    }
+    for name, operator in operators.items():
+        torch.compiler.reset()
+        x = torch.rand(SIZE, 2 * SIZE, 2, generator=seeded(dist.get_rank())).requires_grad_()
+
+        def f(x: torch.Tensor, operator: Any = operator) -> torch.Tensor:
+            return operator(x * x).sin()
+
+        results = []
+        for run in (f, torch.compile(f, backend="aot_eager", fullgraph=True)):
+            y = run(x)
+            y.backward(torch.linspace(0, 1, y.numel()).view_as(y))
+            results.append((y, x.grad))
+            x.grad = None
+        assert torch.equal(results[0][0], results[1][0]), name
+        assert torch.equal(results[0][1], results[1][1]), name
+
+
 def transformed() -> None:
     rank = dist.get_rank()
 
@@ -247,6 +277,10 @@ def transformed() -> None:
 
 def test_compiled_functions_break_at_the_operator(three: Ranks) -> None:
     three.run(compiled)
+
+
+def test_operators_without_check_stay_in_the_graph(three: Ranks) -> None:
+    three.run(in_the_graph)
 
 
 def test_functional_gradients(three: Ranks) -> None:

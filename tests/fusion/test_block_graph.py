@@ -20,6 +20,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.factor, self.seen = nn.Linear(4, 4), 2.0, [0]
+        self.nested = nn.Sequential(nn.ReLU())
         self.scale = nn.Parameter(torch.ones(4))
         self.register_buffer("offset", torch.ones(4))
 
@@ -136,11 +137,17 @@ def change_child(block: Block) -> None:
     block.layer = nn.Linear(4, 4)
 
 
+def change_grandchild(block: Block) -> None:
+    block.nested[0] = nn.Tanh()
+
+
 def drop_factor(block: Block) -> None:
     del block.factor
 
 
-@pytest.mark.parametrize("change", [change_factor, change_child, drop_factor, nn.Module.eval])
+@pytest.mark.parametrize(
+    "change", [change_factor, change_child, change_grandchild, drop_factor, nn.Module.eval]
+)
 def test_a_record_ends_with_what_it_read(change: Callable[[Any], object]) -> None:
     block = block_with(usual)
     graph = record(block)

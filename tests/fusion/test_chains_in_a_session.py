@@ -16,7 +16,8 @@ from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
 
 CHAINS = {"fuse_bn_act": True, "fuse_add_act": True, "fuse_relu_depthwise": True}
-RESNET = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 3], num_labels=3)
+RESNET = ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 3])
+RESNET.num_labels = 3
 SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "flat": ({}, 1e-4),
     "sharded": ({"gradients": {"transport": "sharded"}}, 1e-4),

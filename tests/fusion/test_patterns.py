@@ -266,6 +266,14 @@ def test_one_value_a_channel_is_refused_as_by_torch() -> None:
         unit(torch.randn(1, 4, 1, 1))
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 5), (2, 3, 5, 5)])
+def test_wrong_shapes_are_refused_as_by_torch(shape: tuple[int, ...]) -> None:
+    unit = Unit(lambda m, x: m.relu(m.bn(x)))
+    fuse_patterns(unit)
+    with pytest.raises((ValueError, RuntimeError), match=r"expected 4D input|running_mean should"):
+        unit(torch.randn(shape))
+
+
 class Undecided(nn.Module):
     """Cannot be recorded, and has layers that chains consist of."""
 

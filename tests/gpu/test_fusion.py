@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.process]
 
 def resnet() -> tuple[nn.Module, Tensor]:
     config = ResNetConfig(hidden_sizes=[32, 64, 64, 64], depths=[2, 2, 2, 2])
-    return ResNetModel(config).cuda(), torch.randn(8, 3, 96, 96, device="cuda")
+    return ResNetModel(config).to("cuda"), torch.randn(8, 3, 96, 96, device="cuda")
 
 
 def bert() -> tuple[nn.Module, Tensor]:
@@ -27,7 +27,7 @@ def bert() -> tuple[nn.Module, Tensor]:
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     model = BertModel(config, add_pooling_layer=False)
-    return model.cuda(), torch.randint(config.vocab_size, (2, 32), device="cuda")
+    return model.to("cuda"), torch.randint(config.vocab_size, (2, 32), device="cuda")
 
 
 CASES: dict[str, tuple[Callable[[], tuple[nn.Module, Tensor]], Callable[[nn.Module], Any]]] = {

@@ -84,11 +84,23 @@ class TestEquations:
         fused, plain = ADD.apply(*inputs, activation), plain_sum(*inputs, activation)
         assert_same(fused, plain, [*inputs], TOLERANCE[dtype])
 
-    @all_activations
     @all_shapes
     @all_types
     @pytest.mark.parametrize("residual", [False, True])
-    def test_batch_norms_equal_the_reference(
+    def test_batch_norms_of_all_shapes(
+        self, shape: Any, dtype: torch.dtype, residual: bool
+    ) -> None:
+        self.check_batch_norm("relu", shape, dtype, residual)
+
+    @all_activations
+    @all_types
+    @pytest.mark.parametrize("residual", [False, True])
+    def test_batch_norms_with_all_activations(
+        self, activation: ActivationName, dtype: torch.dtype, residual: bool
+    ) -> None:
+        self.check_batch_norm(activation, SHAPES["maps"], dtype, residual)
+
+    def check_batch_norm(
         self, activation: ActivationName, shape: Any, dtype: torch.dtype, residual: bool
     ) -> None:
         x, other = drawn(*shape, dtype=dtype), drawn(*shape, dtype=dtype) if residual else None

@@ -107,6 +107,8 @@ def strategy_words(settings: Mapping[str, Any]) -> Iterator[str]:
             continue
         if name == "parallel":
             yield from _parallel_words(value)
+        elif name == "compute":
+            yield from (setting for setting, chosen in value.items() if chosen)
         elif isinstance(value, Mapping):
             yield from [f"{name} {value['kind']}"] if "kind" in value else strategy_words(value)
         elif isinstance(value, bool):
@@ -140,13 +142,14 @@ def _speed(typical: TypicalIteration, throughput: Mapping[str, float | None]) ->
 
 
 def _headline(meta: Mapping[str, Any], typical: TypicalIteration) -> Text:
-    """Model, ranks, hosts, iterations, strategy and clock error, as far as known."""
+    """Model, ranks, hosts, iterations, strategy, what is fused, clock error, as far as known."""
     words = [str(meta["model"])] if "model" in meta else []
     words.append(_count(len(typical.ranks), "rank"))
     if meta.get("hosts"):
         words[-1] += f" on {_count(len(set(meta['hosts'])), 'host')}"
     words.append(_count(typical.iterations, "iteration"))
     words += strategy_words(meta.get("strategy") or {})
+    words += meta.get("compute") or []
     if error := _clock_error(meta):
         words.append(f"clocks within {error * 1e6:.0f} us")
     return Text(" | ".join(words), style="bold")

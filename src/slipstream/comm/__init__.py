@@ -11,7 +11,9 @@ comm.backward(loss)                                  # on rank 1; comm.backward(
 Each operator runs a linear collective; its backward runs the adjoint collective through the same
 code, so gradients of any order are right. Backward differentiates the sum of all ranks' losses.
 Minimum and maximum are not linear: they pass the gradient to every rank that holds the extreme
-value. Under ``torch.compile`` each call is a graph break. Names and semantics follow MegEngine's
+value. Under ``torch.compile`` sums, means, all_gather, reduce_scatter_sum and
+all_to_all of equal pieces stay in the graph in groups without ``check``; every other call is a
+graph break. Names and semantics follow MegEngine's
 ``functional.distributed``.
 """
 

@@ -82,7 +82,7 @@ def apply_collective(
         ExchangeError: another rank does not take part, or has ended.
     """
     if not needs_grad:
-        return _run(name, collective, x.detach() if x is not None and x.requires_grad else x)
+        return run(name, collective, x.detach() if x is not None and x.requires_grad else x)
     # An input that requires a gradient, so that the result does where this rank's tensor does not.
     if (anchor := token) is None and (x is None or not x.requires_grad):
         anchor = torch.empty(0, requires_grad=True)
@@ -106,7 +106,12 @@ def apply_collective(
     return y
 
 
-def _run(name: str, collective: Collective, x: MaybeTensor) -> MaybeTensor:
+def run(name: str, collective: Collective, x: MaybeTensor) -> MaybeTensor:
+    """Run a collective and record its time; nothing for backward.
+
+    Raises:
+        ExchangeError: another rank does not take part, or has ended.
+    """
     recorder = collective.group.recorder
     try:
         if recorder is None or not recorder.active or getattr(collective, "is_local", False):
@@ -174,7 +179,7 @@ class _UncheckedOperator(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, call: _Call) -> torch.Tensor:
         call.started = True
         ctx.call = call
-        y = _run(call.name, call.collective, x)
+        y = run(call.name, call.collective, x)
         assert y is not None
         if _is_extreme(call):
             ctx.save_for_backward(x, y)
@@ -197,7 +202,7 @@ class _FuncOperator(_Operator):
     def forward(  # type: ignore[override]
         anchor: MaybeTensor, x: MaybeTensor, call: _Call
     ) -> tuple[torch.Tensor, MaybeTensor]:
-        y = _run(call.name, call.collective, x)
+        y = run(call.name, call.collective, x)
         tensor = x if y is None else y
         assert tensor is not None
         return torch.empty(0, device=tensor.device), y

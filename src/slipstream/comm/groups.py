@@ -5,16 +5,21 @@ torch sorts the ranks of a process group; here ``group([2, 0])`` has rank 2 befo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
 
 from slipstream.errors import CommError
 from slipstream.trace.recorder import Recorder
+
+_numbers = itertools.count()
+_named: WeakValueDictionary[str, Group] = WeakValueDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +32,7 @@ class Group:
         check: whether its ranks compare arguments before every operator, see `group`.
         rank: place of this process in ``ranks``; -1 outside.
         recorder: gets a span for each operator, forward and backward.
+        name: in this process, see `named`.
     """
 
     ranks: tuple[int, ...]
@@ -34,6 +40,10 @@ class Group:
     check: bool
     rank: int
     recorder: Recorder | None = None
+    name: str = field(default_factory=lambda: f"group {next(_numbers)}", init=False)
+
+    def __post_init__(self) -> None:
+        _named[self.name] = self
 
     @property
     def size(self) -> int:
@@ -130,6 +140,11 @@ def group_of(
         return Group((0,), None, check, 0, recorder)
     ranks = tuple(dist.get_process_group_ranks(process_group))
     return Group(ranks, process_group, check, dist.get_rank(process_group), recorder)
+
+
+def named(name: str) -> Group:
+    """The group of a name: a compiled graph has no other way to mention it."""
+    return _named[name]
 
 
 def member(chosen: Group | None, operator: str) -> Group:

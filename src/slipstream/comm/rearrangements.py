@@ -11,6 +11,12 @@ from slipstream.comm.collectives import Broadcast
 from slipstream.comm.groups import Group, member
 from slipstream.comm.shards import AllGather, Gather, ReduceScatter, Scatter
 from slipstream.comm.tensor_spec import TensorSpec
+from slipstream.comm.traceable import (
+    all_gather_in_graph,
+    all_to_all_in_graph,
+    reduce_scatter_in_graph,
+    traceable,
+)
 
 
 @graph_break
@@ -59,7 +65,7 @@ def gather(
     return apply_collective("gather", collective, x, needs_grad=needs_grad)
 
 
-@graph_break
+@traceable(all_gather_in_graph)
 def all_gather(
     x: torch.Tensor, group: Group | None = None, axis: int = 0, *, sizes: Sizes = None
 ) -> torch.Tensor:
@@ -126,7 +132,7 @@ def scatter(
     return apply_with_output("scatter", collective, x, needs_grad=whole.requires_grad)
 
 
-@graph_break
+@traceable(reduce_scatter_in_graph)
 def reduce_scatter_sum(
     x: torch.Tensor, group: Group | None = None, axis: int = 0, *, sizes: Sizes = None
 ) -> torch.Tensor:
@@ -158,7 +164,7 @@ def reduce_scatter_sum(
     return apply_with_output(name, collective, x, needs_grad=needs_grad)
 
 
-@graph_break
+@traceable(all_to_all_in_graph)
 def all_to_all(
     x: torch.Tensor,
     group: Group | None = None,

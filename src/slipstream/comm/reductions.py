@@ -9,6 +9,7 @@ from slipstream.comm.autograd import apply_collective, apply_with_output, graph_
 from slipstream.comm.collectives import AllReduce, Reduce, Reduction
 from slipstream.comm.groups import Group, member
 from slipstream.comm.tensor_spec import TensorSpec
+from slipstream.comm.traceable import all_reduce_in_graph, traceable
 
 
 @graph_break
@@ -32,7 +33,7 @@ def reduce_sum(x: torch.Tensor, group: Group | None = None) -> torch.Tensor | No
     return apply_collective("reduce_sum", collective, x, needs_grad=needs_grad)
 
 
-@graph_break
+@traceable(all_reduce_in_graph("sum"))
 def all_reduce_sum(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     """The sum of the ranks' tensors on every rank.
 
@@ -45,7 +46,7 @@ def all_reduce_sum(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     return _all_reduce("sum", x, group)
 
 
-@graph_break
+@traceable(all_reduce_in_graph("mean"))
 def all_reduce_mean(x: torch.Tensor, group: Group | None = None) -> torch.Tensor:
     """The mean of the ranks' tensors on every rank, for floating-point and complex dtypes.
 

@@ -20,15 +20,14 @@ from torch import Tensor, fx, nn
 
 from slipstream.memory.recompute.rng_state import get_rng_state
 
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has, and that a forward may read unnoticed."""
 IN_PLACE = (
     *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
     *(operator.imatmul, operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
     *(operator.ilshift, operator.irshift),
 )
 """The functions of ``a += b`` and the like."""
-_OWN = _OF_MODULES - {"training"}
 
 
 class Untraceable(Exception):
@@ -44,7 +43,7 @@ class BlockGraph:
     graph: fx.Graph
     read: dict[str, Any]
     """The attributes that forward read, with their values."""
-    _children: tuple[nn.Module, ...]
+    _modules: list[nn.Module]
     _signature: inspect.Signature
 
     def function(self) -> Callable[..., Any]:
@@ -78,7 +77,7 @@ class BlockGraph:
     def holds(self) -> bool:
         """Whether the block is as it was when it was recorded."""
         now = vars(self.block)
-        return tuple(self.block.children()) == self._children and all(
+        return [*self.block.modules()] == self._modules and all(
             name in now and _same(now[name], value) for name, value in self.read.items()
         )
 
@@ -100,7 +99,7 @@ def record(block: nn.Module) -> BlockGraph:
         if not helpers:
             raise
         graph, read = _run(block, names, helpers)
-    return BlockGraph(block, graph, read, tuple(block.children()), signature)
+    return BlockGraph(block, graph, read, [*block.modules()], signature)
 
 
 def _run(
@@ -182,7 +181,7 @@ def _probe(block: nn.Module, names: Sequence[str], read: dict[str, Any]) -> nn.M
 
     def getter(self: Any, name: str) -> Any:
         value = kind.__getattribute__(self, name)
-        if name not in _OWN and name in object.__getattribute__(self, "__dict__"):
+        if name not in _OF_MODULES and name in object.__getattribute__(self, "__dict__"):
             if isinstance(value, list | dict | set):
                 raise Untraceable(f"its forward reads self.{name}, which may change inside")
             read[name] = value

@@ -14,7 +14,7 @@ from slipstream.errors import UsageError
 from slipstream.fusion.block_graph import BlockGraph, Untraceable, record
 from slipstream.fusion.chains import CHAIN_PARTS, Chains
 from slipstream.kernels.activations import ACTIVATIONS, ActivationName
-from slipstream.kernels.add_act import reference as plain_sum
+from slipstream.kernels.add_act import is_alike, reference as plain_sum
 from slipstream.kernels.batch_norm_act import batch_norm_act
 from slipstream.kernels.compiled import check_compiler
 from slipstream.kernels.relu_depthwise import relu_depthwise
@@ -22,6 +22,7 @@ from slipstream.memory.forward_override import ForwardReplacement
 from slipstream.strategy import Row
 from slipstream.strategy.compute import Pattern
 
+_DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 
 
@@ -134,7 +135,7 @@ def _forward(
 
 
 def _batch_norm(
-    module: nn.BatchNorm2d,
+    module: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d,
     forward: Callable[[Tensor], Tensor],
     x: Tensor,
     residual: Tensor | None = None,
@@ -144,8 +145,8 @@ def _batch_norm(
     """A batch norm with the rest of its chain; ``into``: the operand that the model adds to."""
     if activation is None:
         return forward(x)
-    like = residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
-    if not module.training or not like or x.ndim < 2 or x.numel() <= x.shape[1]:
+    fits = x.ndim in _DIMS[type(module)] and x.shape[1] == module.num_features < x.numel()
+    if not (fits and module.training and (residual is None or is_alike(x, residual))):
         total = forward(x)
         if residual is not None:
             terms = (residual, total) if into == "residual" else (total, residual)
@@ -159,7 +160,9 @@ def _batch_norm(
 
 
 @torch.no_grad()
-def _update_statistics(module: nn.BatchNorm2d, mean: Tensor, variance: Tensor, count: int) -> None:
+def _update_statistics(
+    module: nn.modules.batchnorm._BatchNorm, mean: Tensor, variance: Tensor, count: int
+) -> None:
     """As torch's batch norm does in training."""
     if module.running_mean is None or module.running_var is None:
         return
@@ -179,7 +182,7 @@ def _convolution(
     """A depthwise convolution, and the ReLU before it."""
     if not relu:
         return forward(x)
-    if not torch.is_grad_enabled() or x.ndim < module.weight.ndim:
+    if not torch.is_grad_enabled() or x.ndim != module.weight.ndim:
         return forward(torch.relu(x))
     return relu_depthwise(
         x,

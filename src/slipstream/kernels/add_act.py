@@ -31,7 +31,7 @@ def add_act(
         >>> add_act(torch.tensor([1.0, -3.0]), torch.tensor([1.0, 1.0]), "relu")
         tensor([2., 0.])
     """
-    if left.shape != right.shape or left.dtype != right.dtype or not _fits(left):
+    if not is_alike(left, right) or left.numel() < SMALL:
         return reference(left, right, activation, in_place=in_place)
     operation: Any = AddAct
     result: Tensor = operation.apply(left, right, activation)
@@ -79,5 +79,12 @@ def _backward(gradient: Tensor, kept: Tensor, activation: ActivationName) -> Ten
     return moved
 
 
-def _fits(values: Tensor) -> bool:
-    return values.is_floating_point() and values.numel() >= SMALL
+def is_alike(left: object, right: object) -> bool:
+    """Whether two operands are tensors of one shape and one floating type."""
+    return (
+        isinstance(left, Tensor)
+        and isinstance(right, Tensor)
+        and left.shape == right.shape
+        and left.dtype == right.dtype
+        and left.is_floating_point()
+    )

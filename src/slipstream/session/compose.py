@@ -22,11 +22,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
-from slipstream.fusion.channels_last import ChannelsLast
-from slipstream.fusion.compiled_blocks import compile_blocks
-from slipstream.fusion.graphs import graph_blocks
 from slipstream.fusion.optimizer import FusedOptimizer
-from slipstream.fusion.patterns import fuse_patterns
 from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.interface import GradientEngine
@@ -41,7 +37,8 @@ from slipstream.parallel.model import ModelParallel
 from slipstream.precision.half_weights import everything
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
-from slipstream.session.handles import HandleStack
+from slipstream.session.computing import install_compute
+from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.report import adaptive_rows, hosts_rows
 from slipstream.session.session import M, O, Session
@@ -121,7 +118,7 @@ def compose(
         groups = _same_start(given, full_state)
         shares = _shares(given)
         # Before precision and recompute, which wrap what it makes.
-        _compute(given)
+        computing = install_compute(model, optimizer, strategy.compute, handles)
         # Before all that exchanges parameters while the optimizer steps: it works inside.
         fused_optimizer = _fused_optimizer(given)
         # Changes the types of parameters: before the engine lays out their gradients.
@@ -154,7 +151,9 @@ def compose(
         if fused_optimizer is not None:
             fused_optimizer.attach()
         # After the engine, whose segments it describes.
-        tracer = _tracer(given, engine, search)
+        if fused_optimizer is not None:
+            computing.append(fused_optimizer)
+        tracer = _tracer(given, engine, search, computing)
         # After the tracer: where an epoch starts, an iteration begins.
         session_loader = _session_loader(given, loader, tracer)
         window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, session_loader)
@@ -248,18 +247,6 @@ def _same_start(given: _Given, full_state: FullState) -> list[dist.ProcessGroup]
     if groups:
         broadcast.broadcast(full_state.local_tensors, groups[0])
     return groups
-
-
-def _compute(given: _Given) -> None:
-    compute = given.strategy.compute
-    if compute.channels_last:
-        given.handles.add(ChannelsLast(given.model, given.optimizer))
-    if compute.patterns:
-        given.handles.add(fuse_patterns(given.model, compute.patterns))
-    if compute.compile:
-        given.handles.add(compile_blocks(given.model))
-    if compute.cuda_graph:
-        given.handles.add(graph_blocks(given.model))
 
 
 def _fused_optimizer(given: _Given) -> FusedOptimizer | None:
@@ -401,7 +388,12 @@ def _sharded_model(
     return given.handles.add(sharded, on_error=sharded.abandon)
 
 
-def _tracer(given: _Given, engine: GradientEngine, search: OnlineSearch | None) -> Tracer:
+def _tracer(
+    given: _Given,
+    engine: GradientEngine,
+    search: OnlineSearch | None,
+    computing: Sequence[Handle],
+) -> Tracer:
     if given.recorder is None:
         return NoTracing()
     tracer = SessionTracer(
@@ -413,6 +405,7 @@ def _tracer(given: _Given, engine: GradientEngine, search: OnlineSearch | None) 
         given.dims,
         search,
         given.cluster.device,
+        lambda: [row for handle in computing for row in handle.report_rows()],
     )
     given.handles.defer(tracer.write, on_error=tracer.drop)
     return tracer

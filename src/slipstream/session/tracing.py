@@ -6,7 +6,7 @@ Exchanges are recorded by the channel, the wait for data by the loader.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from slipstream.gradients.segments import gradients_of, parameters_of
 from slipstream.parallel.dims import ParallelDims
 from slipstream.planner.candidates import with_gradients
 from slipstream.sharding.checks import check_sharded
-from slipstream.strategy import Sharded, Strategy
+from slipstream.strategy import Row, Sharded, Strategy
 from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
 from slipstream.trace.recorder import Recorder, Stamp
@@ -65,6 +65,7 @@ class SessionTracer:
         dims: all ranks; of those that share a model each counts its part of the samples.
         search: for the fastest exchange; None: there is none.
         device: of the model.
+        computing: rows of the report on how the device computes.
     """
 
     recorder: Recorder
@@ -75,6 +76,7 @@ class SessionTracer:
     dims: ParallelDims
     search: OnlineSearch | None
     device: torch.device
+    computing: Callable[[], Sequence[Row]] = tuple
 
     _aligned = _under_way = _closed = _in_backward = False
     _iteration = _batch_size = _samples = 0
@@ -189,6 +191,7 @@ class SessionTracer:
 
     def _gather(self) -> Trace | None:
         self.recorder.meta |= _metadata(self.model, self.strategy, self.engine, self.search)
+        self.recorder.meta["compute"] = [f"{r.setting}: {r.value}" for r in self.computing()]
         self.recorder.meta["optimizer"] = {
             "bytes": _state_bytes(self.optimizer),
             "shardable": _is_shardable(self.model, self.optimizer, self.strategy),
