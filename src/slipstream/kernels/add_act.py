@@ -16,7 +16,8 @@ def add_act(
 ) -> Tensor:
     """``activation(left + right)`` in one kernel; backward is one kernel, too.
 
-    The sum is not kept for activations whose derivative follows from their result.
+    The sum is not kept: backward needs the result, or for an activation such as gelu adds again. So
+    it keeps two tensors where torch keeps the sum, of which a network mostly keeps one anyway.
 
     Args:
         left, right: of one shape and one floating type; others, and small ones, are computed by
@@ -51,31 +52,28 @@ class AddAct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, left: Tensor, right: Tensor, activation: ActivationName) -> Tensor:
-        result: Tensor
-        result, kept = compiled(_forward, activation, left.dtype)(left, right, activation)
-        ctx.save_for_backward(result if kept is None else kept)
+        result: Tensor = compiled(_forward, activation, left.dtype)(left, right, activation)
+        kept = (result,) if ACTIVATIONS[activation].keeps_output else (left, right)
+        ctx.save_for_backward(*kept)
         ctx.activation = activation
         return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        (kept,) = ctx.saved_tensors
-        compute = compiled(_backward, ctx.activation, kept.dtype)
-        moved: Tensor = compute(gradient, kept, ctx.activation)
+        first, *second = ctx.saved_tensors
+        compute = compiled(_backward, ctx.activation, first.dtype)
+        moved: Tensor = compute(gradient, ctx.activation, first, *second)
         return moved, moved, None
 
 
-def _forward(
-    left: Tensor, right: Tensor, activation: ActivationName
-) -> tuple[Tensor, Tensor | None]:
-    act = ACTIVATIONS[activation]
-    total = left + right
-    return act.forward(total), None if act.keeps_output else total
+def _forward(left: Tensor, right: Tensor, activation: ActivationName) -> Tensor:
+    return ACTIVATIONS[activation].forward(left + right)
 
 
-def _backward(gradient: Tensor, kept: Tensor, activation: ActivationName) -> Tensor:
-    moved: Tensor = ACTIVATIONS[activation].backward(gradient, kept)
+def _backward(gradient: Tensor, activation: ActivationName, *kept: Tensor) -> Tensor:
+    total = kept[0] + kept[1] if len(kept) > 1 else kept[0]
+    moved: Tensor = ACTIVATIONS[activation].backward(gradient, total)
     return moved
 
 
