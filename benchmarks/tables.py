@@ -73,6 +73,8 @@ EXCHANGE_COLUMNS = (
 def exchange(entry: Mapping[str, Any]) -> str:
     """The table of one model: every variant against the best DDP and the bound."""
     what = f" with {', '.join(entry['codecs'])}" if entry.get("codecs") else ""
+    if any(row["name"] == "FSDP2, default" for row in entry["rows"]):
+        what = " beside FSDP2 in all settings"
     who = " beside an accelerator" if _on_accelerator(entry) else ""
     lines = [
         f"## Exchange{who}{what}, {entry['model']} at {entry['rate']}, {entry['date']}",
