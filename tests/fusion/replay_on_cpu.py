@@ -24,6 +24,7 @@ class Captured:
             self._backward(tree_flatten(module(*samples))[0], samples, module, None)
         leaves, spec = tree_flatten(module(*samples))
         results = [leaf.detach().clone() for leaf in leaves]
+        moved: list[Tensor | None] = []
         running: list[Tensor] = []
         captured = self
 
@@ -41,7 +42,12 @@ class Captured:
 
             @staticmethod
             def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-                return captured._backward(running, samples, module, gradients)
+                found = captured._backward(running, samples, module, gradients)
+                moved[:] = moved or [None if g is None else g.clone() for g in found]
+                for static, computed in zip(moved, found, strict=True):
+                    if static is not None and computed is not None:
+                        static.copy_(computed)
+                return tuple(None if static is None else static.detach() for static in moved)
 
         operation: Any = Replay
         return lambda *inputs: tree_unflatten(

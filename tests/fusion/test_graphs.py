@@ -145,6 +145,37 @@ def test_a_second_forward_before_backward_runs_without_the_graph() -> None:
     assert captured.replays == 4
 
 
+def test_gradients_add_up() -> None:
+    """A gradient that becomes the parameter's must not lie where the next replay writes."""
+    model, plain, captured, _ = built()
+    for each in (model, plain):
+        for step in range(3):
+            each(rows(step)).square().sum().backward()
+    same(model, plain)
+    assert captured.replays == 6
+
+
+def test_results_stay() -> None:
+    model, plain, _, _ = built()
+    kept = []
+    for each in (model, plain):
+        results = []
+        for step in range(3):
+            out = each(rows(step))
+            out.square().sum().backward()
+            results.append(out.detach())
+        kept.append(torch.stack(results))
+    torch.testing.assert_close(*kept)
+
+
+def test_a_frozen_block_runs_without_a_graph() -> None:
+    model, _, captured, _ = built()
+    model.requires_grad_(False)
+    results = [model(rows(step)) for step in range(2)]
+    assert not results[0].equal(results[1])
+    assert not captured.captures
+
+
 def test_a_forward_without_backward_frees_the_graph() -> None:
     model, _, captured, _ = built()
     for step in range(3):

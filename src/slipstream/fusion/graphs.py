@@ -3,8 +3,9 @@
 [Note: What a graph needs]
 A graph repeats kernels on the memory that they were captured with. So inputs are copied into static
 buffers, and a graph serves calls of the same shapes, types and settings alone; others get a graph
-of their own, up to ``MOST_GRAPHS`` a block. Results lie in static memory, too: a second forward
-before the backward of the first would overwrite what that needs, so it runs without the graph.
+of their own, up to ``MOST_GRAPHS`` a block. What forward keeps lies in static memory, too: a second
+forward before the backward of the first would overwrite it, so it runs without the graph. Results
+and gradients are copied out of static memory, as the user may keep both.
 
 [Note: Why blocks]
 The exchange of gradients cannot be captured with them. Block by block, gradients come out of a
@@ -90,7 +91,7 @@ class GraphedBlocks:
         while self._overrides:
             self._overrides.pop().remove()
         for block in self._blocks.values():
-            block.graphs.clear()
+            block.close()
 
     def report_rows(self) -> list[Row]:
         """How many graphs there are, and what could not be captured."""
@@ -122,6 +123,13 @@ class _Block:
     capture: Capture
     graphs: OrderedDict[Any, _Graph] = field(default_factory=OrderedDict)
     failure: str = ""
+    _hooks: list[Any] = field(default_factory=list)
+
+    def close(self) -> None:
+        """Free the graphs."""
+        self.graphs.clear()
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.failure or not self.module.training or not torch.is_grad_enabled():
@@ -132,6 +140,8 @@ class _Block:
             self.failure = f"it is called with a {type(others[0]).__name__}"
             return forward(*args, **kwargs)
         inputs = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if not any(t.requires_grad for t in (*inputs, *self.module.parameters())):
+            return forward(*args, **kwargs)  # nothing would say when its results are done with
         key = self._key(leaves, spec)
         if key in self.graphs:
             self.graphs.move_to_end(key)
@@ -150,6 +160,9 @@ class _Block:
             self.failure = str(error).strip().partition("\n")[0]
             return False
         self.graphs[key] = _Graph(replay)
+        if not self._hooks:  # before a gradient becomes the parameter's, which would be static
+            learning = [p for p in self.module.parameters() if p.requires_grad]
+            self._hooks = [p.register_hook(torch.clone) for p in learning]
         if len(self.graphs) > MOST_GRAPHS:
             oldest = next((k for k, graph in self.graphs.items() if graph.needed_by is None), key)
             del self.graphs[oldest]
@@ -197,7 +210,7 @@ class _Mark(torch.autograd.Function):
         ctx.node, ctx.graph = _Node(), graph
         graph.needed_by = id(ctx.node)
         finalize(ctx.node, graph.release, id(ctx.node))
-        return tuple(result.view_as(result) for result in results)
+        return tuple(result.clone() for result in results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -40,11 +40,10 @@ def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def compiled(function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]:
-    """``torch.compile(function)`` for tensors of any size, apart for each ``key``.
+    """``torch.compile(function)`` for tensors of any size, apart for each ``key``, which says what
+    else the result depends on.
 
     Calls are not recorded for backward: an autograd function makes them.
-
-    Each key, which says what else the result depends on, gets a compilation of its own.
     """
     own = own_code(function)
     made = torch.compile(own, dynamic=True, options={"compile_threads": 1})  # no pool of workers
