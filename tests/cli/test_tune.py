@@ -88,6 +88,7 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     for trial in ran:
         kind = Strategy.load(trial["strategy"]).gradients.split.kind
         assert trial["status"] == ("measured" if kind == "by_bytes" else "failed")
+        assert not {"channels_last", "compile"} & {*trial["strategy"].get("compute", {})}
         assert trial["status"] == "measured" or f"RuntimeError: not with {kind}" in trial["reason"]
     assert "trials" in out
     assert "baseline" in err

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification
 
 import slipstream
+from slipstream.errors import ModelError
 from tests.fusion.uncompiled import uncompiled
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
@@ -67,3 +68,13 @@ def compare(name: str) -> str:
 @pytest.mark.parametrize("name", SETTINGS)
 def test_it_trains_as_without(two: Ranks, name: str) -> None:
     assert len(set(two.run(compare, name))) == 1, "ranks differ"
+
+
+def test_a_model_without_chains_is_refused_and_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    update = torch.optim.SGD(model.parameters(), lr=0.1)
+    wish = {"compute": {"fuse_bn_act": True, "fuse_add_act": True}}
+    with pytest.raises(ModelError, match="Sequential has no such chain of operations; leave out"):
+        slipstream.accelerate(model, update, None, wish)
+    with slipstream.accelerate(model, update) as session:
+        assert "fused" not in session.report()

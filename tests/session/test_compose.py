@@ -49,6 +49,14 @@ class Broken(Exception):
     """Raised by a step of the composition."""
 
 
+class WithChain(Blocks):
+    """Blocks before a head that holds a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 4))
+
+
 def broken(*_: object, **__: object) -> None:
     raise Broken
 
@@ -56,7 +64,7 @@ def broken(*_: object, **__: object) -> None:
 def in_training() -> tuple[nn.Module, torch.optim.SGD]:
     """A model and an optimizer with momentum, after an update and another backward."""
     torch.manual_seed(0)
-    model = Blocks()
+    model = WithChain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     for step in range(2):
         optimizer.zero_grad()

@@ -43,9 +43,9 @@ _FUNCTIONS: dict[Any, ActivationName] = {
 }
 """By function, or by the name of a method of tensors."""
 _GELU: dict[str, ActivationName] = {"none": "gelu", "tanh": "gelu_tanh"}
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-CHAIN_PARTS = (*_MODULES, nn.GELU, *_BATCH_NORMS, *_CONVOLUTIONS)
+CHAIN_PARTS = (*_MODULES, nn.GELU, *BATCH_NORMS, *_CONVOLUTIONS)
 """Modules that a chain may consist of."""
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__iadd__")
 _ADDS_IN_PLACE = (operator.iadd, "add_", "__iadd__")
@@ -178,7 +178,7 @@ class Chains:
 
     def _is_batch_norm(self, node: Any) -> bool:
         module = self._module(node)
-        return type(module) in _BATCH_NORMS and self._is_plain_call(node, module)
+        return type(module) in BATCH_NORMS and self._is_plain_call(node, module)
 
     def _is_depthwise(self, node: fx.Node) -> bool:
         module: Any = self._module(node)

@@ -1,12 +1,18 @@
-"""What of ``compute`` cannot serve a model or a host, found before anything is installed."""
+"""What of ``compute`` can serve a model or a host, and what not: found before it is installed."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+from functools import partial
 
-from slipstream.errors import StrategyError
+from torch import nn
+from torch.optim import Optimizer
+
+from slipstream.errors import ModelError, SlipstreamError, StrategyError
+from slipstream.fusion.chains import BATCH_NORMS, CHAIN_PARTS
 from slipstream.fusion.channels_last import weights_of_convolutions
 from slipstream.fusion.graphs import check_cuda
+from slipstream.fusion.optimizer import check_fusible
 from slipstream.fusion.regions import regions_of
 from slipstream.kernels.compiled import check_compiler
 from slipstream.strategy import Strategy
@@ -35,3 +41,41 @@ def check_compute(model: nn.Module, strategy: Strategy) -> None:
             )
     if compute.channels_last:
         weights_of_convolutions(model)
+
+
+def useful_settings(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """The settings of ``compute`` that may change how this model computes on this host.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Linear(4, 4)
+        >>> useful_settings(model, torch.optim.SGD(model.parameters()))
+        ['fuse_optimizer']
+    """
+    attempts: dict[str, Callable[[], object]] = {
+        "channels_last": partial(weights_of_convolutions, model),
+        "compile": partial(_check_compile, model),
+        "fuse_bn_act": partial(_check_layers, model, *BATCH_NORMS),
+        "fuse_add_act": partial(_check_layers, model, *CHAIN_PARTS),
+        "fuse_optimizer": partial(check_fusible, optimizer),
+    }
+    return [name for name, attempt in attempts.items() if _succeeds(attempt)]
+
+
+def _succeeds(attempt: Callable[[], object]) -> bool:
+    try:
+        attempt()
+    except SlipstreamError:
+        return False
+    return True
+
+
+def _check_compile(model: nn.Module) -> None:
+    check_compiler("compute.compile")
+    regions_of(model, "compute.compile")
+
+
+def _check_layers(model: nn.Module, *kinds: type[nn.Module]) -> None:
+    """Records nothing: that would run the forward of a model whose user did not ask for it."""
+    if not any(isinstance(layer, kinds) for layer in model.modules()):
+        raise ModelError(f"{type(model).__name__} has no layer to start a chain from")

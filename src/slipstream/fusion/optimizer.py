@@ -75,7 +75,7 @@ class FusedOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, *, elementwise: bool = False) -> None:
-        self._optimizer, self._form = optimizer, _form(optimizer, elementwise)
+        self._optimizer, self._form = optimizer, check_fusible(optimizer, elementwise=elementwise)
         self._flags: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._groups: dict[int, SmallParameters] = {}  # by the number of the group
         self._dense: dict[Tensor, tuple[int, ...]] = {}  # parameters without holes, their strides
@@ -188,7 +188,12 @@ BY_BLOCK = "small parameters together"
 BY_LAYER = "layers together"
 
 
-def _form(optimizer: Optimizer, elementwise: bool) -> str:
+def check_fusible(optimizer: Optimizer, *, elementwise: bool = False) -> str:
+    """How an optimizer can be fused.
+
+    Raises:
+        ModelError: it cannot.
+    """
     if type(optimizer) in FUSED:
         return BY_TORCH
     if isinstance(optimizer, Layerwise):

@@ -94,6 +94,11 @@ class FusedPatterns:
         while self._overrides:
             self._overrides.pop().remove()
 
+    @property
+    def num_chains(self) -> int:
+        """How many were found."""
+        return self._found.total()
+
     def report_rows(self) -> list[Row]:
         """How many chains were found, and which blocks were left alone."""
         found = ", ".join(f"{count} {name}" for name, count in self._found.items()) or "none found"

@@ -22,6 +22,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
+from slipstream.fusion.checks import useful_settings
 from slipstream.fusion.optimizer import FusedOptimizer
 from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
@@ -117,6 +118,8 @@ def compose(
         # Before precision: ranks start from values that are not rounded yet.
         groups = _same_start(given, full_state)
         shares = _shares(given)
+        if recorder is not None and strategy.trace.steps is not None:  # before it is installed
+            recorder.meta["useful_compute"] = useful_settings(model, optimizer)
         # Before precision and recompute, which wrap what it makes.
         computing = install_compute(model, optimizer, strategy.compute, handles)
         # Before all that exchanges parameters while the optimizer steps: it works inside.

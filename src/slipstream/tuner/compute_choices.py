@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slipstream.strategy import Strategy
+from slipstream.trace import Trace
 
 COMPUTE_CHOICES: tuple[Mapping[str, Any], ...] = (
     {"channels_last": True},
@@ -33,6 +34,21 @@ def with_compute(strategy: Strategy, settings: Mapping[str, Any]) -> Strategy | 
         return None
     changed = compute.model_copy(update=asked)
     return strategy.model_copy(update={"compute": changed})
+
+
+def useful(choices: Sequence[Mapping[str, Any]], trace: Trace) -> list[Mapping[str, Any]]:
+    """Of each choice the settings that have a use in the training that was traced.
+
+    Example:
+        >>> trace = Trace((), {"useful_compute": ["compile", "fuse_add_act"]})
+        >>> useful(COMPUTE_CHOICES, trace)
+        [{'compile': True}, {'fuse_add_act': True}]
+    """
+    names = trace.meta.get("useful_compute")
+    if names is None:
+        return [*choices]
+    left = ({name: value for name, value in c.items() if name in names} for c in choices)
+    return [choice for choice in left if choice]
 
 
 FUSED = ("fuse_bn", "fuse_add", "fuse_relu")

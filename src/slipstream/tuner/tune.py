@@ -9,7 +9,8 @@ file.
    MODEL_ERROR faster than predicted, it would beat the best measurement by more than the noise. At
    most a quarter of them is measured, and time for step 4 is kept back.
 3. Settings of compute, which nothing predicts, are measured on the best so far, one after another;
-   each stays if it makes that faster by more than the noise.
+   each stays if it makes that faster by more than the noise. The trace says which of them can
+   change anything in this model.
 4. The fastest candidate and the baseline run in alternation. The candidate is chosen only if the
    median of the paired ratios is below 1 with a confidence of 95 % (with fewer than six pairs: if
    it was faster in every pair). Else the baseline stays, so tuning never ends with something
@@ -31,7 +32,7 @@ from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
 from slipstream.planner.ranking import Prediction, handicap
 from slipstream.strategy import Strategy, late_by
-from slipstream.tuner.compute_choices import with_compute
+from slipstream.tuner.compute_choices import useful, with_compute
 from slipstream.tuner.one_start import RESERVE, OneStart, Predict, Run, open_strategy
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
 from slipstream.tuner.trial_log import Trial, TrialLog, Tuned
@@ -56,7 +57,7 @@ class Tuner:
         predict: from the baseline's trace to predictions, fastest first, the baseline's among them.
         base: the strategy to start from, and to keep unless another is faster.
         budget: seconds for everything.
-        compute: settings of compute to try.
+        compute: settings of compute to try, where the trace says that they have a use.
         updates: of the whole training, if known: a codec that begins late counts for the rest.
         notify: called with all trials after each new one.
         doing: called with what happens next, in words.
@@ -180,7 +181,7 @@ class Tuner:
         best, prediction = first.seconds, baseline
         if measured and measured[0][0] < best:
             best, prediction = measured[0]
-        for settings in self.compute:
+        for settings in useful(self.compute, first.trace):
             strategy = with_compute(prediction.strategy, settings)
             if strategy is None:
                 continue
