@@ -52,6 +52,7 @@ from slipstream.planner.candidates import label
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.ranking import traced_strategy
 from slipstream.planner.simulate import predict
 from slipstream.strategy import Half, Int8, PowerSgd, Strategy
 from slipstream.trace import Trace, chrome
@@ -77,6 +78,7 @@ STRATEGIES: dict[str, dict[str, object]] = {
     "int8": {"codec": "int8"},
     "powersgd": {"codec": {"kind": "powersgd", "start_step": 0}},
 }
+PRECISIONS: dict[str, dict[str, object]] = {"half weights": {"precision": "half_weights"}}
 CODECS = (Half(), Int8(), PowerSgd())
 BASELINE, ADVISED = "default", "advised"
 EXACT = ("gradients.split", "gradients.overlap", "gradients.transport")
@@ -145,6 +147,7 @@ def train(model_name: str, names: Sequence[str], steps: int, folder: Path) -> No
         seconds=20.0,
         rounds=5,
         codecs=CODECS,
+        half=True,
     )
     if dist.get_rank() == 0:
         cluster.save(folder / "cluster.yaml")
@@ -154,21 +157,21 @@ def train(model_name: str, names: Sequence[str], steps: int, folder: Path) -> No
         iterate()
     session.close()
 
-    def record(gradients: Mapping[str, object], path: Path) -> None:
+    def record(strategy: Mapping[str, object], path: Path) -> None:
         trace = {"steps": steps, "skip": SKIP, "folder": str(path.parent)}
-        iterate, session = accelerated(model, loss_of, {"gradients": gradients, "trace": trace})
+        iterate, session = accelerated(model, loss_of, {**strategy, "trace": trace})
         for _ in range((SKIP + steps) * session.strategy.gradients.accumulate):
             iterate()
         session.close()
 
     for block, name in blocks(names):
-        record(STRATEGIES[name], trace_of(folder, name, block))
+        record(strategy_of(name), trace_of(folder, name, block))
     said = [advised(folder, cluster) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(said)
     if said[0] is not None:
         for block, name in blocks((BASELINE, ADVISED), ADVICE_BLOCKS):
             patch = said[0].patch["gradients"] if name == ADVISED else {}
-            record(patch, trace_of(folder, f"advice, {name}", block))
+            record({"gradients": patch}, trace_of(folder, f"advice, {name}", block))
     dist.barrier()
     if dist.get_rank() == 0:
         (folder / DONE).touch()
@@ -180,6 +183,11 @@ def advised(folder: Path, cluster: NetworkProfile) -> Finding | None:
     findings = advise(chrome.read(trace_of(folder, BASELINE, 0)), cluster)
     exact = [f for f in findings if f.where in EXACT]
     return exact[0] if exact else None
+
+
+def strategy_of(name: str) -> dict[str, object]:
+    """The settings of a row."""
+    return PRECISIONS.get(name) or {"gradients": STRATEGIES[name]}
 
 
 def blocks(names: Sequence[str], count: int = BLOCKS) -> list[tuple[int, str]]:
@@ -246,6 +254,8 @@ def predicted(source: Trace, target: Trace, cluster: NetworkProfile) -> float:
     """Seconds for a batch under the plan of ``target``, from the trace ``source``."""
     workload, fitted = prepare(source, cluster)
     plan = Plan.of_trace(target, cluster.codecs)
+    if plan.half != workload.half:  # a plan lists no bytes: those of the source are halved
+        plan = Plan.of(traced_strategy(target), workload.gradients, cluster.codecs)
     return predict(workload, plan, fitted) / plan.accumulate
 
 
@@ -327,8 +337,8 @@ def main() -> None:
     parser.add_argument(
         "--strategies",
         nargs="*",
-        choices=list(STRATEGIES),
-        default=list(STRATEGIES),
+        choices=[*STRATEGIES, *PRECISIONS],
+        default=[*STRATEGIES, *PRECISIONS],
         help=f"besides {BASELINE}; default: all",
     )
     parser.add_argument("--nodes", type=int, default=4)

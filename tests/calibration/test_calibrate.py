@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from slipstream.calibration import calibrate as calibration, collective_timer
@@ -118,6 +119,23 @@ NARROWED = {
         {"world": {"all_reduce"}, "inter": {"all_reduce"}},
     ),
 }
+
+
+def measure_half() -> tuple[NetworkProfile, bool]:
+    """With the speed of 16-bit weights, and whether the random numbers that follow stay."""
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    profile, _ = measure(curves={"world": ("all_reduce",)}, half=True)
+    return profile, torch.equal(state, torch.get_rng_state())
+
+
+def test_the_speed_of_16_bits_is_that_of_the_slowest_rank(two) -> None:
+    (profile, same), (other, other_same) = two.run(measure_half)
+    assert same
+    assert other_same
+    assert profile.half_speed == other.half_speed
+    assert profile.half_speed is not None
+    assert 0 < profile.half_speed.of(0.5) < 100
 
 
 @pytest.mark.parametrize(("curves", "measured"), NARROWED.values(), ids=NARROWED)

@@ -17,7 +17,7 @@ from slipstream.cli.plan import memory, tables
 from slipstream.cli.tune import display
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.planner.candidates import candidates
-from slipstream.planner.cost import CodecCost
+from slipstream.planner.cost import CodecCost, HalfSpeed
 from slipstream.planner.ranking import Point, rank
 from slipstream.strategy import Strategy, overview
 from slipstream.testbed import LinkCheck, Node, Testbed
@@ -54,7 +54,8 @@ def plan_memory() -> Mapping[str, Any]:
 
 def doctor_network() -> RenderableType:
     cost = CodecCost(encode=1e-9, decode=1e-9, startup=1e-3, ratio=0.25)
-    return report(ring_profile(64, 8).model_copy(update={"codecs": {"powersgd": cost}}))
+    measured = {"codecs": {"powersgd": cost}, "half_speed": HalfSpeed(dense=2, convolutional=1.5)}
+    return report(ring_profile(64, 8).model_copy(update=measured))
 
 
 def tune() -> RenderableType:

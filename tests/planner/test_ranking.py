@@ -14,7 +14,7 @@ from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import candidates, label, optimal_gather, optimal_split
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import CodecCost, NetworkProfile
+from slipstream.planner.cost import CodecCost, HalfSpeed, NetworkProfile
 from slipstream.planner.ranking import rank, traced_strategy, what_if
 from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
@@ -213,6 +213,30 @@ def test_half_weights_are_a_candidate_that_sends_half() -> None:
     assert all(one.precision == half.precision for one in candidates(work, network, base=half))
 
 
+def test_half_weights_compute_as_fast_as_was_measured() -> None:
+    """Both ways: from a trace in fp32, and from one in 16 bits."""
+    work, network = SITUATIONS["a fast network"]
+    half = Strategy.load({"precision": "half_weights"})
+    speed = HalfSpeed(dense=4.0, convolutional=2.0)
+    measured = network.model_copy(update={"half_speed": speed})
+
+    def seconds(strategy: Strategy, work: Workload, network: NetworkProfile) -> float:
+        return rank([strategy], work, network)[0].seconds
+
+    convolutions = replace(work, convolutions=1.0)
+    parts = {name: getattr(work, name) / 2 for name in ("forward", "backward", "ready")}
+    quick = replace(work, **parts)
+    assert seconds(half, convolutions, measured) == pytest.approx(seconds(half, quick, network))
+    assert seconds(half, work, measured) < seconds(half, convolutions, measured)
+    assert seconds(Strategy(), work, measured) == seconds(Strategy(), work, network)
+    recorded = replace(convolutions, half=True)
+    assert seconds(half, recorded, measured) == seconds(half, convolutions, network)
+    mixed = replace(work, convolutions=0.5)
+    assert mixed.computed(half=True, speed=speed).forward == pytest.approx(work.forward * 3 / 8)
+    back = mixed.computed(half=True, speed=speed).computed(half=False, speed=speed)
+    assert back.ready == pytest.approx(mixed.ready)
+
+
 def test_codecs_are_candidates_and_priced_for_the_whole_training() -> None:
     work, network = SITUATIONS["a slow network"]
     costs = {kind: CodecCost(ratio=0.03) for kind in ("onebit", "dgc")}
@@ -220,6 +244,8 @@ def test_codecs_are_candidates_and_priced_for_the_whole_training() -> None:
     kinds = {kind: Strategy.load({"gradients": {"codec": kind}}) for kind in network.codecs}
     strategies = candidates(work, network, exact_only=False)
     assert set(kinds.values()) < set(strategies)
+    single = {"gradients": {"codec": "onebit", "split": "single"}}
+    assert Strategy.load(single) in strategies
     assert kinds["dgc"] not in candidates(replace(work, sgd=False), network, exact_only=False)
     assert not set(kinds.values()) & set(candidates(work, network))
 

@@ -51,6 +51,17 @@ def test_what_was_simulated_is_read_back_without_its_contention(plan, slowdown) 
         np.testing.assert_allclose(getattr(read_back, name), getattr(work, name), atol=1e-9)
 
 
+@pytest.mark.parametrize("precision", ["half_weights", {"kind": "half_weights"}, "autocast", None])
+def test_a_trace_tells_convolutions_and_the_type_of_weights(precision) -> None:
+    trace = simulate(workload(), THIRDS, linear_profile())
+    told = {"strategy": {**trace.meta["strategy"], "precision": precision}, "convolutions": 0.25}
+    read_back = Workload.from_trace(Trace(trace.events, trace.meta | told), linear_profile())
+    half = precision not in ("autocast", None)
+    assert (read_back.half, read_back.convolutions) == (half, 0.25)
+    plan = Plan.of_trace(Trace(trace.events, trace.meta | told))
+    assert plan.half is half
+
+
 def test_another_contention_gives_another_workload() -> None:
     work, network = workload(), linear_profile(compute_slowdown=1.0)
     trace = simulate(work, THIRDS, network)

@@ -137,6 +137,19 @@ class Own(torch.optim.SGD):
     """Who knows what it does."""
 
 
+def test_a_trace_tells_how_the_model_computes(tmp_path: Path) -> None:
+    layers = torch.nn.Conv1d(1, 2, 1), torch.nn.BatchNorm1d(2), torch.nn.Linear(3, 5)
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy = {"trace": {"steps": 1, "skip": 0, "folder": str(tmp_path)}}
+    with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+        session.backward(session.model(torch.ones(2, 1, 3)).sum())
+        session.step()
+    told = read(tmp_path / "trace.json").meta
+    assert told["convolutions"] == 0.5
+    assert told["useful_compute"] == ["fuse_bn_act", "fuse_add_act", "fuse_optimizer"]
+
+
 @pytest.mark.parametrize(("kind", "shardable"), [(torch.optim.SGD, True), (Own, False)])
 def test_a_trace_tells_what_a_plan_must_know_of_the_optimizer(
     tmp_path: Path, kind: type[torch.optim.SGD], shardable: bool

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from slipstream.calibration.codec_cost import slowest_cost
 from slipstream.calibration.collective_timer import COLLECTIVES, CollectiveTimer
 from slipstream.calibration.contention import measure_contention
+from slipstream.calibration.half_speed import half_speed
 from slipstream.cluster.connect import Cluster
 from slipstream.cluster.topology import ranks_by_host
 from slipstream.planner.cost import Collective, Contention, Curves, Kind, Network, NetworkProfile
@@ -36,6 +37,7 @@ def calibrate(
     rounds: int = 9,
     curves: Curves | None = None,
     codecs: Sequence[PlainCodec] = (),
+    half: bool = False,
     progress: Progress | None = None,
 ) -> NetworkProfile:
     """Measure the ranks' networks. A collective: every rank calls this and gets the same profile.
@@ -54,6 +56,7 @@ def calibrate(
         curves: measure only these, for a choice that reads no others; the world and all-reduces are
             always measured. None: all.
         codecs: measure the cost of these codecs, too; takes some seconds more.
+        half: measure how much faster 16-bit weights compute, too; takes about two seconds more.
         progress: called with the share that is done, from 0 to 1, and what is being done.
 
     Raises:
@@ -74,6 +77,7 @@ def calibrate(
         if codecs:
             report(1.0, "codecs")
         by_codec = {c.kind: slowest_cost(c, timer.world, ranks.device) for c in codecs}
+        costs["half_speed"] = half_speed(timer.world, ranks.device) if half else None
         profile = _profile(ranks, timer.world, networks=networks, codecs=by_codec, **costs)
         return broadcast_from_first(profile, timer.world)
 

@@ -107,7 +107,9 @@ def candidates(
             for times in ACCUMULATE
             for one in (base, best)
         ]
-        strategies += coded(base, workload, network)
+        # What is left to send in one segment may take less time than another one takes to begin.
+        for one in (base, with_gradients(base, split=Single())):
+            strategies += coded(one, workload, network)
         if base.precision is None:
             half = HalfWeights()
             strategies += [one.model_copy(update={"precision": half}) for one in (base, best)]

@@ -24,7 +24,7 @@ from slipstream.planner.transport_cost import (
     traced_transport,
     transport_kind,
 )
-from slipstream.planner.workload import Workload, gradients_of
+from slipstream.planner.workload import Workload, gradients_of, in_half
 from slipstream.strategy import HalfWeights, Sharded, Strategy, Transport
 from slipstream.trace.event import BUFFERS, Trace, allreduce
 
@@ -43,6 +43,7 @@ class Plan:
         codec: what the codec costs and how much it leaves; None: gradients are sent as they are.
         accumulate: backward passes of one update.
         recompute_share: share of forward that backward computes again.
+        half: whether weights have 16 bits.
         gather: of ``sharded``, the index after the last parameter of each all-gather, in forward
             order; None: the segments of ``cuts``, the last one first.
         replicated: of ``sharded``, how many gradients, the first ones in ready order, are exchanged
@@ -55,6 +56,7 @@ class Plan:
     codec: CodecCost | None = None
     accumulate: int = 1
     recompute_share: float = 0.0
+    half: bool = False
     gather: tuple[int, ...] | None = None
     replicated: int = 0
 
@@ -120,7 +122,8 @@ class Plan:
             cost = CodecCost(ratio=sum(g.num_bytes for g in gradients) / whole)
         cuts = tuple(segment.stop for segment in plan_segments(gradients, config.split))
         kind = transport_kind(config.transport)
-        return cls(cuts, config.overlap, kind, cost, config.accumulate, **sharding)
+        half = isinstance(strategy.precision, HalfWeights)
+        return cls(cuts, config.overlap, kind, cost, config.accumulate, half=half, **sharding)
 
     @classmethod
     def of_trace(cls, trace: Trace, codecs: Mapping[str, CodecCost] | None = None) -> Plan:
@@ -140,6 +143,7 @@ class Plan:
             traced_transport(trace),
             None if codec is None else _codec_cost(_kind(codec), codecs or {}),
             config.get("accumulate", 1),
+            half=in_half(trace),
             **_sharding(gradients_of(trace) if sharded else (), sharded),
         )
 

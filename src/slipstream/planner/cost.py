@@ -117,6 +117,22 @@ class CodecCost(FrozenModel):
     startup: Seconds = 0.0
 
 
+class HalfSpeed(FrozenModel):
+    """How many times as fast as in fp32 blocks compute under ``half_weights`` in bf16.
+
+    Example:
+        >>> HalfSpeed(dense=2.0, convolutional=1.5).of(convolutions=0.0)
+        2.0
+    """
+
+    dense: float = Field(gt=0)
+    convolutional: float = Field(gt=0)
+
+    def of(self, convolutions: float) -> float:
+        """That of a model, ``convolutions`` of whose layers are such."""
+        return 1 / (convolutions / self.convolutional + (1 - convolutions) / self.dense)
+
+
 class Contention(FrozenModel):
     """How much computing and exchanging slow each other down; 0 where they do not.
 
@@ -138,8 +154,9 @@ class NetworkProfile(Contention):
     """What exchanges cost on a cluster, and how much they and computing slow each other down.
 
     Where hosts have different numbers of ranks, ``ranks_per_host`` is the largest. ``codecs`` holds
-    what each kind of codec costs a rank. The contention is that of the backend's collectives;
-    ``direct`` holds that of direct sends. ``extrapolated`` says which part was not measured.
+    what each kind of codec costs a rank, ``half_speed`` what weights of 16 bits bring. The
+    contention is that of the backend's collectives; ``direct`` holds that of direct sends.
+    ``extrapolated`` says which part was not measured.
 
     Example:
         >>> line = Curve.fit([(1024, 0.001), (2**20, 0.021)])
@@ -162,6 +179,7 @@ class NetworkProfile(Contention):
     networks: Mapping[Kind, Network]
     direct: Contention | None = None
     codecs: Mapping[str, CodecCost] = {}
+    half_speed: HalfSpeed | None = None
     backend: str
     date: str
     versions: Mapping[str, str]

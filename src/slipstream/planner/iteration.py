@@ -71,7 +71,8 @@ class IterationModel:
                 f"the plan's last cut is {plan.cuts[-1:]}, but there are {len(workload.gradients)} "
                 "gradients; the last cut must be their number"
             )
-        self.workload = work = workload.for_ranks(network.world_size)
+        work = workload.for_ranks(network.world_size).computed(plan.half, network.half_speed)
+        self.workload = work
         self.plan = plan
         self._direct = RECIPES[plan.transport].direct
         self._contention = network.contention(self._direct)

@@ -21,6 +21,7 @@ from slipstream.strategy import (
     Auto,
     Dgc,
     Flat,
+    HalfWeights,
     Optimal,
     PowerSgd,
     Sharded,
@@ -214,6 +215,8 @@ def _prediction(
     if late := late_share(strategy, updates):  # DGC's warm-up counts as dense, which it nearly is
         seconds = (1 - late) * seconds + late * seconds_of(with_gradients(strategy, codec=None))
     accumulate = strategy.gradients.accumulate
+    half = isinstance(strategy.precision, HalfWeights)
+    workload = workload.computed(half, network.half_speed)
     batch = workload.data_wait + workload.forward + workload.backward
     alone = accumulate * batch + workload.optimizer + workload.other
     return Prediction(

@@ -19,7 +19,7 @@ backward. Predictions need no more: an exchange waits for the last rank, whichev
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy as np
 from slipstream.analysis.breakdown import breakdown
 from slipstream.errors import TraceError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.cost import HalfSpeed, NetworkProfile
 from slipstream.planner.fit import Array
 from slipstream.planner.transport_cost import (
     RECIPES,
@@ -62,6 +62,8 @@ class Workload:
     where unknown. ``hosts`` and ``model`` are the names in the trace. ``optimizer_bytes`` is the
     optimizer's whole state, 0 where unknown; ``shardable`` says whether ranks may each update a
     share of the parameters, ``sgd`` whether DGC may take the optimizer's momentum over.
+    ``convolutions`` is the part of the layers that are such, ``half`` says whether weights have 16
+    bits.
     """
 
     gradients: tuple[Gradient, ...]
@@ -78,6 +80,8 @@ class Workload:
     optimizer_bytes: int = 0
     shardable: bool = False
     sgd: bool = True
+    convolutions: float = 0.0
+    half: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -116,6 +120,21 @@ class Workload:
         profiles: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
         hosts = tuple(self.hosts[row] for row in rows) if self.hosts else ()
         return replace(self, **profiles, hosts=hosts)
+
+    def computed(self, half: bool, speed: HalfSpeed | None) -> Workload:
+        """The same with weights of 16 bits or of 32; what ``speed`` does not tell stays.
+
+        Example:
+            >>> one = np.ones(2)
+            >>> pair = Workload((), one, one, one, np.ones((2, 0)), one, one, one)
+            >>> pair.computed(half=True, speed=HalfSpeed(dense=4.0, convolutional=2.0)).forward
+            array([0.25, 0.25])
+        """
+        if half == self.half or speed is None:
+            return self
+        factor = 1 / speed.of(self.convolutions) if half else speed.of(self.convolutions)
+        scaled = {name: getattr(self, name) * factor for name in ("forward", "backward", "ready")}
+        return replace(self, **scaled, half=half)
 
     def with_batch(self, samples: float) -> Workload:
         """The same model on batches of so many samples a rank.
@@ -181,6 +200,8 @@ class Workload:
             optimizer_bytes=round(optimizer.get("bytes", 0) / part),
             shardable=bool(optimizer.get("shardable")),
             sgd=bool(optimizer.get("sgd", True)),
+            convolutions=float(trace.meta.get("convolutions", 0.0)),
+            half=in_half(trace),
         )
 
 
@@ -203,6 +224,13 @@ def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
             f"the trace is damaged: its list of gradients cannot be read ({error!r:.80}); each one "
             "has name, layer, bytes and dtype: record the trace again"
         ) from error
+
+
+def in_half(trace: Trace) -> bool:
+    """Whether weights had 16 bits."""
+    precision = (trace.meta.get("strategy") or {}).get("precision")
+    kind = precision.get("kind") if isinstance(precision, Mapping) else precision
+    return kind == "half_weights"
 
 
 def _updated_part(trace: Trace, gradients: Sequence[Gradient]) -> float:

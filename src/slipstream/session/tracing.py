@@ -221,6 +221,7 @@ def _metadata(
     said = {} if search is None else {"search": search.outcome}
     return said | {
         "model": type(model).__name__,
+        "convolutions": _convolutions(model),
         "strategy": document,
         "segments": [
             {"bytes": s.num_bytes, "wire_bytes": s.wire_bytes, "gradients": [*s.gradients]}
@@ -231,6 +232,13 @@ def _metadata(
             for g in gradients
         ],
     }
+
+
+def _convolutions(model: nn.Module) -> float:
+    """The part of the layers with matrices of weights that are convolutions."""
+    layers = [m for m in model.modules() if any(w.ndim > 1 for w in m.parameters(recurse=False))]
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    return sum(isinstance(layer, convolutions) for layer in layers) / max(len(layers), 1)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

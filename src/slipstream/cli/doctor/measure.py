@@ -38,6 +38,7 @@ def measure(file: str, seconds: float, terminal: bool, columns: int) -> None:
             ranks,
             seconds=seconds,
             codecs=(Half(), Int8(), OneBit(), Dgc(), PowerSgd()),
+            half=True,
             progress=lambda share, what: bar.update(task, completed=share, description=what),
         )
     if ranks.rank == 0:

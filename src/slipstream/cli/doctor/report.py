@@ -47,6 +47,11 @@ def report(profile: NetworkProfile) -> Group:
             f"of an exchange {1 + direct.exchange_slowdown:.2f} times, its latency "
             f"{1 + direct.latency_slowdown:.2f} times."
         )
+    if (speed := profile.half_speed) is not None:
+        sentences.append(
+            f"With 16-bit weights transformer layers compute {speed.dense:.2f} times as fast, "
+            f"convolutions {speed.convolutional:.2f} times."
+        )
     doubts = "".join(f"\n  {doubt}" for doubt in profile.doubts)
     warning = [Text(DOUBTFUL + doubts, style="yellow")] if doubts else []
     tables = [*map(_table, profile.networks.values())]
