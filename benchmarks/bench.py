@@ -93,6 +93,8 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"compiled-{model}", f"compiled.py --model {model}"
     for part in ("kernels", "patterns", "optimizers"):
         yield part, f"fusion.py {part}"
+    yield "prediction-1gbit", "prediction.py --models bert gpt2 swin-t --rates 1gbit"
+    yield "prediction-300mbit", "prediction.py --models gpt2 --rates 300mbit"
     yield "tuner-codecs", "tuner.py --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute.py batch"
     for model in ("bert", "gpt2", "swin"):

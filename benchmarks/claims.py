@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 Entries = Sequence[Mapping[str, Any]]
@@ -24,6 +25,7 @@ def claims(every: Entries) -> list[str]:
         *_convergence(_of("convergence", every)),
         *_recompute(_of("recompute", every)),
         *_operators(_of("operators", every)),
+        *_prediction(_of("prediction", every)),
     ]
 
 
@@ -92,3 +94,14 @@ def _operators(runs: Entries) -> Iterator[str]:
         f"up to 1 MB {sum(small)} of {len(small)} rows are within 5 % or 20 µs of them, at 16 MB "
         f"{sum(large)} of {len(large)}"
     )
+
+
+def _prediction(runs: Entries) -> Iterator[str]:
+    """Of the runs that measured advice, too."""
+    runs = [run for run in runs if run.get("advice")]
+    rows = [row for run in runs for row in run["rows"] if row["what_if"] is not None]
+    off = [100 * abs(row["what_if"] / row["measured"] - 1) for row in rows]
+    given = [advice for run in runs for advice in run["advice"]]
+    promised, brought = ([100 * one[name] for one in given] for name in ("promised", "measured"))
+    yield f"{median(off):.1f} % off (median; worst {max(off):.1f} %) on {len(given)} testbeds"
+    yield f"`advise` promised {_span(promised, 1)} % on them and brought {_span(brought, 1)} %"

@@ -224,9 +224,10 @@ def memory(entry: Mapping[str, Any]) -> str:
 
 def prediction(entry: Mapping[str, Any]) -> str:
     """Replay and what-if errors of every strategy on every testbed."""
-    found = entry["errors"]
+    found, rates = entry["errors"], {row["rate"] for row in entry["rows"]}
+    where = f" at {min(rates)}" if len(rates) == 1 else ""
     lines = [
-        f"## Prediction, {entry['date']}",
+        f"## Prediction{where}, {entry['date']}",
         "",
         f"{entry['nodes']} nodes, {entry['steps']} recorded iterations of each strategy. Replay: "
         f"median {found['replay_median']:.1%}, worst {found['replay_worst']:.1%}. What-if from the "
@@ -251,7 +252,18 @@ def prediction(entry: Mapping[str, Any]) -> str:
                 *_orders(entry, r),
             )
         )  # fmt: skip
-    return "\n".join(lines)
+    return "\n".join([*lines, *_advices(entry.get("advice", ()))])
+
+
+def _advices(given: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the first advice on each testbed promised and brought, in parts of an iteration."""
+    if not given:
+        return []
+    lines = ["", *_header("model", "rate", "advice", "promised", "brought", "quartiles")]
+    for a in given:
+        gains = f"{a['promised']:.1%}", f"{a['measured']:.1%}", f"{a['low']:.1%}..{a['high']:.1%}"
+        lines.append(_row(a["model"], a["rate"], a["strategy"], *gains))
+    return lines
 
 
 def _orders(entry: Mapping[str, Any], row: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -10,7 +10,9 @@ from hypothesis import given
 from rich.console import Console
 
 from slipstream.analysis.ascii_timeline import ascii_timeline
+from slipstream.analysis.breakdown import Parts, TypicalIteration
 from slipstream.analysis.summary import document, summary
+from slipstream.analysis.tables import PARTS, rank_table
 from slipstream.analysis.time_unit import TimeUnit
 from slipstream.trace.event import Event, Trace
 from slipstream.trace.timeline import timeline
@@ -135,6 +137,16 @@ def test_any_trace_can_be_shown(trace):
     json.dumps(document(trace), allow_nan=False)
 
 
+@pytest.mark.parametrize("seconds", [9e-4, 0.99, 9.9, 99.9, 5000.0])
+def test_a_row_of_a_rank_fits_where_every_part_is_as_long_as_the_iteration(seconds):
+    """Medians of parts do not add up to that of the iteration."""
+    typical = TypicalIteration(8, {4095: Parts(**dict.fromkeys(PARTS, seconds))}, ())
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(rank_table(typical))
+    assert "\u2026" not in capture.get()
+
+
 def _huge() -> Trace:
     """Two of 4096 ranks, seconds an iteration, gigabytes in each of 161 exchanges."""
     events = []
@@ -160,7 +172,7 @@ def test_no_heading_and_no_number_of_a_huge_trace_is_cut_at_80_columns():
     assert "\u2026" not in shown
     for heading in ("min .. max rank ms", "slower by ms", "exposed", "gradients", "optimizer"):
         assert heading in shown
-    for number in ("9499.88", "rank 4095", "12345.68", "3555.56", "123456.79", "1234\n"):
+    for number in ("9499.9", "rank 4095", "12345.68", "3555.56", "123456.79", "1234\n"):
         assert number in re.sub(" +\n", "\n", shown)
     for table in ("Where", "Ranks slower", "Rank by", "Exchanges", "Stages", "Operators"):
         assert f"\n{table}" in shown

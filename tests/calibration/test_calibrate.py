@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.calibration import calibrate as calibration, collective_timer
+from slipstream.calibration import calibrate as calibration, collective_timer, half_speed
 from slipstream.calibration.calibrate import calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.errors import ClusterError, ExchangeError
-from slipstream.planner.cost import Contention, NetworkProfile
+from slipstream.planner.cost import Contention, HalfSpeed, NetworkProfile
 from tests.harness.counters import collectives
-from tests.harness.ranks import Ranks
+from tests.harness.ranks import PerRank, Ranks
 
 SIZES = (1000, 4096, 50_000)
 
@@ -129,13 +129,26 @@ def measure_half() -> tuple[NetworkProfile, bool]:
     return profile, torch.equal(state, torch.get_rng_state())
 
 
-def test_the_speed_of_16_bits_is_that_of_the_slowest_rank(two) -> None:
+def test_the_speed_of_16_bits_is_measured_and_random_numbers_stay(two) -> None:
     (profile, same), (other, other_same) = two.run(measure_half)
     assert same
     assert other_same
     assert profile.half_speed == other.half_speed
     assert profile.half_speed is not None
-    assert 0 < profile.half_speed.of(0.5) < 100
+    assert profile.half_speed.of(0.5) > 0
+
+
+def slowest(*speeds: float) -> HalfSpeed:
+    """What ranks agree on that measured these: a transformer layer, then blocks of a ResNet."""
+    found = iter(speeds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(half_speed, "_speed", lambda *_: next(found))
+        return half_speed.half_speed(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_the_speed_of_16_bits_is_that_of_the_slowest_rank(two) -> None:
+    speeds = HalfSpeed(dense=2.0, convolutional=1.5)
+    assert two.run(slowest, PerRank(2.0, 3.0), PerRank(1.75, 1.5)) == [speeds, speeds]
 
 
 @pytest.mark.parametrize(("curves", "measured"), NARROWED.values(), ids=NARROWED)

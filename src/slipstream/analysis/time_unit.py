@@ -14,7 +14,7 @@ class TimeUnit(NamedTuple):
 
     @classmethod
     def of(cls, largest: float) -> TimeUnit:
-        """The unit for times up to ``largest`` seconds.
+        """The unit for times up to ``largest`` seconds, with five digits: eight fit a row.
 
         Example:
             >>> TimeUnit.of(0.25).number(0.1)
@@ -22,7 +22,9 @@ class TimeUnit(NamedTuple):
         """
         if largest < 1e-3:
             return cls("us", 1e6, 1)
-        return cls("ms", 1e3, 2) if largest < 10 else cls("s", 1.0, 3)
+        if largest < 10:
+            return cls("ms", 1e3, 2 if largest < 1 else 1)
+        return cls("s", 1.0, 3 if largest < 100 else 1)
 
     def number(self, seconds: float) -> str:
         """A cell of a table whose heading names the unit."""

@@ -75,9 +75,9 @@ def _measured(
             sent += sent_bytes(request, ranks)
             if isinstance(request, AllGather):
                 request.receive.zero_()  # random memory would be no valid indices
-            _synchronize(device)
+            synchronize(device)
             asked = perf_counter()
-        _synchronize(device)
+        synchronize(device)
         end = perf_counter()
         compressor.commit()
         times.append((end - start, asked - start, end - asked))
@@ -92,12 +92,13 @@ def _measured_half(codec: Half, weight: torch.Tensor) -> tuple[float, float, flo
     for _ in range(ROUNDS + 1):
         start = perf_counter()
         weight.copy_(narrow)
-        _synchronize(weight.device)
+        synchronize(weight.device)
         times.append(perf_counter() - start)
     seconds = median(times[1:])
     return seconds, 0.0, seconds, 0.5
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for what a GPU still computes."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slipstream.calibration.codec_cost import synchronize
 from slipstream.planner.cost import HalfSpeed
 from slipstream.precision import half_weights
 from slipstream.transport.consistency import maximum
@@ -26,16 +27,17 @@ class _Residual(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.as_tensor(self.layers(x))
+        output: Tensor = self.layers(x)
+        return x + output
 
 
-def dense_block() -> tuple[nn.Module, Tensor]:
+def _dense_block() -> tuple[nn.Module, Tensor]:
     """A layer of a transformer, and sequences of 128 tokens for it."""
     layer = nn.TransformerEncoderLayer(256, 4, 1024, activation="gelu", batch_first=True)
     return layer, torch.ones(4, 128, 256)
 
 
-def convolutional_block() -> tuple[nn.Module, Tensor]:
+def _convolutional_block() -> tuple[nn.Module, Tensor]:
     """Two blocks of a residual network, and maps of 28 x 28 for them."""
     blocks = [_bottleneck() for _ in range(2)]
     return nn.Sequential(*blocks), torch.ones(4, 256, 28, 28)
@@ -57,7 +59,7 @@ def half_speed(world: dist.ProcessGroup, device: torch.device) -> HalfSpeed:
     """
     dist.barrier(group=world)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        speeds = [_speed(make, device) for make in (dense_block, convolutional_block)]
+        speeds = [_speed(make, device) for make in (_dense_block, _convolutional_block)]
     slowest = maximum(-torch.tensor(speeds, dtype=torch.float64, device=device), world)
     dense, convolutional = (-slowest).tolist()
     return HalfSpeed(dense=dense, convolutional=convolutional)
@@ -78,8 +80,7 @@ def _speed(make: Callable[[], tuple[nn.Module, Tensor]], device: torch.device) -
 def _seconds(block: nn.Module, inputs: Tensor) -> float:
     start = perf_counter()
     block(inputs).square().mean().backward()
-    if inputs.device.type == "cuda":
-        torch.cuda.synchronize(inputs.device)
+    synchronize(inputs.device)
     seconds = perf_counter() - start
     block.zero_grad()
     return seconds

@@ -44,8 +44,8 @@ _FUNCTIONS: dict[Any, ActivationName] = {
 """By function, or by the name of a method of tensors."""
 _GELU: dict[str, ActivationName] = {"none": "gelu", "tanh": "gelu_tanh"}
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-CHAIN_PARTS = (*_MODULES, nn.GELU, *BATCH_NORMS, *_CONVOLUTIONS)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CHAIN_PARTS = (*_MODULES, nn.GELU, *BATCH_NORMS, *CONVOLUTIONS)
 """Modules that a chain may consist of."""
 _ADDS = (operator.add, operator.iadd, torch.add, "add", "add_", "__add__", "__iadd__")
 _ADDS_IN_PLACE = (operator.iadd, "add_", "__iadd__")
@@ -183,7 +183,7 @@ class Chains:
     def _is_depthwise(self, node: fx.Node) -> bool:
         module: Any = self._module(node)
         return (
-            type(module) in _CONVOLUTIONS
+            type(module) in CONVOLUTIONS
             and module.groups == module.in_channels > 1
             and module.padding_mode == "zeros"
             and not isinstance(module.padding, str)

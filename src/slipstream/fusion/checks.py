@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
 
-from slipstream.errors import ModelError, SlipstreamError, StrategyError
+from slipstream.errors import SlipstreamError, StrategyError
 from slipstream.fusion.chains import BATCH_NORMS, CHAIN_PARTS
 from slipstream.fusion.channels_last import weights_of_convolutions
 from slipstream.fusion.graphs import check_cuda
@@ -52,30 +51,25 @@ def useful_settings(model: nn.Module, optimizer: Optimizer) -> list[str]:
         >>> useful_settings(model, torch.optim.SGD(model.parameters()))
         ['fuse_optimizer']
     """
-    attempts: dict[str, Callable[[], object]] = {
-        "channels_last": partial(weights_of_convolutions, model),
-        "compile": partial(_check_compile, model),
-        "fuse_bn_act": partial(_check_layers, model, *BATCH_NORMS),
-        "fuse_add_act": partial(_check_layers, model, *CHAIN_PARTS),
-        "fuse_optimizer": partial(check_fusible, optimizer),
+    can_compile = _accepts(check_compiler, "compute")
+    useful = {
+        "channels_last": _accepts(weights_of_convolutions, model),
+        "compile": can_compile and _accepts(regions_of, model, "compute.compile"),
+        "fuse_bn_act": can_compile and _has(model, BATCH_NORMS),
+        "fuse_add_act": can_compile and _has(model, CHAIN_PARTS),
+        "fuse_optimizer": _accepts(check_fusible, optimizer),
     }
-    return [name for name, attempt in attempts.items() if _succeeds(attempt)]
+    return [name for name, is_useful in useful.items() if is_useful]
 
 
-def _succeeds(attempt: Callable[[], object]) -> bool:
+def _accepts(check: Callable[..., object], *args: object) -> bool:
     try:
-        attempt()
+        check(*args)
     except SlipstreamError:
         return False
     return True
 
 
-def _check_compile(model: nn.Module) -> None:
-    check_compiler("compute.compile")
-    regions_of(model, "compute.compile")
-
-
-def _check_layers(model: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Records nothing: that would run the forward of a model whose user did not ask for it."""
-    if not any(isinstance(layer, kinds) for layer in model.modules()):
-        raise ModelError(f"{type(model).__name__} has no layer to start a chain from")
+def _has(model: nn.Module, layers: tuple[type[nn.Module], ...]) -> bool:
+    """Looks for no chain: that would run the forward of a model whose user did not ask for it."""
+    return any(isinstance(layer, layers) for layer in model.modules())

@@ -21,7 +21,6 @@ from slipstream.strategy import (
     Auto,
     Dgc,
     Flat,
-    HalfWeights,
     Optimal,
     PowerSgd,
     Sharded,
@@ -208,15 +207,13 @@ def _prediction(
     base: Strategy,
     updates: int | None = None,
 ) -> Prediction:
-    def seconds_of(one: Strategy) -> float:
-        return predict(workload, Plan.of(one, workload.gradients, network.codecs), network)
-
-    seconds = seconds_of(strategy)
+    plan = Plan.of(strategy, workload.gradients, network.codecs)
+    seconds = predict(workload, plan, network)
     if late := late_share(strategy, updates):  # DGC's warm-up counts as dense, which it nearly is
-        seconds = (1 - late) * seconds + late * seconds_of(with_gradients(strategy, codec=None))
+        dense = Plan.of(with_gradients(strategy, codec=None), workload.gradients)
+        seconds = (1 - late) * seconds + late * predict(workload, dense, network)
     accumulate = strategy.gradients.accumulate
-    half = isinstance(strategy.precision, HalfWeights)
-    workload = workload.computed(half, network.half_speed)
+    workload = workload.computed(plan.half, network.half_speed)
     batch = workload.data_wait + workload.forward + workload.backward
     alone = accumulate * batch + workload.optimizer + workload.other
     return Prediction(

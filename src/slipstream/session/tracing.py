@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import SlipstreamError
+from slipstream.fusion.chains import CONVOLUTIONS
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.segments import gradients_of, parameters_of
@@ -237,8 +238,7 @@ def _metadata(
 def _convolutions(model: nn.Module) -> float:
     """The part of the layers with matrices of weights that are convolutions."""
     layers = [m for m in model.modules() if any(w.ndim > 1 for w in m.parameters(recurse=False))]
-    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    return sum(isinstance(layer, convolutions) for layer in layers) / max(len(layers), 1)
+    return sum(isinstance(layer, CONVOLUTIONS) for layer in layers) / max(len(layers), 1)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
