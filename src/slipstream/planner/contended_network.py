@@ -10,6 +10,7 @@ the network serves first what was sent first, and later ones get what the earlie
 [Note: Two clocks]
 ``time`` is seconds; ``work`` is the seconds that compute would have taken without exchanges. While
 an exchange is in flight, work advances ``1 + compute_slowdown`` times slower, on all ranks alike.
+Direct sends count as in flight from the mean hand-over on: ranks do not wait for each other.
 What ranks do is therefore planned in work, and only the handful of starts and ends of exchanges
 connect the two clocks: a step of thousands of ranks costs hardly more than one of four.
 """
@@ -37,10 +38,14 @@ _NOTHING = 1e-9  # of a network, that is left of it
 
 
 class Job(NamedTuple):
-    """An exchange: the work at which the last rank has handed it over, and its phases."""
+    """An exchange: the work at which the last rank has handed it over, and its phases.
+
+    From ``begun`` on, what the others have sent already slows computing down.
+    """
 
     ready: float
     phases: tuple[Phase, ...]
+    begun: float = inf
 
 
 class Completion(NamedTuple):
@@ -175,11 +180,15 @@ def run(
             flying.append(_InFlight(next_job, now, phases, phases[0].seconds, now))
             next_job += 1
             continue
-        rate = 1.0 / (1.0 + contention.compute_slowdown) if flying else 1.0
+        begun = jobs[next_job].begun if next_job < len(jobs) else inf
+        slowed = bool(flying) or begun <= clock.work + _INSTANT
+        rate = 1.0 / (1.0 + contention.compute_slowdown) if slowed else 1.0
         num_idle = bisect_right(idle, clock.work + _INSTANT)
         computing = 1.0 - num_idle / len(idle)
         stretches = stretches_of(flying, contention, computing)
         seconds = (jobs[next_job].ready - clock.work) / rate if may_start else inf
+        if not slowed:
+            seconds = min(seconds, begun - clock.work)
         if flying and num_idle < len(idle):
             seconds = min(seconds, (idle[num_idle] - clock.work) / rate)
         for one, stretch in zip(flying, stretches, strict=True):

@@ -22,10 +22,10 @@ from slipstream.planner.comm_plan import Plan, comm_tasks, gather_tasks
 from slipstream.planner.contended_network import Clock, Completion, Job, run
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
-from slipstream.planner.transport_cost import GATHERS, RECIPES, updated_part
+from slipstream.planner.transport_cost import GATHERS, RECIPES, sends_early, updated_part
 from slipstream.planner.workload import Workload
 
-_SETTLING = 4
+_SETTLING = 8
 _SAME = 1e-9
 
 
@@ -169,8 +169,13 @@ class IterationModel:
 
     def _exchange(self, handed_over: Array, busy: Array, clock: Clock) -> tuple[Completion, ...]:
         """Run the tasks; each starts when the last rank has handed it over."""
-        latest = handed_over.max(axis=0)
-        jobs = [Job(float(at), task.phases) for at, task in zip(latest, self.tasks, strict=True)]
+        latest, begun = handed_over.max(axis=0), np.full(len(self.tasks), np.inf)
+        if sends_early(self.plan.transport):
+            begun = handed_over.mean(axis=0)
+        jobs = [
+            Job(float(last), task.phases, float(early))
+            for last, task, early in zip(latest, self.tasks, begun, strict=True)
+        ]
         idle = np.sort(busy).tolist()
         return tuple(run(jobs, clock, lambda _: idle, self._contention, self._direct))
 

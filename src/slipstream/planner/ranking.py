@@ -19,6 +19,7 @@ from slipstream.planner.workload import Workload
 from slipstream.strategy import (
     Adaptive,
     Auto,
+    ByIndex,
     Dgc,
     Flat,
     Optimal,
@@ -34,7 +35,8 @@ from slipstream.trace import Trace
 NODES = tuple(2**power for power in range(13))
 MARGIN = 0.03
 """By how much ``sharded`` must be predicted faster than what asks nothing of the user's code: then
-no rank has whole gradients between ``backward()`` and ``step()``."""
+no rank has whole gradients between ``backward()`` and ``step()``. Likewise a computed split: a
+search finds where predictions are too fast."""
 RATES = (100e6, 300e6, 1e9, 3e9, 10e9, 25e9, 40e9, 100e9)
 
 
@@ -103,7 +105,8 @@ def rank(
     """Predictions of all strategies, the fastest first.
 
     Among strategies that differ by less than TOLERANCE, counted from the fastest, the one with the
-    fewest segments comes first. ``sharded`` counts as slower by MARGIN, unless ``base`` is.
+    fewest segments comes first. ``sharded`` and a computed split count as slower by MARGIN, unless
+    they are those of ``base``.
     ``base`` is also what ``exactness`` compares batches with. ``updates`` are those of the whole
     training, some of which may be over before a codec begins.
     """
@@ -112,7 +115,8 @@ def rank(
     ]
 
     def counted(one: Prediction) -> float:
-        return one.per_batch * handicap(one.strategy, base)
+        doubt = MARGIN if _is_computed(one.strategy, base) else 0.0
+        return one.per_batch * (handicap(one.strategy, base) + doubt)
 
     fastest = min(map(counted, predictions), default=0.0)
 
@@ -132,6 +136,11 @@ def handicap(strategy: Strategy, base: Strategy) -> float:
     """
     asks = [isinstance(one.gradients.transport, Sharded) for one in (strategy, base)]
     return 1 + MARGIN if asks == [True, False] else 1.0
+
+
+def _is_computed(strategy: Strategy, base: Strategy) -> bool:
+    split = strategy.gradients.split
+    return isinstance(split, ByIndex) and split != base.gradients.split
 
 
 def what_if(

@@ -59,6 +59,16 @@ RECIPES: Mapping[TransportKind, Recipe] = {
 GATHERS: Mapping[TransportKind, tuple[Kind, Collective]] = {"sharded": ("world", "all_gather")}
 """What brings parameters together during the next forward, by transport."""
 
+
+def sends_early(transport: TransportKind) -> bool:
+    """Whether what a rank hands over slows the others' computing down before they have it, too.
+
+    ``sharded`` counts as if it did not: ranks wait for parameters during forward, so that they
+    reach backward more closely together than in the traces of other transports.
+    """
+    return RECIPES[transport].direct and transport not in GATHERS
+
+
 ALTERNATIVES: tuple[Transport, ...] = (Flat(), Direct(), Ring(), Hierarchical())
 """What may be exchanged for one another: exact, and without any change of the user's code."""
 

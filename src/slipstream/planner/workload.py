@@ -19,8 +19,9 @@ backward. Predictions need no more: an exchange waits for the last rank, whichev
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from slipstream.planner.fit import Array
 from slipstream.planner.transport_cost import (
     RECIPES,
     num_replicated,
+    sends_early,
     traced_sharding,
     traced_transport,
     updated_part,
@@ -175,8 +177,10 @@ class Workload:
             network.check_world(world_size)
         gradients = gradients_of(trace)
         steps = complete_steps(trace)
-        slowdown = network.contention(RECIPES[traced_transport(trace)].direct).compute_slowdown
-        measured = [measure(step, gradients, slowdown) for step in steps]
+        transport = traced_transport(trace)
+        slowdown = network.contention(RECIPES[transport].direct).compute_slowdown
+        early = sends_early(transport)
+        measured = [measure(step, gradients, slowdown, early) for step in steps]
         stacked = {name: np.array([one[name] for one in measured]) for name in measured[0]}
         typical = {name: np.median(stacked[name], axis=0) for name in _MEDIANS}
         passes = np.median(stacked["passes"], axis=0)
@@ -281,21 +285,27 @@ def complete_steps(trace: Trace) -> list[list[Iteration]]:
     return steps
 
 
-def in_flight(step: Step) -> list[tuple[float, float]]:
-    """Start and end of each exchange of a step; it starts when the last rank has handed it over."""
+def in_flight(
+    step: Step, start: Callable[[Iterable[float]], float] = max
+) -> list[tuple[float, float]]:
+    """Start and end of each exchange of a step; it starts when the last rank has handed it over,
+    or at ``start`` of the times at which ranks have."""
     by_exchange = zip(*(one.exchanges for one in step), strict=True)
-    return [(max(e.start for e in same), max(e.end for e in same)) for same in by_exchange]
+    return [(start(e.start for e in same), max(e.end for e in same)) for same in by_exchange]
 
 
-def measure(step: Step, gradients: Sequence[Gradient], slowdown: float) -> dict[str, Array]:
+def measure(
+    step: Step, gradients: Sequence[Gradient], slowdown: float, early: bool = False
+) -> dict[str, Array]:
     """Work of one step by rank; ``marks``: when each gradient was ready and backward ended.
 
     Args:
         step: all ranks.
         gradients: in ready order.
         slowdown: compute takes ``1 + slowdown`` times as long while an exchange is in flight.
+        early: or while about half of the ranks have handed it over.
     """
-    work = _Work(union(in_flight(step)), slowdown)
+    work = _Work(union(in_flight(step, fmean if early else max)), slowdown)
     rows: dict[str, list[Any]] = defaultdict(list)
     for one in step:
         backwards = [event for event in one.events if event.name == BACKWARD]

@@ -12,7 +12,7 @@ from slipstream.analysis.compact_table import compact
 from slipstream.planner.candidates import TOLERANCE, label
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import MARGIN, Point, Prediction
-from slipstream.strategy import Sharded, Strategy
+from slipstream.strategy import ByIndex, Sharded, Strategy
 from slipstream.testbed import format_rate
 
 SHOWN = 12
@@ -22,6 +22,10 @@ _MEANING = (
     f"it, the optimizer's state on each rank. Among strategies within {TOLERANCE:.1%} of each "
     "other the one with the fewest segments comes first. * strategy of the trace. Exactness, "
     "unless a line says otherwise: "
+)
+_OF_COMPUTED = (
+    f". A computed split comes first where it is {MARGIN:.0%} faster: a search finds where "
+    "predictions are too fast"
 )
 _OF_SHARDED = (
     f". sharded comes first where it is {MARGIN:.0%} faster: then no rank has whole gradients "
@@ -33,12 +37,15 @@ def ranking(predictions: Sequence[Prediction], base: Strategy, network: NetworkP
     """The strategies, fastest first; that of the trace is always among the rows."""
     on_hosts = f" on {network.hosts} hosts" if network.hosts > 1 else ""
     exactness = next((p.exactness for p in predictions if p.strategy == base), base.exactness)
-    sharded = any(isinstance(p.strategy.gradients.transport, Sharded) for p in predictions)
+    others = [p.strategy.gradients for p in predictions if p.strategy != base]
+    computed = any(isinstance(one.split, ByIndex) for one in others)
+    sharded = any(isinstance(one.transport, Sharded) for one in others)
+    notes = [_OF_COMPUTED] * computed + [_OF_SHARDED] * sharded
     table = compact(
         f"{len(predictions)} strategies, {ranks(network.world_size)}{on_hosts}",
         *("iteration", "samples/s", "efficiency", "segments", "MB", "strategy"),
         left=["strategy"],
-        caption=_MEANING + exactness + (_OF_SHARDED if sharded else ""),
+        caption=_MEANING + exactness + "".join(notes),
     )
     for place, prediction in enumerate(predictions):
         is_base = prediction.strategy == base
