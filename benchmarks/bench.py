@@ -36,7 +36,7 @@ FEW_BITS = f"--codecs int8 onebit dgc powersgd 'adaptive onebit' --hooks {POWERS
 ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec in ("bf16", "int8"))
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
-    "large_batch", "soak", "blame", "prediction", "tuner", "overhead", "times", "operators",
+    "large_batch", "soak", "tuner", "overhead", "times", "operators",
     "tensor_parallel", "bubbles", "offload",
 )  # fmt: skip
 """Scripts whose one result has their name."""
@@ -93,8 +93,9 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"compiled-{model}", f"compiled.py --model {model}"
     for part in ("kernels", "patterns", "optimizers"):
         yield part, f"fusion.py {part}"
-    yield "prediction-1gbit", "prediction.py --models bert gpt2 swin-t --rates 1gbit"
-    yield "prediction-300mbit", "prediction.py --models gpt2 --rates 300mbit"
+    yield "prediction", "prediction.py --models bert gpt2 swin-t"
+    yield "blame-one-host", "blame.py --places '3 ranks on one host'"
+    yield "blame-four-hosts", "blame.py --places '4 emulated hosts'"
     yield "tuner-codecs", "tuner.py --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute.py batch"
     for model in ("bert", "gpt2", "swin"):
@@ -123,11 +124,13 @@ def taken(name: str) -> tuple[str, str]:
 
 
 def show(parts: dict[str, str]) -> None:
-    """What there is."""
-    drawn = Table("result", "taken", "commit", "command")
+    """What there is, a line each."""
+    drawn = Table(box=None)
+    for heading in ("result", "taken", "commit", "command"):
+        drawn.add_column(heading, no_wrap=True)
     for name, command in parts.items():
         drawn.add_row(name, *taken(name), command)
-    Console().print(drawn)
+    Console(width=max(map(len, parts.values())) + 60).print(drawn)
 
 
 def run(name: str, command: str) -> int:

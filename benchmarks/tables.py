@@ -47,7 +47,7 @@ def save(path: str, benchmark: str, entry: Mapping[str, Any]) -> None:
         "benchmark": benchmark,
         "date": date.today().isoformat(),
         "versions": {name: version(name) for name in ("torch", "slipstream")},
-        "commit": commit(),
+        "commit": COMMIT,
         "command": shlex.join(["python", f"benchmarks/{benchmark}.py", *sys.argv[1:]]),
     }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +62,9 @@ def commit() -> str:
         for command in ("rev-parse --short HEAD", "status --porcelain -- ../src *.py")
     )
     return head + "+" * bool(changed)
+
+
+COMMIT = commit()  # of when the benchmark began: hours later there may be another one
 
 
 EXCHANGE_COLUMNS = (
@@ -689,12 +692,13 @@ def operator_cells(row: Mapping[str, Any]) -> list[str]:
 
 def blame(entry: Mapping[str, Any]) -> str:
     """How often the rank that began a failure is named."""
+    places = dict.fromkeys(row["place"] for row in entry["rows"])
     return "\n".join(
         [
-            f"## Blame, {entry['date']}",
+            f"## Blame, {', '.join(places)}, {entry['date']}",
             "",
-            f"Runs in which `slipstream launch` names the rank that began it. torch "
-            f"{_versions(entry)}. `{entry['command']}`",
+            "Runs in which the launcher names the rank that began it, "
+            f"{entry['at_once']} at a time. torch {_versions(entry)}. `{entry['command']}`",
             "",
             *_header("place", "fault", "right"),
             *(_row(r["place"], r["fault"], f"{r['right']} of {r['runs']}") for r in entry["rows"]),
