@@ -72,8 +72,6 @@ def commands() -> Iterator[tuple[str, str]]:
     for ranks in (2, 4):
         options = f"--nodes 1 --ranks-per-node {ranks} --transports flat shared_memory {SIZES}"
         yield f"allreduce-{ranks}-ranks", f"allreduce.py {options}"
-    for model in ("resnet50", "vgg16", "bert"):
-        yield f"exchange-{model}", f"exchange.py --model {model}"
     for rate in RATES:
         for model in ("resnet50", "vgg16", "bert"):
             base = f"exchange.py --model {model} --rate {rate}"

@@ -78,6 +78,8 @@ def exchange(entry: Mapping[str, Any]) -> str:
     what = f" with {', '.join(entry['codecs'])}" if entry.get("codecs") else ""
     if any(row["name"] == "FSDP2, default" for row in entry["rows"]):
         what = " beside FSDP2 in all settings"
+    if any("optimal" in row["name"] for row in entry["rows"]):
+        what = " with split: optimal"
     who = " beside an accelerator" if _on_accelerator(entry) else ""
     lines = [
         f"## Exchange{who}{what}, {entry['model']} at {entry['rate']}, {entry['date']}",
@@ -582,7 +584,8 @@ def tensor_parallel(entry: Mapping[str, Any]) -> str:
 
 def recompute(entry: Mapping[str, Any]) -> str:
     """Time and memory of blocks that are computed again."""
-    lines = [f"## Recompute, {entry['date']}", "", f"`{entry['command']}`", ""]
+    model = entry.get("model", "BERT-Large")
+    lines = [f"## Recompute, {model}, {entry['date']}", "", f"`{entry['command']}`", ""]
     if (part := entry.get("batch")) is not None:
         return "\n".join(
             [
