@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,12 +23,15 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 
+import slipstream
 from slipstream.data.balance import BalancedBatches
 from slipstream.data.prefetch import PrefetchLoader, prefetch
-from slipstream.errors import DataError, ModelError
+from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.strategy import Prefetch
+from slipstream.trace import read
 
 Config = dict[str, Any]
 
@@ -314,15 +318,94 @@ def test_a_worker_that_hangs_is_an_error_that_names_the_samples() -> None:
 
 
 class Stream(IterableDataset[int]):
+    """Its samples are numbers; a worker takes its share."""
+
+    def __init__(self, size: int, fails_at: int | None = None) -> None:
+        self.size, self.fails_at = size, fails_at
+
     def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for number in range(first, self.size, step):
+            if number == self.fails_at:
+                raise ValueError("a bad sample")
+            yield number
+
+
+class Stateful(DataLoader[int]):
+    """A loader with a state, as torchdata's: how many batches it has read."""
+
+    read = start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.start = self.start, 0
+        self.read = first
+        for batch in islice(super().__iter__(), first, None):
+            self.read += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["read"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_stream_gives_the_same_batches(workers: int, draws: bool) -> None:
+    def loader() -> DataLoader[int]:
+        return DataLoader(Stream(11), batch_size=2, num_workers=workers)
+
+    def epochs(loader: Any) -> list[Any]:
+        return run(loader, [None, 2, None, None], sets_epoch=False, draws=draws)
+
+    ahead = prefetch(loader())
+    try:
+        assert epochs(ahead) == epochs(loader())
+        pairs = [(a.tolist(), b.tolist()) for a, b in zip(ahead, ahead, strict=True)]
+        assert all(a == b for a, b in pairs)
+    finally:
+        ahead.close()
+
+
+@pytest.mark.process
+def test_an_error_in_a_stream_is_raised_and_the_next_pass_begins_anew() -> None:
+    loader = prefetch(DataLoader(Stream(8, fails_at=5)))
+    for _ in range(2):
+        seen: list[int] = []
+        with pytest.raises(ValueError, match="a bad sample"):
+            seen.extend(int(batch) for batch in loader)
+        assert seen == [0, 1, 2, 3, 4]
+    loader.close()
+
+
+@pytest.mark.process
+def test_the_state_of_a_loader_is_that_after_the_batch_which_was_given_out() -> None:
+    loader = prefetch(Stateful(Numbers(10), batch_size=1, num_workers=1), Prefetch(depth=4))
+    for batch in loader:
+        if int(batch) == 3:
+            break
+    state = loader.state_dict()
+    loader.close()
+    assert state == {"read": 4}
+    resumed = prefetch(Stateful(Numbers(10), batch_size=1, num_workers=1))
+    resumed.load_state_dict(state)
+    assert [int(batch) for batch in resumed] == [4, 5, 6, 7, 8, 9]
+    assert [int(batch) for batch in resumed] == [*range(10)]
+    first = iter(resumed)
+    next(first)
+    with pytest.raises(UsageError, match="a second iterator"):
+        iter(resumed)
+    resumed.close()
 
 
 @pytest.mark.parametrize(
     ("loader", "says"),
     {
         "a list": ([1, 2], "the loader is a list: give a DataLoader"),
-        "a stream": (DataLoader(Stream()), "Stream is an IterableDataset; use"),
+        "a state": (Stateful(Numbers(3)), "give it num_workers of 1 or more"),
     }.values(),
 )
 def test_what_cannot_be_read_ahead_is_refused(loader: Any, says: str) -> None:
@@ -366,3 +449,28 @@ def test_threads_end_with_close_and_a_later_pass_starts_them_again() -> None:
             time.sleep(0.001)
         assert threading.active_count() == before
     gc.collect()
+
+
+def test_a_session_reads_ahead_and_says_so(tmp_path: Path) -> None:
+    def losses(strategy: dict[str, Any]) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        data = torch.utils.data.TensorDataset(torch.randn(10, 1))
+        loader = DataLoader(data, batch_size=3, shuffle=True, generator=generator())
+        found = []
+        with slipstream.accelerate(model, optimizer, loader, strategy=strategy) as session:
+            for _ in range(3):
+                for (batch,) in session.loader:
+                    loss = session.model(batch).square().mean()
+                    session.backward(loss)
+                    session.step()
+                    found.append(loss.item())
+            said = session.report()
+        assert ("1 thread, 5 batches ahead" in said) == ("data" in strategy)
+        return found
+
+    trace = {"steps": 2, "folder": str(tmp_path)}
+    ahead = losses({"data": {"prefetch": {"threads": True, "workers": 1, "depth": 5}}})
+    assert ahead == losses({"trace": trace})
+    assert read(tmp_path / "trace.json").meta["prefetchable"]

@@ -9,8 +9,8 @@ file.
    MODEL_ERROR faster than predicted, it would beat the best measurement by more than the noise. At
    most a quarter of them is measured, and time for step 4 is kept back.
 3. Settings of compute and data, which nothing predicts, are measured on the best so far, one after
-   another; each stays if it makes that faster by more than the noise. The trace says which of them can
-   change anything in this model.
+   another; each stays if it makes that faster by more than the noise. The trace says which of
+   them can change anything in this model.
 4. The fastest candidate and the baseline run in alternation. The candidate is chosen only if the
    median of the paired ratios is below 1 with a confidence of 95 % (with fewer than six pairs: if
    it was faster in every pair). Else the baseline stays, so tuning never ends with something
