@@ -21,6 +21,7 @@ from torch import nn
 from slipstream.calibration.adaptive_codec import measure
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
+from slipstream.data.cache import cached_loader
 from slipstream.data.prefetch import is_prefetchable, prefetch
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
@@ -423,7 +424,12 @@ def _session_loader(
 ) -> UnevenInputLoader | None:
     if loader is None:
         return None
-    if (config := given.strategy.data.prefetch) is not None:
+    data = given.strategy.data
+    if data.cache is not None:
+        loader, dataset = cached_loader(loader, data.cache)
+        given.handles.add(dataset)
+    # After the cache, from which its workers read.
+    if (config := data.prefetch) is not None:
         environment = given.cluster.environment
         cores = max(len(os.sched_getaffinity(0)) // environment.local_world_size, 1)
         device = given.cluster.device

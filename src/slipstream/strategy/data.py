@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from slipstream.strategy.setting import Exactness, Setting
 
@@ -35,6 +35,25 @@ class Prefetch(Setting):
     """Seconds to wait for a batch before its workers count as hanging."""
 
 
+class Cache(Setting):
+    """Samples that were read once are kept, for later epochs and the other ranks of the host.
+
+    Example:
+        >>> Cache(gigabytes=2.0).to
+        'memory'
+    """
+
+    to: Literal["memory", "disk"] = "memory"
+    """``memory``: shared memory, until the last process ends; ``disk``: the folder for temporary
+    files, for later runs, too."""
+
+    gigabytes: PositiveFloat = 4.0
+    """Most that is kept, of 2**30 bytes; later samples are read each time."""
+
+    folder: str | None = Field(default=None, min_length=1)
+    """Another folder."""
+
+
 class Data(Setting):
     """How batches come to the training.
 
@@ -42,6 +61,9 @@ class Data(Setting):
         >>> Data(prefetch=Prefetch()).active, Data().active
         (True, False)
     """
+
+    cache: Cache | None = None
+    """Keep samples that were read; null: they are read in every epoch."""
 
     prefetch: Prefetch | None = None
     """Read the loader's batches ahead, across epochs; null: the loader is used as it is."""
