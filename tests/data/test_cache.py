@@ -128,8 +128,9 @@ def test_a_folder_of_another_user_is_refused(memory: Path, monkeypatch: pytest.M
     cached(Rows(5), Cache(gigabytes=0.01)).close()
     [root] = memory.iterdir()
     assert root.stat().st_mode & 0o77 == 0
-    monkeypatch.setattr(cache.os, "getuid", lambda: root.stat().st_uid + 1)
-    root.rename(memory / f"{cache.FOLDER}-{root.stat().st_uid + 1}")
+    other = root.stat().st_uid + 1
+    monkeypatch.setattr(cache.os, "getuid", lambda: other)
+    root.rename(memory / f"{cache.FOLDER}-{other}")
     with pytest.raises(DataError, match="belongs to another user"):
         cached(Rows(5), Cache(gigabytes=0.01))
 

@@ -23,6 +23,7 @@ from collections.abc import Sized
 from pathlib import Path
 from typing import IO, Any
 
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -133,7 +134,6 @@ class CachedDataset(Dataset[Any]):
         self._root = _root(config)
         self._path = self._root / f"{key or fingerprint(dataset)}-{_boot()}"
         self._store: _Store | None = None
-        self._inherited: list[_Store] = []  # LMDB must not be closed by a child
         self._open()
 
     def __len__(self) -> int:
@@ -156,12 +156,12 @@ class CachedDataset(Dataset[Any]):
         return getattr(self._dataset, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None, "_inherited": []}
+        return {**self.__dict__, "_store": None}
 
     def close(self) -> None:
         """Leave the cache; in memory the last process removes it. close() is idempotent."""
         if self._store is not None:
-            self._store.close(remove=self._root.is_relative_to(MEMORY))
+            self._store.leave(remove=self._root.is_relative_to(MEMORY))
             self._store = None
 
     def report_rows(self) -> list[Row]:
@@ -173,21 +173,34 @@ class CachedDataset(Dataset[Any]):
         return [Row("cache", value, f"in {self._root}{full}")]
 
     def _open(self) -> _Store:
-        if self._store is not None and self._store.pid != os.getpid():  # forked
-            self._inherited.append(self._store)
-            self._store = None
-        if self._store is None:
-            self._store = _Store(self._path, self._limit)
+        if self._store is None or self._store.pid != os.getpid():
+            self._store = _Store.of(self._path, self._limit)
         return self._store
+
+
+_stores: dict[Path, _Store] = {}
+"""Those of this process: LMDB allows one for each file."""
 
 
 class _Store:
     """The samples in one folder, as this process sees them."""
 
+    @classmethod
+    def of(cls, path: Path, limit: int) -> _Store:
+        """The one of this process, which gets one more user."""
+        store = _stores.get(path)
+        if store is not None and store.pid != os.getpid():  # forked: its locks are the parent's
+            store._samples.close()
+            store = None
+        if store is None:
+            store = _stores[path] = cls(path, limit)
+        store._users += 1
+        return store
+
     def __init__(self, path: Path, limit: int) -> None:
         import lmdb
 
-        self.pid, self._path, self.is_full = os.getpid(), path, False
+        self.pid, self._path, self._users, self.is_full = os.getpid(), path, 0, False
         self._full_error, self._error = lmdb.MapFullError, lmdb.Error
         try:
             _private(path.parent)
@@ -229,7 +242,12 @@ class _Store:
                 raise DataError(f"data.cache cannot write to {self._path}: {error}") from error
             self.is_full = True  # the disk is
 
-    def close(self, remove: bool) -> None:
+    def leave(self, remove: bool) -> None:
+        """One user less; the last one closes it."""
+        self._users -= 1
+        if self._users:
+            return
+        del _stores[self._path]
         self._samples.close()
         if remove and _is_alone(self._lock):
             shutil.rmtree(self._path, ignore_errors=True)
@@ -242,9 +260,20 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.requires_grad or value.device.type != "cpu":
             return NotImplemented
-        if value.layout is not torch.strided or value.dtype == torch.bfloat16:
+        if value.layout is not torch.strided:
             return NotImplemented
-        return torch.from_numpy, (value.numpy().copy(),)
+        values = value.contiguous()
+        if value.dtype in _NOT_IN_NUMPY:
+            values = values.view(-1).view(torch.uint8)
+        return _tensor, (values.numpy().copy(), value.dtype, value.shape)
+
+
+_NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _tensor(values: npt.NDArray[Any], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    found = torch.from_numpy(values)
+    return found if found.dtype == dtype else found.view(dtype).view(shape)
 
 
 def pickled(sample: Any) -> bytes:
