@@ -693,6 +693,34 @@ def operator_cells(row: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def data(entry: Mapping[str, Any]) -> str:
+    """Epochs by how their batches are loaded."""
+    lines = [
+        f"## Loading batches, {entry['date']}",
+        "",
+        f"Digits, batches of {entry['batch']}, {entry['workers']} workers or threads, "
+        f"{entry['rounds']} rounds; times as fast as the DataLoader of the same round. torch "
+        f"{_versions(entry)}. `{entry['command']}`",
+        "",
+        *_header(
+            "network", "variant", "ms an epoch", "quartiles", "x workers", "quartiles",
+            "x persistent", "quartiles", "waited",
+        ),
+    ]  # fmt: skip
+    for r in entry["rows"]:
+        seconds = [1e3 * each for each in r["seconds"]]
+        plain, kept = r["to_plain"], r["to_persistent"]
+        lines.append(
+            _row(
+                r["network"], r["variant"], f"{seconds[1]:.1f}",
+                f"{seconds[0]:.1f}..{seconds[2]:.1f}",
+                f"{plain[1]:.2f}", f"{plain[0]:.2f}..{plain[2]:.2f}", f"{kept[1]:.2f}",
+                f"{kept[0]:.2f}..{kept[2]:.2f}", f"{r['waited']:.1%}",
+            )
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
 def blame(entry: Mapping[str, Any]) -> str:
     """How often the rank that began a failure is named."""
     places = dict.fromkeys(row["place"] for row in entry["rows"])
@@ -836,6 +864,7 @@ def rendered(every: Sequence[Mapping[str, Any]]) -> str:
         "bubbles": bubbles,
         "compiled": compiled,
         "convergence": convergence,
+        "data": data,
         "exchange": exchange,
         "fusion": fusion,
         "large_batch": large_batch,

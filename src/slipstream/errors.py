@@ -9,6 +9,7 @@
     |-- MismatchError   (RuntimeError)  ranks disagree about the model or the strategy
     |-- CommError       (ValueError)    an operator of comm got invalid arguments
     |-- ExchangeError   (RuntimeError)  an exchange failed: names rank, step, segment and parameters
+    |-- DataError       (RuntimeError)  samples could not be read; names them
     |-- OffloadError    (RuntimeError)  activations cannot be offloaded or fetched back
     |-- LaunchError     (RuntimeError)  a script could not be started
     `-- TestbedError    (RuntimeError)  hosts and links cannot be emulated on this machine
@@ -51,6 +52,10 @@ class CommError(SlipstreamError, ValueError):
 
 class ExchangeError(SlipstreamError, RuntimeError):
     """An exchange between ranks failed; names rank, step, segment and parameters."""
+
+
+class DataError(SlipstreamError, RuntimeError):
+    """Samples could not be read: a worker died or hangs, no memory; names the samples."""
 
 
 class OffloadError(SlipstreamError, RuntimeError):

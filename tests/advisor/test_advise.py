@@ -64,7 +64,16 @@ CASES = (
         "data",
         "problem",
         17.9,
-        ("17.90 ms for the loader, 10.1% of an iteration",),
+        ("17.90 ms for the loader, 10.1% of an iteration", "stay alive"),
+    ),
+    Case(
+        "feed_faster",
+        replace(ALONE, data_wait=17.9, meta={"prefetchable": True}),
+        replace(ALONE, data_wait=17.6, meta={"prefetchable": True}),
+        "data",
+        "problem",
+        17.9,
+        ("data.prefetch",),
     ),
     Case(
         "even_ranks",

@@ -148,6 +148,7 @@ def test_a_trace_tells_how_the_model_computes(tmp_path: Path) -> None:
     told = read(tmp_path / "trace.json").meta
     assert told["convolutions"] == 0.5
     assert told["useful_compute"] == ["fuse_bn_act", "fuse_add_act", "fuse_optimizer"]
+    assert not told["prefetchable"]  # there is no loader
 
 
 @pytest.mark.parametrize(("kind", "shardable"), [(torch.optim.SGD, True), (Own, False)])

@@ -19,7 +19,7 @@ from slipstream.planner.ranking import Prediction
 from slipstream.strategy import ByBytes, ByIndex, Dgc, Direct, Flat, Strategy, late_by
 from slipstream.trace import Trace, chrome, read
 from slipstream.tuner import trials
-from slipstream.tuner.compute_choices import COMPUTE_CHOICES, with_compute
+from slipstream.tuner.measured_choices import MEASURED_CHOICES, with_settings
 from slipstream.tuner.one_start import open_strategy
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS
 from slipstream.tuner.trial_log import Tuned
@@ -49,6 +49,7 @@ class Script:
     def __init__(self, truth: dict[Strategy, Any], spread: float = 0.0) -> None:
         self.truth, self.spread = truth, spread
         self.clock, self.runs, self.limits = 0.0, [], []
+        self.trace = TRACE
 
     def run(self, strategy: Strategy, limit: float) -> Measurement | Failure:
         self.runs.append(strategy)
@@ -60,19 +61,19 @@ class Script:
             return Failure("hanging", "no trace: killed")
         if outcome == "fails":
             return Failure("failed", "exit code 1: RuntimeError: boom")
-        return Measurement(outcome, self.spread, WALL, TRACE)
+        return Measurement(outcome, self.spread, WALL, self.trace)
 
     def tune(
         self,
         predictions: dict[Strategy, float],
         budget: float = 1000.0,
         updates: int | None = None,
-        compute: Sequence[dict[str, Any]] = (),
+        choices: Sequence[dict[str, Any]] = (),
     ) -> Tuned:
         ranked = [predicted(strategy, seconds) for strategy, seconds in predictions.items()]
         ranked.sort(key=lambda one: one.per_batch)
         self.tuner = Tuner(
-            *(self.run, lambda trace: ranked, BASE, budget, compute, updates),
+            *(self.run, lambda trace: ranked, BASE, budget, choices, updates),
             clock=lambda: self.clock,
         )
         return self.tuner.tune()
@@ -126,32 +127,42 @@ def test_what_is_chosen_has_proved_itself(predictions, truth, chosen) -> None:
     assert script.clock <= 1000
 
 
-LAST, COMPILED, CHAINS, STEPS = COMPUTE_CHOICES
+AHEAD, LAST, COMPILED, CHAINS, STEPS = MEASURED_CHOICES
 
 
 def test_settings_of_compute_are_added_to_the_best() -> None:
     """Each that brings something stays, whatever the one before it brought."""
-    best = with_compute(A, LAST)
+    best = with_settings(A, LAST)
     assert best is not None
-    truth = {A: 0.8, best: 0.7, with_compute(best, COMPILED): "fails"}
-    truth |= {with_compute(best, CHAINS): 0.699, with_compute(best, STEPS): 0.6}
+    truth = {A: 0.8, best: 0.7, with_settings(best, COMPILED): "fails"}
+    truth |= {with_settings(best, CHAINS): 0.699, with_settings(best, STEPS): 0.6}
     script = Script({BASE: 1.0, **truth})
-    tuned = script.tune({BASE: 1.0, A: 0.8}, compute=COMPUTE_CHOICES)
-    assert tuned.strategy == with_compute(best, STEPS)
+    tuned = script.tune({BASE: 1.0, A: 0.8}, choices=MEASURED_CHOICES)
+    assert tuned.strategy == with_settings(best, STEPS)
     assert label(tuned.strategy) == "by_bytes 100 (first 1, last 1), fuse_optimizer, channels_last"
 
 
+def test_reading_ahead_is_tried_where_the_loader_allows_it() -> None:
+    ahead = with_settings(BASE, AHEAD)
+    assert ahead is not None
+    script = Script({BASE: 1.0, ahead: 0.5})
+    script.trace = Trace((), {"prefetchable": True, "useful_compute": []})
+    tuned = script.tune({BASE: 1.0}, choices=MEASURED_CHOICES)
+    assert tuned.strategy == ahead
+    assert label(ahead).endswith(", prefetch")
+
+
 def test_compute_alone_may_win() -> None:
-    compiled = with_compute(BASE, COMPILED)
-    truth = {A: 1.1, with_compute(BASE, LAST): 1.2, compiled: 0.5}
-    script = Script({BASE: 1.0, **truth, with_compute(compiled, STEPS): 0.6})
-    tuned = script.tune({BASE: 1.0, A: 0.9}, compute=COMPUTE_CHOICES)
+    compiled = with_settings(BASE, COMPILED)
+    truth = {A: 1.1, with_settings(BASE, LAST): 1.2, compiled: 0.5}
+    script = Script({BASE: 1.0, **truth, with_settings(compiled, STEPS): 0.6})
+    tuned = script.tune({BASE: 1.0, A: 0.9}, choices=MEASURED_CHOICES)
     assert tuned.strategy == compiled, "chains are left to the compiler"
 
 
 def test_compute_leaves_room_for_the_comparison() -> None:
     script = Script({BASE: 1.0, A: 0.8})
-    tuned = script.tune({BASE: 1.0, A: 0.8}, budget=95.0, compute=COMPUTE_CHOICES)
+    tuned = script.tune({BASE: 1.0, A: 0.8}, budget=95.0, choices=MEASURED_CHOICES)
     assert tuned.strategy == A
     assert [t.status for t in tuned.trials if "compile" in t.name] == ["not measured"]
 

@@ -25,15 +25,24 @@ def feed_faster(stats: TraceStats) -> Finding | None:
     wait = stats.typical.spread("data_wait")
     if wait.median <= DATA_WAIT * stats.iteration:
         return None
+    words = (
+        "Load with more worker processes that stay alive (num_workers, persistent_workers), or do "
+        "less work for each sample: decode and resize the data once, in advance."
+    )
+    if stats.prefetchable:
+        words = (
+            "Read batches ahead, by workers that stay from epoch to epoch: data.prefetch. Where "
+            "the cores cannot keep up, do less work for each sample: decode and resize the data "
+            "once, in advance."
+        )
     return Finding(
         stats.severity(wait.median),
         "data",
         f"The model waits {format_seconds(wait.median)} for the loader, "
         f"{stats.share(wait.median)}; {format_seconds(wait.high)} on rank {wait.slowest}.",
-        "Load with more worker processes that stay alive (num_workers, persistent_workers), "
-        "prefetch more batches, or do less work for each sample: decode and resize the data once, "
-        "in advance.",
+        words,
         wait.median,
+        {"data": {"prefetch": {}}} if stats.prefetchable else {},
     )
 
 

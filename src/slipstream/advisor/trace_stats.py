@@ -38,6 +38,7 @@ class TraceStats(NamedTuple):
             less than ``clock_error``.
         what_if: Predictions of other strategies; None if nothing was exchanged, or for the reason
             in ``unpredicted``.
+        prefetchable: Whether the loader's batches can be read ahead, and are not yet.
         missing_steps: A sentence for each rank that recorded fewer steps than others.
     """
 
@@ -51,6 +52,7 @@ class TraceStats(NamedTuple):
     worthwhile: float
     what_if: WhatIf | None
     unpredicted: str
+    prefetchable: bool
     missing_steps: tuple[str, ...]
 
     def median(self, part: str) -> float:
@@ -109,6 +111,7 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
         worthwhile=worthwhile,
         what_if=what_if,
         unpredicted=unpredicted,
+        prefetchable=bool(meta.get("prefetchable")),
         missing_steps=missing_steps,
     )
 

@@ -6,6 +6,7 @@ undoes everything in reverse: if a later step fails, else when the session ends.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from torch import nn
 from slipstream.calibration.adaptive_codec import measure
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
+from slipstream.data.cache import cached_loader
+from slipstream.data.prefetch import is_prefetchable, prefetch
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.fusion.checks import useful_settings
@@ -120,6 +123,8 @@ def compose(
         shares = _shares(given)
         if recorder is not None and strategy.trace.steps is not None:  # before it is installed
             recorder.meta["useful_compute"] = useful_settings(model, optimizer)
+            reads_ahead = strategy.data.prefetch is not None
+            recorder.meta["prefetchable"] = not reads_ahead and is_prefetchable(loader)
         # Before precision and recompute, which wrap what it makes.
         computing = install_compute(model, optimizer, strategy.compute, handles)
         # Before all that exchanges parameters while the optimizer steps: it works inside.
@@ -419,6 +424,16 @@ def _session_loader(
 ) -> UnevenInputLoader | None:
     if loader is None:
         return None
+    data = given.strategy.data
+    if data.cache is not None:
+        loader, dataset = cached_loader(loader, data.cache)
+        given.handles.add(dataset)
+    # After the cache, from which its workers read.
+    if (config := data.prefetch) is not None:
+        environment = given.cluster.environment
+        cores = max(len(os.sched_getaffinity(0)) // environment.local_world_size, 1)
+        device = given.cluster.device
+        loader = given.handles.add(prefetch(loader, config, device=device, cores=cores))
     session_loader = UnevenInputLoader(
         loader, group=given.dims.data, recorder=given.recorder, on_start=tracer.iteration_begins
     )

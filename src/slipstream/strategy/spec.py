@@ -1,7 +1,7 @@
 """``Strategy``: every setting, its meaning, its default and its allowed values.
 
-The variants of a group are in files of their own: ``split``, ``codec``, ``compute``, ``memory``,
-``parallel``, ``precision``, ``transport``.
+The variants of a group are in files of their own: ``split``, ``codec``, ``compute``, ``data``,
+``memory``, ``parallel``, ``precision``, ``transport``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pydantic import Field, NonNegativeInt
 from slipstream.errors import StrategyError
 from slipstream.strategy.codec import Codec
 from slipstream.strategy.compute import Compute
+from slipstream.strategy.data import Data
 from slipstream.strategy.memory import Memory
 from slipstream.strategy.overview import overview, plain_text
 from slipstream.strategy.parallel import Parallel
@@ -111,6 +112,9 @@ class Strategy(Setting):
 
     compute: Compute = Compute()
     """How the device computes."""
+
+    data: Data = Data()
+    """How batches come to the training."""
 
     trace: Trace = Trace()
     """What is recorded, and where."""

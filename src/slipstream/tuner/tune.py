@@ -8,9 +8,9 @@ file.
 2. Candidates are measured, best prediction first, while the next one may still win: if it were
    MODEL_ERROR faster than predicted, it would beat the best measurement by more than the noise. At
    most a quarter of them is measured, and time for step 4 is kept back.
-3. Settings of compute, which nothing predicts, are measured on the best so far, one after another;
-   each stays if it makes that faster by more than the noise. The trace says which of them can
-   change anything in this model.
+3. Settings of compute and data, which nothing predicts, are measured on the best so far, one after
+   another; each stays if it makes that faster by more than the noise. The trace says which of
+   them can change anything in this model.
 4. The fastest candidate and the baseline run in alternation. The candidate is chosen only if the
    median of the paired ratios is below 1 with a confidence of 95 % (with fewer than six pairs: if
    it was faster in every pair). Else the baseline stays, so tuning never ends with something
@@ -32,7 +32,7 @@ from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
 from slipstream.planner.ranking import Prediction, handicap
 from slipstream.strategy import Strategy, late_by
-from slipstream.tuner.compute_choices import useful, with_compute
+from slipstream.tuner.measured_choices import useful, with_settings
 from slipstream.tuner.one_start import RESERVE, OneStart, Predict, Run, open_strategy
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
 from slipstream.tuner.trial_log import Trial, TrialLog, Tuned
@@ -57,7 +57,7 @@ class Tuner:
         predict: from the baseline's trace to predictions, fastest first, the baseline's among them.
         base: the strategy to start from, and to keep unless another is faster.
         budget: seconds for everything.
-        compute: settings of compute to try, where the trace says that they have a use.
+        choices: settings of compute and data to try, where the trace says that they have a use.
         updates: of the whole training, if known: a codec that begins late counts for the rest.
         notify: called with all trials after each new one.
         doing: called with what happens next, in words.
@@ -68,7 +68,7 @@ class Tuner:
     predict: Predict
     base: Strategy
     budget: float
-    compute: Sequence[Mapping[str, Any]] = ()
+    choices: Sequence[Mapping[str, Any]] = ()
     updates: int | None = None
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
@@ -99,7 +99,7 @@ class Tuner:
         self._log.note(self.base, baseline, first, "the baseline")
         others = [p for p in predictions if p is not baseline]
         measured = self._measure_promising(others, first, first.seconds / baseline.seconds)
-        measured = self._measure_compute(measured, first, baseline)
+        measured = self._measure_choices(measured, first, baseline)
         return self._choose(measured, first)
 
     def _baseline(self) -> Measurement:
@@ -171,18 +171,18 @@ class Tuner:
                 measured.append((seconds, prediction))
         return sorted(measured, key=lambda pair: pair[0] * handicap(pair[1].strategy, self.base))
 
-    def _measure_compute(
+    def _measure_choices(
         self,
         measured: list[tuple[float, Prediction]],
         first: Measurement,
         baseline: Prediction,
     ) -> list[tuple[float, Prediction]]:
-        """Try settings of compute on the best so far; those that made it faster come first."""
+        """Try settings of compute and data on the best so far; what made it faster comes first."""
         best, prediction = first.seconds, baseline
         if measured and measured[0][0] < best:
             best, prediction = measured[0]
-        for settings in useful(self.compute, first.trace):
-            strategy = with_compute(prediction.strategy, settings)
+        for settings in useful(self.choices, first.trace):
+            strategy = with_settings(prediction.strategy, settings)
             if strategy is None:
                 continue
             if self._left() < self._longest * RESERVE + self._comparison():

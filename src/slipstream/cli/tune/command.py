@@ -43,7 +43,7 @@ from slipstream.strategy import Auto, ByBytes, Flat, Optimal, Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
-from slipstream.tuner.compute_choices import COMPUTE_CHOICES
+from slipstream.tuner.measured_choices import MEASURED_CHOICES
 from slipstream.tuner.trial_log import Trial, Tuned
 from slipstream.tuner.trials import STRATEGY, Trials, last_words, started
 from slipstream.tuner.tune import Tuner
@@ -115,7 +115,7 @@ def tune(
             predict=partial(_predict, base, exact_only, updates, network),
             base=base,
             budget=seconds,
-            compute=COMPUTE_CHOICES,
+            choices=MEASURED_CHOICES,
             updates=updates,
             notify=partial(_notify, log, display),
             doing=display.doing,

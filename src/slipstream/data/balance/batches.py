@@ -87,6 +87,16 @@ class BalancedBatches(Sampler[list[int]]):
             own = self._dealt(epoch, step)[self._rank]
             yield own or self._plan(epoch)[step][:1]
 
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration goes through."""
+        return self._epoch
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """That epoch, and the batch with which the iteration begins."""
+        return self._epoch, self._first
+
     def set_epoch(self, epoch: int, *, start: int = 0) -> None:
         """The next iteration goes through this epoch, from its ``start``-th batch on."""
         self._epoch, self._first = epoch, start

@@ -1,0 +1,159 @@
+"""``prefetch()``: the user's ``DataLoader``, whose batches are there before they are asked for."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from slipstream.data.prefetch.device_copy import copied_ahead
+from slipstream.data.prefetch.map_reader import MapReader
+from slipstream.data.prefetch.stream_reader import StreamReader
+from slipstream.errors import ModelError, UsageError
+from slipstream.strategy import Prefetch, Row
+
+_STATE = ("state_dict", "load_state_dict")
+_END = object()
+
+
+def prefetch(
+    loader: DataLoader[Any],
+    config: Prefetch = Prefetch(),  # noqa: B008 - frozen
+    *,
+    device: torch.device | None = None,
+    cores: int | None = None,
+) -> PrefetchLoader:
+    """Read the batches of a ``DataLoader`` ahead, across the borders of its epochs.
+
+    Workers are started once. While an epoch ends they read the first batches of the next one, in
+    the order that the loader would give it, with ``sampler.set_epoch(epoch + 1)`` foreseen.
+    Iterate over the result as over the loader: each pass is an epoch.
+
+    Args:
+        loader: it is left as it is. Over an ``IterableDataset``, and where the loader keeps a state
+            of its own (torchdata's ``StatefulDataLoader``), it has the workers that it asks for.
+        config: how many workers or threads, and how far ahead.
+        device: where the training computes; a CUDA device gets pinned memory and, with
+            ``to_device``, copies on a stream of their own.
+        cores: that workers may use; None: those of this process.
+
+    Exactness: bitwise; the batches and their order are those of the loader. Random numbers that a
+    dataset draws itself differ, as they do with another number of workers.
+
+    Raises:
+        ModelError: the loader is no ``DataLoader`` of torch, or keeps a state and has no workers.
+
+    Example:
+        >>> from torch.utils.data import TensorDataset
+        >>> data = TensorDataset(torch.arange(4.0))
+        >>> loader = prefetch(DataLoader(data, batch_size=2), Prefetch(threads=True, workers=1))
+        >>> for epoch in range(2):
+        ...     print([batch[0].tolist() for batch in loader])
+        [[0.0, 1.0], [2.0, 3.0]]
+        [[0.0, 1.0], [2.0, 3.0]]
+        >>> loader.close()
+    """
+    return PrefetchLoader(loader, config, device=device, cores=cores)
+
+
+def is_prefetchable(loader: Any) -> bool:
+    """Whether `prefetch` takes it.
+
+    Example:
+        >>> is_prefetchable(DataLoader([1, 2])), is_prefetchable([1, 2])
+        (True, False)
+    """
+    return isinstance(loader, DataLoader) and (
+        not hasattr(loader, "state_dict") or loader.num_workers > 0
+    )
+
+
+class PrefetchLoader:
+    """What `prefetch` returns. Attributes that it lacks are those of the loader.
+
+    Leaving a loop early drops what was read of that pass. A second iterator, while the first one is
+    not over, reads for itself, as one of the loader does.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        config: Prefetch,
+        *,
+        device: torch.device | None,
+        cores: int | None,
+    ) -> None:
+        if not isinstance(loader, DataLoader):
+            raise ModelError(
+                f"data.prefetch reads a torch DataLoader ahead; the loader is a "
+                f"{type(loader).__name__}: give a DataLoader, or leave data.prefetch out"
+            )
+        self._loader = loader
+        cuda = device is not None and device.type == "cuda"
+        self._device = device if cuda and config.to_device else None
+        self._reader: MapReader | StreamReader
+        if isinstance(loader.dataset, IterableDataset) or hasattr(loader, "state_dict"):
+            self._reader = StreamReader(loader, config, pin=cuda)
+        else:
+            cores = cores or len(os.sched_getaffinity(0))
+            self._reader = MapReader(loader, config, pin=cuda, cores=cores)
+        self._running: ReferenceType[Iterator[Any]] | None = None
+        self._delivered, self._waited = 0, 0.0
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
+            raise AttributeError(name)
+        owner = self._reader if name in _STATE and hasattr(self._loader, name) else self._loader
+        return getattr(owner, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if (running := self._running and self._running()) is not None and _is_open(running):
+            if isinstance(self._reader, StreamReader) and self._reader.keeps_state:
+                raise UsageError(
+                    "a second iterator over a loader that keeps a state, while the first is not "
+                    "over; end the first one, or leave data.prefetch out"
+                )
+            return iter(self._loader)
+        batches = self._reader.begin()
+        if batches is None:
+            return iter(())
+        if self._device is not None:
+            batches = copied_ahead(batches, self._device)
+        batches = self._timed(batches)
+        self._running = ref(batches)
+        return batches
+
+    def close(self) -> None:
+        """End workers and threads; a later pass starts them again. close() is idempotent."""
+        self._reader.close()
+
+    def report_rows(self) -> Sequence[Row]:
+        """Where batches are read, how far ahead, and how long the training waited for them."""
+        notes = [self._reader.note] if self._reader.note else []
+        if self._delivered:
+            each = 1e3 * self._waited / self._delivered
+            notes.insert(0, f"{each:.2f} ms of wait a batch")
+        return [Row("prefetch", self._reader.value, "; ".join(notes))]
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            start = time.perf_counter()
+            batch = next(batches, _END)
+            self._waited += time.perf_counter() - start
+            if batch is _END:
+                return
+            self._delivered += 1
+            yield batch
+
+
+def _is_open(batches: Iterator[Any]) -> bool:
+    """Whether an iterator may still be asked for a batch."""
+    return getattr(batches, "gi_frame", None) is not None

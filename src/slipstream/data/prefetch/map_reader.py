@@ -1,0 +1,179 @@
+"""Reads a map-style dataset: what is read next is known, so epochs need no border."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from slipstream.data.prefetch.passes import Batch, Passes
+from slipstream.data.prefetch.sources import Inline, Source, Threads, Workers
+from slipstream.errors import DataError
+from slipstream.pytree import mapped
+from slipstream.strategy import Prefetch
+
+MEASURED = 4
+"""Batches that this process reads itself, to see how long that takes."""
+SPARE = 1.5
+"""Workers that are started for each that is needed on average."""
+EACH = 2
+"""Batches that a worker reads ahead, where memory allows it."""
+SHARE = 0.5
+"""The part of free memory that batches read ahead may take."""
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class MapReader:
+    """Batches of one pass after the other.
+
+    Args:
+        loader: over a map-style dataset.
+        config: how many workers or threads, and how far ahead.
+        pin: whether batches are copied to pinned memory.
+        cores: most workers.
+
+    Attributes:
+        value: where batches are read and how far ahead, in words.
+    """
+
+    def __init__(self, loader: DataLoader[Any], config: Prefetch, *, pin: bool, cores: int) -> None:
+        self._loader, self._config, self._pin, self._cores = loader, config, pin, cores
+        self._passes, self._timing = Passes(loader), _Timing()
+        self._source: Source | None = None
+        self.value = "not begun"
+
+    @property
+    def note(self) -> str:
+        """Why batches are not read across epochs; empty: they are."""
+        return "" if self._passes.ahead else _UNFORESEEN
+
+    def begin(self) -> Iterator[Any] | None:
+        """The next pass; None: it has no batch."""
+        number = self._passes.begin()
+        return None if number is None else self._pass(number)
+
+    def close(self) -> None:
+        """End workers and threads."""
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+            self._passes = Passes(self._loader)
+
+    def _pass(self, number: int) -> Iterator[Any]:
+        last = False
+        while not last:
+            batch, sent = self._next()
+            if sent.number == number:  # else of a pass that was left early
+                last = sent.last
+                yield batch
+        self._passes.end()
+
+    def _next(self) -> tuple[Any, Batch]:
+        """The next batch that was sent for, and what was asked."""
+        if self._source is None:
+            self._source = self._first_source()
+        elif isinstance(self._source, Inline) and self._timing.is_known:
+            self._source = self._chosen_source()
+        start = time.perf_counter()
+        try:
+            batch = next(self._source)
+        except BaseException:
+            self.close()
+            raise
+        if isinstance(self._source, Inline):
+            self._timing.add(start, time.perf_counter(), _num_bytes(batch))
+        return batch, self._passes.received()
+
+    def _first_source(self) -> Source:
+        if self._config.workers == "auto":
+            self.value = "measuring"
+            return Inline(self._loader, self._passes, pin=self._pin)
+        return self._started(self._config.workers)
+
+    def _chosen_source(self) -> Source:
+        """As many workers as reading takes of computing."""
+        needed = SPARE * self._timing.read / max(self._timing.step, 1e-9)
+        return self._started(max(1, min(math.ceil(needed), self._cores)))
+
+    def _started(self, count: int) -> Source:
+        pin, timeout, ahead = self._pin, self._config.timeout, self._ahead(count)
+        kind = "thread" if self._config.threads else "worker"
+        each = max(1, ahead // count)
+        ahead = ahead if self._config.threads else each * count
+        self.value = f"{count} {kind}{'s' * (count > 1)}, {ahead} batches ahead"
+        if self._config.threads:
+            return Threads(
+                self._loader, self._passes, count=count, ahead=ahead, pin=pin, timeout=timeout
+            )
+        return Workers(self._loader, self._passes, count=count, each=each, pin=pin, timeout=timeout)
+
+    def _ahead(self, count: int) -> int:
+        """Batches to read ahead, within memory."""
+        if self._config.depth != "auto":
+            return self._config.depth
+        ahead, size = EACH * count, self._timing.num_bytes
+        if not size or self._config.threads or not SHARED_MEMORY.is_dir():
+            return ahead
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        if size > free:
+            raise DataError(
+                f"a batch has {size / 2**20:.1f} MiB, {SHARED_MEMORY} has "
+                f"{free / 2**20:.1f} MiB free, through which workers hand batches over; make it "
+                "larger, or set data.prefetch.threads"
+            )
+        return max(count, min(ahead, int(SHARE * free / size)))
+
+
+_UNFORESEEN = (
+    "not across epochs: their order is drawn from random numbers that the training draws, too; "
+    "give the DataLoader a generator of its own"
+)
+
+
+class _Timing:
+    """How long this process takes to read a batch, and to use it."""
+
+    def __init__(self) -> None:
+        self._reads: list[float] = []
+        self._steps: list[float] = []
+        self._ended: float | None = None
+        self.num_bytes = 0
+
+    def add(self, start: float, end: float, num_bytes: int) -> None:
+        """A batch was read."""
+        if self._ended is not None:
+            self._steps.append(start - self._ended)
+        self._reads.append(end - start)
+        self._ended = end
+        self.num_bytes = max(self.num_bytes, num_bytes)
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._reads) >= MEASURED
+
+    @property
+    def read(self) -> float:
+        return median(self._reads)
+
+    @property
+    def step(self) -> float:
+        """The fastest: the first steps of a training allocate, compile and warm up."""
+        return min(self._steps)
+
+
+def _num_bytes(batch: Any) -> int:
+    sizes: list[int] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    mapped(batch, add)
+    return sum(sizes)

@@ -1,0 +1,237 @@
+"""The indices of one pass over a ``DataLoader`` after the other, without a border between them.
+
+[Note: The order of samples]
+A pass has the order that the user's loader would give it: the same sampler draws it, from the same
+random numbers. Only the moment differs, as the next pass is drawn while the last batches of this
+one are still to come. For that moment its generator is set to where it will be, and put back. When
+the pass begins, sampler and generator are looked at: if both are where they were expected, the pass
+stands, and the generator moves on; else the pass is drawn again. So the order is that of the user's
+loader in any case, and a wrong guess costs what was read ahead.
+
+A training that draws from torch's default generator on the CPU (dropout there, say) makes every
+guess wrong. After the first one nothing is drawn ahead any more; a ``generator`` of the loader's
+own, or torch's ``DistributedSampler``, can be foreseen.
+
+A pass that is left early has drawn more than the user's loader would have by then. Where that has
+moved the generator, it is put back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+_END = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a dataset is asked for: a list of indices, or one where batching is off."""
+
+    number: int
+    """Of the pass."""
+    indices: Any
+    last: bool
+    """Whether the pass ends with it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pass:
+    """A pass that has begun to be drawn."""
+
+    number: int
+    position: tuple[int, int] | None
+    before: torch.Tensor
+    """The state of the generator when it began."""
+    moves: deque[tuple[int, torch.Tensor]]
+    """After how many draws the generator came to which state; the first is that of none."""
+    batches: Iterator[Any]
+    following: Any = None
+    """The batch to come; _END: there is none."""
+    count: int = 0
+    """How often the sampler was asked."""
+
+    @property
+    def after(self) -> torch.Tensor:
+        return self.moves[-1][1]
+
+    @property
+    def draws(self) -> bool:
+        """Whether the sampler has drawn from the generator."""
+        return len(self.moves) > 1
+
+
+class Passes:
+    """Iterates over the indices of all batches, pass after pass.
+
+    Args:
+        loader: map-style; its sampler, generator and workers say how it would draw.
+
+    Attributes:
+        sent: the batches that were given out and not received yet, oldest first.
+        ahead: whether the next pass is drawn before this one is over.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        outer = loader.batch_sampler
+        self._sampler: Iterable[Any] = loader.sampler if outer is None else outer
+        self._epochs = _with_epochs(loader)
+        own = getattr(loader.sampler, "generator", None) or loader.generator
+        self._generator: torch.Generator = torch.default_generator if own is None else own
+        self._seeds: torch.Generator = loader.generator or torch.default_generator
+        self._seeds_once = loader.num_workers > 0 and loader.persistent_workers
+        self._asks_ahead = loader.num_workers * (loader.prefetch_factor or 0)
+        self._passes: deque[_Pass] = deque()
+        self._current = self._last = -1
+        self._received, self._is_over = 0, False  # of the present pass
+        self._step = 1  # by which the epoch grows from pass to pass, as far as is known
+        self.sent: deque[Batch] = deque()
+        self.ahead = True
+
+    def begin(self) -> int | None:
+        """Begin the next pass, even if the present one is not over.
+
+        Returns:
+            Its number; None: it has no batch.
+        """
+        position = self._position()
+        current = self._passes[0] if self._passes else None
+        coming = deque(p for p in self._passes if p.number > self._current)
+        if current is not None and not self._is_over:
+            self._put_back(current)
+            coming = deque()
+        if coming and coming[0].draws and self._has_moved(coming[0].before):
+            self.ahead, coming = False, deque()
+        elif coming and coming[0].position != position:
+            if current is not None and current.position == position:
+                self._step = 0  # nobody calls set_epoch
+            coming = deque()
+        if not coming:
+            coming = deque([self._drawn(position)])
+        else:
+            if coming[0].draws:
+                self._generator.set_state(coming[0].after)
+            if not coming[0].draws or self._seeds is not self._generator:
+                self._draw_seed()
+        self._passes, self._current = coming, coming[0].number
+        self._received, self._is_over = 0, False
+        is_empty = coming[0].following is _END and not any(
+            batch.number == self._current for batch in self.sent
+        )
+        return None if is_empty else self._current
+
+    def received(self) -> Batch:
+        """The oldest batch that was sent has come."""
+        batch = self.sent.popleft()
+        if batch.number == self._current:
+            self._received += 1
+            moves = self._passes[0].moves
+            while len(moves) > 2 and moves[2][0] <= self._received:
+                del moves[1]  # it will not be put back any more
+        return batch
+
+    def end(self) -> None:
+        """The training has asked for a batch after the last one."""
+        self._is_over = True
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        """The indices of the next batch; StopIteration: what comes then is not known yet."""
+        drawn = self._passes[-1]
+        if drawn.following is _END:
+            if not self.ahead:
+                raise StopIteration
+            with self._foreseen(drawn):
+                drawn = self._next_pass(drawn.position)
+            self._passes.append(drawn)
+        if drawn.following is _END:
+            raise StopIteration
+        indices = drawn.following
+        if drawn.number == self._current:
+            self._ask(drawn)
+        else:
+            with self._foreseen(drawn):
+                self._ask(drawn)
+        self.sent.append(Batch(drawn.number, indices, drawn.following is _END))
+        return indices
+
+    def _ask(self, drawn: _Pass) -> None:
+        """Ask the sampler for a batch."""
+        drawn.following = next(drawn.batches, _END)
+        drawn.count += 1
+        if self._has_moved(drawn.after):
+            drawn.moves.append((drawn.count, self._generator.get_state()))
+
+    def _put_back(self, left: _Pass) -> None:
+        """The generator as the user's loader would have left it, unless others have used it."""
+        if self._has_moved(left.after):
+            return
+        asked = self._received + self._asks_ahead
+        self._generator.set_state([state for count, state in left.moves if count <= asked][-1])
+
+    @contextmanager
+    def _foreseen(self, last: _Pass) -> Iterator[None]:
+        """The generator is where it will be after a pass; then it is as it was."""
+        now = self._generator.get_state()
+        if last.number != self._current:
+            self._generator.set_state(last.after)
+        try:
+            yield
+        finally:
+            self._generator.set_state(now)
+
+    def _next_pass(self, position: tuple[int, int] | None) -> _Pass:
+        """The pass after one at ``position``, unless the user says otherwise."""
+        epochs = self._epochs
+        if position is None or not self._step:
+            return self._drawn(position, foreseen=True)
+        now, epoch = epochs.epoch, position[0] + self._step
+        epochs.set_epoch(epoch)
+        try:
+            return self._drawn((epoch, 0), foreseen=True)
+        finally:
+            epochs.set_epoch(now)
+
+    def _drawn(self, position: tuple[int, int] | None, foreseen: bool = False) -> _Pass:
+        """A pass with its order: most samplers draw it with their first batch."""
+        before = self._generator.get_state()
+        if not foreseen or self._seeds is self._generator:
+            self._draw_seed()
+        self._last += 1
+        moves = deque([(0, self._generator.get_state())])
+        drawn = _Pass(self._last, position, before, moves, iter(self._sampler))
+        self._ask(drawn)
+        return drawn
+
+    def _draw_seed(self) -> None:
+        """As iter(loader) does, for its workers."""
+        if self._last < 0 or not self._seeds_once:
+            torch.empty((), dtype=torch.int64).random_(generator=self._seeds)
+
+    def _has_moved(self, since: torch.Tensor) -> bool:
+        return not torch.equal(self._generator.get_state(), since)
+
+    def _position(self) -> tuple[int, int] | None:
+        """The epoch at which the sampler is to begin, and the batch, where it can tell."""
+        if self._epochs is None:
+            return None
+        position: tuple[int, int] = getattr(self._epochs, "position", (self._epochs.epoch, 0))
+        return position
+
+
+def _with_epochs(loader: DataLoader[Any]) -> Any:
+    """The sampler that counts epochs, if there is one."""
+    outer = loader.batch_sampler
+    for sampler in (outer, getattr(outer, "sampler", None), loader.sampler):
+        counts = isinstance(getattr(sampler, "epoch", None), int)
+        if counts and callable(getattr(sampler, "set_epoch", None)):
+            return sampler
+    return None

@@ -1,0 +1,233 @@
+"""Where batches are read: worker processes, threads, or the process that trains.
+
+All take the indices from one iterator, a bounded number of batches ahead, and give the batches back
+in that order. They differ in nothing else.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from slipstream.data.prefetch.passes import Passes
+from slipstream.errors import DataError
+from slipstream.pytree import mapped
+
+
+class Source(Protocol):
+    """Batches in the order of the indices."""
+
+    def __next__(self) -> Any:
+        """The next batch; StopIteration: all that was sent was given back."""
+
+    def close(self) -> None:
+        """End what reads."""
+
+
+class Samples(Dataset[Any]):
+    """A dataset whose errors name the sample; attributes are those of the user's dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.__dict__["_dataset"] = dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return self._dataset[index]
+        except Exception as error:
+            error.add_note(f"while sample {index} of the dataset was read")
+            raise
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_dataset":  # pickle asks before there is one
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
+
+
+class Workers:
+    """Worker processes: torch's own, which live as long as this does.
+
+    Args:
+        loader: the user's; all but its indices and workers is kept.
+        passes: the indices.
+        count: of processes.
+        each: batches that each reads ahead.
+        pin: whether batches are copied to pinned memory.
+        timeout: seconds to wait for a batch.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        passes: Passes,
+        *,
+        count: int,
+        each: int,
+        pin: bool,
+        timeout: float,
+    ) -> None:
+        batched = loader.batch_sampler is not None
+        fetches_all = hasattr(loader.dataset, "__getitems__")  # torch then asks for all at once
+        indices: dict[str, Any] = {"batch_sampler": passes}
+        if not batched:
+            indices = {"sampler": passes, "batch_size": None}
+        self._loader: DataLoader[Any] | None = DataLoader(
+            loader.dataset if fetches_all else Samples(loader.dataset),
+            **indices,
+            num_workers=count,
+            prefetch_factor=each,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory or pin,
+            timeout=timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            # of its own: what the workers start from is no draw of the user's
+            generator=torch.Generator().manual_seed(torch.initial_seed() % 2**63),
+            persistent_workers=True,
+        )
+        self._passes, self._timeout = passes, timeout
+        self._batches: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._batches is None or not self._passes.sent:
+            assert self._loader is not None
+            self._batches = iter(self._loader)  # the workers stay
+        try:
+            return next(self._batches)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader "):  # the dataset's own
+                raise
+            awaited = _few(self._passes.sent[0].indices)
+            self.close()
+            what = str(error).strip().partition("\n")[0]
+            raise DataError(
+                f"{what} while samples {awaited} were awaited; read them in a script of their own "
+                "to see why, or raise data.prefetch.timeout where reading takes so long"
+            ) from error
+
+    def close(self) -> None:
+        self._batches = self._loader = None  # the end of their iterator stops the workers
+
+
+class Threads:
+    """Threads of this process: nothing is copied, and no process is started.
+
+    The dataset must allow several threads to read from it at once.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        passes: Passes,
+        *,
+        count: int,
+        ahead: int,
+        pin: bool,
+        timeout: float,
+    ) -> None:
+        self._passes, self._ahead, self._timeout = passes, ahead, timeout
+        self._futures: deque[Future[Any]] = deque()
+        self._asked: _Asked = SimpleQueue()
+        for _ in range(count):
+            # A thread that hangs must not keep the process from ending.
+            read = Reader(loader, pin)
+            threading.Thread(target=_serve, args=(read, self._asked), daemon=True).start()
+        self._count = count
+
+    def __next__(self) -> Any:
+        self._fill()
+        if not self._futures:
+            raise StopIteration
+        future = self._futures.popleft()
+        self._fill()
+        try:
+            return future.result(self._timeout)
+        except TimeoutError as error:
+            if future.done():  # the dataset's own
+                raise
+            awaited = _few(self._passes.sent[0].indices)
+            self.close()
+            raise DataError(
+                f"samples {awaited} were not read within {self._timeout:g} s; see what they wait "
+                "for, or raise data.prefetch.timeout"
+            ) from error
+
+    def close(self) -> None:
+        self._futures.clear()
+        while self._count:
+            self._asked.put(None)
+            self._count -= 1
+
+    def _fill(self) -> None:
+        while len(self._futures) < self._ahead:
+            try:
+                indices = next(self._passes)
+            except StopIteration:
+                return
+            self._futures.append(Future())
+            self._asked.put((indices, self._futures[-1]))
+
+
+_Asked = SimpleQueue[tuple[Any, Future[Any]] | None]
+
+
+def _serve(read: Reader, asked: _Asked) -> None:
+    """Read what is asked for, until that is None."""
+    while (asks := asked.get()) is not None:
+        indices, future = asks
+        try:
+            future.set_result(read(indices))
+        except BaseException as error:
+            future.set_exception(error)
+
+
+class Inline:
+    """The process that trains, when it asks."""
+
+    def __init__(self, loader: DataLoader[Any], passes: Passes, *, pin: bool) -> None:
+        self._read, self._passes = Reader(loader, pin), passes
+
+    def __next__(self) -> Any:
+        return self._read(next(self._passes))
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class Reader:
+    """Reads the samples of a batch and puts them together, as torch's loader does."""
+
+    def __init__(self, loader: DataLoader[Any], pin: bool) -> None:
+        self._batched = loader.batch_sampler is not None
+        dataset: Any = loader.dataset
+        self._all_at_once = getattr(dataset, "__getitems__", None) if self._batched else None
+        self._samples, self._collate = Samples(dataset), loader.collate_fn
+        self._pin = loader.pin_memory or pin
+
+    def __call__(self, indices: Any) -> Any:
+        if self._all_at_once is not None:
+            samples = self._all_at_once(indices)
+        elif self._batched:
+            samples = [self._samples[index] for index in indices]
+        else:
+            samples = self._samples[indices]
+        batch = self._collate(samples)
+        return mapped(batch, lambda tensor: tensor.pin_memory()) if self._pin else batch
+
+
+def _few(indices: Any) -> str:
+    """The first of a batch's indices."""
+    listed = indices if isinstance(indices, list | tuple) else [indices]
+    return ", ".join(map(str, listed[:8])) + ", ..." * (len(listed) > 8)

@@ -1,0 +1,215 @@
+"""Reads a stream: an ``IterableDataset``, or a loader that keeps a state of its own.
+
+What comes next only the loader knows, so it is iterated as it is, by a thread that waits for its
+workers. Of an ``IterableDataset`` the next epoch begins as soon as the last batch of this one was
+read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import Empty, Full, Queue
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
+
+from slipstream.errors import DataError, ModelError
+from slipstream.strategy import Prefetch
+
+LOOK_SECONDS = 0.1
+"""Between two looks at whether the reader is still wanted."""
+
+
+class StreamReader:
+    """Batches of one pass after the other.
+
+    Args:
+        loader: over an ``IterableDataset``, or with a ``state_dict``.
+        config: how far ahead.
+        pin: whether batches are copied to pinned memory.
+
+    Raises:
+        ModelError: the loader keeps a state and has no workers.
+
+    Attributes:
+        value: where batches are read and how far ahead, in words.
+        note: why batches are not read across epochs; empty: they are.
+    """
+
+    def __init__(self, loader: DataLoader[Any], config: Prefetch, *, pin: bool) -> None:
+        self.keeps_state = hasattr(loader, "state_dict")
+        if self.keeps_state and not loader.num_workers:
+            raise ModelError(
+                f"a {type(loader).__name__} without workers reads in the thread that trains; give "
+                "it num_workers of 1 or more, or leave data.prefetch out"
+            )
+        self._given, self._config, self._pin = loader, config, pin
+        self._count = max(loader.num_workers, 1)  # another number deals the stream out otherwise
+        self._depth = 2 * self._count if config.depth == "auto" else config.depth
+        self._loader: DataLoader[Any] | None = None
+        self._reading: _Reading | None = None
+        self._passes, self._state = 0, None
+        self.value = f"{self._count} worker{'s' * (self._count > 1)}, {self._depth} batches ahead"
+        self.note = ""
+        if self.keeps_state:
+            self.note = "not across epochs: the loader keeps a state of its own"
+        elif hasattr(loader.dataset, "set_epoch"):
+            self.note = "not across epochs: the dataset has set_epoch"
+
+    def begin(self) -> Iterator[Any]:
+        """The next pass."""
+        reading, self._reading = self._reading, None
+        if reading is not None and reading.begun:  # left early
+            reading.stop(self._config.timeout)
+            reading = None
+        if not self.keeps_state:
+            self._draw_seed()
+        self._passes += 1
+        return self._pass(reading or self._new())
+
+    def close(self) -> None:
+        """End thread and workers."""
+        if self._reading is not None:
+            self._reading.stop(self._config.timeout)
+        self._reading = self._loader = None  # the end of their iterator stops the workers
+
+    def state_dict(self) -> Any:
+        """The loader's state after the last batch that was given out."""
+        loader: Any = self._given
+        return loader.state_dict() if self._state is None else self._state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on where a state was taken; what was read ahead is dropped."""
+        self.close()
+        self._state = None
+        loader: Any = self._given
+        loader.load_state_dict(state)
+
+    def _pass(self, reading: _Reading) -> Iterator[Any]:
+        self._reading, reading.begun = reading, True
+        for batch, state in reading.batches(self._config.timeout):
+            self._state = state
+            if reading.is_over and self._reading is reading and not self.note:
+                self._reading = self._new()
+            yield batch
+        if self._reading is reading:
+            self._reading = None
+
+    def _new(self) -> _Reading:
+        if self._loader is None:
+            own = self.keeps_state
+            self._loader = (
+                self._given if own else _with_workers(self._given, self._count, self._pin)
+            )
+        loader: Any = self._loader
+        state_of = loader.state_dict if self.keeps_state else None
+        return _Reading(iter(loader), state_of, self._depth)  # iter() may draw random numbers
+
+    def _draw_seed(self) -> None:
+        """As iter() of the user's loader does, for its workers."""
+        if not self._passes or not (self._given.num_workers and self._given.persistent_workers):
+            torch.empty((), dtype=torch.int64).random_(generator=self._given.generator)
+
+
+class _Read(NamedTuple):
+    """A batch and the loader's state after it; or how the reading ended."""
+
+    batch: Any = None
+    state: Any = None
+    ended: bool = False
+    error: BaseException | None = None
+
+
+class _Reading:
+    """One pass, read by a thread into a queue.
+
+    Attributes:
+        begun: whether the training takes its batches.
+        is_over: whether all of it was read.
+    """
+
+    def __init__(
+        self, batches: Iterator[Any], state_of: Callable[[], Any] | None, depth: int
+    ) -> None:
+        self._batches, self._state_of = batches, state_of
+        self._queue: Queue[_Read] = Queue(depth)
+        self._stopped = threading.Event()
+        self.begun = self.is_over = False
+        self._thread = threading.Thread(target=self._read, name="slipstream-data", daemon=True)
+        self._thread.start()
+
+    def batches(self, timeout: float) -> Iterator[tuple[Any, Any]]:
+        """The batches, each with the loader's state after it.
+
+        Raises:
+            DataError: none has come in that time.
+            Exception: that of the loader.
+        """
+        while True:
+            try:
+                read = self._queue.get(timeout=timeout)
+            except Empty:
+                self._stopped.set()
+                raise DataError(
+                    f"no batch has come for {timeout:g} s; see what the dataset waits for, or "
+                    "raise data.prefetch.timeout"
+                ) from None
+            if read.error is not None:
+                raise read.error
+            if read.ended:
+                return
+            yield read.batch, read.state
+
+    def stop(self, timeout: float) -> None:
+        """Read no further.
+
+        Raises:
+            DataError: the batch that is being read does not come.
+        """
+        self._stopped.set()
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise DataError(
+                f"no batch has come for {timeout:g} s while an epoch was left; see what the "
+                "dataset waits for, or raise data.prefetch.timeout"
+            )
+
+    def _read(self) -> None:
+        try:
+            for batch in self._batches:
+                state = self._state_of() if self._state_of is not None else None
+                if not self._put(_Read(batch, state)):
+                    return
+            self.is_over = True
+            self._put(_Read(ended=True))
+        except BaseException as error:
+            self._put(_Read(error=error))
+
+    def _put(self, read: _Read) -> bool:
+        while not self._stopped.is_set():
+            try:
+                self._queue.put(read, timeout=LOOK_SECONDS)
+            except Full:
+                continue
+            return True
+        return False
+
+
+def _with_workers(loader: DataLoader[Any], count: int, pin: bool) -> DataLoader[Any]:
+    return DataLoader(
+        loader.dataset,
+        batch_size=loader.batch_size,
+        drop_last=loader.drop_last,
+        num_workers=count,
+        prefetch_factor=loader.prefetch_factor,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory or pin,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        # of its own: what the workers start from is drawn apart
+        generator=torch.Generator().manual_seed(torch.initial_seed() % 2**63),
+        persistent_workers=True,
+    )

@@ -1,0 +1,79 @@
+"""How batches come to the training. ``data`` implements it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from slipstream.strategy.setting import Exactness, Setting
+
+
+class Prefetch(Setting):
+    """Batches are read ahead, by workers that live as long as the session.
+
+    Example:
+        >>> Prefetch(workers=2).depth
+        'auto'
+    """
+
+    workers: Literal["auto"] | PositiveInt = "auto"
+    """Processes that read, or threads. auto: from how long the first batches take to read and to
+    compute with."""
+
+    depth: Literal["auto"] | PositiveInt = "auto"
+    """Batches that are read ahead, in all. auto: two for each worker, within memory."""
+
+    threads: bool = False
+    """Read in threads of this process: nothing is copied between processes. The dataset must allow
+    reads from several threads at once."""
+
+    to_device: bool = False
+    """On CUDA, batches come on the device, copied while the one before is computed with."""
+
+    timeout: PositiveFloat = 300.0
+    """Seconds to wait for a batch before its workers count as hanging."""
+
+
+class Cache(Setting):
+    """Samples that were read once are kept, for later epochs and the other ranks of the host.
+
+    Example:
+        >>> Cache(gigabytes=2.0).to
+        'memory'
+    """
+
+    to: Literal["memory", "disk"] = "memory"
+    """``memory``: shared memory, until the last process ends; ``disk``: the folder for temporary
+    files, for later runs, too."""
+
+    gigabytes: PositiveFloat = 4.0
+    """Most that is kept, of 2**30 bytes; later samples are read each time."""
+
+    folder: str | None = Field(default=None, min_length=1)
+    """Another folder."""
+
+
+class Data(Setting):
+    """How batches come to the training.
+
+    Example:
+        >>> Data(prefetch=Prefetch()).active, Data().active
+        (True, False)
+    """
+
+    cache: Cache | None = None
+    """Keep samples that were read; null: they are read in every epoch."""
+
+    prefetch: Prefetch | None = None
+    """Read the loader's batches ahead, across epochs; null: the loader is used as it is."""
+
+    @property
+    def active(self) -> bool:
+        """Whether anything differs from the user's loader."""
+        return self != Data()
+
+    @property
+    def exactness(self) -> Exactness:
+        """Batches and their order are those of the loader."""
+        return "bitwise"

@@ -1,0 +1,67 @@
+"""Settings of computing and loading that a tuner tries: nothing predicts what they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slipstream.strategy import Prefetch, Strategy
+from slipstream.trace import Trace
+
+MEASURED_CHOICES: tuple[Mapping[str, Any], ...] = (
+    {"prefetch": Prefetch()},
+    {"channels_last": True},
+    {"compile": True},
+    {"fuse_bn_act": True, "fuse_add_act": True},
+    {"fuse_optimizer": True},
+)
+"""Each is tried on the best so far, and stays if it makes that faster."""
+
+FUSED = ("fuse_bn", "fuse_add", "fuse_relu")
+"""How settings begin that ``compile`` excludes."""
+
+
+def with_settings(strategy: Strategy, settings: Mapping[str, Any]) -> Strategy | None:
+    """``strategy`` with other settings of compute or data; None where it has them, or excludes
+    them.
+
+    Example:
+        >>> with_settings(Strategy(), {"compile": True}).compute.compile
+        True
+        >>> compiled = Strategy.load({"compute": {"compile": True}})
+        >>> with_settings(compiled, {"fuse_bn_act": True}) is None
+        True
+    """
+    group = "data" if "prefetch" in settings else "compute"
+    config = getattr(strategy, group)
+    asked = {name: value for name, value in settings.items() if not getattr(config, name)}
+    if not asked:
+        return None
+    if group == "compute":
+        fuses = bool(config.patterns) or any(name.startswith(FUSED) for name in asked)
+        if fuses and (config.compile or "compile" in asked):
+            return None
+    return strategy.model_copy(update={group: config.model_copy(update=asked)})
+
+
+def useful(choices: Sequence[Mapping[str, Any]], trace: Trace) -> list[Mapping[str, Any]]:
+    """Of each choice the settings that have a use in the training that was traced.
+
+    Example:
+        >>> trace = Trace((), {"useful_compute": ["compile", "fuse_add_act"]})
+        >>> useful(MEASURED_CHOICES, trace)
+        [{'compile': True}, {'fuse_add_act': True}]
+    """
+    names = trace.meta.get("useful_compute")
+    reads_ahead = trace.meta.get("prefetchable", False)
+    return [
+        left
+        for choice in choices
+        if (left := {n: v for n, v in choice.items() if _has_use(n, names, reads_ahead)})
+    ]
+
+
+def _has_use(name: str, names: Sequence[str] | None, prefetchable: bool) -> bool:
+    if name == "prefetch":
+        return prefetchable
+    return names is None or name in names

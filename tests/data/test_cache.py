@@ -1,0 +1,208 @@
+"""Kept samples: the same as read, read once, within bounds, shared by processes, never left."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import slipstream
+from slipstream.data import cache
+from slipstream.data.cache import cached
+from slipstream.errors import DataError, ModelError
+from slipstream.strategy import Cache
+
+
+class Rows(Dataset[Any]):
+    """Views of one tensor, with what else samples are made of; counts how often each is read."""
+
+    def __init__(self, size: int, width: int = 4, value: float = 0.0) -> None:
+        self.rows = torch.arange(float(size * width)).view(size, width) + value
+        self.reads = Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        row = self.rows[index]
+        return {"row": row, "half": row.bfloat16(), "array": row.numpy(), "words": ("a", index)}
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert torch.equal(one["row"], other["row"])
+    assert torch.equal(one["half"], other["half"])
+    assert np.array_equal(one["array"], other["array"])
+    assert one["words"] == other["words"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Cache:
+    return Cache(folder=str(tmp_path), gigabytes=0.01)
+
+
+def test_samples_are_those_of_the_dataset_and_read_once(config: Cache) -> None:
+    data = Rows(6)
+    kept = cached(data, config, key="rows")
+    for _ in range(3):
+        for index in range(6):
+            assert_equal(kept[index], Rows(6)[index])
+    assert set(data.reads.values()) == {1}
+    assert kept.report_rows()[0].value == "6 of 6 samples"
+    assert kept.rows is data.rows
+    kept.close()
+    kept.close()
+    again = cached(data, config, key="rows")  # on disk it stays
+    assert_equal(again[2], data[2])
+    assert data.reads[2] == 2  # the one of this line
+    again.close()
+
+
+def test_what_is_kept_of_a_view_is_no_more_than_the_view() -> None:
+    rows = torch.zeros(1000, 1000)
+    assert len(cache.pickled(rows[3])) < 8000
+    assert len(pickle.dumps(rows[3])) > 4_000_000
+
+
+def test_a_full_cache_keeps_what_it_has_and_reads_the_others(config: Cache) -> None:
+    data = Rows(40, width=50_000)
+    kept = cached(data, config)
+    for _ in range(2):
+        for index in range(40):
+            assert torch.equal(kept[index]["row"], data.rows[index])
+    [row] = kept.report_rows()
+    assert "it is full" in row.note
+    assert 0 < int(row.value.split()[0]) < 40
+    kept.close()
+
+
+def test_another_dataset_has_another_cache(config: Cache) -> None:
+    first, second = cached(Rows(5), config), cached(Rows(5, value=1.0), config)
+    assert first[1]["row"][0] + 1 == second[1]["row"][0]
+    first.close()
+    second.close()
+
+
+def test_random_samples_are_refused(config: Cache) -> None:
+    class Noise(Rows):
+        def __getitem__(self, index: int) -> Any:
+            return torch.rand(3)
+
+    with pytest.raises(ModelError, match=r"Noise gives another sample 0 each time.*draw from that"):
+        cached(Noise(5), config)
+
+
+def test_no_room_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"are asked for, .* GiB are free; set data.cache.gigabyte"):
+        cached(Rows(5), Cache(folder=str(tmp_path), gigabytes=1e6))
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match=r"data.cache cannot use .*file"):
+        cached(Rows(5), Cache(folder=str(tmp_path / "file")))
+
+
+def test_caches_that_nobody_uses_make_room(
+    tmp_path: Path, config: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, used = cached(Rows(5), config, key="old"), cached(Rows(5), config, key="used")
+    old.close()
+    free = cache.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: free._replace(free=0))
+    with pytest.raises(DataError, match=r"0\.00 GiB are free"):
+        cached(Rows(5), config, key="new")
+    names = {path.name.partition("-")[0] for path in (tmp_path / cache.FOLDER).iterdir()}
+    assert names == {"used"}
+    used.close()
+
+
+def test_a_folder_of_another_user_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached(Rows(5), Cache(gigabytes=0.01)).close()
+    [root] = memory.iterdir()
+    assert root.stat().st_mode & 0o77 == 0
+    other = root.stat().st_uid + 1
+    monkeypatch.setattr(cache.os, "getuid", lambda: other)
+    root.rename(memory / f"{cache.FOLDER}-{other}")
+    with pytest.raises(DataError, match="belongs to another user"):
+        cached(Rows(5), Cache(gigabytes=0.01))
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(cache, "MEMORY", tmp_path / "memory")
+    return tmp_path / "memory"
+
+
+def test_in_memory_the_last_one_removes_it(memory: Path) -> None:
+    config = Cache(gigabytes=0.01)
+    first, second = cached(Rows(5), config), cached(Rows(5), config)
+    [root] = memory.iterdir()
+    assert_equal(first[3], Rows(5)[3])
+    first.close()
+    assert_equal(second[3], Rows(5)[3])
+    assert len([*root.iterdir()]) == 1
+    second.close()
+    assert [*root.iterdir()] == []
+
+
+@pytest.mark.process
+def test_workers_share_it_and_a_killed_one_leaves_it_intact(config: Cache) -> None:
+    data = Rows(64)
+    kept = cached(data, config)
+
+    def read(stop_at: int) -> None:
+        for index in range(64):
+            kept[index]
+            if index == stop_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    fork = multiprocessing.get_context("fork")
+    readers = [fork.Process(target=read, args=(stop_at,)) for stop_at in (20, 50, 99)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join(60)
+    assert [reader.exitcode for reader in readers] == [-9, -9, 0]
+    assert kept.report_rows()[0].value == "64 of 64 samples"
+    data.reads.clear()
+    for index in range(64):
+        assert torch.equal(kept[index]["row"], data.rows[index])
+    assert not data.reads
+    kept.close()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("prefetch", [None, {"workers": 1}])
+def test_a_session_keeps_samples(tmp_path: Path, prefetch: Any) -> None:
+    data = Rows(12)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"folder": str(tmp_path), "gigabytes": 0.01}
+    strategy = {"data": {"cache": settings, "prefetch": prefetch}}
+    loader = DataLoader(
+        data, batch_size=3, collate_fn=lambda rows: torch.stack([r["row"] for r in rows])
+    )
+    with slipstream.accelerate(model, optimizer, loader, strategy=strategy) as session:
+        for _ in range(2):
+            seen = []
+            for batch in session.loader:
+                seen.append(batch)
+                session.backward(session.model(batch).mean())
+                session.step()
+            assert torch.equal(torch.cat(seen), data.rows)
+        assert "12 of 12 samples" in session.report()
+
+
+def test_streams_and_lists_are_refused() -> None:
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ModelError, match="this is a list: give a DataLoader"):
+        slipstream.accelerate(model, optimizer, [1], strategy={"data": {"cache": {}}})
