@@ -84,8 +84,13 @@ class Network(FrozenModel):
         return self.curves[name]
 
     def fastest(self, name: Collective) -> float:
-        """Seconds for a byte of a collective, at the rate of the fastest one in these groups."""
-        rates = [c.per_byte / ROUNDS[other] for other, c in self.curves.items() if other in ROUNDS]
+        """Seconds for a byte of a collective, at the rate of the fastest one in these groups.
+
+        The rate is that of the largest exchange as a whole: slopes between measured points scatter,
+        and the smallest of several would be faster than the link.
+        """
+        largest = {other: c.points[-1] for other, c in self.curves.items() if other in ROUNDS}
+        rates = [seconds / size / ROUNDS[other] for other, (size, seconds) in largest.items()]
         return ROUNDS[name] * min(rates)
 
     def scaled(
