@@ -60,7 +60,7 @@ LOADERS: dict[str, Callable[[Dataset[int], Config], DataLoader[Any]]] = {
 }
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(
     kind=st.sampled_from(sorted(LOADERS)),
     size=st.integers(2, 40),

@@ -108,16 +108,16 @@ class Workers:
                 assert self._loader is not None
                 self._batches = iter(self._loader)  # the workers stay
             return next(self._batches)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader ") or not self._passes.sent:
-                raise  # the dataset's own
+        except (RuntimeError, OSError, EOFError) as error:
+            what = _of_workers(error)
+            if not what or not self._passes.sent:
+                raise
             awaited = _few(self._passes.sent[0].indices)
             self.close()
-            what = str(error).strip().partition("\n")[0]
             raise DataError(
                 f"{what} while samples {awaited} were awaited; read them in a script of their own "
                 "to see why, or raise data.prefetch.timeout where reading takes so long"
-            ) from error
+            ) from error.with_traceback(None)  # it holds the iterator, whose end stops the workers
 
     def close(self) -> None:
         self._batches = self._loader = None  # the end of their iterator stops the workers
@@ -250,6 +250,15 @@ class Reader:
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+
+def _of_workers(error: Exception) -> str:
+    """What the workers have come to; empty: the error is the dataset's."""
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, RuntimeError):
+        return text if text.startswith("DataLoader ") else ""
+    # One that dies takes the memory with it that it was about to hand over.
+    return "" if text.startswith("Caught ") else f"DataLoader worker has ended ({error!r})"
 
 
 def _few(indices: Any) -> str:
