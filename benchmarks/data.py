@@ -90,22 +90,22 @@ class Training:
 
 def variants(workers: int, depth: int) -> dict[str, Callable[[Dataset[Any]], Any]]:
     """Loaders by name; all shuffle."""
-    generator = torch.Generator().manual_seed(0)
-    how: dict[str, Any] = {"batch_size": BATCH, "shuffle": True, "generator": generator}
-    many: dict[str, Any] = {**how, "num_workers": workers}
+
+    def loader(data: Dataset[Any], **how: Any) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(0)  # of its own: others would move it
+        return DataLoader(data, batch_size=BATCH, shuffle=True, generator=generator, **how)
+
     found: dict[str, Callable[[Dataset[Any]], Any]] = {
-        "DataLoader, workers": lambda data: DataLoader(data, **many),
-        "DataLoader, persistent workers": lambda data: DataLoader(
-            data, persistent_workers=True, **many
+        "DataLoader, workers": lambda data: loader(data, num_workers=workers),
+        "DataLoader, persistent workers": lambda data: loader(
+            data, num_workers=workers, persistent_workers=True
         ),
-        "DataLoader, no workers": lambda data: DataLoader(data, **how),
-        "prefetch, workers": lambda data: prefetch(
-            DataLoader(data, **how), Prefetch(workers=workers)
-        ),
+        "DataLoader, no workers": loader,
+        "prefetch, workers": lambda data: prefetch(loader(data), Prefetch(workers=workers)),
         "prefetch, threads": lambda data: prefetch(
-            DataLoader(data, **how), Prefetch(workers=workers, threads=True, depth=depth)
+            loader(data), Prefetch(workers=workers, threads=True, depth=depth)
         ),
-        "prefetch, auto": lambda data: prefetch(DataLoader(data, **how)),
+        "prefetch, auto": lambda data: prefetch(loader(data)),
     }
     return found | _others(workers, depth)
 

@@ -12,6 +12,7 @@ them.
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import hashlib
 import io
@@ -19,10 +20,13 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Sized
+import weakref
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -34,10 +38,12 @@ MEMORY = Path("/dev/shm")
 FOLDER = "slipstream-samples"
 IN_USE = "in-use"
 """A file that is locked as long as a process uses the cache beside it."""
-LOOKED_AT = 3
+LOOKED_AT = 8
 """Samples that tell a dataset from another one of its class and length."""
-RESERVE = 1.05
-"""Free space that is asked for, for each byte that may be kept."""
+RESERVE = 1.25
+"""Free space that is asked for, for each byte that may be kept: batches need some, too."""
+FULL = 0.98
+"""The part of the limit from which on a cache counts as full."""
 LONGEST_NAME = 500  # bytes; LMDB takes 511
 
 
@@ -85,28 +91,8 @@ def cached_loader(loader: Any, config: Cache) -> tuple[DataLoader[Any], CachedDa
             f"{what}: give a DataLoader over a map-style dataset, or leave data.cache out"
         )
     dataset = cached(loader.dataset, config)
-    batched = loader.batch_sampler is not None
-    indices: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
-    if not batched:
-        indices = {"sampler": loader.sampler, "batch_size": None}
-    workers: dict[str, Any] = {}
-    if loader.num_workers:
-        workers = {
-            "prefetch_factor": loader.prefetch_factor,
-            "persistent_workers": loader.persistent_workers,
-            "multiprocessing_context": loader.multiprocessing_context,
-        }
-    other: DataLoader[Any] = DataLoader(
-        dataset,
-        **indices,
-        **workers,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        generator=loader.generator,
-    )
+    other = copy.copy(loader)  # of its class, with its samplers
+    other.__dict__.update(dataset=dataset, _iterator=None)  # a DataLoader refuses to be set these
     return other, dataset
 
 
@@ -129,18 +115,26 @@ class CachedDataset(Dataset[Any]):
                 f"data.cache asks a dataset for samples by their index, and "
                 f"{type(dataset).__name__} has no length; leave data.cache out"
             )
+        if "/" in key:
+            raise ModelError(f"data.cache: key {key!r}; allowed: a name without /")
         self._dataset: Any = dataset
         self._limit = int(config.gigabytes * 2**30)
         self._root = _root(config)
-        self._path = self._root / f"{key or fingerprint(dataset)}-{_boot()}"
+        # A larger limit would grow the file under those that have it open.
+        self._path = self._root / f"{key or fingerprint(dataset)}-{_boot()}-{self._limit >> 20}M"
         self._store: _Store | None = None
+        self._closed = False
         self._open()
+        self._end = weakref.finalize(self, _leave, self._path, self._root, os.getpid())
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: Any) -> Any:
-        store, name = self._open(), str(index).encode()
+        if self._closed or not isinstance(index, int | str | np.integer):
+            return self._dataset[index]
+        number = index if isinstance(index, str) else int(index)
+        store, name = self._open(), repr(number).encode()
         if len(name) > LONGEST_NAME:
             name = hashlib.sha256(name).digest()
         kept = store.get(name)
@@ -155,14 +149,17 @@ class CachedDataset(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
+    def __copy__(self) -> CachedDataset:
+        return self  # one user of its store
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None}
+        return {**self.__dict__, "_store": None, "_end": None}
 
     def close(self) -> None:
-        """Leave the cache; in memory the last process removes it. close() is idempotent."""
-        if self._store is not None:
-            self._store.leave(remove=self._root.is_relative_to(MEMORY))
-            self._store = None
+        """Leave the cache: from now on samples are read each time. In memory the last process
+        removes what is kept. close() is idempotent."""
+        self._end()
+        self._store, self._closed = None, True
 
     def report_rows(self) -> list[Row]:
         """How many samples are kept, and where."""
@@ -180,6 +177,13 @@ class CachedDataset(Dataset[Any]):
 
 _stores: dict[Path, _Store] = {}
 """Those of this process: LMDB allows one for each file."""
+
+
+def _leave(path: Path, root: Path, pid: int) -> None:
+    """One user of a store less."""
+    store = _stores.get(path)
+    if store is not None and store.pid == pid == os.getpid():
+        store.leave(remove=root.is_relative_to(MEMORY))
 
 
 class _Store:
@@ -200,29 +204,38 @@ class _Store:
     def __init__(self, path: Path, limit: int) -> None:
         import lmdb
 
-        self.pid, self._path, self._users, self.is_full = os.getpid(), path, 0, False
+        self.pid, self._path, self._users, self._refuses = os.getpid(), path, 0, False
         self._full_error, self._error = lmdb.MapFullError, lmdb.Error
+        # Not synchronous: what a crash of the machine leaves, the next boot does not use. No spare
+        # transactions: a forked child would end that of its parent.
+        options: dict[str, Any] = {"sync": False, "metasync": False, "readahead": False}
+        options |= {"max_readers": 1024, "max_spare_txns": 0}
         try:
-            _private(path.parent)
-            self._lock = _used(path)
-        except OSError as error:
-            raise DataError(f"data.cache cannot use {path}: {error}") from error
-        try:
-            if not (path / "data.mdb").exists():
-                _make_room(path, int(limit * RESERVE))
-            # Not synchronous: what a crash of the machine leaves, the next boot does not use.
-            options = {"sync": False, "metasync": False, "readahead": False, "max_readers": 1024}
-            self._samples = lmdb.open(str(path), map_size=limit, **options)
-            self._samples.reader_check()  # those of killed processes
+            with _alone_in(path.parent):
+                path.mkdir(exist_ok=True)
+                self._lock = (path / IN_USE).open("ab")
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                try:
+                    if not (path / "data.mdb").exists():
+                        _make_room(path, int(limit * RESERVE))
+                    self._samples = lmdb.open(str(path), map_size=limit, **options)
+                    self._samples.reader_check()  # those of killed processes
+                except BaseException:
+                    _remove_unused(path, self._lock)
+                    raise
         except (OSError, lmdb.Error) as error:
-            if _is_alone(self._lock):
-                shutil.rmtree(path, ignore_errors=True)
-            self._lock.close()
             raise DataError(f"data.cache cannot use {path}: {error}") from error
+        self._limit = limit
 
     @property
     def count(self) -> int:
         return int(self._samples.stat()["entries"])
+
+    @property
+    def is_full(self) -> bool:
+        """Whether hardly a page is left, or a sample has found no room."""
+        used = self._samples.info()["last_pgno"] * self._samples.stat()["psize"]
+        return self._refuses or used > FULL * self._limit
 
     def get(self, name: bytes) -> bytes | None:
         with self._samples.begin() as transaction:
@@ -230,17 +243,18 @@ class _Store:
             return found
 
     def put(self, name: bytes, sample: Any) -> None:
-        if self.is_full:
+        if self._refuses:
             return
+        value = pickled(sample)
         try:
             with self._samples.begin(write=True) as transaction:
-                transaction.put(name, pickled(sample))
+                transaction.put(name, value, overwrite=False)
         except self._full_error:
-            self.is_full = True
+            self._refuses = True
         except self._error as error:
-            if shutil.disk_usage(self._path).free > 2**20:
+            if shutil.disk_usage(self._path).free > 2**20 + len(value):
                 raise DataError(f"data.cache cannot write to {self._path}: {error}") from error
-            self.is_full = True  # the disk is
+            self._refuses = True  # the disk is full
 
     def leave(self, remove: bool) -> None:
         """One user less; the last one closes it."""
@@ -249,9 +263,11 @@ class _Store:
             return
         del _stores[self._path]
         self._samples.close()
-        if remove and _is_alone(self._lock):
-            shutil.rmtree(self._path, ignore_errors=True)
-        self._lock.close()
+        if not remove:
+            self._lock.close()
+            return
+        with _alone_in(self._path.parent):
+            _remove_unused(self._path, self._lock)
 
 
 class _Pickler(pickle.Pickler):
@@ -260,7 +276,9 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.requires_grad or value.device.type != "cpu":
             return NotImplemented
-        if value.layout is not torch.strided:
+        if value.layout is not torch.strided or value.is_quantized or value.is_conj():
+            return NotImplemented
+        if value.dtype not in _IN_NUMPY | _NOT_IN_NUMPY:
             return NotImplemented
         values = value.contiguous()
         if value.dtype in _NOT_IN_NUMPY:
@@ -268,7 +286,11 @@ class _Pickler(pickle.Pickler):
         return _tensor, (values.numpy().copy(), value.dtype, value.shape)
 
 
-_NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_NOT_IN_NUMPY = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+_IN_NUMPY = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
 
 
 def _tensor(values: npt.NDArray[Any], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
@@ -290,6 +312,7 @@ def fingerprint(dataset: Any) -> str:
         ModelError: it gives different samples for the same index, or none.
     """
     size, kind = len(dataset), type(dataset)
+    dataset = copy.copy(dataset)  # a file that it opens when first read from is not the workers'
     if not size:
         raise ModelError(f"data.cache: {kind.__qualname__} has no samples")
     digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__} {size}".encode())
@@ -317,29 +340,35 @@ def _boot() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
-def _private(root: Path) -> None:
-    """Make the folder, for this user alone: what is kept is code to whoever reads it.
+@contextmanager
+def _alone_in(root: Path) -> Iterator[None]:
+    """No other process opens or removes a cache meanwhile. Makes the folder, for this user alone:
+    what is kept is code to whoever reads it.
 
     Raises:
         PermissionError: it is another user's.
     """
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if root.stat().st_uid != os.getuid():
-        raise PermissionError(f"{root} belongs to another user; give another data.cache.folder")
-
-
-def _used(path: Path) -> IO[bytes]:
-    """A lock that says that this process uses the folder, until it is closed."""
     while True:
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / IN_USE).open("ab")
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if root.stat().st_uid != os.getuid():
+            raise PermissionError(f"{root} belongs to another user; give another data.cache.folder")
+        lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            if (path / IN_USE).stat().st_ino == os.fstat(lock.fileno()).st_ino:
-                return lock
-        except FileNotFoundError:
-            pass  # removed by its last user between open and lock
-        lock.close()
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if root.exists() and os.stat(lock).st_ino == root.stat().st_ino:
+                yield
+                if not any(root.iterdir()):
+                    root.rmdir()
+                return
+        finally:
+            os.close(lock)
+
+
+def _remove_unused(path: Path, lock: IO[bytes]) -> None:
+    """Remove a cache unless another process uses it, and close its lock."""
+    if _is_alone(lock):
+        shutil.rmtree(path, ignore_errors=True)
+    lock.close()
 
 
 def _is_alone(lock: IO[bytes]) -> bool:
@@ -361,9 +390,7 @@ def _make_room(path: Path, num_bytes: int) -> None:
     for other in sorted(others, key=lambda other: other.stat().st_mtime):
         if shutil.disk_usage(path).free >= num_bytes:
             return
-        with (other / IN_USE).open("ab") as lock:
-            if _is_alone(lock):
-                shutil.rmtree(other, ignore_errors=True)
+        _remove_unused(other, (other / IN_USE).open("ab"))
     free = shutil.disk_usage(path).free
     if free < num_bytes:
         raise OSError(

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slipstream.pytree import mapped
+from slipstream.pytree import mapped, tensors
 
 
 class _Copy(NamedTuple):
@@ -46,5 +46,6 @@ def _arrived(copy: _Copy, device: torch.device) -> Any:
     computing = torch.cuda.current_stream(device)
     computing.wait_event(copy.done)
     # The caching allocator must not reuse the memory before the computing stream is done with it.
-    mapped(copy.batch, lambda tensor: tensor.record_stream(computing))
+    for tensor in tensors(copy.batch):
+        tensor.record_stream(computing)
     return copy.batch

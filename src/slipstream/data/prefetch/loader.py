@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, finalize, ref
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -68,9 +68,9 @@ def is_prefetchable(loader: Any) -> bool:
         >>> is_prefetchable(DataLoader([1, 2])), is_prefetchable([1, 2])
         (True, False)
     """
-    return isinstance(loader, DataLoader) and (
-        not hasattr(loader, "state_dict") or loader.num_workers > 0
-    )
+    if not isinstance(loader, DataLoader) or _iterates_itself(loader):
+        return False
+    return not hasattr(loader, "state_dict") or loader.num_workers > 0
 
 
 class PrefetchLoader:
@@ -88,10 +88,16 @@ class PrefetchLoader:
         device: torch.device | None,
         cores: int | None,
     ) -> None:
-        if not isinstance(loader, DataLoader):
+        if not isinstance(loader, DataLoader) or _iterates_itself(loader):
             raise ModelError(
-                f"data.prefetch reads a torch DataLoader ahead; the loader is a "
-                f"{type(loader).__name__}: give a DataLoader, or leave data.prefetch out"
+                "data.prefetch reads a torch DataLoader ahead, that iterates as torch's does; the "
+                f"loader is a {type(loader).__name__}: give a DataLoader, or leave data.prefetch "
+                "out"
+            )
+        if config.to_device and hasattr(loader, "state_dict"):
+            raise ModelError(
+                f"data.prefetch.to_device: a {type(loader).__name__} keeps a state, which would be "
+                "a batch ahead of the training; leave to_device out"
             )
         self._loader = loader
         cuda = device is not None and device.type == "cuda"
@@ -104,6 +110,7 @@ class PrefetchLoader:
             self._reader = MapReader(loader, config, pin=cuda, cores=cores)
         self._running: ReferenceType[Iterator[Any]] | None = None
         self._delivered, self._waited = 0, 0.0
+        finalize(self, self._reader.close)  # for loops of one's own, which may forget to
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -115,19 +122,18 @@ class PrefetchLoader:
         return getattr(owner, name)
 
     def __iter__(self) -> Iterator[Any]:
-        if (running := self._running and self._running()) is not None and _is_open(running):
+        running = self._running and self._running()
+        if running is not None and _is_open(running) and not self._reader.gave_all:
             if isinstance(self._reader, StreamReader) and self._reader.keeps_state:
                 raise UsageError(
                     "a second iterator over a loader that keeps a state, while the first is not "
                     "over; end the first one, or leave data.prefetch out"
                 )
-            return iter(self._loader)
+            return self._on_device(iter(self._loader))
         batches = self._reader.begin()
         if batches is None:
             return iter(())
-        if self._device is not None:
-            batches = copied_ahead(batches, self._device)
-        batches = self._timed(batches)
+        batches = self._timed(self._on_device(batches))
         self._running = ref(batches)
         return batches
 
@@ -143,6 +149,9 @@ class PrefetchLoader:
             notes.insert(0, f"{each:.2f} ms of wait a batch")
         return [Row("prefetch", self._reader.value, "; ".join(notes))]
 
+    def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches if self._device is None else copied_ahead(batches, self._device)
+
     def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             start = time.perf_counter()
@@ -152,6 +161,17 @@ class PrefetchLoader:
                 return
             self._delivered += 1
             yield batch
+
+
+def _iterates_itself(loader: DataLoader[Any]) -> bool:
+    """Whether a class of its own yields something else than the batches of its samplers.
+
+    One that keeps a state is iterated as it is.
+    """
+    kind = type(loader)
+    own = kind.__iter__ is not DataLoader.__iter__
+    own = own or kind._get_iterator is not DataLoader._get_iterator
+    return own and not hasattr(loader, "state_dict")
 
 
 def _is_open(batches: Iterator[Any]) -> bool:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.data.prefetch.passes import Batch, Passes
 from slipstream.data.prefetch.sources import Inline, Source, Threads, Workers
-from slipstream.errors import DataError
+from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.pytree import mapped
 from slipstream.strategy import Prefetch
 
@@ -39,24 +39,39 @@ class MapReader:
         pin: whether batches are copied to pinned memory.
         cores: most workers.
 
+    Raises:
+        ModelError: the loader prepares its workers, and there are to be threads.
+
     Attributes:
         value: where batches are read and how far ahead, in words.
+        gave_all: whether the present pass has given its last batch.
     """
 
     def __init__(self, loader: DataLoader[Any], config: Prefetch, *, pin: bool, cores: int) -> None:
         self._loader, self._config, self._pin, self._cores = loader, config, pin, cores
-        self._passes, self._timing = Passes(loader), _Timing()
+        if config.threads and loader.worker_init_fn is not None:
+            raise ModelError(
+                "data.prefetch.threads: the loader has a worker_init_fn, which prepares worker "
+                "processes; use workers, or leave worker_init_fn out"
+            )
+        self._timing = _Timing()
         self._source: Source | None = None
-        self.value = "not begun"
+        self.value, self.gave_all = "not begun", False
+        # Workers have a copy of the dataset: what is set on it between epochs must reach them.
+        self._starts_anew = hasattr(loader.dataset, "set_epoch") and not loader.persistent_workers
+        self._passes = self._new_passes()
 
     @property
     def note(self) -> str:
         """Why batches are not read across epochs; empty: they are."""
-        return "" if self._passes.ahead else _UNFORESEEN
+        return self._passes.note
 
     def begin(self) -> Iterator[Any] | None:
         """The next pass; None: it has no batch."""
+        if self._starts_anew and not isinstance(self._source, Inline):
+            self.close()
         number = self._passes.begin()
+        self.gave_all = False
         return None if number is None else self._pass(number)
 
     def close(self) -> None:
@@ -64,38 +79,48 @@ class MapReader:
         if self._source is not None:
             self._source.close()
             self._source = None
-            self._passes = Passes(self._loader)
+            self._passes = self._new_passes()
+
+    def _new_passes(self) -> Passes:
+        passes = Passes(self._loader)
+        if self._starts_anew:
+            passes.note = "not across epochs: the dataset has set_epoch"
+        return passes
 
     def _pass(self, number: int) -> Iterator[Any]:
-        last = False
-        while not last:
+        passes = self._passes
+        while not self.gave_all:
+            if passes is not self._passes:
+                raise UsageError("the loader was closed while it was iterated over")
             batch, sent = self._next()
             if sent.number == number:  # else of a pass that was left early
-                last = sent.last
+                self.gave_all = sent.last
                 yield batch
-        self._passes.end()
+        passes.end()
 
     def _next(self) -> tuple[Any, Batch]:
         """The next batch that was sent for, and what was asked."""
-        if self._source is None:
-            self._source = self._first_source()
-        elif isinstance(self._source, Inline) and self._timing.is_known:
-            self._source = self._chosen_source()
-        start = time.perf_counter()
         try:
+            if self._source is None:
+                self._source = self._first_source()
+            elif isinstance(self._source, Inline) and self._timing.is_known:
+                self._source = self._chosen_source()
+            start = time.perf_counter()
             batch = next(self._source)
+            if isinstance(self._source, Inline):
+                self._timing.add(start, time.perf_counter(), _num_bytes(batch))
+            return batch, self._passes.received()
         except BaseException:
             self.close()
             raise
-        if isinstance(self._source, Inline):
-            self._timing.add(start, time.perf_counter(), _num_bytes(batch))
-        return batch, self._passes.received()
 
     def _first_source(self) -> Source:
-        if self._config.workers == "auto":
-            self.value = "measuring"
-            return Inline(self._loader, self._passes, pin=self._pin)
-        return self._started(self._config.workers)
+        if self._config.workers != "auto":
+            return self._started(self._config.workers)
+        if self._loader.num_workers and not self._config.threads:  # the user knows
+            return self._started(self._loader.num_workers)
+        self.value = "measuring"
+        return Inline(self._loader, self._passes, pin=self._pin)
 
     def _chosen_source(self) -> Source:
         """As many workers as reading takes of computing."""
@@ -129,12 +154,6 @@ class MapReader:
                 "larger, or set data.prefetch.threads"
             )
         return max(count, min(ahead, int(SHARE * free / size)))
-
-
-_UNFORESEEN = (
-    "not across epochs: their order is drawn from random numbers that the training draws, too; "
-    "give the DataLoader a generator of its own"
-)
 
 
 class _Timing:

@@ -10,7 +10,8 @@ loader in any case, and a wrong guess costs what was read ahead.
 
 A training that draws from torch's default generator on the CPU (dropout there, say) makes every
 guess wrong. After the first one nothing is drawn ahead any more; a ``generator`` of the loader's
-own, or torch's ``DistributedSampler``, can be foreseen.
+own, or torch's ``DistributedSampler``, can be foreseen. What samplers of other classes look at is
+not known: their next pass is drawn when it begins.
 
 A pass that is left early has drawn more than the user's loader would have by then. Where that has
 moved the generator, it is put back.
@@ -25,9 +26,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from slipstream.data.balance import BalancedBatches
+
+FORESEEN = (
+    BalancedBatches,
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+"""Classes of samplers whose order depends on their attributes and their generator alone."""
+UNFORESEEN = (
+    "not across epochs: their order is drawn from random numbers that the training draws, too; "
+    "give the DataLoader a generator of its own"
+)
+UNKNOWN = "not across epochs: what the sampler's order depends on is not known"
 
 _END = object()
+_Position = tuple[tuple[int, int] | None, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +74,7 @@ class _Pass:
     """A pass that has begun to be drawn."""
 
     number: int
-    position: tuple[int, int] | None
+    position: _Position
     before: torch.Tensor
     """The state of the generator when it began."""
     moves: deque[tuple[int, torch.Tensor]]
@@ -75,15 +103,18 @@ class Passes:
 
     Attributes:
         sent: the batches that were given out and not received yet, oldest first.
-        ahead: whether the next pass is drawn before this one is over.
+        note: why the next pass is not drawn before this one is over; empty: it is.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         outer = loader.batch_sampler
         self._sampler: Iterable[Any] = loader.sampler if outer is None else outer
-        self._epochs = _with_epochs(loader)
-        own = getattr(loader.sampler, "generator", None) or loader.generator
+        inner = getattr(outer, "sampler", None) if outer is not None else loader.sampler
+        self._samplers = [one for one in (outer, inner) if one is not None]
+        self._epochs = next(filter(_counts_epochs, self._samplers), None)
+        own = getattr(inner, "generator", None)
         self._generator: torch.Generator = torch.default_generator if own is None else own
+        self._seeds_of = loader.generator
         self._seeds: torch.Generator = loader.generator or torch.default_generator
         self._seeds_once = loader.num_workers > 0 and loader.persistent_workers
         self._asks_ahead = loader.num_workers * (loader.prefetch_factor or 0)
@@ -92,7 +123,8 @@ class Passes:
         self._received, self._is_over = 0, False  # of the present pass
         self._step = 1  # by which the epoch grows from pass to pass, as far as is known
         self.sent: deque[Batch] = deque()
-        self.ahead = True
+        known = all(type(one) in FORESEEN for one in self._samplers)
+        self.note = "" if known else UNKNOWN
 
     def begin(self) -> int | None:
         """Begin the next pass, even if the present one is not over.
@@ -103,11 +135,11 @@ class Passes:
         position = self._position()
         current = self._passes[0] if self._passes else None
         coming = deque(p for p in self._passes if p.number > self._current)
-        if current is not None and not self._is_over:
+        if current is not None and not self._is_over and not self._has_given_all(current):
             self._put_back(current)
             coming = deque()
         if coming and coming[0].draws and self._has_moved(coming[0].before):
-            self.ahead, coming = False, deque()
+            self.note, coming = UNFORESEEN, deque()
         elif coming and coming[0].position != position:
             if current is not None and current.position == position:
                 self._step = 0  # nobody calls set_epoch
@@ -124,6 +156,7 @@ class Passes:
         is_empty = coming[0].following is _END and not any(
             batch.number == self._current for batch in self.sent
         )
+        self._is_over = is_empty
         return None if is_empty else self._current
 
     def received(self) -> Batch:
@@ -147,10 +180,14 @@ class Passes:
         """The indices of the next batch; StopIteration: what comes then is not known yet."""
         drawn = self._passes[-1]
         if drawn.following is _END:
-            if not self.ahead:
+            if self.note:
                 raise StopIteration
-            with self._foreseen(drawn):
-                drawn = self._next_pass(drawn.position)
+            try:
+                with self._foreseen(drawn):
+                    drawn = self._next_pass(drawn.position)
+            except Exception:  # of a guess: the user may never come there
+                self.note = UNKNOWN
+                raise StopIteration from None
             self._passes.append(drawn)
         if drawn.following is _END:
             raise StopIteration
@@ -170,6 +207,11 @@ class Passes:
         if self._has_moved(drawn.after):
             drawn.moves.append((drawn.count, self._generator.get_state()))
 
+    def _has_given_all(self, current: _Pass) -> bool:
+        """Whether all was received, and asking for more has not moved the generator."""
+        is_last = current.following is _END and self._received == current.count - 1
+        return is_last and current.moves[-1][0] <= self._received
+
     def _put_back(self, left: _Pass) -> None:
         """The generator as the user's loader would have left it, unless others have used it."""
         if self._has_moved(left.after):
@@ -188,50 +230,62 @@ class Passes:
         finally:
             self._generator.set_state(now)
 
-    def _next_pass(self, position: tuple[int, int] | None) -> _Pass:
+    def _next_pass(self, position: _Position) -> _Pass:
         """The pass after one at ``position``, unless the user says otherwise."""
-        epochs = self._epochs
-        if position is None or not self._step:
+        epochs, (place, settings) = self._epochs, position
+        if place is None or not self._step:
             return self._drawn(position, foreseen=True)
-        now, epoch = epochs.epoch, position[0] + self._step
+        now, epoch = epochs.epoch, place[0] + self._step
         epochs.set_epoch(epoch)
         try:
-            return self._drawn((epoch, 0), foreseen=True)
+            return self._drawn(((epoch, 0), settings), foreseen=True)
         finally:
             epochs.set_epoch(now)
 
-    def _drawn(self, position: tuple[int, int] | None, foreseen: bool = False) -> _Pass:
+    def _drawn(self, position: _Position, foreseen: bool = False) -> _Pass:
         """A pass with its order: most samplers draw it with their first batch."""
         before = self._generator.get_state()
+        batches = iter(self._sampler)
         if not foreseen or self._seeds is self._generator:
             self._draw_seed()
         self._last += 1
         moves = deque([(0, self._generator.get_state())])
-        drawn = _Pass(self._last, position, before, moves, iter(self._sampler))
+        drawn = _Pass(self._last, position, before, moves, batches)
         self._ask(drawn)
         return drawn
 
     def _draw_seed(self) -> None:
         """As iter(loader) does, for its workers."""
         if self._last < 0 or not self._seeds_once:
-            torch.empty((), dtype=torch.int64).random_(generator=self._seeds)
+            torch.empty((), dtype=torch.int64).random_(generator=self._seeds_of)
 
     def _has_moved(self, since: torch.Tensor) -> bool:
         return not torch.equal(self._generator.get_state(), since)
 
-    def _position(self) -> tuple[int, int] | None:
-        """The epoch at which the sampler is to begin, and the batch, where it can tell."""
-        if self._epochs is None:
-            return None
-        position: tuple[int, int] = getattr(self._epochs, "position", (self._epochs.epoch, 0))
-        return position
+    def _position(self) -> _Position:
+        """The epoch and the batch at which the sampler is to begin, where it can tell; and what its
+        order depends on besides."""
+        place: tuple[int, int] | None = None
+        if self._epochs is not None:
+            place = getattr(self._epochs, "position", (self._epochs.epoch, 0))
+        known = self.note != UNKNOWN
+        return place, tuple(map(_settings, self._samplers)) if known else ()
 
 
-def _with_epochs(loader: DataLoader[Any]) -> Any:
-    """The sampler that counts epochs, if there is one."""
-    outer = loader.batch_sampler
-    for sampler in (outer, getattr(outer, "sampler", None), loader.sampler):
-        counts = isinstance(getattr(sampler, "epoch", None), int)
-        if counts and callable(getattr(sampler, "set_epoch", None)):
-            return sampler
-    return None
+def _counts_epochs(sampler: Any) -> bool:
+    counts = isinstance(getattr(sampler, "epoch", None), int)
+    return counts and callable(getattr(sampler, "set_epoch", None))
+
+
+def _settings(sampler: Any) -> tuple[Any, ...]:
+    """Numbers by their value, all else by what it is, its length and its version."""
+    found: list[Any] = []
+    for name, value in getattr(sampler, "__dict__", {}).items():
+        if name.lstrip("_") in ("epoch", "first"):  # the place
+            continue
+        if isinstance(value, int | float | str | None):
+            found.append(value)
+        else:
+            size = len(value) if hasattr(value, "__len__") else None
+            found.append((id(value), size, getattr(value, "_version", None)))
+    return tuple(found)

@@ -6,10 +6,12 @@ in that order. They differ in nothing else.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -101,21 +103,21 @@ class Workers:
         self._batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        if self._batches is None or not self._passes.sent:
-            assert self._loader is not None
-            self._batches = iter(self._loader)  # the workers stay
         try:
+            if self._batches is None or not self._passes.sent:
+                assert self._loader is not None
+                self._batches = iter(self._loader)  # the workers stay
             return next(self._batches)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader "):  # the dataset's own
+        except (RuntimeError, OSError, EOFError) as error:
+            what = _of_workers(error)
+            if not what or not self._passes.sent:
                 raise
             awaited = _few(self._passes.sent[0].indices)
             self.close()
-            what = str(error).strip().partition("\n")[0]
             raise DataError(
                 f"{what} while samples {awaited} were awaited; read them in a script of their own "
                 "to see why, or raise data.prefetch.timeout where reading takes so long"
-            ) from error
+            ) from error.with_traceback(None)  # it holds the iterator, whose end stops the workers
 
     def close(self) -> None:
         self._batches = self._loader = None  # the end of their iterator stops the workers
@@ -140,11 +142,16 @@ class Threads:
         self._passes, self._ahead, self._timeout = passes, ahead, timeout
         self._futures: deque[Future[Any]] = deque()
         self._asked: _Asked = SimpleQueue()
-        for _ in range(count):
-            # A thread that hangs must not keep the process from ending.
-            read = Reader(loader, pin)
-            threading.Thread(target=_serve, args=(read, self._asked), daemon=True).start()
-        self._count = count
+        read = Reader(loader, pin)
+        # A thread that hangs must not keep the process from ending.
+        self._threads = [
+            threading.Thread(
+                target=_serve, args=(read, self._asked), name="slipstream-data", daemon=True
+            )
+            for _ in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def __next__(self) -> Any:
         self._fill()
@@ -155,8 +162,8 @@ class Threads:
         try:
             return future.result(self._timeout)
         except TimeoutError as error:
-            if future.done():  # the dataset's own
-                raise
+            if future.done():  # the dataset's own, or it has come just now
+                return future.result()
             awaited = _few(self._passes.sent[0].indices)
             self.close()
             raise DataError(
@@ -166,9 +173,13 @@ class Threads:
 
     def close(self) -> None:
         self._futures.clear()
-        while self._count:
+        while not self._asked.empty():  # what nobody reads any more
+            self._asked.get()
+        for _ in self._threads:
             self._asked.put(None)
-            self._count -= 1
+        for thread in self._threads:
+            thread.join(LEAVE_SECONDS)
+        self._threads = []
 
     def _fill(self) -> None:
         while len(self._futures) < self._ahead:
@@ -179,6 +190,9 @@ class Threads:
             self._futures.append(Future())
             self._asked.put((indices, self._futures[-1]))
 
+
+LEAVE_SECONDS = 1.0
+"""How long a thread may take to end with the batch that it reads."""
 
 _Asked = SimpleQueue[tuple[Any, Future[Any]] | None]
 
@@ -194,10 +208,17 @@ def _serve(read: Reader, asked: _Asked) -> None:
 
 
 class Inline:
-    """The process that trains, when it asks."""
+    """The process that trains, when it asks.
+
+    It reads from a copy of the dataset: workers that are forked later must not share a file that a
+    dataset opens when it is first read from.
+    """
 
     def __init__(self, loader: DataLoader[Any], passes: Passes, *, pin: bool) -> None:
-        self._read, self._passes = Reader(loader, pin), passes
+        dataset: Any = loader.dataset
+        with suppress(Exception):  # of a class that cannot be copied
+            dataset = copy.copy(dataset)
+        self._read, self._passes = Reader(loader, pin, dataset), passes
 
     def __next__(self) -> Any:
         return self._read(next(self._passes))
@@ -209,12 +230,12 @@ class Inline:
 class Reader:
     """Reads the samples of a batch and puts them together, as torch's loader does."""
 
-    def __init__(self, loader: DataLoader[Any], pin: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], pin: bool, dataset: Any = None) -> None:
         self._batched = loader.batch_sampler is not None
-        dataset: Any = loader.dataset
+        dataset = loader.dataset if dataset is None else dataset
         self._all_at_once = getattr(dataset, "__getitems__", None) if self._batched else None
         self._samples, self._collate = Samples(dataset), loader.collate_fn
-        self._pin = loader.pin_memory or pin
+        self._pin = (loader.pin_memory or pin) and torch.cuda.is_available()
 
     def __call__(self, indices: Any) -> Any:
         if self._all_at_once is not None:
@@ -224,7 +245,20 @@ class Reader:
         else:
             samples = self._samples[indices]
         batch = self._collate(samples)
-        return mapped(batch, lambda tensor: tensor.pin_memory()) if self._pin else batch
+        return mapped(batch, _pinned) if self._pin else batch
+
+
+def _pinned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
+
+
+def _of_workers(error: Exception) -> str:
+    """What the workers have come to; empty: the error is the dataset's."""
+    text = str(error).strip().partition("\n")[0]
+    if isinstance(error, RuntimeError):
+        return text if text.startswith("DataLoader ") else ""
+    # One that dies takes the memory with it that it was about to hand over.
+    return "" if text.startswith("Caught ") else f"DataLoader worker has ended ({error!r})"
 
 
 def _few(indices: Any) -> str:

@@ -8,22 +8,27 @@ read.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from queue import Empty, Full, Queue
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterDataPipe
 
-from slipstream.errors import DataError, ModelError
+from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.strategy import Prefetch
 
 LOOK_SECONDS = 0.1
 """Between two looks at whether the reader is still wanted."""
+LEAVE_SECONDS = 1.0
+"""How long the thread may take to end with the batch that it reads."""
 
 
 class StreamReader:
     """Batches of one pass after the other.
+
+    ``gave_all`` is never known of a stream.
 
     Args:
         loader: over an ``IterableDataset``, or with a ``state_dict``.
@@ -37,6 +42,8 @@ class StreamReader:
         value: where batches are read and how far ahead, in words.
         note: why batches are not read across epochs; empty: they are.
     """
+
+    gave_all = False
 
     def __init__(self, loader: DataLoader[Any], config: Prefetch, *, pin: bool) -> None:
         self.keeps_state = hasattr(loader, "state_dict")
@@ -53,10 +60,14 @@ class StreamReader:
         self._passes, self._state = 0, None
         self.value = f"{self._count} worker{'s' * (self._count > 1)}, {self._depth} batches ahead"
         self.note = ""
+        has_epochs = hasattr(loader.dataset, "set_epoch")
+        self._starts_anew = has_epochs and not loader.persistent_workers
         if self.keeps_state:
             self.note = "not across epochs: the loader keeps a state of its own"
-        elif hasattr(loader.dataset, "set_epoch"):
+        elif has_epochs:
             self.note = "not across epochs: the dataset has set_epoch"
+        elif isinstance(loader.dataset, IterDataPipe):
+            self.note = "not across epochs: ranks agree on a seed when one begins"
 
     def begin(self) -> Iterator[Any]:
         """The next pass."""
@@ -64,6 +75,8 @@ class StreamReader:
         if reading is not None and reading.begun:  # left early
             reading.stop(self._config.timeout)
             reading = None
+        if self._starts_anew:  # workers have a copy of the dataset, as it was when they started
+            self._loader = None
         if not self.keeps_state:
             self._draw_seed()
         self._passes += 1
@@ -71,9 +84,10 @@ class StreamReader:
 
     def close(self) -> None:
         """End thread and workers."""
-        if self._reading is not None:
-            self._reading.stop(self._config.timeout)
-        self._reading = self._loader = None  # the end of their iterator stops the workers
+        reading, self._reading = self._reading, None
+        self._loader = None  # the end of their iterator stops the workers
+        if reading is not None:
+            reading.stop(LEAVE_SECONDS, must_end=False)
 
     def state_dict(self) -> Any:
         """The loader's state after the last batch that was given out."""
@@ -89,11 +103,18 @@ class StreamReader:
 
     def _pass(self, reading: _Reading) -> Iterator[Any]:
         self._reading, reading.begun = reading, True
-        for batch, state in reading.batches(self._config.timeout):
-            self._state = state
-            if reading.is_over and self._reading is reading and not self.note:
-                self._reading = self._new()
-            yield batch
+        try:
+            for read in reading.batches(self._config.timeout):
+                self._state = read.state
+                if reading.is_over and self._reading is reading and not self.note:
+                    self._reading = self._new()
+                if not read.ended:
+                    yield read.batch
+        except GeneratorExit:
+            raise
+        except BaseException:
+            self.close()
+            raise
         if self._reading is reading:
             self._reading = None
 
@@ -140,37 +161,45 @@ class _Reading:
         self._thread = threading.Thread(target=self._read, name="slipstream-data", daemon=True)
         self._thread.start()
 
-    def batches(self, timeout: float) -> Iterator[tuple[Any, Any]]:
-        """The batches, each with the loader's state after it.
+    def batches(self, timeout: float) -> Iterator[_Read]:
+        """The batches, and at last that there are no more.
 
         Raises:
             DataError: none has come in that time.
+            UsageError: it was stopped meanwhile.
             Exception: that of the loader.
         """
         while True:
-            try:
-                read = self._queue.get(timeout=timeout)
-            except Empty:
-                self._stopped.set()
-                raise DataError(
-                    f"no batch has come for {timeout:g} s; see what the dataset waits for, or "
-                    "raise data.prefetch.timeout"
-                ) from None
+            read = self._next(timeout)
             if read.error is not None:
                 raise read.error
+            yield read
             if read.ended:
                 return
-            yield read.batch, read.state
 
-    def stop(self, timeout: float) -> None:
+    def _next(self, timeout: float) -> _Read:
+        deadline = time.monotonic() + timeout
+        while not self._stopped.is_set():
+            try:
+                return self._queue.get(timeout=LOOK_SECONDS)
+            except Empty:
+                if time.monotonic() > deadline:
+                    self._stopped.set()
+                    raise DataError(
+                        f"no batch has come for {timeout:g} s; see what the dataset waits for, or "
+                        "raise data.prefetch.timeout"
+                    ) from None
+        raise UsageError("the loader was closed while it was iterated over")
+
+    def stop(self, timeout: float, must_end: bool = True) -> None:
         """Read no further.
 
         Raises:
-            DataError: the batch that is being read does not come.
+            DataError: the batch that is being read does not come, and must.
         """
         self._stopped.set()
         self._thread.join(timeout)
-        if self._thread.is_alive():
+        if must_end and self._thread.is_alive():
             raise DataError(
                 f"no batch has come for {timeout:g} s while an epoch was left; see what the "
                 "dataset waits for, or raise data.prefetch.timeout"
@@ -183,7 +212,8 @@ class _Reading:
                 if not self._put(_Read(batch, state)):
                     return
             self.is_over = True
-            self._put(_Read(ended=True))
+            state = self._state_of() if self._state_of is not None else None
+            self._put(_Read(state=state, ended=True))
         except BaseException as error:
             self._put(_Read(error=error))
 

@@ -1,0 +1,100 @@
+"""Datasets of numbers, and a training that tells what it has seen."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    get_worker_info,
+)
+
+Config = dict[str, Any]
+
+
+class Numbers(Dataset[int]):
+    """Its samples are their indices; counts how often each was read."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.reads = size, Counter[int]()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        self.reads[index] += 1
+        return index
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def run(
+    loader: Any,
+    lengths: list[int | None],
+    *,
+    sets_epoch: bool,
+    draws: bool,
+    seeds_at: int | None = None,
+) -> list[Any]:
+    """Some epochs of a training, each left after so many batches; what it sees, and the random
+    numbers that it draws."""
+    torch.manual_seed(0)
+    seen: list[Any] = []
+    sampler = loader.sampler if hasattr(loader.sampler, "set_epoch") else loader.batch_sampler
+    for epoch, length in enumerate(lengths):
+        if epoch == seeds_at:
+            torch.manual_seed(3)
+        if sets_epoch and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(2 * epoch if epoch > 2 else epoch)
+        batches = iter(loader)
+        for batch in islice(batches, length):
+            seen.append(batch.tolist())
+            if draws:
+                seen.append(torch.rand(()).item())
+        del batches
+        seen.append(torch.rand(()).item() if draws else None)
+    own = getattr(loader.sampler, "generator", None)
+    states = [torch.get_rng_state(), *([own.get_state()] if own is not None else [])]
+    return [*seen, *(state.tolist() for state in states)]
+
+
+class Stream(IterableDataset[int]):
+    """Its samples are numbers; a worker takes its share."""
+
+    def __init__(self, size: int, fails_at: int | None = None) -> None:
+        self.size, self.fails_at = size, fails_at
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for number in range(first, self.size, step):
+            if number == self.fails_at:
+                raise ValueError("a bad sample")
+            yield number
+
+
+class Stateful(DataLoader[int]):
+    """A loader with a state, as torchdata's: how many batches it has read."""
+
+    read = start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self.start = self.start, 0
+        self.read = first
+        for batch in islice(super().__iter__(), first, None):
+            self.read += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["read"]

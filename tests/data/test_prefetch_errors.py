@@ -1,0 +1,175 @@
+"""Prefetch: what goes wrong is said, with the samples; nothing hangs, nothing stays."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+from torch.utils.data import (
+    DataLoader,
+)
+
+from slipstream.data.prefetch import prefetch
+from slipstream.errors import DataError, ModelError, UsageError
+from slipstream.strategy import Prefetch
+from tests.data.datasets import Config, Numbers, Stateful, Stream
+
+
+class Broken(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise ValueError("a bad sample")
+        return index
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("config", [{"workers": 2}, {"workers": 2, "threads": True}, {}])
+def test_an_error_names_the_sample_and_the_next_pass_begins_anew(config: Config) -> None:
+    loader = prefetch(DataLoader(Broken(8), batch_size=2), Prefetch(**config))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a bad sample") as caught:
+            list(loader)
+        said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+        assert "while sample 5 of the dataset was read" in said
+    loader.close()
+
+
+class Hanging(Numbers):
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.go_on = threading.Event()
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            self.go_on.wait(30)
+        return index
+
+
+DYING = """
+import os, signal
+from torch.utils.data import DataLoader
+from slipstream.data.prefetch import prefetch
+from slipstream.strategy import Prefetch
+
+class Dying:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        if index == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+loader = prefetch(DataLoader(Dying(), batch_size=2), Prefetch(workers=1))
+try:
+    list(loader)
+except RuntimeError as error:
+    print(type(error).__name__, error, flush=True)
+os._exit(0)  # torch may say it once more
+"""
+
+
+@pytest.mark.process
+def test_a_worker_that_dies_is_an_error_that_names_the_samples() -> None:
+    """In a process of its own: torch raises the error wherever it learns of the worker's end."""
+    done = subprocess.run(
+        [sys.executable, "-c", DYING], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout, done.stderr
+    assert "DataLoader worker" in done.stdout
+    assert done.stdout.startswith("RuntimeError") or "were awaited; read them" in done.stdout
+
+
+def test_a_thread_that_hangs_is_an_error_that_names_the_samples() -> None:
+    data = Hanging(8)
+    config = Prefetch(workers=1, threads=True, timeout=2.0)
+    loader = prefetch(DataLoader(data, batch_size=2), config)
+    with pytest.raises(DataError, match=r"samples 4, 5 were not read within 2 s"):
+        list(loader)
+    data.go_on.set()
+    loader.close()
+
+
+class Sleeping(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            time.sleep(30)
+        return index
+
+
+@pytest.mark.process
+def test_a_worker_that_hangs_is_an_error_that_names_the_samples() -> None:
+    loader = prefetch(DataLoader(Sleeping(8), batch_size=2), Prefetch(workers=1, timeout=5.0))
+    with pytest.raises(DataError, match=r"timed out after 5.* samples 4, 5 were awaited"):
+        list(loader)
+    loader.close()
+
+
+@pytest.mark.process
+def test_an_error_in_a_stream_is_raised_and_the_next_pass_begins_anew() -> None:
+    loader = prefetch(DataLoader(Stream(8, fails_at=5)))
+    for _ in range(2):
+        seen: list[int] = []
+        with pytest.raises(ValueError, match="a bad sample"):
+            seen.extend(int(batch) for batch in loader)
+        assert seen == [0, 1, 2, 3, 4]
+    loader.close()
+
+
+class Filtered(DataLoader[int]):
+    """Yields something else than its samplers say."""
+
+    def __iter__(self) -> Any:
+        return (batch + 1 for batch in super().__iter__())
+
+
+@pytest.mark.parametrize(
+    ("loader", "says"),
+    {
+        "a list": ([1, 2], "the loader is a list: give a DataLoader"),
+        "an own class": (Filtered(Numbers(3)), "iterates as torch's does; the loader is a Filt"),
+        "a state": (Stateful(Numbers(3)), "give it num_workers of 1 or more"),
+    }.values(),
+)
+def test_what_cannot_be_read_ahead_is_refused(loader: Any, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        prefetch(loader)
+
+
+def test_threads_end_with_close_and_a_later_pass_starts_them_again() -> None:
+    loader = prefetch(DataLoader(Numbers(4)), Prefetch(threads=True, workers=2))
+    before = {*threading.enumerate()}
+    for _ in range(2):
+        assert len(list(loader)) == 4
+        own = {*threading.enumerate()} - before
+        assert len(own) == 2
+        loader.close()
+        loader.close()
+        assert not any(thread.is_alive() for thread in own)
+
+
+def test_a_loader_that_is_forgotten_leaves_no_thread() -> None:
+    before = {*threading.enumerate()}
+    loader = prefetch(DataLoader(Numbers(4)), Prefetch(threads=True, workers=2))
+    next(iter(loader))
+    own = {*threading.enumerate()} - before
+    del loader
+    gc.collect()
+    assert len(own) == 2
+    assert not any(thread.is_alive() for thread in own)
+
+
+@pytest.mark.process
+def test_a_loader_that_is_closed_in_the_middle_says_so() -> None:
+    for inner in (DataLoader(Numbers(8)), DataLoader(Stream(8))):
+        loader = prefetch(inner, Prefetch(threads=True, workers=1))
+        batches = iter(loader)
+        next(batches)
+        loader.close()
+        with pytest.raises(UsageError, match="closed while it was iterated over"):
+            list(batches)

@@ -1,0 +1,249 @@
+"""Prefetch: the batches, their order and the random numbers around them are those of the loader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+from slipstream.data.balance import BalancedBatches
+from slipstream.data.prefetch import prefetch
+from slipstream.strategy import Prefetch
+from tests.data.datasets import Config, Numbers, Stream, generator, run
+
+LOADERS: dict[str, Callable[[Dataset[int], Config], DataLoader[Any]]] = {
+    "in order": lambda data, how: DataLoader(data, **how),
+    "shuffled": lambda data, how: DataLoader(data, shuffle=True, **how),
+    "shuffled, own generator": lambda data, how: DataLoader(
+        data, shuffle=True, generator=generator(), **how
+    ),
+    "drawn with replacement": lambda data, how: DataLoader(
+        data, sampler=RandomSampler(data, replacement=True, generator=generator()), **how
+    ),
+    "weighted": lambda data, how: DataLoader(
+        data, sampler=WeightedRandomSampler([1.0 + i for i in range(len(data))], len(data)), **how
+    ),
+    "weighted, the loader's generator": lambda data, how: DataLoader(
+        data,
+        sampler=WeightedRandomSampler([1.0 + i for i in range(len(data))], len(data)),
+        generator=generator(),
+        **how,
+    ),
+    "batches of a shuffle": lambda data, how: DataLoader(
+        data,
+        batch_sampler=BatchSampler(RandomSampler(data, generator=generator()), **how),
+    ),
+    "a share": lambda data, how: DataLoader(
+        data, sampler=DistributedSampler(data, num_replicas=2, rank=1), **how
+    ),
+    "dealt": lambda data, how: DataLoader(
+        data,
+        batch_sampler=BalancedBatches(
+            [1 + i % 5 for i in range(len(data))],
+            rank=0,
+            ranks=2,
+            batch_size=2 * how["batch_size"],
+        ),
+    ),
+}
+
+
+@settings(max_examples=150)
+@given(
+    kind=st.sampled_from(sorted(LOADERS)),
+    size=st.integers(2, 40),
+    batch_size=st.integers(1, 9),
+    drop_last=st.booleans(),
+    lengths=st.lists(st.none() | st.integers(1, 4), min_size=1, max_size=6),
+    sets_epoch=st.booleans(),
+    draws=st.booleans(),
+    seeds_at=st.none() | st.integers(0, 3),
+    depth=st.integers(1, 30),
+)
+def test_batches_and_random_numbers_are_those_of_the_loader(
+    kind: str,
+    size: int,
+    batch_size: int,
+    drop_last: bool,
+    lengths: list[int | None],
+    sets_epoch: bool,
+    draws: bool,
+    seeds_at: int | None,
+    depth: int,
+) -> None:
+    how: Config = {"batch_size": batch_size, "drop_last": drop_last}
+    if kind == "dealt":
+        how["drop_last"] = False
+    options: Config = {"sets_epoch": sets_epoch, "draws": draws, "seeds_at": seeds_at}
+    if kind == "drawn with replacement":  # batch by batch: how far depends on how far it is read
+        lengths = [None for _ in lengths]
+    expected = run(LOADERS[kind](Numbers(size), how), lengths, **options)
+    config = Prefetch(threads=True, workers=2, depth=depth)
+    ahead = prefetch(LOADERS[kind](Numbers(size), how), config)
+    try:
+        assert run(ahead, lengths, **options) == expected
+    finally:
+        ahead.close()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", ["in order", "shuffled", "shuffled, own generator", "a share"])
+def test_workers_give_the_same_batches(kind: str, persistent: bool) -> None:
+    how: Config = {"batch_size": 3, "num_workers": 2, "persistent_workers": persistent}
+    options: Config = {"sets_epoch": True, "draws": False}
+    lengths = [None, None, 2, None, None]
+    expected = run(LOADERS[kind](Numbers(20), how), lengths, **options)
+    ahead = prefetch(LOADERS[kind](Numbers(20), how), Prefetch(workers=2))
+    try:
+        assert run(ahead, lengths, **options) == expected
+    finally:
+        ahead.close()
+
+
+def test_two_iterators_at_once_are_two_passes() -> None:
+    loader = prefetch(DataLoader(Numbers(6), batch_size=2), Prefetch(threads=True, workers=1))
+    pairs = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)]
+    assert pairs == [([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4, 5], [4, 5])]
+    assert loader.report_rows()[0].value.startswith("1 thread")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+    loader.close()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_stream_gives_the_same_batches(workers: int, draws: bool) -> None:
+    def loader() -> DataLoader[int]:
+        return DataLoader(Stream(11), batch_size=2, num_workers=workers)
+
+    def epochs(loader: Any) -> list[Any]:
+        return run(loader, [None, 2, None, None], sets_epoch=False, draws=draws)
+
+    ahead = prefetch(loader())
+    try:
+        assert epochs(ahead) == epochs(loader())
+        pairs = [(a.tolist(), b.tolist()) for a, b in zip(ahead, ahead, strict=True)]
+        assert all(a == b for a, b in pairs)
+    finally:
+        ahead.close()
+
+
+def test_single_samples_and_datasets_that_read_whole_batches() -> None:
+    class Whole(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [10 * index for index in indices]
+
+    config = Prefetch(threads=True, workers=1)
+    for data, how, expected in (
+        (Numbers(3), {"batch_size": None}, [0, 1, 2]),
+        (Whole(3), {"batch_size": 2}, [[0, 10], [20]]),
+    ):
+        loader = prefetch(DataLoader(data, **how), config)
+        assert [getattr(b, "tolist", lambda b=b: b)() for b in loader] == expected
+        loader.close()
+
+
+def test_what_is_set_on_a_sampler_between_epochs_counts() -> None:
+    def epochs(loader: Any) -> list[Any]:
+        seen = []
+        for last in range(3):
+            torch.manual_seed(last)
+            loader.sampler.weights = torch.eye(4)[last]
+            seen += [batch.tolist() for batch in loader]
+        return seen
+
+    def weighted() -> DataLoader[int]:
+        data = Numbers(4)
+        return DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4, generator=None))
+
+    loader = prefetch(weighted(), Prefetch(threads=True, workers=1))
+    assert epochs(loader) == epochs(weighted())
+    loader.close()
+
+
+class EveryOther:
+    """A sampler of one's own, that counts its passes."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(range(self.passes % 2, 6, 2))
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_sampler_of_ones_own_is_asked_when_its_epoch_begins() -> None:
+    sampler = EveryOther()
+    loader = prefetch(DataLoader(Numbers(6), sampler=sampler), Prefetch(threads=True, workers=1))
+    for passes in (1, 2, 3):
+        assert [int(batch) for batch in loader] == [*range(passes % 2, 6, 2)]
+        assert sampler.passes == passes
+    assert "the sampler's order depends on is not known" in loader.report_rows()[0].note
+    loader.close()
+
+
+class Epochs(Stream):
+    """A stream that is told its epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return (100 * self.epoch + number for number in super().__iter__())
+
+
+class EpochsOfSamples(Numbers):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * self.epoch + index
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("dataset", [Epochs(3), EpochsOfSamples(3)], ids=["stream", "samples"])
+def test_a_dataset_that_is_told_its_epoch_tells_it_its_workers(dataset: Any) -> None:
+    loader = prefetch(DataLoader(dataset, num_workers=1))
+    for epoch in range(3):
+        dataset.set_epoch(epoch)
+        assert [int(batch) - 100 * epoch for batch in loader] == [0, 1, 2]
+    loader.close()
+
+
+class Handle(Numbers):
+    """Opens its file when it is first read from."""
+
+    opened_by: int | None = None
+
+    def __getitem__(self, index: int) -> int:
+        if self.opened_by is None:
+            self.opened_by = os.getpid()
+        return int(self.opened_by == os.getpid())
+
+
+@pytest.mark.process
+def test_workers_do_not_get_what_this_process_has_opened() -> None:
+    loader = prefetch(DataLoader(Handle(12)), cores=1)
+    for _ in range(2):
+        assert all(int(batch) for batch in loader)
+    assert loader.report_rows()[0].value.startswith("1 worker")
+    loader.close()
