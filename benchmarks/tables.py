@@ -693,7 +693,7 @@ def operator_cells(row: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def data(entry: Mapping[str, Any]) -> str:
+def loading(entry: Mapping[str, Any]) -> str:
     """Epochs by how their batches are loaded."""
     lines = [
         f"## Loading batches, {entry['date']}",
@@ -864,7 +864,7 @@ def rendered(every: Sequence[Mapping[str, Any]]) -> str:
         "bubbles": bubbles,
         "compiled": compiled,
         "convergence": convergence,
-        "data": data,
+        "loading": loading,
         "exchange": exchange,
         "fusion": fusion,
         "large_batch": large_batch,

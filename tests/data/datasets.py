@@ -86,7 +86,7 @@ class Stateful(DataLoader[int]):
 
     read = start = 0
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         first, self.start = self.start, 0
         self.read = first
         for batch in islice(super().__iter__(), first, None):

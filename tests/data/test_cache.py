@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -115,8 +116,8 @@ def test_caches_that_nobody_uses_make_room(
 ) -> None:
     old, used = cached(Rows(5), config, key="old"), cached(Rows(5), config, key="used")
     old.close()
-    free = cache.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: free._replace(free=0))
+    free = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=0))
     with pytest.raises(DataError, match=r"0\.00 GiB are free"):
         cached(Rows(5), config, key="new")
     root = tmp_path / cache.FOLDER
@@ -132,7 +133,7 @@ def test_a_folder_of_another_user_is_refused(memory: Path, monkeypatch: pytest.M
     kept.close()
     other = os.getuid() + 1
     (memory / f"{cache.FOLDER}-{other}").mkdir()
-    monkeypatch.setattr(cache.os, "getuid", lambda: other)
+    monkeypatch.setattr(os, "getuid", lambda: other)
     with pytest.raises(DataError, match="belongs to another user"):
         cached(Rows(5), Cache(gigabytes=0.01))
 

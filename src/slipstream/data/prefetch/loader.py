@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from weakref import ReferenceType, finalize, ref
 
@@ -22,7 +22,7 @@ _END = object()
 
 
 def prefetch(
-    loader: DataLoader[Any],
+    loader: Iterable[Any],
     config: Prefetch = Prefetch(),  # noqa: B008 - frozen
     *,
     device: torch.device | None = None,
@@ -35,7 +35,7 @@ def prefetch(
     Iterate over the result as over the loader: each pass is an epoch.
 
     Args:
-        loader: it is left as it is. Over an ``IterableDataset``, and where the loader keeps a state
+        loader: a ``DataLoader`` of torch; it is left as it is. Over an ``IterableDataset``, and where the loader keeps a state
             of its own (torchdata's ``StatefulDataLoader``), it has the workers that it asks for.
         config: how many workers or threads, and how far ahead.
         device: where the training computes; a CUDA device gets pinned memory and, with
@@ -82,7 +82,7 @@ class PrefetchLoader:
 
     def __init__(
         self,
-        loader: DataLoader[Any],
+        loader: Iterable[Any],
         config: Prefetch,
         *,
         device: torch.device | None,
@@ -122,7 +122,7 @@ class PrefetchLoader:
         return getattr(owner, name)
 
     def __iter__(self) -> Iterator[Any]:
-        running = self._running and self._running()
+        running = None if self._running is None else self._running()
         if running is not None and _is_open(running) and not self._reader.gave_all:
             if isinstance(self._reader, StreamReader) and self._reader.keeps_state:
                 raise UsageError(

@@ -110,8 +110,8 @@ class Passes:
         outer = loader.batch_sampler
         self._sampler: Iterable[Any] = loader.sampler if outer is None else outer
         inner = getattr(outer, "sampler", None) if outer is not None else loader.sampler
-        self._samplers = [one for one in (outer, inner) if one is not None]
-        self._epochs = next(filter(_counts_epochs, self._samplers), None)
+        self._samplers: list[Any] = [one for one in (outer, inner) if one is not None]
+        self._epochs: Any = next(filter(_counts_epochs, self._samplers), None)
         own = getattr(inner, "generator", None)
         self._generator: torch.Generator = torch.default_generator if own is None else own
         self._seeds_of = loader.generator

@@ -1,6 +1,6 @@
 """Short epochs of a small training on scikit-learn's digits, by how their batches are loaded.
 
-    python benchmarks/data.py --json data.json
+    python benchmarks/loading.py --json loading.json
 
 Every variant trains the same small network on the same samples, each prepared in Python (a shift
 and a normalisation of the picture, as augmentations are). They take turns: a block of epochs each,
@@ -210,7 +210,7 @@ def main() -> None:
     Console(width=120).print(table(rows))
     if args.json:
         entry = {"rounds": args.rounds, "workers": args.workers, "depth": args.depth}
-        save(args.json, "data", {**entry, "batch": BATCH, "rows": [asdict(row) for row in rows]})
+        save(args.json, "loading", {**entry, "batch": BATCH, "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":
