@@ -35,8 +35,9 @@ def prefetch(
     Iterate over the result as over the loader: each pass is an epoch.
 
     Args:
-        loader: a ``DataLoader`` of torch; it is left as it is. Over an ``IterableDataset``, and where the loader keeps a state
-            of its own (torchdata's ``StatefulDataLoader``), it has the workers that it asks for.
+        loader: a ``DataLoader`` of torch; it is left as it is. Over an ``IterableDataset``, and
+            where the loader keeps a state of its own (torchdata's ``StatefulDataLoader``), it has
+            the workers that it asks for.
         config: how many workers or threads, and how far ahead.
         device: where the training computes; a CUDA device gets pinned memory and, with
             ``to_device``, copies on a stream of their own.
