@@ -227,11 +227,21 @@ def compare(model: str, rate: str, names: Sequence[str], folder: Path) -> tuple[
 
 
 def advice(model: str, rate: str, folder: Path) -> Advice:
-    """What was promised on one testbed, and what it brought."""
+    """What was promised on one testbed, and what it brought.
+
+    Raises:
+        SystemExit: what was measured there is not what is advised now.
+    """
     cluster = NetworkProfile.load(folder / "cluster.yaml")
     finding = advised(folder, cluster)
+    file, said = trace_of(folder, f"advice, {ADVISED}", 0), "nothing"
+    if finding is not None:
+        said = label(Strategy.load({"gradients": finding.patch["gradients"]}))
+    measured = label(traced_strategy(chrome.read(file))) if file.exists() else "nothing"
+    if said != measured:
+        raise SystemExit(f"{folder}: {said} is advised, {measured} was measured; remove the folder")
     if finding is None:
-        return Advice(model, rate, "nothing", 0.0, 0.0, 0.0, 0.0)
+        return Advice(model, rate, said, 0.0, 0.0, 0.0, 0.0)
     ours, theirs = (
         [seconds(chrome.read(trace_of(folder, f"advice, {name}", block)))
          for block in range(ADVICE_BLOCKS)]
@@ -240,8 +250,7 @@ def advice(model: str, rate: str, folder: Path) -> Advice:
     pairs = zip(ours, theirs, strict=True)
     gains = [1 - median(mine) / median(its) for mine, its in pairs]
     now = seconds(chrome.read(trace_of(folder, BASELINE, 0)))
-    patch = Strategy.load({"gradients": finding.patch["gradients"]})
-    return Advice(model, rate, label(patch), finding.gain / median(now), *quartiles(gains))
+    return Advice(model, rate, said, finding.gain / median(now), *quartiles(gains))
 
 
 def seconds(trace: Trace) -> list[float]:
