@@ -103,7 +103,11 @@ def _prediction(runs: Entries) -> Iterator[str]:
     runs = [run for run in runs if run.get("advice")]
     rows = [row for run in runs for row in run["rows"] if row["what_if"] is not None]
     off = [100 * abs(row["what_if"] / row["measured"] - 1) for row in rows]
-    given = [advice for run in runs for advice in run["advice"]]
+    every = [advice for run in runs for advice in run["advice"]]
+    given = [advice for advice in every if advice["promised"]]
     promised, brought = ([100 * one[name] for one in given] for name in ("promised", "measured"))
-    yield f"{median(off):.1f} % off (median; worst {max(off):.1f} %) on {len(given)} testbeds"
-    yield f"`advise` promised {_span(promised, 1)} % on them and brought {_span(brought, 1)} %"
+    yield f"{median(off):.1f} % off (median; worst {max(off):.1f} %) on {len(every)} testbeds"
+    yield (
+        f"`advise` promised {_span(promised, 1)} % on {len(given)} of them and brought "
+        f"{_span(brought, 1)} %"
+    )
