@@ -10,6 +10,9 @@ from typer.testing import CliRunner
 
 from slipstream.cli import main
 from slipstream.errors import ClusterError
+from slipstream.gradients.layout import plan_segments
+from slipstream.planner.candidates import label
+from slipstream.planner.workload import gradients_of
 from slipstream.strategy import Strategy
 from slipstream.trace import read, write
 from tests.harness.traces import by_hand
@@ -33,16 +36,16 @@ def test_the_tables_rank_strategies_and_show_other_clusters(files, tmp_path) -> 
         assert text in shown
     assert "Extrapolated" not in shown
     strategy = Strategy.load(best)
-    assert strategy.gradients.split.kind == "by_index"
-    assert strategy.gradients.split.last[-1] == 29
+    first = shown.index("  ".join(["", label(strategy)]))
+    assert first < shown.index("by_bytes 4 (first 1, last 1) *")
 
 
 def test_the_predicted_trace_is_one_that_other_commands_read(files, tmp_path) -> None:
     _run(*files, "--predicted", str(tmp_path / "future.json"), "-o", str(tmp_path / "best.yaml"))
     future = read(tmp_path / "future.json")
     assert future.meta["predicted"] is True
-    last = Strategy.load(tmp_path / "best.yaml").gradients.split.last
-    assert len(future.meta["segments"]) == len(last)
+    split = Strategy.load(tmp_path / "best.yaml").gradients.split
+    assert len(future.meta["segments"]) == len(plan_segments(gradients_of(future), split))
     assert {event.rank for event in future.events} == {0, 1, 2, 3}
 
 

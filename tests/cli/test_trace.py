@@ -74,10 +74,10 @@ def test_advise_shows_findings_with_their_patches(tmp_path):
     patch = re.split(r"strategy: *\n", shown)[1]
     lines = itertools.takewhile(str.strip, patch.splitlines())
     asked = Strategy.from_yaml("\n".join(line.removeprefix("  ") for line in lines))
-    assert asked.gradients.split.kind == "by_index"
+    assert asked.gradients.split.kind == "per_gradient"
     found = json.loads(_run("advise", str(tmp_path / "trace.json"), "--json"))
     assert found[0]["where"] == "gradients.split"
-    assert found[0]["patch"]["gradients"]["split"]["last"][-1] == 9
+    assert found[0]["patch"]["gradients"]["split"] == {"kind": "per_gradient"}
 
 
 def _cluster(path, world_size: int, startup: float, noise: float = 0.0) -> str:

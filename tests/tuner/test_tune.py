@@ -146,7 +146,8 @@ def test_reading_ahead_is_tried_where_the_loader_allows_it() -> None:
     ahead = with_settings(BASE, AHEAD)
     assert ahead is not None
     script = Script({BASE: 1.0, ahead: 0.5})
-    script.trace = Trace((), {"prefetchable": True, "useful_compute": []})
+    meta = {"prefetchable": True, "useful_compute": []}
+    script.trace = Trace(TRACE.events, {**TRACE.meta, **meta})
     tuned = script.tune({BASE: 1.0}, choices=MEASURED_CHOICES)
     assert tuned.strategy == ahead
     assert label(ahead).endswith(", prefetch")

@@ -89,13 +89,17 @@ class MapReader:
 
     def _pass(self, number: int) -> Iterator[Any]:
         passes = self._passes
-        while not self.gave_all:
-            if passes is not self._passes:
-                raise UsageError("the loader was closed while it was iterated over")
-            batch, sent = self._next()
-            if sent.number == number:  # else of a pass that was left early
-                self.gave_all = sent.last
-                yield batch
+        try:
+            while not self.gave_all:
+                if passes is not self._passes:
+                    raise UsageError("the loader was closed while it was iterated over")
+                batch, sent = self._next()
+                if sent.number == number:  # else of a pass that was left early
+                    self.gave_all = sent.last
+                    yield batch
+        except GeneratorExit:
+            passes.leave()
+            raise
         passes.end()
 
     def _next(self) -> tuple[Any, Batch]:

@@ -120,7 +120,7 @@ class Passes:
         self._asks_ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._passes: deque[_Pass] = deque()
         self._current = self._last = -1
-        self._received, self._is_over = 0, False  # of the present pass
+        self._received, self._is_over, self._is_left = 0, False, False  # of the present pass
         self._step = 1  # by which the epoch grows from pass to pass, as far as is known
         self.sent: deque[Batch] = deque()
         known = all(type(one) in FORESEEN for one in self._samplers)
@@ -135,8 +135,7 @@ class Passes:
         position = self._position()
         current = self._passes[0] if self._passes else None
         coming = deque(p for p in self._passes if p.number > self._current)
-        if current is not None and not self._is_over and not self._has_given_all(current):
-            self._put_back(current)
+        if self.leave():
             coming = deque()
         if coming and coming[0].draws and self._has_moved(coming[0].before):
             self.note, coming = UNFORESEEN, deque()
@@ -152,7 +151,7 @@ class Passes:
             if not coming[0].draws or self._seeds is not self._generator:
                 self._draw_seed()
         self._passes, self._current = coming, coming[0].number
-        self._received, self._is_over = 0, False
+        self._received, self._is_left = 0, False
         is_empty = coming[0].following is _END and not any(
             batch.number == self._current for batch in self.sent
         )
@@ -168,6 +167,19 @@ class Passes:
             while len(moves) > 2 and moves[2][0] <= self._received:
                 del moves[1]  # it will not be put back any more
         return batch
+
+    def leave(self) -> bool:
+        """The training leaves the present pass, if it is not over.
+
+        Returns:
+            Whether it was left early.
+        """
+        if not self._passes or self._is_over or self._has_given_all(self._passes[0]):
+            return False
+        if not self._is_left:
+            self._put_back(self._passes[0])
+        self._is_left = True
+        return True
 
     def end(self) -> None:
         """The training has asked for a batch after the last one."""
