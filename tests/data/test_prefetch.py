@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -162,3 +163,20 @@ def test_a_session_reads_ahead_and_says_so(tmp_path: Path) -> None:
     ahead = losses({"data": {"prefetch": {"threads": True, "workers": 1, "depth": 5}}})
     assert ahead == losses({"trace": trace})
     assert read(tmp_path / "trace.json").meta["prefetchable"]
+
+
+class SlowInThreads(Numbers):
+    """As if handing over took long."""
+
+    def __getitem__(self, index: int) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.02)
+        return index
+
+
+def test_this_process_reads_where_handing_over_takes_longer() -> None:
+    loader = prefetch(DataLoader(SlowInThreads(24)), Prefetch(threads=True), cores=1)
+    for _ in range(3):
+        assert [int(batch) for batch in loader] == [*range(24)]
+    assert loader.report_rows()[0].value.startswith("this process")
+    loader.close()

@@ -19,7 +19,7 @@ class Prefetch(Setting):
 
     workers: Literal["auto"] | PositiveInt = "auto"
     """Processes that read, or threads. auto: from how long the first batches take to read and to
-    compute with."""
+    compute with; none, if waiting for them takes longer than reading."""
 
     depth: Literal["auto"] | PositiveInt = "auto"
     """Batches that are read ahead, in all. auto: two for each worker, within memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -21,6 +22,8 @@ from slipstream.strategy import Prefetch
 
 MEASURED = 4
 """Batches that this process reads itself, to see how long that takes."""
+SEEN = 16
+"""Batches of workers that are compared with those: the latest ones, when they have settled."""
 SPARE = 1.5
 """Workers that are started for each that is needed on average."""
 EACH = 2
@@ -56,6 +59,7 @@ class MapReader:
             )
         self._timing = _Timing()
         self._source: Source | None = None
+        self._reads_itself = False
         self.value, self.gave_all = "not begun", False
         # Workers have a copy of the dataset: what is set on it between epochs must reach them.
         self._starts_anew = hasattr(loader.dataset, "set_epoch") and not loader.persistent_workers
@@ -70,6 +74,12 @@ class MapReader:
         """The next pass; None: it has no batch."""
         if self._starts_anew and not isinstance(self._source, Inline):
             self.close()
+        if self._reads_itself or self._timing.workers_are_slower:
+            if not self._reads_itself:  # from now on; what is under way ends with its workers
+                self.close()
+            self._reads_itself = True
+            self._source = Inline(self._loader, self._passes, pin=self._pin)
+            self.value = "this process, as handing batches over takes longer than reading them"
         number = self._passes.begin()
         self.gave_all = False
         return None if number is None else self._pass(number)
@@ -107,16 +117,22 @@ class MapReader:
         try:
             if self._source is None:
                 self._source = self._first_source()
-            elif isinstance(self._source, Inline) and self._timing.is_known:
+            elif self._is_measuring and self._timing.is_known:
                 self._source = self._chosen_source()
             start = time.perf_counter()
             batch = next(self._source)
-            if isinstance(self._source, Inline):
+            if not isinstance(self._source, Inline):
+                self._timing.waits.append(time.perf_counter() - start)
+            elif self._is_measuring:
                 self._timing.add(start, time.perf_counter(), _num_bytes(batch))
             return batch, self._passes.received()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def _is_measuring(self) -> bool:
+        return isinstance(self._source, Inline) and not self._reads_itself
 
     def _first_source(self) -> Source:
         if self._config.workers != "auto":
@@ -168,6 +184,8 @@ class _Timing:
         self._steps: list[float] = []
         self._ended: float | None = None
         self.num_bytes = 0
+        self.waits: deque[float] = deque(maxlen=SEEN)
+        """For batches that others read, the latest ones."""
 
     def add(self, start: float, end: float, num_bytes: int) -> None:
         """A batch was read."""
@@ -180,6 +198,12 @@ class _Timing:
     @property
     def is_known(self) -> bool:
         return len(self._reads) >= MEASURED
+
+    @property
+    def workers_are_slower(self) -> bool:
+        """Whether waiting for them takes longer than reading did."""
+        seen = len(self.waits) == SEEN and self.is_known
+        return seen and median(self.waits) > self.read
 
     @property
     def read(self) -> float:
