@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -281,3 +282,10 @@ def test_each_rule_can_be_broken(rule: str, sources: dict[str, str]) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_allowed_breaks_no_rule(rule: str) -> None:
     assert list(RULES[rule](parse(FINE))) == []
+
+
+def test_the_guide_shows_the_levels() -> None:
+    guide = (ROOT.parents[1] / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", guide, re.MULTILINE)
+    shown = [tuple(re.sub(r"`| \(.*\)", "", names).split(", ")) for _, names in rows]
+    assert shown == [*LEVELS]

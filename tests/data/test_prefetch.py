@@ -93,7 +93,7 @@ def test_as_many_threads_as_reading_takes_of_computing_and_no_more_than_cores() 
             time.sleep(0.004)
             return index
 
-    for data, seconds, count in ((Numbers(6), 0.05, "1 thread,"), (Slow(6), 0.0, "3 threads,")):
+    for data, seconds, count in ((Numbers(12), 0.05, "1 thread,"), (Slow(12), 0.0, "3 threads,")):
         loader = prefetch(DataLoader(data, batch_size=1), Prefetch(threads=True), cores=3)
         for _ in loader:
             time.sleep(seconds)

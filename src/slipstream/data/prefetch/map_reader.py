@@ -20,8 +20,8 @@ from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.pytree import mapped
 from slipstream.strategy import Prefetch
 
-MEASURED = 4
-"""Batches that this process reads itself, to see how long that takes."""
+MEASURED = 8
+"""Batches that this process reads itself, to see how long that takes; the later half counts."""
 SEEN = 16
 """Batches of workers that are compared with those: the latest ones, when they have settled."""
 SPARE = 1.5
@@ -207,7 +207,7 @@ class _Timing:
 
     @property
     def read(self) -> float:
-        return median(self._reads)
+        return median(self._reads[len(self._reads) // 2 :])
 
     @property
     def step(self) -> float:
