@@ -74,7 +74,9 @@ def test_nothing_is_read_twice_or_lost() -> None:
 
 def test_what_the_training_draws_from_makes_the_next_order_unknown_and_the_report_says_so() -> None:
     data = Numbers(6)
-    loader = prefetch(DataLoader(data, batch_size=2, shuffle=True), Prefetch(threads=True))
+    loader = prefetch(
+        DataLoader(data, batch_size=2, shuffle=True), Prefetch(threads=True, workers=1)
+    )
     for _ in range(3):
         for _ in loader:
             torch.rand(())
