@@ -56,6 +56,7 @@ format: $(READY)  ## format and mend what can be mended
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)  ## all benchmarks (half a day), or some of them: make bench PART="'accelerator-*' soak"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[bench]'
 	$(BIN)/python benchmarks/bench.py $(PART)
 	$(if $(PART),,$(BIN)/python benchmarks/torch_operators.py --markdown docs/operators.md)
 

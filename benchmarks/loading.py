@@ -7,6 +7,7 @@ and a normalisation of the picture, as augmentations are). They take turns: a bl
 whose first one does not count, in another order in every round. *Waited* is the part of an epoch in
 which the loop waits for its next batch. A second table is of a network that computes for longer
 than its samples take to prepare: there nothing should be waited for.
+Rivals that are not installed are left out: ``pip install '.[bench]'``.
 """
 
 from __future__ import annotations
