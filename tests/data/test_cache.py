@@ -103,6 +103,15 @@ def test_random_samples_are_refused(config: Cache) -> None:
         cached(Noise(5), config)
 
 
+def test_samples_that_change_with_the_epoch_are_refused(config: Cache) -> None:
+    class Epochs(Rows):
+        def set_epoch(self, epoch: int) -> None:
+            self.rows = self.rows + epoch
+
+    with pytest.raises(ModelError, match="Epochs has set_epoch, so its samples change"):
+        cached(Epochs(5), config)
+
+
 def test_no_room_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"are asked for, .* GiB are free; set data.cache.gigabyte"):
         cached(Rows(5), Cache(folder=str(tmp_path), gigabytes=1e6))

@@ -95,7 +95,7 @@ def optimal(work: Workload, network: NetworkProfile) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("latency", "is_first"), {0.09: True, 0.01: False}.items())
-def test_a_computed_split_must_be_faster_by_more_than_a_search_makes_rosy(
+def test_a_computed_split_comes_first_only_where_it_is_faster_by_the_margin(
     latency: float, is_first: bool
 ) -> None:
     work, network = UNEVEN[0], ethernet_profile(gigabits=1, latency=latency)

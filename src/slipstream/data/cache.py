@@ -23,6 +23,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sized
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,15 +65,15 @@ def cached(
 
     Raises:
         ModelError: lmdb is not installed, or the dataset has no length or no samples, or gives
-            different samples for the same index.
+            different samples for the same index, or is told its epoch.
         DataError: there is no room.
 
     Example:
         >>> data = torch.utils.data.TensorDataset(torch.arange(3))
-        >>> kept = cached(data, Cache(gigabytes=0.01))  # doctest: +SKIP
-        >>> kept[0], kept.report_rows()[0].value  # doctest: +SKIP
+        >>> kept = cached(data, Cache(gigabytes=0.01))
+        >>> kept[0], kept.report_rows()[0].value
         ((tensor(0),), '1 of 3 samples')
-        >>> kept.close()  # doctest: +SKIP
+        >>> kept.close()
     """
     return CachedDataset(dataset, config, key)
 
@@ -103,17 +104,21 @@ class CachedDataset(Dataset[Any]):
     """
 
     def __init__(self, dataset: Dataset[Any], config: Cache, key: str = "") -> None:
-        try:
-            import lmdb  # noqa: F401
-        except ImportError:
+        if find_spec("lmdb") is None:
             raise ModelError(
                 "data.cache keeps samples in LMDB, which is not installed; pip install "
                 "'slipstream[cache]'"
-            ) from None
+            )
         if not isinstance(dataset, Sized):
             raise ModelError(
                 f"data.cache asks a dataset for samples by their index, and "
                 f"{type(dataset).__name__} has no length; leave data.cache out"
+            )
+        if hasattr(dataset, "set_epoch"):
+            raise ModelError(
+                f"data.cache: {type(dataset).__name__} has set_epoch, so its samples change with "
+                "the epoch; keep what it reads with slipstream.data.cache.cached(), or leave "
+                "data.cache out"
             )
         if "/" in key:
             raise ModelError(f"data.cache: key {key!r}; allowed: a name without /")

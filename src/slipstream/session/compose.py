@@ -123,8 +123,8 @@ def compose(
         shares = _shares(given)
         if recorder is not None and strategy.trace.steps is not None:  # before it is installed
             recorder.meta["useful_compute"] = useful_settings(model, optimizer)
-            reads_ahead = strategy.data.prefetch is not None
-            recorder.meta["prefetchable"] = not reads_ahead and is_prefetchable(loader)
+            prefetchable = strategy.data.prefetch is None and is_prefetchable(loader)
+            recorder.meta["prefetchable"] = prefetchable
         # Before precision and recompute, which wrap what it makes.
         computing = install_compute(model, optimizer, strategy.compute, handles)
         # Before all that exchanges parameters while the optimizer steps: it works inside.

@@ -58,6 +58,20 @@ class Samples(Dataset[Any]):
         setattr(self._dataset, name, value)
 
 
+def with_workers(loader: DataLoader[Any], dataset: Any, **settings: Any) -> DataLoader[Any]:
+    """A loader like the user's, whose workers stay, with other settings."""
+    return DataLoader(
+        dataset,
+        collate_fn=loader.collate_fn,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        # of its own: what the workers start from is no draw of the user's
+        generator=torch.Generator().manual_seed(torch.initial_seed() % 2**63),
+        persistent_workers=True,
+        **settings,
+    )
+
+
 class Workers:
     """Worker processes: torch's own, which live as long as this does.
 
@@ -85,19 +99,14 @@ class Workers:
         indices: dict[str, Any] = {"batch_sampler": passes}
         if not batched:
             indices = {"sampler": passes, "batch_size": None}
-        self._loader: DataLoader[Any] | None = DataLoader(
+        self._loader: DataLoader[Any] | None = with_workers(
+            loader,
             loader.dataset if fetches_all else Samples(loader.dataset),
-            **indices,
             num_workers=count,
             prefetch_factor=each,
-            collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory or pin,
             timeout=timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            # of its own: what the workers start from is no draw of the user's
-            generator=torch.Generator().manual_seed(torch.initial_seed() % 2**63),
-            persistent_workers=True,
+            **indices,
         )
         self._passes, self._timeout = passes, timeout
         self._batches: Iterator[Any] | None = None

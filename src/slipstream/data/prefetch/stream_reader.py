@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
 
+from slipstream.data.prefetch.sources import LEAVE_SECONDS, with_workers
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.strategy import Prefetch
 
 LOOK_SECONDS = 0.1
 """Between two looks at whether the reader is still wanted."""
-LEAVE_SECONDS = 1.0
-"""How long the thread may take to end with the batch that it reads."""
 
 
 class StreamReader:
@@ -120,13 +119,23 @@ class StreamReader:
 
     def _new(self) -> _Reading:
         if self._loader is None:
-            own = self.keeps_state
-            self._loader = (
-                self._given if own else _with_workers(self._given, self._count, self._pin)
-            )
+            self._loader = self._given if self.keeps_state else self._with_workers()
         loader: Any = self._loader
         state_of = loader.state_dict if self.keeps_state else None
         return _Reading(iter(loader), state_of, self._depth)  # iter() may draw random numbers
+
+    def _with_workers(self) -> DataLoader[Any]:
+        given = self._given
+        return with_workers(
+            given,
+            given.dataset,
+            num_workers=self._count,
+            prefetch_factor=given.prefetch_factor,
+            pin_memory=given.pin_memory or self._pin,
+            timeout=given.timeout,
+            batch_size=given.batch_size,
+            drop_last=given.drop_last,
+        )
 
     def _draw_seed(self) -> None:
         """As iter() of the user's loader does, for its workers."""
@@ -225,21 +234,3 @@ class _Reading:
                 continue
             return True
         return False
-
-
-def _with_workers(loader: DataLoader[Any], count: int, pin: bool) -> DataLoader[Any]:
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        drop_last=loader.drop_last,
-        num_workers=count,
-        prefetch_factor=loader.prefetch_factor,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory or pin,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        # of its own: what the workers start from is drawn apart
-        generator=torch.Generator().manual_seed(torch.initial_seed() % 2**63),
-        persistent_workers=True,
-    )
