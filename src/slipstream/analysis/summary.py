@@ -101,13 +101,15 @@ def strategy_words(settings: Mapping[str, Any]) -> Iterator[str]:
     Example:
         >>> list(strategy_words({"gradients": {"split": {"kind": "single"}, "overlap": False}}))
         ['split single', 'no overlap']
+        >>> list(strategy_words({"data": {"cache": None, "prefetch": {"workers": "auto"}}}))
+        ['prefetch']
     """
     for name, value in settings.items():
         if name == "trace" or value is None:
             continue
         if name == "parallel":
             yield from _parallel_words(value)
-        elif name == "compute":
+        elif name in ("compute", "data"):
             yield from (setting for setting, chosen in value.items() if chosen)
         elif isinstance(value, Mapping):
             yield from [f"{name} {value['kind']}"] if "kind" in value else strategy_words(value)
