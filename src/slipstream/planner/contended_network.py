@@ -17,9 +17,9 @@ connect the two clocks: a step of thousands of ranks costs hardly more than one 
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from bisect import bisect_right, insort
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -85,67 +85,66 @@ class Clock:
         return np.asarray(times + np.maximum(work - self.work, 0.0) + np.minimum(work, 0.0))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _InFlight:
     """An exchange in flight: the phases to come, and the seconds left of the present one."""
 
     number: int
     start: float
-    phases: list[Phase]
+    phases: deque[Phase]
     seconds_left: float
     since: float
     """When the present phase began."""
 
-    def next_phase(self, now: float) -> bool:
-        """Begin the next phase; False if that was the last one."""
-        del self.phases[0]
-        self.seconds_left = self.phases[0].seconds if self.phases else 0.0
-        self.since = now
-        return bool(self.phases)
 
+_Flying = Mapping[str | None, Sequence[_InFlight]]
+"""The exchanges in flight by the network of their present phase (None: latency), in the order in
+which that began."""
 
-Stretches = Callable[[Sequence[_InFlight], Contention, float], list[float]]
-"""How many times as long the present phase of each exchange in flight takes as alone.
+_Stretches = Callable[[_Flying, Contention, float], list[tuple[_InFlight, float]]]
+"""The exchanges that advance, and how many times as long as alone the present phase of each takes.
 
-Gets them all, how much computing and exchanging slow each other down, and the share of ranks that
-compute.
+Gets all in flight, how much computing and exchanging slow each other down, and the share of ranks
+that compute.
 """
 
 
 def _side_by_side(
-    flying: Sequence[_InFlight], contention: Contention, computing: float
-) -> list[float]:
-    phases = [one.phases[0] for one in flying]
-    longest = max((p.seconds for p in phases if p.network is not None), default=0.0)
+    flying: _Flying, contention: Contention, computing: float
+) -> list[tuple[_InFlight, float]]:
+    sending = {network: queue for network, queue in flying.items() if network is not None}
+    longest = max((one.phases[0].seconds for q in sending.values() for one in q), default=0.0)
     queued = min(contention.queue_share * longest, contention.queue_seconds)
-
-    def stretch(phase: Phase) -> float:
-        if phase.network is None:
-            slowed = 1.0 + contention.latency_slowdown * computing
-            return max(queued / max(phase.seconds, 1e-30), slowed)
-        demand = sum(p.demand for p in phases if p.network == phase.network)
-        shared = max(demand / max(phase.demand, 1.0), 1.0)
-        return shared * (1.0 + contention.exchange_slowdown * computing)
-
-    return [stretch(phase) for phase in phases]
+    slowed = 1.0 + contention.latency_slowdown * computing
+    stretches = [
+        (one, max(queued / max(one.phases[0].seconds, 1e-30), slowed))
+        for one in flying.get(None, ())
+    ]
+    slowed = 1.0 + contention.exchange_slowdown * computing
+    for queue in sending.values():
+        demand = sum(one.phases[0].demand for one in queue)
+        stretches += [
+            (one, max(demand / max(one.phases[0].demand, 1.0), 1.0) * slowed) for one in queue
+        ]
+    return stretches
 
 
 def _one_behind_the_other(
-    flying: Sequence[_InFlight], contention: Contention, computing: float
-) -> list[float]:
-    left: dict[str, float] = defaultdict(lambda: 1.0)  # of each network
-    stretches: dict[int, float] = {}
-    for one in sorted(flying, key=lambda one: (one.since, one.number)):
-        phase = one.phases[0]
-        if phase.network is None:
-            stretches[one.number] = 1.0 + contention.latency_slowdown * computing
-            continue
-        demand = min(phase.demand, 1.0)
-        served = min(demand, left[phase.network])
-        left[phase.network] -= served
-        waits = 1.0 if served == demand else demand / served if served > _NOTHING else inf
-        stretches[one.number] = waits * (1.0 + contention.exchange_slowdown * computing)
-    return [stretches[one.number] for one in flying]
+    flying: _Flying, contention: Contention, computing: float
+) -> list[tuple[_InFlight, float]]:
+    slowed = 1.0 + contention.latency_slowdown * computing
+    stretches = [(one, slowed) for one in flying.get(None, ())]
+    slowed = 1.0 + contention.exchange_slowdown * computing
+    for network, queue in flying.items():
+        left = 1.0
+        for one in queue if network is not None else ():
+            demand = min(one.phases[0].demand, 1.0)
+            served = min(demand, left)
+            left -= served
+            stretches.append((one, (1.0 if served == demand else demand / served) * slowed))
+            if left <= _NOTHING:
+                break
+    return stretches
 
 
 def run(
@@ -167,21 +166,20 @@ def run(
         contention: how much computing and exchanging slow each other down.
         in_order: as direct sends do; see the note at the top of the file.
     """
-    stretches_of: Stretches = _one_behind_the_other if in_order else _side_by_side
+    stretches_of: _Stretches = _one_behind_the_other if in_order else _side_by_side
     completions: list[Completion | None] = [None] * len(jobs)
-    flying: list[_InFlight] = []
-    idle, next_job = idle_from(completions), 0
-    while flying or next_job < len(jobs):
-        waiting = sum(one.phases[0].network is None for one in flying) if in_order else len(flying)
+    flying: defaultdict[str | None, list[_InFlight]] = defaultdict(list)
+    idle, next_job, num_flying = idle_from(completions), 0, 0
+    while num_flying or next_job < len(jobs):
+        waiting = len(flying[None]) if in_order else num_flying
         may_start = next_job < len(jobs) and waiting < IN_FLIGHT
         if may_start and jobs[next_job].ready <= clock.work + _INSTANT:
-            phases = list(jobs[next_job].phases)
-            now = clock.time
-            flying.append(_InFlight(next_job, now, phases, phases[0].seconds, now))
-            next_job += 1
+            phases, now = deque(jobs[next_job].phases), clock.time
+            _add(_InFlight(next_job, now, phases, phases[0].seconds, now), flying)
+            next_job, num_flying = next_job + 1, num_flying + 1
             continue
         begun = jobs[next_job].begun if next_job < len(jobs) else inf
-        slowed = bool(flying) or begun <= clock.work + _INSTANT
+        slowed = bool(num_flying) or begun <= clock.work + _INSTANT
         rate = 1.0 / (1.0 + contention.compute_slowdown) if slowed else 1.0
         num_idle = bisect_right(idle, clock.work + _INSTANT)
         computing = 1.0 - num_idle / len(idle)
@@ -189,25 +187,36 @@ def run(
         seconds = (jobs[next_job].ready - clock.work) / rate if may_start else inf
         if not slowed:
             seconds = min(seconds, begun - clock.work)
-        if flying and num_idle < len(idle):
+        if num_flying and num_idle < len(idle):
             seconds = min(seconds, (idle[num_idle] - clock.work) / rate)
-        for one, stretch in zip(flying, stretches, strict=True):
+        for one, stretch in stretches:
             seconds = min(seconds, one.seconds_left * stretch)
         clock.advance(seconds, rate)
-        ended = _after(seconds, flying, stretches, clock.time)
+        ended = _after(seconds, stretches, flying, clock.time)
         for one in ended:
-            flying.remove(one)
             completions[one.number] = Completion(one.start, clock.time, clock.work)
         if ended:
-            idle = idle_from(completions)
+            idle, num_flying = idle_from(completions), num_flying - len(ended)
     return [completion for completion in completions if completion is not None]
 
 
+def _add(one: _InFlight, flying: Mapping[str | None, list[_InFlight]]) -> None:
+    insort(flying[one.phases[0].network], one, key=lambda one: (one.since, one.number))
+
+
 def _after(
-    seconds: float, flying: Sequence[_InFlight], stretches: Sequence[float], now: float
+    seconds: float,
+    stretches: Sequence[tuple[_InFlight, float]],
+    flying: Mapping[str | None, list[_InFlight]],
+    now: float,
 ) -> list[_InFlight]:
     """Those that have ended once so many seconds have passed; others may begin their next phase."""
-    for one, stretch in zip(flying, stretches, strict=True):
+    for one, stretch in stretches:
         one.seconds_left -= seconds / stretch
-    over = [one for one in flying if one.seconds_left <= _INSTANT]
-    return [one for one in over if not one.next_phase(now)]
+    over = [one for one, _ in stretches if one.seconds_left <= _INSTANT]
+    for one in over:
+        flying[one.phases.popleft().network].remove(one)
+        if one.phases:
+            one.seconds_left, one.since = one.phases[0].seconds, now
+            _add(one, flying)
+    return [one for one in over if not one.phases]
