@@ -49,6 +49,7 @@ def measure_curves(
     zeros = Contention(**dict.fromkeys(Contention.model_fields, 0.0))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(calibration, "measure_contention", lambda *_: zeros)
+        patch.setattr(calibration, "crowd_slowdown", lambda *_: 0.25)
         return measure(hosts, seconds=100.0, curves=curves, sizes=sizes)
 
 
@@ -76,6 +77,7 @@ def test_each_kind_of_groups_is_measured_alike_on_all_ranks(four, hosts, kinds, 
     assert profile.ranks_per_host == per_host
     assert (profile.backend, profile.extrapolated) == ("gloo", "")
     assert profile.direct is not None
+    assert (profile.crowd_slowdown, profile.direct.crowd_slowdown) == (0.0, 0.25)
     assert profile.versions.keys() == {"slipstream", "torch"}
     for kind, network in profile.networks.items():
         whole = 4 * kinds[kind]  # bytes: an element for each rank

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.calibration import contention as measuring
-from slipstream.calibration.contention import measure_contention
+from slipstream.calibration.contention import crowd_slowdown, measure_contention
 from slipstream.planner.cost import Contention
 from slipstream.planner.curve import Curve
 from slipstream.strategy import Direct, Flat, Transport
@@ -118,6 +118,42 @@ def beside(large: int, config: Transport) -> tuple[float, float]:
 def test_a_small_exchange_lands_before_the_large_one_or_with_it(two, config) -> None:
     for large, small in two.run(beside, 2**22, config):
         assert 0.0 < small <= large
+
+
+def crowd(seconds: tuple[float, ...], per_byte: float) -> tuple[float, int, int]:
+    """What is found if a crowd takes so long on each rank; how many exchanges, and their bytes."""
+    seen, original = set(), measuring._ComputeAndExchange._exchange
+
+    def fake(pair: measuring._ComputeAndExchange, compute: bool) -> tuple[float, float]:
+        assert not compute
+        seen.add((len(pair._tensors), pair._tensors[0].nbytes))
+        return seconds[dist.get_rank()], 0.0
+
+    measuring._ComputeAndExchange._exchange = fake
+    try:
+        slowdown = crowd_slowdown(*where(), ALL_REDUCE, per_byte, seconds=0.032)
+    finally:
+        measuring._ComputeAndExchange._exchange = original
+    [(count, num_bytes)] = seen
+    return slowdown, count, num_bytes
+
+
+def test_a_crowd_takes_longer_than_its_bytes_by_what_the_last_rank_measures(two) -> None:
+    # 16 exchanges of 8192 bytes take 32 ms one by one, and at the rate of the link 1 s.
+    link = 1 / (16 * 8192)
+    assert two.run(crowd, (1.0, 1.25), link) == [(0.25, 16, 8192)] * 2
+    assert two.run(crowd, (0.5, 0.5), link) == [(0.0, 16, 8192)] * 2
+
+
+def of_a_crowd() -> float:
+    with closing(make_transport(Direct(), dist.group.WORLD)) as transport:
+        world, device = dist.group.WORLD, torch.device("cpu")
+        return crowd_slowdown(world, device, transport, ALL_REDUCE, 1e-12, 0.05)
+
+
+def test_a_crowd_of_direct_sends_is_timed_alike_on_all_ranks(two) -> None:
+    slower, same = two.run(of_a_crowd)
+    assert slower == same > 0
 
 
 def of_direct_sends() -> Contention:

@@ -181,8 +181,10 @@ def test_gathers_have_cuts_of_their_own() -> None:
 DIRECT = contention(exchange=0.25)
 
 
-@pytest.mark.parametrize("kind", ["direct", "ring"])
-def test_direct_sends_have_a_curve_and_a_contention_of_their_own(kind: TransportKind) -> None:
+@pytest.mark.parametrize(("kind", "slowed_by"), [("direct", 1.25), ("ring", 2.0)])
+def test_direct_sends_have_a_curve_and_a_contention_of_their_own_and_rings_a_curve(
+    kind: TransportKind, slowed_by: float
+) -> None:
     slowed = linear_profile(exchange_slowdown=1.0)
     world = slowed.networks["world"]
     half = world.model_copy(update={f"{kind}_all_reduce": world.reduce_scatter})
@@ -190,9 +192,22 @@ def test_direct_sends_have_a_curve_and_a_contention_of_their_own(kind: Transport
     work, plans = workload(count=2), [Plan((1, 2)), Plan((1, 2), transport=kind)]
     flat, direct = (simulate(work, plan, network) for plan in plans)
     assert spans(flat, "allreduce1") == pytest.approx((0.3, 0.5))  # 0.1 s, twice as long
-    assert spans(direct, "allreduce1") == pytest.approx((0.3, 0.3625))  # 0.05 s, 1.25 times
+    assert spans(direct, "allreduce1") == pytest.approx((0.3, 0.3 + 0.05 * slowed_by))
     with pytest.raises(ClusterError, match=f"{kind}_all_reduce was not measured"):
         predict(work, plans[1], slowed)
+
+
+@pytest.mark.parametrize(("crowd", "seconds"), [(0.0, 0.1), (1.0, 0.2)])
+def test_a_crowd_of_direct_sends_fills_less_of_the_link(crowd: float, seconds: float) -> None:
+    linear = linear_profile()
+    world = linear.networks["world"]
+    twice_as_fast = world.model_copy(update={"ring_all_reduce": world.reduce_scatter})
+    direct = contention().model_copy(update={"crowd_slowdown": crowd})
+    network = linear.model_copy(update={"networks": {"world": twice_as_fast}, "direct": direct})
+    # two exchanges of 0.1 s, each of which fills half of the link alone
+    trace = simulate(workload(count=2), Plan((1, 2), overlap=False, transport="direct"), network)
+    start, end = spans(trace, "allreduce2")
+    assert end - start == pytest.approx(seconds)
 
 
 def test_shared_memory_costs_what_was_measured_or_what_flat_does() -> None:

@@ -10,9 +10,10 @@ from typing import get_args
 
 from slipstream.advisor import exchange_rules, rules
 from slipstream.advisor.findings import Finding, Severity
-from slipstream.advisor.trace_stats import TraceStats, trace_stats
+from slipstream.advisor.trace_stats import WORTHWHILE, TraceStats, trace_stats
 from slipstream.analysis.throughput import compute_share
 from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.ranking import MARGIN
 from slipstream.trace.event import Trace
 
 RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (
@@ -64,5 +65,6 @@ def _nothing_to_do(stats: TraceStats) -> Finding:
         f"Forward, backward and optimizer take {compute_share(stats.typical):.0%} of an iteration; "
         f"exposed exchange is {stats.share(stats.median('exposed'))}, the wait for data "
         f"{stats.share(stats.median('data_wait'))}.",
-        "No change promises a gain of 1 %. Faster compute would.",
+        f"No change promises a gain of {WORTHWHILE:.0%}, or of {MARGIN:.0%} by prediction. "
+        "Faster compute would.",
     )

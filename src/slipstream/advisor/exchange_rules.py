@@ -42,7 +42,7 @@ def exchange_otherwise(stats: TraceStats) -> Finding | None:
         return None
     base, best = what_if.base.strategy, what_if.best.strategy
     gain = what_if.saved(what_if.best)
-    if best == base or gain < stats.worthwhile:
+    if best == base or gain < stats.predictable:
         return None
     patch = _difference(base, best)
     first = next(name for name in ("transport", "overlap", "split") if name in patch)
@@ -71,7 +71,7 @@ def send_less(stats: TraceStats) -> Finding | None:
     costs = what_if.network.codecs or UNMEASURED
     network = what_if.network.model_copy(update={"codecs": costs})
     ranked = rank(coded(base, work, network), work, network, base)
-    if not ranked or (gain := what_if.saved(ranked[0])) < stats.worthwhile:
+    if not ranked or (gain := what_if.saved(ranked[0])) < stats.predictable:
         return None
     codec = ranked[0].strategy.gradients.codec
     assert codec is not None

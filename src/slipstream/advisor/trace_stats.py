@@ -13,6 +13,7 @@ from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
 from slipstream.analysis.stragglers import Straggler, stragglers
 from slipstream.errors import SlipstreamError, TraceError
 from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.ranking import MARGIN
 from slipstream.planner.workload import gradients_of
 from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
@@ -68,6 +69,11 @@ class TraceStats(NamedTuple):
     def compute(self) -> float:
         """Seconds of forward and backward."""
         return self.median("forward") + self.median("backward")
+
+    @property
+    def predictable(self) -> float:
+        """The least gain in seconds that a prediction must promise: what it may be off itself."""
+        return max(self.worthwhile, MARGIN * self.iteration)
 
     def severity(self, gain: float) -> Severity:
         """Severity of a finding with this gain: a problem from a tenth of an iteration on."""

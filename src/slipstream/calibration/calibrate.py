@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from slipstream.calibration.codec_cost import slowest_cost
 from slipstream.calibration.collective_timer import COLLECTIVES, CollectiveTimer
-from slipstream.calibration.contention import measure_contention
+from slipstream.calibration.contention import crowd_slowdown, measure_contention
 from slipstream.calibration.half_speed import half_speed
 from slipstream.cluster.connect import Cluster
 from slipstream.cluster.topology import ranks_by_host
-from slipstream.planner.cost import Collective, Contention, Curves, Kind, Network, NetworkProfile
+from slipstream.planner.cost import Collective, Curves, Kind, Network, NetworkProfile
 from slipstream.planner.curve import Curve
-from slipstream.strategy import Direct, Flat, PlainCodec, Transport
+from slipstream.strategy import Direct, Flat, PlainCodec
 from slipstream.transport.consistency import broadcast_from_first, collective_errors
 from slipstream.transport.transport import make_transport
 from slipstream.version import __version__
@@ -27,6 +27,9 @@ Progress = Callable[[float, str], None]
 
 SIZES = tuple(sorted({2**k for k in range(10, 27)} | {3 * 2**k for k in range(9, 25)}))
 """1 KB to 64 MB, two sizes in each doubling."""
+CROWD_TIMES = 8
+"""How many times as long many exchanges together take as those that contention is measured by:
+their last messages must not be most of what is timed."""
 
 
 def calibrate(
@@ -51,7 +54,8 @@ def calibrate(
         ranks: 2 or more, as `connect` gives them.
         sizes: bytes of the tensors, rounded up to whole elements on every rank.
         seconds: about the longest that the timed exchanges may take together; large sizes are left
-            out where the time does not suffice. Contention takes some 5 more for each transport.
+            out where the time does not suffice. Contention takes some 5 more, and some 12 more
+            for direct sends.
         rounds: the most times that a size is measured.
         curves: measure only these, for a choice that reads no others; the world and all-reduces are
             always measured. None: all.
@@ -100,12 +104,16 @@ def _contention(
 ) -> dict[str, Any]:
     """That of the backend's collectives and, where these are measured, of direct sends."""
 
-    def measured(config: Transport, curve: Curve) -> Contention:
-        with closing(make_transport(config, world)) as transport:
-            return measure_contention(world, ranks.device, transport, curve, seconds)
-
-    contention, direct = dict(measured(Flat(), network.all_reduce)), network.direct_all_reduce
-    return {**contention, "direct": None if direct is None else measured(Direct(), direct)}
+    where = world, ranks.device
+    with closing(make_transport(Flat(), world)) as flat:
+        costs = dict(measure_contention(*where, flat, network.all_reduce, seconds))
+    if (curve := network.direct_all_reduce) is not None:
+        with closing(make_transport(Direct(), world)) as direct:
+            contention = measure_contention(*where, direct, curve, seconds)
+            per_byte = network.fastest("direct_all_reduce")
+            crowd = crowd_slowdown(*where, direct, curve, per_byte, CROWD_TIMES * seconds)
+        costs["direct"] = contention.model_copy(update={"crowd_slowdown": crowd})
+    return costs
 
 
 @contextmanager

@@ -29,6 +29,8 @@ LARGEST = 16 * 2**20
 """Bytes of each, at most."""
 MOST = 256
 """Exchanges of one round, at most."""
+CROWD = 16
+"""Exchanges in flight together where these are timed."""
 
 
 def measure_contention(
@@ -73,6 +75,33 @@ def measure_contention(
     slowdowns = {f"{name}_slowdown": max(round(f - 1, 4), 0.0) for name, f in factors.items()}
     share, most = _queue(world, device, transport, all_reduce, seconds)
     return Contention(**slowdowns, queue_share=share, queue_seconds=most)
+
+
+def crowd_slowdown(
+    world: dist.ProcessGroup,
+    device: torch.device,
+    transport: Transport,
+    all_reduce: Curve,
+    per_byte: float,
+    seconds: float,
+) -> float:
+    """How much longer many exchanges in flight together take than their bytes; nobody computes.
+
+    The last rank counts, the median over rounds, and at least 0; the same on every rank.
+
+    Args:
+        world, device, transport, all_reduce: as of `measure_contention`.
+        per_byte: seconds for a byte of an all-reduce at the rate of the link.
+        seconds: about how long the exchanges take in each of ROUNDS rounds.
+    """
+    smallest = all_reduce.points[0][0]
+    sizes = [n for n, t in all_reduce.points if t * CROWD <= seconds and n <= LARGEST]
+    num_bytes = max(sizes, default=smallest)
+    tensors = torch.empty(AT_ONCE, num_bytes // 4, device=device).zero_()
+    crowd = [tensors[i % AT_ONCE] for i in range(CROWD)]
+    exchanges = _ComputeAndExchange(world, device, transport, crowd)
+    times = [exchanges.alone() for _ in range(ROUNDS)]
+    return max(round(median(times) / (CROWD * num_bytes * per_byte) - 1, 4), 0.0)
 
 
 def _queue(
@@ -176,6 +205,10 @@ class _ComputeAndExchange:
         ratio = self._reduced([unit / computing], dist.ReduceOp.SUM)[0] / self._world.size()
         slowest, alone = self._reduced([both, exchanging], dist.ReduceOp.MAX)
         return ratio, slowest / alone
+
+    def alone(self) -> float:
+        """Seconds until all exchanges have ended on all ranks, none of which computes."""
+        return self._reduced([self._exchange(compute=False)[0]], dist.ReduceOp.MAX)[0]
 
     def _exchange(self, compute: bool) -> tuple[float, float]:
         """Seconds until all exchanges have ended, and of each unit computed meanwhile."""

@@ -92,7 +92,8 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
     """
     plan = Plan.of_trace(trace, network.codecs)
     seconds, ends = _observed(trace)
-    direct = RECIPES[plan.transport].direct
+    recipe = RECIPES[plan.transport]
+    direct = recipe.direct
     measured = {name: float(getattr(network.contention(direct), name)) for name in GRIDS}
 
     def cost(values: Mapping[str, float]) -> float:
@@ -101,7 +102,7 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
         start, replayed = model.settle()
         replay = zip(model.tasks, model.run(start, Clock()).exchanges, strict=True)
         replayed_ends = {task.name: one.end for task, one in replay}
-        if direct:  # bytes queue: when early ones end says little about the iteration
+        if recipe.in_order:  # bytes queue: when early ones end says little about the iteration
             replayed_ends = dict(list(replayed_ends.items())[-1:])
         squares = [(end - ends[name]) ** 2 for name, end in replayed_ends.items() if name in ends]
         error = ((replayed - seconds) ** 2 + (fmean(squares) if squares else 0.0)) / seconds**2

@@ -145,7 +145,9 @@ class Contention(FrozenModel):
     the latency of an exchange is ``1 + latency_slowdown`` times as long (processes wait for a core
     at every hop), and its transfer ``1 + exchange_slowdown`` times. While another exchange
     transfers its bytes, the latency of an exchange is at least ``queue_share`` of that transfer,
-    but at most ``queue_seconds`` (messages queue behind each other).
+    but at most ``queue_seconds`` (messages queue behind each other). Many exchanges in flight
+    together take ``1 + crowd_slowdown`` times as long as their bytes at the rate of the link: each
+    rank sends to all others at once, and the last message is late (measured of direct sends).
     """
 
     compute_slowdown: float = Field(ge=0)
@@ -153,6 +155,7 @@ class Contention(FrozenModel):
     latency_slowdown: float = Field(ge=0)
     queue_share: float = Field(ge=0, le=1)
     queue_seconds: float = Field(ge=0)
+    crowd_slowdown: float = Field(ge=0, default=0.0)
 
 
 class NetworkProfile(Contention):

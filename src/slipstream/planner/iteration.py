@@ -74,8 +74,9 @@ class IterationModel:
         work = workload.for_ranks(network.world_size).computed(plan.half, network.half_speed)
         self.workload = work
         self.plan = plan
-        self._direct = RECIPES[plan.transport].direct
-        self._contention = network.contention(self._direct)
+        recipe = RECIPES[plan.transport]
+        self._in_order = recipe.in_order
+        self._contention = network.contention(recipe.direct)
         self.tasks = comm_tasks(work, plan, network)
         self.gather_tasks = gather_tasks(work, plan, network)
         self.optimizer = work.optimizer
@@ -177,7 +178,7 @@ class IterationModel:
             for last, task, early in zip(latest, self.tasks, begun, strict=True)
         ]
         idle = np.sort(busy).tolist()
-        return tuple(run(jobs, clock, lambda _: idle, self._contention, self._direct))
+        return tuple(run(jobs, clock, lambda _: idle, self._contention, self._in_order))
 
     def _decoded(self, busy: Array, exchanges: Sequence[Completion]) -> Array:
         """When each task is decoded: in order, after backward and after its exchange."""
@@ -201,7 +202,7 @@ class IterationModel:
             idle: list[float] = np.sort(_forward_ends(loaded, shares, completions)).tolist()
             return idle
 
-        completions = run(jobs, clock, idle_from, self._contention, self._direct)
+        completions = run(jobs, clock, idle_from, self._contention, self._in_order)
         return tuple(completions), _forward_ends(loaded, shares, completions)
 
 

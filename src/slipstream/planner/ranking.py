@@ -34,7 +34,8 @@ from slipstream.trace import Trace
 
 NODES = tuple(2**power for power in range(13))
 MARGIN = 0.03
-"""By how much ``sharded`` must be predicted faster than what asks nothing of the user's code: then
+"""What a prediction may be off, so what it must promise for advice. By so much ``sharded`` must be
+predicted faster than what asks nothing of the user's code: then
 no rank has whole gradients between ``backward()`` and ``step()``. Likewise a computed split: a
 search finds where predictions are too fast."""
 RATES = (100e6, 300e6, 1e9, 3e9, 10e9, 25e9, 40e9, 100e9)

@@ -36,25 +36,30 @@ class Recipe(NamedTuple):
 
     Attributes:
         stages: collectives one after the other, each in groups of a kind.
-        direct: whether they contend with compute, and with each other, as direct sends do.
+        in_order: whether many are in flight, and the network serves first what was sent first.
+        direct: whether they and compute slow each other down as direct sends do, and not as the
+            backend's collectives do.
         rounds: how often each stage waits and then sends, an equal part of its cost each time.
     """
 
     stages: tuple[tuple[Kind, Collective], ...]
+    in_order: bool = False
     direct: bool = False
     rounds: int = 1
 
 
 RECIPES: Mapping[TransportKind, Recipe] = {
     "flat": Recipe((("world", "all_reduce"),)),
-    "direct": Recipe((("world", "direct_all_reduce"),), direct=True, rounds=2),
-    "ring": Recipe((("world", "ring_all_reduce"),), direct=True, rounds=2),
+    "direct": Recipe((("world", "direct_all_reduce"),), in_order=True, direct=True, rounds=2),
+    # Each hop of a ring waits for a core, as those of the backend's do.
+    "ring": Recipe((("world", "ring_all_reduce"),), in_order=True, rounds=2),
     "shared_memory": Recipe((("world", "shared_memory_all_reduce"),)),
     "hierarchical": Recipe(
         (("intra", "reduce_scatter"), ("inter", "direct_all_reduce"), ("intra", "all_gather")),
+        in_order=True,
         direct=True,
     ),
-    "sharded": Recipe((("world", "reduce_scatter"),), direct=True),
+    "sharded": Recipe((("world", "reduce_scatter"),), in_order=True, direct=True),
 }
 GATHERS: Mapping[TransportKind, tuple[Kind, Collective]] = {"sharded": ("world", "all_gather")}
 """What brings parameters together during the next forward, by transport."""
@@ -180,8 +185,11 @@ class Stage(NamedTuple):
         """
         groups = network.groups(kind)
         curve = groups.curve(name)
-        # alone, a direct exchange leaves the link idle between its rounds
-        per_byte = groups.fastest(name) if recipe.direct else curve.per_byte
+        per_byte = curve.per_byte
+        if recipe.in_order:  # alone, such an exchange leaves the link idle between its rounds
+            per_byte = groups.fastest(name)
+        if recipe.direct:
+            per_byte *= 1 + network.contention(direct=True).crowd_slowdown
         share = 1 / network.ranks_per_host if kind == "inter" else 1.0  # of a sum inside the host
         return cls(kind, curve, per_byte, share, recipe.rounds)
 
