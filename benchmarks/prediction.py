@@ -151,6 +151,9 @@ def train(model_name: str, names: Sequence[str], steps: int, folder: Path) -> No
     )
     if dist.get_rank() == 0:
         cluster.save(folder / "cluster.yaml")
+    if (folder / DONE).is_file():  # the traces lie there
+        dist.destroy_process_group()
+        return
     model, loss_of, _ = make_model(model_name)
     iterate, session = accelerated(model, loss_of, {"gradients": STRATEGIES[BASELINE]})
     for _ in range(SKIP + steps):
@@ -234,14 +237,13 @@ def advice(model: str, rate: str, folder: Path) -> Advice:
     """
     cluster = NetworkProfile.load(folder / "cluster.yaml")
     finding = advised(folder, cluster)
-    file, said = trace_of(folder, f"advice, {ADVISED}", 0), "nothing"
-    if finding is not None:
-        said = label(Strategy.load({"gradients": finding.patch["gradients"]}))
+    if finding is None:
+        return Advice(model, rate, "nothing", 0.0, 0.0, 0.0, 0.0)
+    file = trace_of(folder, f"advice, {ADVISED}", 0)
+    said = label(Strategy.load({"gradients": finding.patch["gradients"]}))
     measured = label(traced_strategy(chrome.read(file))) if file.exists() else "nothing"
     if said != measured:
         raise SystemExit(f"{folder}: {said} is advised, {measured} was measured; remove the folder")
-    if finding is None:
-        return Advice(model, rate, said, 0.0, 0.0, 0.0, 0.0)
     ours, theirs = (
         [seconds(chrome.read(trace_of(folder, f"advice, {name}", block)))
          for block in range(ADVICE_BLOCKS)]
@@ -353,6 +355,11 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4, help="recorded in each block")
     parser.add_argument("--folder", help="keep traces and clusters here; what lies there is used")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure the networks again that --folder holds, and predict its traces by them",
+    )
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rank-of", nargs=2, metavar=("MODEL", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -368,7 +375,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for rate, model in itertools.product(args.rates, args.models):
             folder = Path(args.folder or temporary, f"{model}-{rate}")
-            if not (folder / DONE).is_file():
+            if args.calibrate or not (folder / DONE).is_file():
                 folder.mkdir(parents=True, exist_ok=True)
                 words = ["--steps", str(args.steps), "--rank-of", model, str(folder.resolve())]
                 words += ["--strategies", *names]
@@ -387,6 +394,7 @@ def main() -> None:
         entry = {
             "nodes": args.nodes,
             "steps": args.steps,
+            "calibrated_again": args.calibrate,
             "errors": errors(rows),
             "orders": {testbed: asdict(found) for testbed, found in orders.items()},
             "advice": [asdict(one) for one in advices],
