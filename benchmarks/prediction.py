@@ -151,7 +151,10 @@ def train(model_name: str, names: Sequence[str], steps: int, folder: Path) -> No
     )
     if dist.get_rank() == 0:
         cluster.save(folder / "cluster.yaml")
-    if (folder / DONE).is_file():  # the traces lie there
+    again = (folder / DONE).is_file()  # the traces lie there: what they advise may be another
+    said = [advised(folder, cluster) if again and dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(said)
+    if again and (said[0] is None or patched(said[0]) == measured_advice(folder)):
         dist.destroy_process_group()
         return
     model, loss_of, _ = make_model(model_name)
@@ -167,10 +170,11 @@ def train(model_name: str, names: Sequence[str], steps: int, folder: Path) -> No
             iterate()
         session.close()
 
-    for block, name in blocks(names):
-        record(strategy_of(name), trace_of(folder, name, block))
-    said = [advised(folder, cluster) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(said)
+    if not again:
+        for block, name in blocks(names):
+            record(strategy_of(name), trace_of(folder, name, block))
+        said = [advised(folder, cluster) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(said)
     if said[0] is not None:
         for block, name in blocks((BASELINE, ADVISED), ADVICE_BLOCKS):
             patch = said[0].patch["gradients"] if name == ADVISED else {}
@@ -179,6 +183,17 @@ def train(model_name: str, names: Sequence[str], steps: int, folder: Path) -> No
     if dist.get_rank() == 0:
         (folder / DONE).touch()
     dist.destroy_process_group()
+
+
+def patched(finding: Finding) -> str:
+    """The exchange that a finding advises, in words."""
+    return label(Strategy.load({"gradients": finding.patch["gradients"]}))
+
+
+def measured_advice(folder: Path) -> str:
+    """The advised exchange that was measured on a testbed, in words; empty: none was."""
+    file = trace_of(folder, f"advice, {ADVISED}", 0)
+    return label(traced_strategy(chrome.read(file))) if file.exists() else ""
 
 
 def advised(folder: Path, cluster: NetworkProfile) -> Finding | None:
@@ -239,11 +254,9 @@ def advice(model: str, rate: str, folder: Path) -> Advice:
     finding = advised(folder, cluster)
     if finding is None:
         return Advice(model, rate, "nothing", 0.0, 0.0, 0.0, 0.0)
-    file = trace_of(folder, f"advice, {ADVISED}", 0)
-    said = label(Strategy.load({"gradients": finding.patch["gradients"]}))
-    measured = label(traced_strategy(chrome.read(file))) if file.exists() else "nothing"
+    said, measured = patched(finding), measured_advice(folder)
     if said != measured:
-        raise SystemExit(f"{folder}: {said} is advised, {measured} was measured; remove the folder")
+        raise SystemExit(f"{folder}: {said} is advised, {measured or 'nothing'} was measured")
     ours, theirs = (
         [seconds(chrome.read(trace_of(folder, f"advice, {name}", block)))
          for block in range(ADVICE_BLOCKS)]
