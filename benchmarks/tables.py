@@ -721,6 +721,45 @@ def loading(entry: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def balance(entry: Mapping[str, Any]) -> str:
+    """How evenly ranks compute, by how samples of different lengths are dealt."""
+    lines = [
+        f"## Samples dealt to ranks, {entry['date']}",
+        "",
+        f"{entry['ranks']} ranks on one host, {entry['batch']} samples each on average, functions "
+        "of the standard library, a small BERT; idle: the share of the ranks' time in which they "
+        "would wait for the slowest, predicted by tokens and measured by the seconds that their "
+        f"threads compute; {entry['rounds']} rounds. torch {_versions(entry)}. "
+        f"`{entry['command']}`",
+        "",
+        *_header(
+            "dealt", "idle, predicted", "padding", "idle, measured", "tokens/s", "quartiles",
+            "x random padded", "quartiles",
+        ),
+    ]  # fmt: skip
+    for r in entry["rows"]:
+        speed, ratio = r["tokens_per_second"], r["to_random"]
+        lines.append(
+            _row(
+                r["variant"], f"{r['predicted']:.1%}", f"{r['padding']:.1%}", f"{r['idle']:.1%}",
+                f"{speed[1]:.0f}", f"{speed[0]:.0f}..{speed[2]:.0f}", f"{ratio[1]:.2f}",
+                f"{ratio[0]:.2f}..{ratio[2]:.2f}",
+            )
+        )  # fmt: skip
+    lines += [
+        "",
+        "One of the ranks may compute for half as much of the time as the others. *x the sum*: "
+        "tokens a second over the sum of what each rank reached without exchange.",
+        "",
+        *_header("strategy", "tokens/s", "x the sum", "speeds"),
+        *(
+            _row(r["variant"], f"{r['tokens_per_second']:.0f}", f"{r['to_sum']:.2f}", r["speeds"])
+            for r in entry["unequal"]
+        ),
+    ]
+    return "\n".join(lines)
+
+
 def blame(entry: Mapping[str, Any]) -> str:
     """How often the rank that began a failure is named."""
     places = dict.fromkeys(row["place"] for row in entry["rows"])
@@ -864,6 +903,7 @@ def rendered(every: Sequence[Mapping[str, Any]]) -> str:
         "bubbles": bubbles,
         "compiled": compiled,
         "convergence": convergence,
+        "balance": balance,
         "loading": loading,
         "exchange": exchange,
         "fusion": fusion,
