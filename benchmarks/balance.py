@@ -4,7 +4,8 @@
 
 Samples are the functions of the standard library, a token for each token of Python. *Predicted*:
 the share of the ranks' time that is spent waiting for the slowest, if a batch takes as long as its
-tokens, padding counted. *Measured*: a small BERT is trained on them, a variant after the other in
+tokens, padding counted; "cost fitted": as `fit_cost` says, from batches that are measured
+first. *Measured*: a small BERT is trained on them, a variant after the other in
 every round, another one first each time. As ranks share the cores of this host, a rank's time is
 the seconds that its own thread computes forward and backward; tokens a second, without padding, are
 those of the clock.
@@ -33,6 +34,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -48,7 +50,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 from transformers import BertConfig, BertForMaskedLM
 
 import slipstream
-from slipstream.data.balance import BalancedBatches
+from slipstream.data.balance import BalancedBatches, Cost, fit_cost
 from slipstream.data.packing import pack
 
 RANKS = 4
@@ -60,8 +62,8 @@ WORDS = 1024
 DUTY = 0.36, 0.18
 """Parts of the time for which ranks may compute: so they need 1.3 cores together."""
 PERIOD = 0.01
-EQUAL = 64
-"""Tokens of the samples of unequal ranks."""
+EQUAL, EQUAL_BATCH = 64, 192
+"""Tokens of the samples of unequal ranks, and samples of their batches."""
 
 
 class Functions(Dataset[torch.Tensor]):
@@ -76,7 +78,7 @@ class Functions(Dataset[torch.Tensor]):
         texts: list[str] = []
         for path in sorted(folder.glob("*.py")) + sorted(folder.glob("[a-m]*/*.py")):
             texts += _functions(path)
-            if len(texts) > 8 * SAMPLES:
+            if len(texts) > 5 * SAMPLES:
                 break
         words = [row for text in texts if len(row := _tokens(text)) >= shortest]
         chosen = np.random.default_rng(0).permutation(len(words))[:SAMPLES]
@@ -155,17 +157,24 @@ def all_alike(lengths: Sequence[int]) -> Steps:
     return [[parts[0]] * RANKS for parts in at_random(lengths)]
 
 
-def balanced(lengths: Sequence[int], pads: bool) -> Steps:
+def balanced(lengths: Sequence[int], pads: bool, cost: Cost | None = None) -> Steps:
     """slipstream's."""
 
     def make(rank: int) -> BalancedBatches:
         return BalancedBatches(
-            lengths, rank=rank, ranks=RANKS, batch_size=RANKS * BATCH, pads=pads, drop_last=True
+            lengths,
+            rank=rank,
+            ranks=RANKS,
+            batch_size=RANKS * BATCH,
+            pads=pads,
+            cost=cost,
+            drop_last=True,
         )
 
     return by_rank(make)
 
 
+FITTED = "slipstream, padded, cost fitted"
 ALIKE = "the same batch on every rank"
 DEALS: dict[str, tuple[Callable[[Sequence[int]], Steps], bool]] = {
     "at random, padded": (at_random, True),
@@ -225,6 +234,13 @@ def padded(rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     return inputs(rows, pads=True)
 
 
+def epochs(loader: Any, sampler: DistributedSampler[Any]) -> Iterator[Any]:
+    """Batches of one epoch after the other, without end."""
+    for epoch in count():
+        sampler.set_epoch(epoch)
+        yield from loader
+
+
 def model_of() -> BertForMaskedLM:
     torch.manual_seed(0)
     config = BertConfig(
@@ -238,6 +254,21 @@ def model_of() -> BertForMaskedLM:
     return BertForMaskedLM(config)
 
 
+def fitted(model: BertForMaskedLM, data: Functions) -> Cost:
+    """What samples cost by their lengths, from padded batches that all ranks measure at once."""
+    shapes = [(samples, length) for length in (16, 48, 96, 160, 256) for samples in (2, 4, 8, 16)]
+    seconds = torch.full((len(shapes),), torch.inf, dtype=torch.float64)
+    for _ in range(3):
+        for number, (samples, length) in enumerate(shapes):
+            batch = inputs(list(torch.ones(samples, length, dtype=torch.int64)), pads=True)
+            start = time.thread_time()
+            model(**batch).loss.backward()
+            seconds[number] = min(seconds[number].item(), time.thread_time() - start)
+    model.zero_grad()
+    dist.all_reduce(seconds)
+    return fit_cost([[length] * samples for samples, length in shapes], (seconds / RANKS).tolist())
+
+
 def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
     """What each rank does: all variants in turns; the rows, on the first rank."""
     dist.init_process_group("gloo")
@@ -247,6 +278,7 @@ def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = slipstream.accelerate(model, optimizer)
     deals = {name: (deal(data.lengths), pads) for name, (deal, pads) in DEALS.items()}
+    deals[FITTED] = balanced(data.lengths, True, fitted(model, data)), True
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in deals}
     names = [*deals]
     for turn in range(rounds + 1):  # the first round does not count
@@ -329,7 +361,9 @@ def unequal(steps: int) -> list[dict[str, Any]] | None:
     with on_duty(DUTY[rank == ranks - 1]):
         dist.init_process_group("gloo")
         model = model_of()
-        batches = [inputs([data[i] for i in range(n, n + BATCH)], True) for n in range(0, 320, 16)]
+        size = EQUAL_BATCH
+        batches = [padded([data[i] for i in range(n, n + size)]) for n in range(0, 4 * size, size)]
+        model(**batches[0]).loss.backward()  # does not count
         dist.barrier()
         begin = time.perf_counter()
         for batch in batches:
@@ -341,29 +375,31 @@ def unequal(steps: int) -> list[dict[str, Any]] | None:
             model = model_of()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
             sampler: DistributedSampler[Any] = DistributedSampler(data, seed=3)
-            loader = DataLoader(data, BATCH, sampler=sampler, collate_fn=padded)
+            loader = DataLoader(
+                data, EQUAL_BATCH, sampler=sampler, collate_fn=padded, drop_last=True
+            )
             with slipstream.accelerate(model, optimizer, loader, strategy=settings) as session:
-                count = torch.zeros(1, dtype=torch.float64)
-                for step, batch in enumerate(session.loader):
+                tokens_seen = torch.zeros(1, dtype=torch.float64)
+                for step, batch in enumerate(epochs(session.loader, sampler)):
                     if step == 2:  # those before do not count
                         dist.barrier()
                         begin = time.perf_counter()
                     session.backward(session.model(**batch).loss)
                     session.step()
-                    count += int(batch["attention_mask"].sum()) if step >= 2 else 0
+                    tokens_seen += int(batch["attention_mask"].sum()) if step >= 2 else 0
                     if step == steps + 1:
                         break
                 dist.barrier()
                 seconds = time.perf_counter() - begin
-                dist.all_reduce(count)
+                dist.all_reduce(tokens_seen)
                 report = session.report()
             if rows is not None:
                 speeds = re.search(r"speeds ([\d.]+(, [\d.]+)+)", report)
                 rows.append(
                     {
                         "variant": name,
-                        "tokens_per_second": count.item() / seconds,
-                        "to_sum": count.item() / seconds / alone.item(),
+                        "tokens_per_second": tokens_seen.item() / seconds,
+                        "to_sum": tokens_seen.item() / seconds / alone.item(),
                         "speeds": speeds[1] if speeds else "",
                     }
                 )

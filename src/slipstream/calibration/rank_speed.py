@@ -10,9 +10,9 @@ import torch.distributed as dist
 from slipstream.calibration.contention import piece_of_compute
 from slipstream.parallel.dims import gather_objects
 
-SECONDS = 1.0
-"""A quota of a host's cores is dealt out in periods of a tenth of it."""
-SAME = 0.05
+SECONDS = 2.0
+"""A quota of a host's cores is dealt out in periods of a tenth of a second."""
+SAME = 0.1
 """Ranks that are slower than the fastest by less are as fast."""
 
 
@@ -21,7 +21,7 @@ def rank_speeds(
 ) -> list[float]:
     """How fast each replica of the model computes, the fastest being 1; the same on every rank.
 
-    A replica is as fast as the slowest of its ranks. A collective; takes a second.
+    A replica is as fast as the slowest of its ranks. A collective; takes two seconds.
 
     Args:
         world: all ranks.
@@ -45,7 +45,7 @@ def relative(rates: list[float]) -> list[float]:
     """Rates as parts of the fastest.
 
     Example:
-        >>> relative([50.0, 49.0, 25.5])
+        >>> relative([50.0, 46.0, 25.5])
         [1.0, 1.0, 0.51]
     """
     fastest = max(rates)
