@@ -254,7 +254,7 @@ def model_of() -> BertForMaskedLM:
     return BertForMaskedLM(config)
 
 
-def fitted(model: BertForMaskedLM, data: Functions) -> Cost:
+def fitted(model: BertForMaskedLM) -> Cost:
     """What samples cost by their lengths, from padded batches that all ranks measure at once."""
     shapes = [(samples, length) for length in (16, 48, 96, 160, 256) for samples in (2, 4, 8, 16)]
     seconds = torch.full((len(shapes),), torch.inf, dtype=torch.float64)
@@ -264,7 +264,6 @@ def fitted(model: BertForMaskedLM, data: Functions) -> Cost:
             start = time.thread_time()
             model(**batch).loss.backward()
             seconds[number] = min(seconds[number].item(), time.thread_time() - start)
-    model.zero_grad()
     dist.all_reduce(seconds)
     return fit_cost([[length] * samples for samples, length in shapes], (seconds / RANKS).tolist())
 
@@ -278,7 +277,7 @@ def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = slipstream.accelerate(model, optimizer)
     deals = {name: (deal(data.lengths), pads) for name, (deal, pads) in DEALS.items()}
-    deals[FITTED] = balanced(data.lengths, True, fitted(model, data)), True
+    deals[FITTED] = balanced(data.lengths, True, fitted(model_of())), True
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in deals}
     names = [*deals]
     for turn in range(rounds + 1):  # the first round does not count

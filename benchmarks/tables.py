@@ -231,13 +231,14 @@ def prediction(entry: Mapping[str, Any]) -> str:
     """Replay and what-if errors of every strategy on every testbed."""
     found, rates = entry["errors"], {row["rate"] for row in entry["rows"]}
     where = f" at {min(rates)}" if len(rates) == 1 else ""
+    again = "Networks were measured anew after the traces. " * entry.get("calibrated_again", False)
     lines = [
         f"## Prediction{where}, {entry['date']}",
         "",
         f"{entry['nodes']} nodes, {entry['steps']} recorded iterations of each strategy. Replay: "
         f"median {found['replay_median']:.1%}, worst {found['replay_worst']:.1%}. What-if from the "
         f"default's trace: median {found['what_if_median']:.1%}, worst "
-        f"{found['what_if_worst']:.1%}. torch {_versions(entry)}. `{entry['command']}`",
+        f"{found['what_if_worst']:.1%}. {again}torch {_versions(entry)}. `{entry['command']}`",
         "",
         *_header(
             "model", "rate", "strategy", "measured s", "quartiles", "replay s", "error",
