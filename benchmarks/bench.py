@@ -36,7 +36,7 @@ FEW_BITS = f"--codecs int8 onebit dgc powersgd 'adaptive onebit' --hooks {POWERS
 ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec in ("bf16", "int8"))
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
-    "loading", "large_batch", "soak", "tuner", "overhead", "times", "operators",
+    "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times", "operators",
     "tensor_parallel", "bubbles", "offload",
 )  # fmt: skip
 """Scripts whose one result has their name."""

@@ -29,6 +29,7 @@ from tables import save
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from slipstream.data.cache import CachedDataset, cached
 from slipstream.data.prefetch import prefetch
 from slipstream.strategy import Prefetch
 
@@ -107,6 +108,13 @@ def variants(workers: int, depth: int) -> dict[str, Callable[[Dataset[Any]], Any
             loader(data), Prefetch(workers=workers, threads=True, depth=depth)
         ),
         "prefetch, auto": lambda data: prefetch(loader(data)),
+        "DataLoader, persistent workers, cache": lambda data: loader(
+            cached(data), num_workers=workers, persistent_workers=True
+        ),
+        "prefetch, threads, cache": lambda data: prefetch(
+            loader(cached(data)), Prefetch(workers=workers, threads=True, depth=depth)
+        ),
+        "prefetch, auto, cache": lambda data: prefetch(loader(cached(data))),
     }
     return found | _others(workers, depth)
 
@@ -168,6 +176,8 @@ def measure(network: str, rounds: int, workers: int, depth: int) -> list[Row]:
     for loader in loaders.values():
         if hasattr(loader, "close"):
             loader.close()
+        if isinstance(getattr(loader, "dataset", None), CachedDataset):
+            loader.dataset.close()
 
     def over(name: str, other: str) -> tuple[float, float, float]:
         pairs = zip(seconds[other], seconds[name], strict=True)

@@ -231,13 +231,14 @@ def prediction(entry: Mapping[str, Any]) -> str:
     """Replay and what-if errors of every strategy on every testbed."""
     found, rates = entry["errors"], {row["rate"] for row in entry["rows"]}
     where = f" at {min(rates)}" if len(rates) == 1 else ""
+    again = "Networks were measured anew after the traces. " * entry.get("calibrated_again", False)
     lines = [
         f"## Prediction{where}, {entry['date']}",
         "",
         f"{entry['nodes']} nodes, {entry['steps']} recorded iterations of each strategy. Replay: "
         f"median {found['replay_median']:.1%}, worst {found['replay_worst']:.1%}. What-if from the "
         f"default's trace: median {found['what_if_median']:.1%}, worst "
-        f"{found['what_if_worst']:.1%}. torch {_versions(entry)}. `{entry['command']}`",
+        f"{found['what_if_worst']:.1%}. {again}torch {_versions(entry)}. `{entry['command']}`",
         "",
         *_header(
             "model", "rate", "strategy", "measured s", "quartiles", "replay s", "error",
@@ -721,6 +722,45 @@ def loading(entry: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def balance(entry: Mapping[str, Any]) -> str:
+    """How evenly ranks compute, by how samples of different lengths are dealt."""
+    lines = [
+        f"## Samples dealt to ranks, {entry['date']}",
+        "",
+        f"{entry['ranks']} ranks on one host, {entry['batch']} samples each on average, functions "
+        "of the standard library, a small BERT; idle: the share of the ranks' time in which they "
+        "would wait for the slowest, predicted by tokens and measured by the seconds that their "
+        f"threads compute; {entry['rounds']} rounds. torch {_versions(entry)}. "
+        f"`{entry['command']}`",
+        "",
+        *_header(
+            "dealt", "idle, predicted", "padding", "idle, measured", "tokens/s", "quartiles",
+            "x random padded", "quartiles",
+        ),
+    ]  # fmt: skip
+    for r in entry["rows"]:
+        speed, ratio = r["tokens_per_second"], r["to_random"]
+        lines.append(
+            _row(
+                r["variant"], f"{r['predicted']:.1%}", f"{r['padding']:.1%}", f"{r['idle']:.1%}",
+                f"{speed[1]:.0f}", f"{speed[0]:.0f}..{speed[2]:.0f}", f"{ratio[1]:.2f}",
+                f"{ratio[0]:.2f}..{ratio[2]:.2f}",
+            )
+        )  # fmt: skip
+    lines += [
+        "",
+        "One of the ranks may compute for half as much of the time as the others. *x the sum*: "
+        "tokens a second over the sum of what each rank reached without exchange.",
+        "",
+        *_header("strategy", "tokens/s", "x the sum", "speeds"),
+        *(
+            _row(r["variant"], f"{r['tokens_per_second']:.0f}", f"{r['to_sum']:.2f}", r["speeds"])
+            for r in entry["unequal"]
+        ),
+    ]
+    return "\n".join(lines)
+
+
 def blame(entry: Mapping[str, Any]) -> str:
     """How often the rank that began a failure is named."""
     places = dict.fromkeys(row["place"] for row in entry["rows"])
@@ -864,6 +904,7 @@ def rendered(every: Sequence[Mapping[str, Any]]) -> str:
         "bubbles": bubbles,
         "compiled": compiled,
         "convergence": convergence,
+        "balance": balance,
         "loading": loading,
         "exchange": exchange,
         "fusion": fusion,

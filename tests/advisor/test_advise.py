@@ -94,6 +94,15 @@ CASES = (
         ("which rank is last changes",),
     ),
     Case(
+        "even_ranks",
+        Training(ranks=3, late=_in_turn(11.2), meta={"balanceable": True}),
+        Training(ranks=3, late=_in_turn(10.9), meta={"balanceable": True}),
+        "ranks",
+        "warning",
+        11.2,
+        ("which rank is last changes", "data.balance"),
+    ),
+    Case(
         "lighten_optimizer",
         replace(ALONE, optimizer=16.8),
         replace(ALONE, optimizer=16.5),

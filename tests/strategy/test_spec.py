@@ -288,7 +288,7 @@ def test_full_yaml_shows_every_setting_in_order():
         "compute: {fuse_optimizer: false, fuse_bn_act: false, fuse_add_act: false, "
         "fuse_relu_depthwise: false,\n"
         "  compile: false, cuda_graph: false, channels_last: false, tf32: false}\n"
-        "data: {cache: null, prefetch: null}\n"
+        "data: {balance: null, cache: null, prefetch: null}\n"
         "trace: {steps: null, skip: 2, folder: slipstream-trace}\n"
     )
 

@@ -127,7 +127,7 @@ def test_what_is_chosen_has_proved_itself(predictions, truth, chosen) -> None:
     assert script.clock <= 1000
 
 
-AHEAD, LAST, COMPILED, CHAINS, STEPS = MEASURED_CHOICES
+DEALT, AHEAD, LAST, COMPILED, CHAINS, STEPS = MEASURED_CHOICES
 
 
 def test_settings_of_compute_are_added_to_the_best() -> None:
@@ -142,15 +142,18 @@ def test_settings_of_compute_are_added_to_the_best() -> None:
     assert label(tuned.strategy) == "by_bytes 100 (first 1, last 1), fuse_optimizer, channels_last"
 
 
-def test_reading_ahead_is_tried_where_the_loader_allows_it() -> None:
-    ahead = with_settings(BASE, AHEAD)
-    assert ahead is not None
-    script = Script({BASE: 1.0, ahead: 0.5})
-    meta = {"prefetchable": True, "useful_compute": []}
-    script.trace = Trace(TRACE.events, {**TRACE.meta, **meta})
+@pytest.mark.parametrize(
+    ("choice", "told", "name"),
+    [(AHEAD, "prefetchable", "prefetch"), (DEALT, "balanceable", "balance")],
+)
+def test_another_way_to_load_is_tried_where_the_loader_allows_it(choice, told, name) -> None:
+    other = with_settings(BASE, choice)
+    assert other is not None
+    script = Script({BASE: 1.0, other: 0.5})
+    script.trace = Trace(TRACE.events, {**TRACE.meta, told: True, "useful_compute": []})
     tuned = script.tune({BASE: 1.0}, choices=MEASURED_CHOICES)
-    assert tuned.strategy == ahead
-    assert label(ahead).endswith(", prefetch")
+    assert tuned.strategy == other
+    assert label(other).endswith(f", {name}")
 
 
 def test_compute_alone_may_win() -> None:

@@ -60,13 +60,22 @@ def even_ranks(stats: TraceStats) -> Finding | None:
         f"{stats.share(exchanges.skew)}"
     )
     if not stats.stragglers:
+        words = (
+            "Give all ranks equal work in each step: equal batches, samples of varying length "
+            "distributed by their cost. Ranks that share a host need cores of their own."
+        )
+        if stats.balanceable:
+            words = (
+                "Deal samples by their lengths: data.balance; say there whether batches are padded "
+                "and what your loss is a mean of. Ranks that share a host need cores of their own."
+            )
         return Finding(
             stats.severity(exchanges.lag),
             "ranks",
             f"{evidence}; which rank is last changes.",
-            "Give all ranks equal work in each step: equal batches, samples of varying length "
-            "distributed by their cost. Ranks that share a host need cores of their own.",
+            words,
             exchanges.lag,
+            {"data": {"balance": {}}} if stats.balanceable else {},
         )
     worst = stats.stragglers[0]
     phase = worst.phase.replace("_", " ")
@@ -77,7 +86,8 @@ def even_ranks(stats: TraceStats) -> Finding | None:
         f"{phase}, the others {format_seconds(worst.usual)}, in {worst.iterations} of {worst.of} "
         "steps.",
         "Give this rank the same batch as the others, and check its host for other processes, "
-        "fewer cores, a throttled or slower processor, a slower disk.",
+        "fewer cores, a throttled or slower processor, a slower disk. If it stays slow, give it "
+        "less to do: data.balance with speeds: measured.",
         worst.seconds,
     )
 

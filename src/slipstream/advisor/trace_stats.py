@@ -40,6 +40,7 @@ class TraceStats(NamedTuple):
         what_if: Predictions of other strategies; None if nothing was exchanged, or for the reason
             in ``unpredicted``.
         prefetchable: Whether the loader's batches can be read ahead, and are not yet.
+        balanceable: Whether samples have lengths by which they can be dealt, and are not yet.
         missing_steps: A sentence for each rank that recorded fewer steps than others.
     """
 
@@ -54,6 +55,7 @@ class TraceStats(NamedTuple):
     what_if: WhatIf | None
     unpredicted: str
     prefetchable: bool
+    balanceable: bool
     missing_steps: tuple[str, ...]
 
     def median(self, part: str) -> float:
@@ -118,6 +120,7 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
         what_if=what_if,
         unpredicted=unpredicted,
         prefetchable=bool(meta.get("prefetchable")),
+        balanceable=bool(meta.get("balanceable")),
         missing_steps=missing_steps,
     )
 

@@ -6,6 +6,8 @@ as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -20,14 +22,20 @@ from slipstream.transport.requests import AllGather, sent_bytes
 
 SIZES = (2**14, 2**21)
 """Elements of the two buckets that determine the line."""
-ROUNDS = 3
+ROUNDS = 5
 
 
-def codec_cost(codec: PlainCodec, ranks: int, device: torch.device) -> CodecCost:
+def codec_cost(
+    codec: PlainCodec,
+    ranks: int,
+    device: torch.device,
+    together: Callable[[], object] = lambda: None,
+) -> CodecCost:
     """Seconds to encode and to decode, as a line over bytes, and the ratio of bytes sent to dense.
 
     They are those of one rank of ``ranks`` for one bucket of an fp32 matrix; the payloads of the
-    others are zeros. Encoding ends with the last request of an exchange.
+    others are zeros. Encoding ends with the last request of an exchange. ``together`` is called
+    before each bucket: it waits for ranks that share the cores.
 
     Raises:
         ValueError: fewer than two ranks, which send nothing.
@@ -35,7 +43,7 @@ def codec_cost(codec: PlainCodec, ranks: int, device: torch.device) -> CodecCost
     if ranks < 2:
         raise ValueError(f"ranks is {ranks}: a codec's share of the bytes sent needs 2 or more")
     (small, *_), (large, encode, decode, ratio) = (
-        _measured(codec, numel, ranks, device) for numel in SIZES
+        _measured(codec, numel, ranks, device, together) for numel in SIZES
     )
     per_byte = max(large - small, 0.0) / (4 * (SIZES[1] - SIZES[0]))
     startup = max(small - per_byte * 4 * SIZES[0], 0.0)
@@ -45,21 +53,25 @@ def codec_cost(codec: PlainCodec, ranks: int, device: torch.device) -> CodecCost
 
 def slowest_cost(codec: PlainCodec, world: dist.ProcessGroup, device: torch.device) -> CodecCost:
     """The cost on the slowest rank, measured on all at once: ranks of one host share its cores."""
-    dist.barrier(group=world)
-    cost = dict(codec_cost(codec, dist.get_world_size(world), device))
+    together = partial(dist.barrier, group=world)
+    cost = dict(codec_cost(codec, dist.get_world_size(world), device, together))
     values = torch.tensor(list(cost.values()), dtype=torch.float64, device=device)
     return CodecCost(**dict(zip(cost, maximum(values, world).tolist(), strict=True)))
 
 
 def _measured(
-    codec: PlainCodec, numel: int, ranks: int, device: torch.device
+    codec: PlainCodec,
+    numel: int,
+    ranks: int,
+    device: torch.device,
+    together: Callable[[], object],
 ) -> tuple[float, float, float, float]:
     """Seconds in total, to encode and to decode a bucket; the ratio of bytes sent to dense."""
     side = int(numel**0.5)
     generator = torch.Generator(device).manual_seed(0)  # the user's stays as it is
     weight = torch.randn(side, side, device=device, generator=generator)
     if isinstance(codec, Half):
-        return _measured_half(codec, weight)
+        return _measured_half(codec, weight, together)
     momenta = [Momentum(0.9)]
     compressor = make_compressor(codec, [weight], Ranks(0, ranks), momenta=momenta, num_flags=2)
     later = 10**9  # a step after the warm-up of every codec
@@ -69,6 +81,7 @@ def _measured(
         values = torch.zeros(compressor.num_values, dtype=compressor.works_in, device=device)
         values[: weight.numel()] = weight.flatten()
         flags = torch.zeros(2, dtype=torch.uint8, device=device)
+        together()
         start = asked = perf_counter()
         sent = 0.0
         for request in compressor.exchange(values, flags, later):
@@ -85,11 +98,14 @@ def _measured(
     return total, encode, decode, sent / dense
 
 
-def _measured_half(codec: Half, weight: torch.Tensor) -> tuple[float, float, float, float]:
+def _measured_half(
+    codec: Half, weight: torch.Tensor, together: Callable[[], object]
+) -> tuple[float, float, float, float]:
     """Only the cast back to fp32: the cast to 16 bits is part of filling the bucket."""
     narrow = weight.to(torch.bfloat16 if codec.dtype == "bf16" else torch.float16)
     times = []
     for _ in range(ROUNDS + 1):
+        together()
         start = perf_counter()
         weight.copy_(narrow)
         synchronize(weight.device)

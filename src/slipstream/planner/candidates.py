@@ -251,7 +251,7 @@ def label(strategy: Strategy) -> str:
     words += [f"accumulate {gradients.accumulate}"] if gradients.accumulate > 1 else []
     words += [strategy.precision.kind] if isinstance(strategy.precision, HalfWeights) else []
     words += [name for name, value in strategy.compute if value]
-    words += ["prefetch"] if strategy.data.prefetch else []
+    words += [name for name, value in strategy.data if value]
     return ", ".join(words)
 
 

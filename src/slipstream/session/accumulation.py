@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from slipstream.data.balance import SampleBalance
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 
@@ -15,6 +16,7 @@ class AccumulationWindow:
         accumulate: backward passes an update.
         ranks: how many ranks average their gradients.
         loader: knows how many of them have a batch in this step; None: all have.
+        balance: knows what a batch of this rank counts; None: all count alike.
 
     Attributes:
         accumulate: as given.
@@ -22,8 +24,15 @@ class AccumulationWindow:
         loss_scale: the factor of the losses.
     """
 
-    def __init__(self, accumulate: int, ranks: int, loader: UnevenInputLoader | None) -> None:
+    def __init__(
+        self,
+        accumulate: int,
+        ranks: int,
+        loader: UnevenInputLoader | None,
+        balance: SampleBalance | None = None,
+    ) -> None:
         self.accumulate, self._ranks, self._loader = accumulate, ranks, loader
+        self._balance = balance
         self._passes = 0  # backward passes that a step() has ended
         self._counted = False  # whether the present pass is among the contributions
         self.contributions = 0
@@ -39,6 +48,11 @@ class AccumulationWindow:
         """The factor that turns the sum over ranks of the gradients of ``loss / accumulate`` into
         the mean over all contributions."""
         return self.accumulate / self.contributions / self.loss_scale
+
+    @property
+    def weight(self) -> float:
+        """What the loss of the present batch counts, by its samples among those of all ranks."""
+        return 1.0 if self._balance is None else self._balance.weight
 
     def count(self) -> bool:
         """A backward pass begins; whether this rank's batch is a dummy batch.

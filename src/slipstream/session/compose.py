@@ -19,8 +19,10 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.calibration.adaptive_codec import measure
+from slipstream.calibration.rank_speed import rank_speeds
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
+from slipstream.data.balance import SampleBalance, is_balanceable
 from slipstream.data.cache import cached_loader
 from slipstream.data.prefetch import is_prefetchable, prefetch
 from slipstream.data.uneven_inputs import UnevenInputLoader
@@ -125,6 +127,8 @@ def compose(
             recorder.meta["useful_compute"] = useful_settings(model, optimizer)
             prefetchable = strategy.data.prefetch is None and is_prefetchable(loader)
             recorder.meta["prefetchable"] = prefetchable
+            balanceable = is_balanceable(loader, dims.data_rank, dims.data_size)
+            recorder.meta["balanceable"] = strategy.data.balance is None and balanceable
         # Before precision and recompute, which wrap what it makes.
         computing = install_compute(model, optimizer, strategy.compute, handles)
         # Before all that exchanges parameters while the optimizer steps: it works inside.
@@ -163,8 +167,11 @@ def compose(
             computing.append(fused_optimizer)
         tracer = _tracer(given, engine, search, computing)
         # After the tracer: where an epoch starts, an iteration begins.
-        session_loader = _session_loader(given, loader, tracer)
-        window = AccumulationWindow(strategy.gradients.accumulate, dims.data_size, session_loader)
+        balance = _balance(given, loader)
+        session_loader = _session_loader(given, loader, balance, tracer)
+        window = AccumulationWindow(
+            strategy.gradients.accumulate, dims.data_size, session_loader, balance
+        )
         loop = TrainingLoop(
             model,
             optimizer,
@@ -178,7 +185,7 @@ def compose(
             tracer,
         )
         names = [t.name for t in trainables]
-        state = SessionState(model, names, engine, dims, search, precision, codec)
+        state = SessionState(model, names, engine, dims, search, precision, codec, balance)
         return Session(
             model,
             optimizer,
@@ -419,11 +426,27 @@ def _tracer(
     return tracer
 
 
+def _balance(given: _Given, loader: Iterable[Any] | None) -> SampleBalance | None:
+    config, dims, speeds = given.strategy.data.balance, given.dims, None
+    if config is None or loader is None:
+        return None
+    where = {"rank": dims.data_rank, "ranks": dims.data_size}
+    if config.speeds == "measured" and dims.control is not None:
+        device = given.cluster.device
+        speeds = rank_speeds(dims.control, device, dims.data_rank, dims.data_size)
+    return given.handles.add(SampleBalance(loader, config, speeds=speeds, **where))
+
+
 def _session_loader(
-    given: _Given, loader: Iterable[Any] | None, tracer: Tracer
+    given: _Given,
+    loader: Iterable[Any] | None,
+    balance: SampleBalance | None,
+    tracer: Tracer,
 ) -> UnevenInputLoader | None:
     if loader is None:
         return None
+    # First, as it says what a batch is.
+    loader = loader if balance is None else balance.loader
     data = given.strategy.data
     if data.cache is not None:
         loader, dataset = cached_loader(loader, data.cache)
@@ -434,6 +457,7 @@ def _session_loader(
         cores = max(len(os.sched_getaffinity(0)) // environment.local_world_size, 1)
         device = given.cluster.device
         loader = given.handles.add(prefetch(loader, config, device=device, cores=cores))
+    loader = loader if balance is None else balance.over(loader)
     session_loader = UnevenInputLoader(
         loader, group=given.dims.data, recorder=given.recorder, on_start=tracer.iteration_begins
     )

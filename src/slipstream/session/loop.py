@@ -74,6 +74,8 @@ class TrainingLoop:
 
         def run() -> None:
             part = self.precision.scaled(loss)
+            weight = self.window.weight
+            part = part * weight if weight != 1.0 else part
             part = part / self.window.accumulate if self.window.accumulate > 1 else part
             part.backward(retain_graph=retain_graph)
 
@@ -93,7 +95,7 @@ class TrainingLoop:
         batch = (args, kwargs, target)
         loss_scale = self._checked_scale(loss_scale, self.dims.check_same_batch, batch)
         self.tracer.forward_begins(args, kwargs)
-        scale = loss_scale / self.window.accumulate
+        scale = loss_scale * self.window.weight / self.window.accumulate
         loss = torch.full((), torch.nan)  # of a dummy batch, which is not computed
 
         def run() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from slipstream.data.balance import SampleBalance
 from slipstream.gradients.interface import GradientEngine
 from slipstream.parallel.dims import ParallelDims
 from slipstream.precision.model_precision import ModelPrecision
@@ -33,6 +34,7 @@ class SessionState:
         search: for the fastest exchange; None: there is none.
         precision: has the loss scale.
         codec: of the strategy.
+        balance: knows where in the data the training is; None: the user's loader does.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class SessionState:
     search: OnlineSearch | None
     precision: ModelPrecision
     codec: Codec | None
+    balance: SampleBalance | None = None
 
     def state(self, steps: int) -> dict[str, Any]:
         """What ``Session.state_dict`` returns after ``steps`` updates; a collective."""
@@ -65,6 +68,7 @@ class SessionState:
             "ready_order": order,
             "codecs": codecs,  # by rank
             "loss_scale": self.precision.state_dict(),
+            "data": None if self.balance is None else self.balance.state_dict(),
         }
 
     def load(self, state: dict[str, Any]) -> int:
@@ -90,6 +94,8 @@ class SessionState:
                 "that part of the gradients is lost",
                 stacklevel=3,
             )
+        if self.balance is not None and state.get("data") is not None:
+            self.balance.load_state_dict(state["data"])
         steps: int = state["steps"]
         self.precision.load_state_dict(state.get("loss_scale"))
         self.engine.updated(steps)

@@ -22,7 +22,12 @@ from slipstream.strategy.codec import (
     phases as phases,
 )
 from slipstream.strategy.compute import Compute as Compute
-from slipstream.strategy.data import Cache as Cache, Data as Data, Prefetch as Prefetch
+from slipstream.strategy.data import (
+    Balance as Balance,
+    Cache as Cache,
+    Data as Data,
+    Prefetch as Prefetch,
+)
 from slipstream.strategy.memory import (
     Budget as Budget,
     BudgetBytes as BudgetBytes,

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from slipstream.strategy.setting import Exactness, Setting
+
+_Speeds = Annotated[tuple[PositiveFloat, ...], Field(strict=False, examples=[[1.0, 1.0, 0.5]])]
+
+
+class Balance(Setting):
+    """Samples of each update are dealt to ranks by what they cost, so that none waits.
+
+    Example:
+        >>> Balance(mean="tokens").pads
+        True
+    """
+
+    mean: Literal["samples", "tokens"] = "samples"
+    """What the loss of a batch is a mean of: a rank's loss counts by how many of them it has."""
+
+    pads: bool = True
+    """Whether samples of a batch are padded to the longest."""
+
+    max_tokens: PositiveInt | None = None
+    """Most tokens of a rank's batch, with padding: an update has as many samples as fit. null: it
+    has those of the loader's ``batch_size`` on every rank."""
+
+    linear: NonNegativeFloat = 1.0
+    """What a sample costs for each token, in any unit."""
+
+    quadratic: NonNegativeFloat = 0.0
+    """What it costs for each pair of tokens, as in attention."""
+
+    speeds: Literal["measured"] | _Speeds | None = None
+    """Of the ranks, relative to each other: a slower one gets less. measured: by a piece of
+    compute when the session begins; null: all alike."""
 
 
 class Prefetch(Setting):
@@ -62,6 +93,9 @@ class Data(Setting):
         (True, False)
     """
 
+    balance: Balance | None = None
+    """Deal samples by what they cost; null: the loader's batches are used as they are."""
+
     cache: Cache | None = None
     """Keep samples that were read; null: they are read in every epoch."""
 
@@ -75,5 +109,5 @@ class Data(Setting):
 
     @property
     def exactness(self) -> Exactness:
-        """Batches and their order are those of the loader."""
-        return "bitwise"
+        """Whether batches are the loader's, or the same samples are dealt to other ranks."""
+        return "bitwise" if self.balance is None else "reordered"

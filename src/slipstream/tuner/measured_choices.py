@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.strategy import Prefetch, Strategy
+from slipstream.strategy import Balance, Prefetch, Strategy
 from slipstream.trace import Trace
 
 MEASURED_CHOICES: tuple[Mapping[str, Any], ...] = (
+    {"balance": Balance()},
     {"prefetch": Prefetch()},
     {"channels_last": True},
     {"compile": True},
@@ -19,6 +20,10 @@ MEASURED_CHOICES: tuple[Mapping[str, Any], ...] = (
 
 FUSED = ("fuse_bn", "fuse_add", "fuse_relu")
 """How settings begin that ``compile`` excludes."""
+
+
+LOADING = {"prefetch": "prefetchable", "balance": "balanceable"}
+"""Settings of data, and what a trace calls trainings that they have a use in."""
 
 
 def with_settings(strategy: Strategy, settings: Mapping[str, Any]) -> Strategy | None:
@@ -32,7 +37,7 @@ def with_settings(strategy: Strategy, settings: Mapping[str, Any]) -> Strategy |
         >>> with_settings(compiled, {"fuse_bn_act": True}) is None
         True
     """
-    group = "data" if "prefetch" in settings else "compute"
+    group = "data" if settings.keys() & LOADING.keys() else "compute"
     config = getattr(strategy, group)
     asked = {name: value for name, value in settings.items() if not getattr(config, name)}
     if not asked:
@@ -53,15 +58,14 @@ def useful(choices: Sequence[Mapping[str, Any]], trace: Trace) -> list[Mapping[s
         [{'compile': True}, {'fuse_add_act': True}]
     """
     names = trace.meta.get("useful_compute")
-    reads_ahead = trace.meta.get("prefetchable", False)
     return [
         left
         for choice in choices
-        if (left := {n: v for n, v in choice.items() if _has_use(n, names, reads_ahead)})
+        if (left := {n: v for n, v in choice.items() if _has_use(n, names, trace)})
     ]
 
 
-def _has_use(name: str, names: Sequence[str] | None, prefetchable: bool) -> bool:
-    if name == "prefetch":
-        return prefetchable
+def _has_use(name: str, names: Sequence[str] | None, trace: Trace) -> bool:
+    if name in LOADING:
+        return bool(trace.meta.get(LOADING[name], False))
     return names is None or name in names

@@ -3,3 +3,8 @@
 from slipstream.data.balance.batches import BalancedBatches as BalancedBatches
 from slipstream.data.balance.cost import Cost as Cost, fit_cost as fit_cost
 from slipstream.data.balance.deal import deal as deal, deal_padded as deal_padded
+from slipstream.data.balance.loader import (
+    BalancedLoader as BalancedLoader,
+    SampleBalance as SampleBalance,
+    is_balanceable as is_balanceable,
+)

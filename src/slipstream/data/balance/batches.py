@@ -21,6 +21,11 @@ from slipstream.data.balance.cost import Cost
 from slipstream.data.balance.deal import Parts, deal, deal_padded
 from slipstream.errors import UsageError
 
+LOOKED_AT = 256
+"""Updates that a prediction deals."""
+Position = tuple[int, int]
+"""An epoch, and how many of its samples come before."""
+
 
 class BalancedBatches(Sampler[list[int]]):
     """The numbers of the samples of each batch of this rank: a ``batch_sampler``.
@@ -39,6 +44,7 @@ class BalancedBatches(Sampler[list[int]]):
         pads: whether samples of a batch are padded to the longest.
         speeds: of the ranks, relative; None: equal. A slower rank gets less.
         shuffle: draw the samples anew in every epoch; else they come in order.
+        drop_last: leave out an update at the end that has fewer than ``batch_size`` samples.
         seed: the same on all ranks.
 
     Raises:
@@ -63,6 +69,7 @@ class BalancedBatches(Sampler[list[int]]):
         pads: bool = False,
         speeds: Sequence[float] | None = None,
         shuffle: bool = True,
+        drop_last: bool = False,
         seed: int = 0,
     ) -> None:
         self._lengths = np.asarray(lengths, dtype=np.int64)
@@ -70,22 +77,26 @@ class BalancedBatches(Sampler[list[int]]):
         self._batch_size, self._max_tokens = batch_size, max_tokens
         self._cost, self._pads = cost or Cost(), pads
         self._speeds = [1.0] * ranks if speeds is None else [float(speed) for speed in speeds]
-        self._shuffle, self._seed = shuffle, seed
+        self._shuffle, self._drop_last, self._seed = shuffle, drop_last, seed
         self._epoch = self._first = 0
+        self._begun: Position = (0, 0)
         self._check()
-        self._plan: Callable[[int], list[list[int]]] = lru_cache(maxsize=2)(self._updates)
-        self._dealt: Callable[[int, int], Parts] = lru_cache(maxsize=64)(self._deal)
+        self._plan: Callable[[Position], list[list[int]]] = lru_cache(maxsize=4)(self._updates)
+        self._dealt: Callable[[Position, int], Parts] = lru_cache(maxsize=64)(self._deal)
 
     def __len__(self) -> int:
-        """Batches of this epoch that are left; the same on every rank."""
-        return len(self._plan(self._epoch)) - self._first
+        """Batches of the next iteration; the same on every rank."""
+        return self.num_batches(self.position)
+
+    def num_batches(self, position: Position) -> int:
+        """Batches of an iteration that begins there."""
+        return len(self._plan(position))
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch = self._epoch
-        first, self._first = self._first, 0
-        for step in range(first, len(self._plan(epoch))):
-            own = self._dealt(epoch, step)[self._rank]
-            yield own or self._plan(epoch)[step][:1]
+        begun = self._begun = self.position
+        self._first = 0
+        for step, samples in enumerate(self._plan(begun)):
+            yield self._dealt(begun, step)[self._rank] or samples[:1]
 
     @property
     def epoch(self) -> int:
@@ -93,20 +104,24 @@ class BalancedBatches(Sampler[list[int]]):
         return self._epoch
 
     @property
-    def position(self) -> tuple[int, int]:
-        """That epoch, and the batch with which the iteration begins."""
+    def position(self) -> Position:
+        """That epoch, and how many of its samples come before the iteration begins."""
         return self._epoch, self._first
 
     def set_epoch(self, epoch: int, *, start: int = 0) -> None:
-        """The next iteration goes through this epoch, from its ``start``-th batch on."""
+        """The next iteration goes through this epoch, without its first ``start`` samples."""
         self._epoch, self._first = epoch, start
 
-    def state_dict(self, taken: int = 0) -> dict[str, Any]:
-        """What continues after so many batches of this epoch, on any number of ranks.
+    def state_dict(self, taken: int = 0, *, position: Position | None = None) -> dict[str, Any]:
+        """What continues after so many batches of this epoch, on any number of ranks, with batches
+        of any size.
 
-        Loaders read ahead, so only the training loop knows how many it has taken.
+        Loaders read ahead, so only the training loop knows how many it has taken. ``position`` is
+        that at which the iteration began; None: that of the latest one.
         """
-        return {"epoch": self._epoch, "seed": self._seed, "taken": taken}
+        begun = position or (self._begun if self._begun[0] == self._epoch else self.position)
+        samples = begun[1] + sum(map(len, self._plan(begun)[:taken]))
+        return {"epoch": begun[0], "seed": self._seed, "samples": samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the state was taken.
@@ -119,42 +134,49 @@ class BalancedBatches(Sampler[list[int]]):
                 f"the state was taken with seed {state['seed']}, this sampler has {self._seed}; "
                 "samples would come twice: give the same seed"
             )
-        self.set_epoch(state["epoch"], start=state["taken"])
+        self.set_epoch(state["epoch"], start=state["samples"])
 
-    def weight(self, step: int, *, per: Literal["samples", "tokens"]) -> float:
-        """What this rank's mean loss in a batch of this epoch must be multiplied with, so that the
-        mean over ranks is the mean over all samples, or tokens, of the update.
+    def weight(
+        self, step: int, *, per: Literal["samples", "tokens"], position: Position | None = None
+    ) -> float:
+        """What this rank's mean loss in the ``step``-th batch of an iteration must be multiplied
+        with, so that the mean over ranks is the mean over all samples, or tokens, of the update.
 
-        ``ranks * own / all``; no communication, as every rank knows all lengths.
+        ``ranks * own / all``; no communication, as every rank knows all lengths. ``position`` is
+        that at which the iteration began; None: that of the latest one, or of the next one in
+        another epoch.
         """
-        parts = self._dealt(self._epoch, step)
+        begun = position or (self._begun if self._begun[0] == self._epoch else self.position)
+        parts = self._dealt(begun, step)
         amounts = [self._amount(part, per) for part in parts]
         return self._ranks * amounts[self._rank] / sum(amounts)
 
     def idle(self, epoch: int | None = None) -> float:
-        """The predicted share of the ranks' time that is spent waiting for the slowest."""
-        number = self._epoch if epoch is None else epoch
+        """The predicted share of the ranks' time that is spent waiting for the slowest, in the
+        first LOOKED_AT updates of an epoch."""
+        start = (self._epoch if epoch is None else epoch), 0
         busy = slowest = 0.0
-        for step in range(len(self._plan(number))):
+        for step in range(min(len(self._plan(start)), LOOKED_AT)):
             seconds = [
                 self._seconds(part) / speed
-                for part, speed in zip(self._dealt(number, step), self._speeds, strict=True)
+                for part, speed in zip(self._dealt(start, step), self._speeds, strict=True)
             ]
             busy += sum(seconds) / len(seconds)
             slowest += max(seconds)
         return 1 - busy / slowest if slowest else 0.0
 
-    def _updates(self, epoch: int) -> list[list[int]]:
-        """The samples of each update of an epoch, on all ranks together."""
+    def _updates(self, position: Position) -> list[list[int]]:
+        """The samples of each update from a position on, on all ranks together."""
+        epoch, first = position
         order = np.arange(len(self._lengths))
         if self._shuffle:
             order = np.random.default_rng([self._seed, epoch]).permutation(len(order))
-        if self._batch_size is not None:
-            cuts = range(self._batch_size, len(order), self._batch_size)
-            updates = [part.tolist() for part in np.split(order, list(cuts))]
-        else:
-            updates = list(self._by_tokens(order.tolist()))
-        return updates
+        samples: list[int] = order[first:].tolist()
+        size = self._batch_size
+        if size is None:
+            return list(self._by_tokens(samples))
+        end = len(samples) - len(samples) % size if self._drop_last else len(samples)
+        return [samples[start : start + size] for start in range(0, end, size)]
 
     def _by_tokens(self, order: list[int]) -> Iterator[list[int]]:
         """As many samples each as can be dealt so that no rank has more than ``max_tokens``."""
@@ -176,8 +198,8 @@ class BalancedBatches(Sampler[list[int]]):
         assert self._max_tokens is not None
         return all(self._tokens(part) <= self._max_tokens for part in self._parts(samples))
 
-    def _deal(self, epoch: int, step: int) -> Parts:
-        return self._parts(self._plan(epoch)[step])
+    def _deal(self, position: Position, step: int) -> Parts:
+        return self._parts(self._plan(position)[step])
 
     def _parts(self, samples: list[int]) -> Parts:
         """The samples of each rank."""
@@ -217,6 +239,10 @@ class BalancedBatches(Sampler[list[int]]):
         if count < ranks:
             raise UsageError(
                 f"{count} samples for {ranks} ranks; allowed: one for each rank, or more"
+            )
+        if self._drop_last and count < (self._batch_size or 0):
+            raise UsageError(
+                f"drop_last with {count} samples and batches of {self._batch_size} leaves none"
             )
         if self._batch_size is not None and self._batch_size < ranks:
             raise UsageError(

@@ -75,7 +75,8 @@ def deal_padded(costs: npt.ArrayLike, speeds: Sequence[float]) -> Parts:
         raise UsageError(f"{len(found)} items for {len(speeds)} ranks; allowed: one each or more")
     order = np.argsort(-found, kind="stable")
     falling = found[order]
-    low, high = 0.0, float(len(found) * falling[0] / min(speeds))
+    # a little more than all items take on the slowest rank, as quotients are rounded
+    low, high = 0.0, float(len(found) * falling[0] / min(speeds)) * (1 + 1e-9)
     for _ in range(60):  # to the last bit of a double, nearly
         middle = (low + high) / 2
         if _runs(falling, speeds, middle) is None:

@@ -293,7 +293,7 @@ def _settings(sampler: Any) -> tuple[Any, ...]:
     """Numbers by their value, all else by what it is, its length and its version."""
     found: list[Any] = []
     for name, value in getattr(sampler, "__dict__", {}).items():
-        if name.lstrip("_") in ("epoch", "first"):  # the place
+        if name.lstrip("_") in ("epoch", "first", "begun"):  # the place
             continue
         if isinstance(value, int | float | str | None):
             found.append(value)

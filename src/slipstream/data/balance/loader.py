@@ -1,0 +1,280 @@
+"""The user's ``DataLoader`` with its samples dealt to ranks by what they cost.
+
+[Note: Epochs]
+The order of an epoch follows the ``set_epoch`` of the user's own ``DistributedSampler``, whose
+place the dealing takes; on one rank without such a sampler, passes over the loader are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
+
+from slipstream.data.balance.batches import BalancedBatches, Position
+from slipstream.data.balance.cost import Cost
+from slipstream.errors import ModelError
+from slipstream.strategy import Balance, Row
+
+
+class SampleBalance:
+    """Deals the samples of a loader, and knows the weight of the batch that was given out last.
+
+    Args:
+        loader: a ``DataLoader`` over a map-style dataset; on several ranks with a
+            ``DistributedSampler`` over all of it. Batches have its ``batch_size`` on average.
+        config: costs, and what the loss is a mean of.
+        rank, ranks: this one, and how many get batches of their own.
+        speeds: of the ranks; None: equal, unless ``config`` says.
+
+    Raises:
+        ModelError: the loader's order is not one that can be dealt, or the dataset does not say how
+            long its samples are.
+        UsageError: as `BalancedBatches`.
+
+    Attributes:
+        loader: the dealt loader; what is put around it is iterated by `over`.
+
+    Example:
+        >>> class Texts(list):
+        ...     lengths = [5, 1, 1, 3]
+        >>> loader = DataLoader(Texts("abcd"), batch_size=2)
+        >>> balance = SampleBalance(loader, Balance(), rank=0, ranks=1)
+        >>> list(balance.over(balance.loader))
+        [['a', 'b'], ['c', 'd']]
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        config: Balance,
+        *,
+        rank: int,
+        ranks: int,
+        speeds: Sequence[float] | None = None,
+    ) -> None:
+        sampler = _checked_sampler(loader, rank, ranks)
+        speeds = config.speeds if isinstance(config.speeds, tuple) else speeds
+        if speeds is not None and len(set(speeds)) == 1:
+            speeds = None
+        self._config, self._ranks, self._speeds = config, ranks, speeds
+        self._epochs = sampler if isinstance(sampler, DistributedSampler) else None
+        shuffles = isinstance(sampler, RandomSampler) or getattr(sampler, "shuffle", False)
+        tokens = config.max_tokens
+        self._batches = BalancedBatches(
+            _lengths(loader.dataset, config.speeds is not None),
+            rank=rank,
+            ranks=ranks,
+            batch_size=loader.batch_size * ranks if tokens is None else None,
+            max_tokens=tokens,
+            cost=Cost(config.linear, config.quadratic),
+            pads=config.pads,
+            speeds=speeds,
+            shuffle=bool(shuffles),
+            drop_last=loader.drop_last,
+            seed=int(getattr(sampler, "seed", 0)),
+        )
+        self._position: Position = (0, 0)
+        """Of the iteration that is under way, or of the next one."""
+        self._taken, self._running = 0, False
+        self.loader: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            batch_sampler=self._batches,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+        )
+
+    def over(self, loader: Iterable[Any]) -> BalancedLoader:
+        """Iterate over ``loader``, which gives the batches of `loader`, epoch after epoch."""
+        return BalancedLoader(self, loader)
+
+    @property
+    def weight(self) -> float:
+        """Of the loss of the batch that was given out last; 1 before the first one."""
+        if not self._taken:
+            return 1.0
+        step, mean = self._taken - 1, self._config.mean
+        return self._batches.weight(step, per=mean, position=self._position)
+
+    @property
+    def num_batches(self) -> int:
+        """Of the iteration that is under way, or of the next one."""
+        return self._batches.num_batches(self._position if self._running else self._following)
+
+    @property
+    def _following(self) -> Position:
+        """Where the next iteration begins: as the user's sampler, or the last pass, says."""
+        epoch, first = self._position
+        if self._running:  # the last pass was left early
+            epoch, first = epoch + 1, 0
+        if self._epochs is not None and self._epochs.epoch != epoch:
+            epoch, first = self._epochs.epoch, 0
+        return epoch, first
+
+    def begin(self) -> None:
+        """The next iteration begins."""
+        self._position = epoch, first = self._following
+        self._taken, self._running = 0, True
+        self._batches.set_epoch(epoch, start=first)
+
+    def take(self) -> None:
+        """A batch is given out."""
+        self._taken += 1
+
+    def end(self) -> None:
+        """A pass is over."""
+        self._position = self._position[0] + 1, 0
+        self._taken, self._running = 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the training goes on: the epoch, and how many of its samples all ranks have had."""
+        return self._batches.state_dict(self._taken, position=self._position)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there, on any number of ranks, once the epoch is that of the state.
+
+        Raises:
+            UsageError: it was taken under another seed.
+        """
+        self._batches.load_state_dict(state)
+        self._position = self._batches.position
+        self._taken, self._running = 0, False
+
+    def close(self) -> None:
+        """Nothing was changed."""
+
+    def report_rows(self) -> Sequence[Row]:
+        """How evenly the ranks are predicted to compute."""
+        notes = [f"{self._batches.idle():.1%} of the ranks' time is waiting, as predicted"]
+        if self._speeds is not None:
+            notes.append(f"speeds {', '.join(f'{speed:.2g}' for speed in self._speeds)}")
+        value = f"by {self._config.mean}" + (", padded" if self._config.pads else "")
+        return [Row("balance", value, "; ".join(notes))]
+
+
+class BalancedLoader:
+    """Batches of a loader around `SampleBalance.loader`; other attributes are those of that one.
+
+    Args:
+        balance: is told of each epoch and each batch.
+        loader: gives the batches.
+    """
+
+    def __init__(self, balance: SampleBalance, loader: Iterable[Any]) -> None:
+        self._balance, self._loader = balance, loader
+
+    def __len__(self) -> int:
+        return self._balance.num_batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._balance.begin()
+        for batch in self._loader:
+            self._balance.take()
+            yield batch
+        self._balance.end()
+
+
+def is_balanceable(loader: Any, rank: int, ranks: int) -> bool:
+    """Whether `SampleBalance` takes it, with lengths of its dataset's own.
+
+    Example:
+        >>> is_balanceable(DataLoader([1, 2]), 0, 1)
+        False
+    """
+    try:
+        _checked_sampler(loader, rank, ranks)
+        _lengths(loader.dataset, equal=False)
+    except ModelError:
+        return False
+    return True
+
+
+def _checked_sampler(loader: Any, rank: int, ranks: int) -> Any:
+    """The sampler of a loader whose samples can be dealt.
+
+    Raises:
+        ModelError: they cannot.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        what = type(getattr(loader, "dataset", loader)).__name__
+        raise ModelError(
+            f"data.balance deals the samples of a map-style dataset in a torch DataLoader; this is "
+            f"a {what}: give a DataLoader over a map-style dataset, or leave data.balance out"
+        )
+    sampler: Any = loader.sampler
+    plain = isinstance(sampler, RandomSampler | SequentialSampler) and ranks == 1
+    replaces = getattr(sampler, "replacement", False) or getattr(sampler, "_num_samples", None)
+    spread = isinstance(sampler, DistributedSampler)
+    if loader.batch_size is None or not (spread or (plain and not replaces)):
+        seen = type(loader.batch_sampler if loader.batch_size is None else sampler).__name__
+        allowed = "a DistributedSampler over the whole dataset"
+        raise ModelError(
+            f"data.balance draws the samples of all {ranks} ranks itself; the loader has a {seen}: "
+            f"give it batch_size and {allowed}, or leave data.balance out"
+        )
+    if spread and (sampler.num_replicas, sampler.rank) != (ranks, rank):
+        raise ModelError(
+            f"the DistributedSampler is that of rank {sampler.rank} of {sampler.num_replicas}, "
+            f"this rank gets the data of {rank} of {ranks}: DistributedSampler(dataset, "
+            f"num_replicas={ranks}, rank={rank}), as slipstream.data_share(strategy) says"
+        )
+    dataset: Any = loader.dataset
+    if len(dataset) < ranks:
+        raise ModelError(
+            f"data.balance: {len(dataset)} samples for {ranks} ranks; allowed: one for each rank, "
+            "or more"
+        )
+    return sampler
+
+
+def _lengths(dataset: Any, equal: bool) -> Sequence[int]:
+    """How long each sample of a dataset is, as its ``lengths`` or its column ``length`` say.
+
+    Args:
+        dataset: may be a ``Subset`` of one that says it.
+        equal: whether samples of a dataset that says nothing count as equal.
+
+    Raises:
+        ModelError: it says nothing, or has another number of samples.
+    """
+    if isinstance(dataset, Subset):
+        found = np.asarray(_lengths(dataset.dataset, equal))[list(dataset.indices)]
+        return [int(length) for length in found]
+    lengths = getattr(dataset, "lengths", None)
+    if lengths is None and "length" in (getattr(dataset, "column_names", None) or ()):
+        lengths = dataset["length"]
+    if lengths is None and equal:
+        return [1] * len(dataset)
+    if lengths is None:
+        raise ModelError(
+            f"data.balance: {type(dataset).__name__} does not say how long its samples are; give "
+            "it an attribute lengths, a number for each sample (or a column length), or leave "
+            "data.balance out"
+        )
+    if len(lengths) != len(dataset):
+        raise ModelError(
+            f"data.balance: {type(dataset).__name__} has {len(dataset)} samples and "
+            f"{len(lengths)} lengths; allowed: one for each sample"
+        )
+    return [int(length) for length in lengths]

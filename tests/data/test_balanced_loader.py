@@ -1,0 +1,358 @@
+"""``data.balance``: the loader's samples dealt by cost, and losses that count by what they hold."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    WeightedRandomSampler,
+)
+
+import slipstream
+from slipstream.calibration import rank_speed
+from slipstream.data.balance import SampleBalance, is_balanceable
+from slipstream.errors import ModelError, SlipstreamError, UsageError
+from slipstream.strategy import Balance
+from slipstream.trace import read
+from tests.harness.ranks import Ranks
+
+LENGTHS = np.random.default_rng(0).lognormal(2.0, 0.7, 83).astype(int).clip(1, 40).tolist()
+
+
+class Sequences(Dataset[Any]):
+    """Each sample is a sequence of as many vectors as it is long, and its number."""
+
+    def __init__(self, lengths: list[int] | None = None) -> None:
+        self.lengths = LENGTHS if lengths is None else lengths
+        generator = torch.Generator().manual_seed(5)
+        self._rows = [
+            torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in self.lengths
+        ]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self._rows[index], index
+
+
+class Silent(Sequences):
+    """Does not say how long its samples are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.lengths
+
+
+def collate(
+    samples: list[tuple[torch.Tensor, int]],
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    rows = nn.utils.rnn.pad_sequence([row for row, _ in samples], batch_first=True)
+    mask = torch.zeros(rows.shape[:2], dtype=torch.bool)
+    for number, (row, _) in enumerate(samples):
+        mask[number, : len(row)] = True
+    return rows, mask, [index for _, index in samples]
+
+
+def loader_of(
+    rank: int, ranks: int, batch_size: int = 4, shuffle: bool = True, **settings: Any
+) -> DataLoader[Any]:
+    dataset = Sequences()
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=ranks, rank=rank, shuffle=shuffle, seed=11
+    )
+    return DataLoader(
+        dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, **settings
+    )
+
+
+def loss_of(output: torch.Tensor, mask: torch.Tensor, mean: str) -> torch.Tensor:
+    """A mean over tokens, or over samples of the means of their tokens."""
+    values = output[..., 0].square() * mask
+    if mean == "tokens":
+        return values.sum() / mask.sum()
+    return (values.sum(1) / mask.sum(1)).mean()
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def train(
+    strategy: dict[str, Any],
+    epochs: int = 2,
+    batch_size: int = 4,
+    stop: int | None = None,
+    state: dict[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[list[tuple[int, list[int]]], list[torch.Tensor], dict[str, Any], str]:
+    """Samples by step, gradients of each update, the last state, the report."""
+    rank, ranks = slipstream.data_share()
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader = loader_of(rank, ranks, batch_size, **settings)
+    seen: list[tuple[int, list[int]]] = []
+    gradients: list[torch.Tensor] = []
+    mean = strategy["data"]["balance"].get("mean", "samples")
+    with slipstream.accelerate(model, optimizer, loader, strategy=strategy) as session:
+        start = 0
+        if state is not None:
+            session.load_state_dict(state)
+            start = state["data"]["epoch"]
+        for epoch in range(start, epochs):
+            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            for rows, mask, indices in session.loader:
+                session.backward(loss_of(session.model(rows), mask, mean))
+                seen.append((epoch, indices))
+                gradients.append(
+                    torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+                )
+                session.step()
+                if len(seen) == stop:
+                    return seen, gradients, session.state_dict(), session.report()
+        return seen, gradients, session.state_dict(), session.report()
+
+
+def expected(indices: list[int], mean: str) -> torch.Tensor:
+    """The gradient of the samples of all ranks in one batch."""
+    model, dataset = model_of(), Sequences()
+    rows, mask, _ = collate([dataset[i] for i in indices])
+    loss_of(model(rows), mask, mean).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="module")
+def three() -> Iterator[Ranks]:
+    with Ranks(3) as ranks:
+        yield ranks
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "samples": {"balance": {}},
+    "tokens": {"balance": {"mean": "tokens"}},
+    "unpadded": {"balance": {"mean": "tokens", "pads": False, "quadratic": 0.05}},
+    "a limit of tokens": {"balance": {"mean": "tokens", "max_tokens": 60}},
+    "read ahead": {"balance": {"mean": "tokens"}, "prefetch": {"threads": True, "workers": 1}},
+    "a slow rank": {"balance": {"speeds": [1.0, 0.5, 1.0]}},
+}
+
+
+@pytest.mark.parametrize("data", SETTINGS.values(), ids=SETTINGS)
+def test_the_gradient_is_that_of_all_samples_in_one_batch(three, data: dict[str, Any]) -> None:
+    runs = three.run(train, {"data": data})
+    mean = data["balance"].get("mean", "samples")
+    steps = list(zip(*(run[0] for run in runs), strict=True))
+    for number, by_rank in enumerate(steps):
+        together = list(dict.fromkeys(i for _, indices in by_rank for i in indices))
+        for run in runs:
+            torch.testing.assert_close(
+                run[1][number], expected(together, mean), rtol=1e-9, atol=1e-12
+            )
+    for epoch in range(2):
+        indices = {i for by_rank in steps for e, part in by_rank if e == epoch for i in part}
+        assert indices == set(range(len(LENGTHS)))
+    orders = [
+        [i for by_rank in steps for e, part in by_rank if e == epoch for i in part]
+        for epoch in range(2)
+    ]
+    assert orders[0] != orders[1], "another epoch has another order"
+    assert "balance" in runs[0][3]
+
+
+@pytest.mark.parametrize("data", [SETTINGS["tokens"], SETTINGS["read ahead"]])
+def test_a_training_goes_on_in_the_middle_of_an_epoch(three, data: dict[str, Any]) -> None:
+    strategy = {"data": data}
+    whole = three.run(train, strategy)
+    parts = three.run(train, strategy, 2, 4, 9)
+    state = parts[0][2]
+    assert state["data"] == {"epoch": 1, "seed": 11, "samples": 24}
+    later = three.run(train, strategy, 2, 4, None, state)
+    for before, first, second in zip(whole, parts, later, strict=True):
+        assert first[0] + second[0] == before[0]
+        assert all(map(torch.equal, first[1] + second[1], before[1]))
+
+
+def test_the_order_of_samples_goes_on_with_other_batches(three) -> None:
+    """What is left of an epoch, with another batch size as on another number of ranks."""
+    strategy: dict[str, Any] = {"data": {"balance": {}}}
+    state = three.run(train, strategy, 1, 4, 3)[0][2]
+    left = three.run(train, strategy, 1, 2, None, state)
+    done = three.run(train, strategy, 1, 4, 3)
+    counted = sorted(i for runs in (done, left) for run in runs for _, part in run[0] for i in part)
+    assert sorted(set(counted)) == list(range(len(LENGTHS)))
+    assert len(counted) - len(set(counted)) < 3  # fillers of the last update alone
+
+
+def traced(folder: str, balance: dict[str, Any] | None) -> bool:
+    """Whether a trace says that the samples can be dealt."""
+    data = {} if balance is None else {"data": {"balance": balance}}
+    rank, ranks = slipstream.data_share()
+    model, loader = model_of(), loader_of(rank, ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    strategy = {**data, "trace": {"steps": 2, "folder": folder}}
+    with slipstream.accelerate(model, optimizer, loader, strategy=strategy) as session:
+        for rows, mask, _ in session.loader:
+            session.backward(loss_of(session.model(rows), mask, "samples"))
+            session.step()
+    return bool(read(f"{folder}/trace.json").meta["balanceable"]) if not rank else False
+
+
+def test_a_trace_says_whether_samples_can_be_dealt(three, tmp_path) -> None:
+    assert three.run(traced, str(tmp_path / "as it is"), None)[0]
+    assert not three.run(traced, str(tmp_path / "dealt"), {})[0], "they are already"
+
+
+def slow_piece(device: torch.device) -> Callable[[], None]:
+    """A piece of compute that takes twice as long on rank 1."""
+    seconds = 0.02 if dist.get_rank() == 1 else 0.01
+    return lambda: time.sleep(seconds)
+
+
+def measured() -> tuple[str, list[int]]:
+    """The report, and the tokens of each batch."""
+    balance = {"speeds": "measured", "pads": False}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_speed, "piece_of_compute", slow_piece)
+        run = train({"data": {"balance": balance}}, epochs=1)
+    return run[3], [sum(LENGTHS[i] for i in part) for _, part in run[0]]
+
+
+def test_a_rank_that_is_measured_slower_gets_less(three) -> None:
+    runs = three.run(measured)
+    assert "speeds 1, 0.5, 1" in runs[0][0]
+    tokens = [sum(amounts) for _, amounts in runs]
+    assert tokens[1] / sum(tokens) == pytest.approx(0.2, abs=0.03)
+
+
+def build(loader: Any, rank: int = 0, ranks: int = 2, **config: Any) -> SampleBalance:
+    return SampleBalance(loader, Balance(**config), rank=rank, ranks=ranks)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+def spread(dataset: Any, rank: int = 0, ranks: int = 2, **settings: Any) -> DataLoader[Any]:
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, num_replicas=ranks, rank=rank)
+    return DataLoader(dataset, sampler=sampler, **{"batch_size": 2, **settings})
+
+
+WRONG: dict[str, tuple[Any, type[SlipstreamError], str]] = {
+    "a list": (lambda: build([1, 2]), ModelError, "this is a list"),
+    "a stream": (lambda: build(DataLoader(Stream())), ModelError, "this is a Stream"),
+    "an order of one rank": (
+        lambda: build(DataLoader(Sequences(), shuffle=True)),
+        ModelError,
+        "all 2 ranks itself; the loader has a RandomSampler",
+    ),
+    "weighted samples": (
+        lambda: build(
+            DataLoader(Sequences(), sampler=WeightedRandomSampler([1.0] * 83, 83)), ranks=1
+        ),
+        ModelError,
+        "WeightedRandomSampler",
+    ),
+    "no batches": (
+        lambda: build(spread(Sequences(), batch_size=None)),
+        ModelError,
+        "give it batch_size",
+    ),
+    "another rank's": (
+        lambda: build(spread(Sequences(), rank=1)),
+        ModelError,
+        "that of rank 1 of 2, this rank gets the data of 0 of 2",
+    ),
+    "no lengths": (lambda: build(spread(Silent())), ModelError, "Silent does not say how long"),
+    "lengths of others": (
+        lambda: build(spread(_with_lengths([1, 2]))),
+        ModelError,
+        "83 samples and 2 lengths",
+    ),
+    "fewer samples than ranks": (
+        lambda: build(spread(Subset(Sequences(), [3]))),
+        ModelError,
+        "1 samples for 2 ranks",
+    ),
+    "no samples": (
+        lambda: build(spread(Subset(Sequences(), []))),
+        ModelError,
+        "0 samples for 2 ranks",
+    ),
+    "a long sample": (
+        lambda: build(spread(Sequences()), max_tokens=20),
+        UsageError,
+        "sample [0-9]+ has [0-9]+ tokens, max_tokens is 20",
+    ),
+    "speeds of other ranks": (
+        lambda: build(spread(Sequences()), speeds=(1.0, 0.5, 1.0)),
+        UsageError,
+        "a speed above 0 for each",
+    ),
+}
+
+
+def _with_lengths(lengths: list[int]) -> Sequences:
+    dataset = Sequences()
+    dataset.lengths = lengths
+    return dataset
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_are_named(name: str) -> None:
+    make, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message):
+        make()
+
+
+def test_lengths_are_those_of_the_dataset_its_subset_or_a_column() -> None:
+    assert is_balanceable(spread(Sequences()), 0, 2)
+    assert is_balanceable(spread(Subset(Sequences(), [1, 2, 3])), 0, 2)
+    assert not is_balanceable(spread(Silent()), 0, 2)
+    build(spread(Silent()), speeds=(1.0, 0.5))  # samples count as equal
+
+    class Table(Silent):
+        column_names = ("text", "length")
+
+        def __getitem__(self, index: Any) -> Any:
+            return LENGTHS if index == "length" else super().__getitem__(index)
+
+    assert is_balanceable(spread(Table()), 0, 2)
+
+
+def test_without_a_sampler_of_several_ranks_passes_are_epochs() -> None:
+    torch.manual_seed(0)
+    loader = DataLoader(Sequences(), batch_size=4, shuffle=True, collate_fn=collate)
+    balance = build(loader, ranks=1)
+    batches = balance.over(balance.loader)
+    epochs = [[indices for *_, indices in batches] for _ in range(2)]
+    assert len(batches) == len(epochs[0]) == 21
+    assert epochs[0] != epochs[1]
+    state = copy.deepcopy(balance.state_dict())
+    assert state == {"epoch": 2, "seed": 0, "samples": 0}
+    for _ in batches:
+        assert len(batches) == 21  # as progress bars ask
+        break
+    assert balance.state_dict() == {"epoch": 2, "seed": 0, "samples": 4}
+    next(iter(batches))
+    assert balance.state_dict()["epoch"] == 3, "a pass that was left early is over"
+    assert balance.weight == 1.0
+
+
+def test_the_last_update_may_be_left_out() -> None:
+    balance = build(spread(Sequences(), drop_last=True), ranks=2)
+    assert len(balance.over(balance.loader)) == 83 // 4
