@@ -438,7 +438,7 @@ def tables(entry: dict[str, Any]) -> Iterator[Table]:
 def main() -> None:
     """Measure, or be a rank."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=12, help="of a block")
+    parser.add_argument("--steps", type=int, default=8, help="of a block")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rank-of", nargs=2, metavar=("WHAT", "FILE"), help=argparse.SUPPRESS)

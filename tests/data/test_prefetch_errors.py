@@ -85,6 +85,45 @@ def test_a_worker_that_dies_is_an_error_that_names_the_samples() -> None:
     assert done.stdout.startswith("RuntimeError") or "were awaited; read them" in done.stdout
 
 
+FULL = """
+import os, torch
+from torch.utils.data import DataLoader
+from slipstream.data.prefetch import prefetch
+from slipstream.strategy import Prefetch
+
+class Large:
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.zeros(2**18)  # 1 MiB
+
+loader = prefetch(DataLoader(Large(), batch_size=2), Prefetch(%s))
+try:
+    for batch in loader:
+        pass
+    print("all was read")
+except Exception as error:
+    print(type(error).__name__, error, *getattr(error, "__notes__", ()), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.namespace
+@pytest.mark.process
+@pytest.mark.parametrize("config", ["workers=1, depth=2", ""])
+def test_a_full_shared_memory_is_an_error_that_names_it_and_the_samples(config: str) -> None:
+    """In a mount namespace, whose /dev/shm has 1 MiB."""
+    small = 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$0" -c "$1"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", small]
+    done = subprocess.run(
+        [*command, sys.executable, FULL % config], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "/dev/shm" in done.stdout, done.stdout + done.stderr
+    assert ("samples 0, 1" in done.stdout) or "a batch has 2.0 MiB" in done.stdout
+
+
 def test_a_thread_that_hangs_is_an_error_that_names_the_samples() -> None:
     data = Hanging(8)
     config = Prefetch(workers=1, threads=True, timeout=2.0)

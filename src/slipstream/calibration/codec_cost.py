@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 
 import torch
@@ -23,6 +23,8 @@ from slipstream.transport.requests import AllGather, sent_bytes
 SIZES = (2**14, 2**21)
 """Elements of the two buckets that determine the line."""
 ROUNDS = 5
+WINDOW = 0.1
+"""Seconds of a round: so long that ranks that share cores compute side by side."""
 
 
 def codec_cost(
@@ -35,7 +37,7 @@ def codec_cost(
 
     They are those of one rank of ``ranks`` for one bucket of an fp32 matrix; the payloads of the
     others are zeros. Encoding ends with the last request of an exchange. ``together`` is called
-    before each bucket: it waits for ranks that share the cores.
+    before each round: it waits for ranks that share the cores.
 
     Raises:
         ValueError: fewer than two ranks, which send nothing.
@@ -76,24 +78,28 @@ def _measured(
     compressor = make_compressor(codec, [weight], Ranks(0, ranks), momenta=momenta, num_flags=2)
     later = 10**9  # a step after the warm-up of every codec
     dense = 2 * (ranks - 1) / ranks * weight.nbytes
-    times, sent = [], 0.0
+    times: list[tuple[float, ...]] = []
+    sent = 0.0
     for _ in range(ROUNDS + 1):
-        values = torch.zeros(compressor.num_values, dtype=compressor.works_in, device=device)
-        values[: weight.numel()] = weight.flatten()
-        flags = torch.zeros(2, dtype=torch.uint8, device=device)
         together()
-        start = asked = perf_counter()
-        sent = 0.0
-        for request in compressor.exchange(values, flags, later):
-            sent += sent_bytes(request, ranks)
-            if isinstance(request, AllGather):
-                request.receive.zero_()  # random memory would be no valid indices
+        begin, each = perf_counter(), []
+        while perf_counter() - begin < WINDOW:
+            values = torch.zeros(compressor.num_values, dtype=compressor.works_in, device=device)
+            values[: weight.numel()] = weight.flatten()
+            flags = torch.zeros(2, dtype=torch.uint8, device=device)
+            start = asked = perf_counter()
+            sent = 0.0
+            for request in compressor.exchange(values, flags, later):
+                sent += sent_bytes(request, ranks)
+                if isinstance(request, AllGather):
+                    request.receive.zero_()  # random memory would be no valid indices
+                synchronize(device)
+                asked = perf_counter()
             synchronize(device)
-            asked = perf_counter()
-        synchronize(device)
-        end = perf_counter()
-        compressor.commit()
-        times.append((end - start, asked - start, end - asked))
+            end = perf_counter()
+            compressor.commit()
+            each.append((end - start, asked - start, end - asked))
+        times.append(tuple(map(fmean, zip(*each, strict=True))))
     total, encode, decode = (median(column) for column in zip(*times[1:], strict=True))
     return total, encode, decode, sent / dense
 
@@ -106,10 +112,12 @@ def _measured_half(
     times = []
     for _ in range(ROUNDS + 1):
         together()
-        start = perf_counter()
-        weight.copy_(narrow)
-        synchronize(weight.device)
-        times.append(perf_counter() - start)
+        start, count = perf_counter(), 0
+        while perf_counter() - start < WINDOW:
+            weight.copy_(narrow)
+            synchronize(weight.device)
+            count += 1
+        times.append((perf_counter() - start) / count)
     seconds = median(times[1:])
     return seconds, 0.0, seconds, 0.5
 
