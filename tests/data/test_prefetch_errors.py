@@ -93,7 +93,7 @@ from slipstream.strategy import Prefetch
 
 class Large:
     def __len__(self):
-        return 16
+        return 64
 
     def __getitem__(self, index):
         return torch.zeros(2**18)  # 1 MiB

@@ -22,6 +22,8 @@ from slipstream.data.prefetch.passes import Passes
 from slipstream.errors import DataError
 from slipstream.pytree import mapped
 
+NO_ROOM = "/dev/shm, through which workers hand batches over, is full"
+
 
 class Source(Protocol):
     """Batches in the order of the indices."""
@@ -123,6 +125,11 @@ class Workers:
                 raise
             awaited = _few(self._passes.sent[0].indices)
             self.close()
+            if what == NO_ROOM:
+                raise DataError(
+                    f"{NO_ROOM} while samples {awaited} were awaited; make it larger, read fewer "
+                    "batches ahead (data.prefetch.depth), or set data.prefetch.threads"
+                ) from error.with_traceback(None)
             raise DataError(
                 f"{what} while samples {awaited} were awaited; read them in a script of their own "
                 "to see why, or raise data.prefetch.timeout where reading takes so long"
@@ -263,6 +270,8 @@ def _pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 def _of_workers(error: Exception) -> str:
     """What the workers have come to; empty: the error is the dataset's."""
+    if "No space left on device" in str(error) and "shared memory" in str(error):
+        return NO_ROOM
     text = str(error).strip().partition("\n")[0]
     if isinstance(error, RuntimeError):
         return text if text.startswith("DataLoader ") else ""
