@@ -114,7 +114,7 @@ def train(
             session.load_state_dict(state)
             start = state["data"]["epoch"]
         for epoch in range(start, epochs):
-            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            session.loader.sampler.set_epoch(epoch)
             for rows, mask, indices in session.loader:
                 session.backward(loss_of(session.model(rows), mask, mean))
                 seen.append((epoch, indices))
@@ -351,6 +351,13 @@ def test_without_a_sampler_of_several_ranks_passes_are_epochs() -> None:
     next(iter(batches))
     assert balance.state_dict()["epoch"] == 3, "a pass that was left early is over"
     assert balance.weight == 1.0
+
+
+def test_without_a_loader_there_is_nothing_to_deal() -> None:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match=r"pass it: accelerate\(model, optimizer, loader\)"):
+        slipstream.accelerate(model, optimizer, strategy={"data": {"balance": {}}})
 
 
 def test_the_last_update_may_be_left_out() -> None:

@@ -428,8 +428,13 @@ def _tracer(
 
 def _balance(given: _Given, loader: Iterable[Any] | None) -> SampleBalance | None:
     config, dims, speeds = given.strategy.data.balance, given.dims, None
-    if config is None or loader is None:
+    if config is None:
         return None
+    if loader is None:
+        raise UsageError(
+            "data.balance deals the samples of a loader; pass it: accelerate(model, optimizer, "
+            "loader)"
+        )
     where = {"rank": dims.data_rank, "ranks": dims.data_size}
     if config.speeds == "measured" and dims.control is not None:
         device = given.cluster.device

@@ -43,6 +43,7 @@ class SampleBalance:
 
     Attributes:
         loader: the dealt loader; what is put around it is iterated by `over`.
+        sampler: the user's, whose ``set_epoch`` is followed.
 
     Example:
         >>> class Texts(list):
@@ -62,7 +63,7 @@ class SampleBalance:
         ranks: int,
         speeds: Sequence[float] | None = None,
     ) -> None:
-        sampler = _checked_sampler(loader, rank, ranks)
+        self.sampler = sampler = _checked_sampler(loader, rank, ranks)
         speeds = config.speeds if isinstance(config.speeds, tuple) else speeds
         if speeds is not None and len(set(speeds)) == 1:
             speeds = None
@@ -181,6 +182,11 @@ class BalancedLoader:
 
     def __len__(self) -> int:
         return self._balance.num_batches
+
+    @property
+    def sampler(self) -> Any:
+        """The user's."""
+        return self._balance.sampler
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
