@@ -173,11 +173,7 @@ def measure(network: str, rounds: int, workers: int, depth: int) -> list[Row]:
             block = [training.epoch(loaders[name]) for _ in range(EPOCHS)][1:]
             seconds[name].append(median(each for each, _ in block))
             waited[name].append(median(wait / each for each, wait in block))
-    for loader in loaders.values():
-        if hasattr(loader, "close"):
-            loader.close()
-        if isinstance(getattr(loader, "dataset", None), CachedDataset):
-            loader.dataset.close()
+    close(loaders)
 
     def over(name: str, other: str) -> tuple[float, float, float]:
         pairs = zip(seconds[other], seconds[name], strict=True)
@@ -194,6 +190,19 @@ def measure(network: str, rounds: int, workers: int, depth: int) -> list[Row]:
         )
         for name in names
     ]
+
+
+def close(loaders: dict[str, Any]) -> None:
+    """End what reads, then the caches that it uses."""
+    datasets = [getattr(loader, "dataset", None) for loader in loaders.values()]
+    while loaders:
+        _, loader = loaders.popitem()
+        if hasattr(loader, "close"):
+            loader.close()
+        del loader  # persistent workers end with their loader
+    for dataset in datasets:
+        if isinstance(dataset, CachedDataset):
+            dataset.close()
 
 
 def table(rows: Iterable[Row]) -> Table:
