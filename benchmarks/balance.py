@@ -46,7 +46,7 @@ from iteration import on_loopback, quartiles
 from rich.console import Console
 from rich.table import Table
 from tables import save
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import BertConfig, BertForMaskedLM
 
 import slipstream
@@ -198,19 +198,6 @@ def predicted(steps: Steps, lengths: Sequence[int], pads: bool) -> tuple[float, 
     times = np.array([[tokens(part) for part in parts] for parts in steps], dtype=float)
     real = sum(lengths[index] for parts in steps for part in parts for index in part)
     return 1 - times.mean(1).sum() / times.max(1).sum(), 1 - real / times.sum()
-
-
-class Given(Sampler[list[int]]):
-    """Batches that are given."""
-
-    def __init__(self, batches: Sequence[list[int]]) -> None:
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self._batches)
 
 
 def inputs(rows: Sequence[torch.Tensor], pads: bool) -> dict[str, torch.Tensor]:

@@ -92,6 +92,11 @@ def model_of() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
 
 
+def gradient_of(model: nn.Module) -> torch.Tensor:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
 def train(
     strategy: dict[str, Any],
     epochs: int = 2,
@@ -118,9 +123,7 @@ def train(
             for rows, mask, indices in session.loader:
                 session.backward(loss_of(session.model(rows), mask, mean))
                 seen.append((epoch, indices))
-                gradients.append(
-                    torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
-                )
+                gradients.append(gradient_of(model))
                 session.step()
                 if len(seen) == stop:
                     return seen, gradients, session.state_dict(), session.report()
@@ -132,7 +135,7 @@ def expected(indices: list[int], mean: str) -> torch.Tensor:
     model, dataset = model_of(), Sequences()
     rows, mask, _ = collate([dataset[i] for i in indices])
     loss_of(model(rows), mask, mean).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters()])  # type: ignore[union-attr]
+    return gradient_of(model)
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,7 @@ FULL = """
 import os, torch
 from torch.utils.data import DataLoader
 from slipstream.data.prefetch import prefetch
+from slipstream.errors import DataError
 from slipstream.strategy import Prefetch
 
 class Large:
@@ -103,8 +104,8 @@ try:
     for batch in loader:
         pass
     print("all was read")
-except Exception as error:
-    print(type(error).__name__, error, *getattr(error, "__notes__", ()), flush=True)
+except DataError as error:
+    print(error, flush=True)
 os._exit(0)
 """
 

@@ -95,7 +95,8 @@ class Session(Generic[M, O]):
         ``sharded`` a rank has its share alone, so call `clip_grad_norm_`); inside an accumulation
         window or ``no_sync`` it holds the sum of this rank so far. Called twice before
         ``step()``, the gradients add up (with a codec other than ``half`` that is refused: it would
-        encode the first ones twice).
+        encode the first ones twice). With ``data.balance`` the loss counts by what the loader's
+        last batch holds of the samples, or tokens, of all ranks.
 
         Args:
             loss: a tensor of one element.
@@ -206,7 +207,8 @@ class Session(Generic[M, O]):
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to continue bit for bit, beside the states of the model and the
-        optimizer: the number of updates, ready order, split, loss scale, and the codecs' state.
+        optimizer: the number of updates, ready order, split, loss scale, the codecs' state, and
+        with ``data.balance`` the place in the epoch.
 
         The same on every rank. Call it on every rank: the codecs' state is gathered.
 
