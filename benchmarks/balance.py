@@ -4,18 +4,16 @@
 
 Samples are the functions of the standard library, a token for each token of Python. *Predicted*:
 the share of the ranks' time that is spent waiting for the slowest, if a batch takes as long as its
-tokens, padding counted; "cost fitted": as `fit_cost` says, from batches that are measured
-first. *Measured*: a small BERT is trained on them, a variant after the other in
-every round, another one first each time. As ranks share the cores of this host, a rank's time is
-the seconds that its own thread computes forward and backward; tokens a second, without padding, are
-those of the clock.
+tokens, padding counted; "cost fitted": as `fit_cost` says, from batches that are measured first.
+*Measured*: a small BERT computes them, a variant after the other in every round, another one first
+each time. Ranks share the cores of this host, so for the idle share they compute each step one
+after the other, as on hosts of their own: the faster of two runs counts. *The same batch on every
+rank* shows how far that tells ranks apart. Tokens a second, without padding, are those of all ranks
+together, with the exchange of gradients.
 
-*The same batch on every rank* shows how far the clock of a thread alone tells ranks apart.
-
-*Unequal ranks*: every rank may compute for a part of the time alone, the last one for half as long
-as the others (it is stopped and continued, a hundred times a second), on samples of one length.
-What all ranks reach together is compared with the sum of what each reached alone, without any
-exchange.
+*Unequal ranks*: every rank may use a part of a core, the last one half as much as the others (a
+quota of a control group, which needs root), on samples of one length. What all ranks reach together
+is compared with the sum of what each reached while the others waited, without any exchange.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ import io
 import json
 import os
 import re
-import signal
 import sysconfig
 import tempfile
 import time
@@ -59,9 +56,10 @@ LONGEST = 256  # tokens; longer functions are cut
 SHORTEST = 8
 SAMPLES = 2048
 WORDS = 1024
-DUTY = 0.36, 0.18
-"""Parts of the time for which ranks may compute: so they need 1.3 cores together."""
+QUOTA = 0.36, 0.18
+"""Of a core, for each rank: so all of them need 1.3 cores together."""
 PERIOD = 0.01
+"""Seconds in which a rank has its quota."""
 EQUAL, EQUAL_BATCH = 64, 192
 """Tokens of the samples of unequal ranks, and samples of their batches."""
 
@@ -188,16 +186,42 @@ DEALS: dict[str, tuple[Callable[[Sequence[int]], Steps], bool]] = {
 }
 
 
-def predicted(steps: Steps, lengths: Sequence[int], pads: bool) -> tuple[float, float]:
-    """The share of time that is waited, and of tokens that are padding."""
+def predicted(
+    steps: Steps, lengths: Sequence[int], pads: bool, cost: Cost | None
+) -> tuple[float, float]:
+    """The share of time that is waited, by ``cost`` or tokens, and of tokens that are padding."""
 
-    def tokens(part: Sequence[int]) -> int:
-        own = [lengths[index] for index in part]
-        return len(own) * max(own) if pads else sum(own)
+    def summed(part: Sequence[int], cost: Cost) -> float:
+        costs = cost([lengths[index] for index in part])
+        return float(len(costs) * costs.max() if pads else costs.sum())
 
-    times = np.array([[tokens(part) for part in parts] for parts in steps], dtype=float)
+    def all_of(cost: Cost) -> Any:
+        return np.array([[summed(part, cost) for part in parts] for parts in steps])
+
+    times = all_of(cost or Cost())
     real = sum(lengths[index] for parts in steps for part in parts for index in part)
-    return 1 - times.mean(1).sum() / times.max(1).sum(), 1 - real / times.sum()
+    return 1 - times.mean(1).sum() / times.max(1).sum(), 1 - real / all_of(Cost()).sum()
+
+
+def idle_share(model: BertForMaskedLM, batches: Sequence[Any]) -> float:
+    """The share of time that is waited if each rank has a host of its own; all compute in turn."""
+    busy = torch.zeros(len(batches), dtype=torch.float64)
+    for number, batch in enumerate(batches):
+        for turn in range(RANKS):
+            dist.barrier()
+            if turn == dist.get_rank():
+                busy[number] = min(seconds_of(model, batch) for _ in range(2))
+    every = [torch.empty_like(busy) for _ in range(RANKS)]
+    dist.all_gather(every, busy)
+    times = torch.stack(every)
+    return 1 - (times.mean(0).sum() / times.max(0).values.sum()).item()
+
+
+def seconds_of(model: BertForMaskedLM, batch: Any) -> float:
+    """Forward and backward of one batch."""
+    start = time.perf_counter()
+    model(**batch).loss.backward()
+    return time.perf_counter() - start
 
 
 def inputs(rows: Sequence[torch.Tensor], pads: bool) -> dict[str, torch.Tensor]:
@@ -242,17 +266,15 @@ def model_of() -> BertForMaskedLM:
 
 
 def fitted(model: BertForMaskedLM) -> Cost:
-    """What samples cost by their lengths, from padded batches that all ranks measure at once."""
+    """What samples cost by their lengths, from padded batches that the first rank measures."""
     shapes = [(samples, length) for length in (16, 48, 96, 160, 256) for samples in (2, 4, 8, 16)]
     seconds = torch.full((len(shapes),), torch.inf, dtype=torch.float64)
-    for _ in range(3):
+    for _ in range(0 if dist.get_rank() else 3):
         for number, (samples, length) in enumerate(shapes):
             batch = inputs(list(torch.ones(samples, length, dtype=torch.int64)), pads=True)
-            start = time.thread_time()
-            model(**batch).loss.backward()
-            seconds[number] = min(seconds[number].item(), time.thread_time() - start)
-    dist.all_reduce(seconds)
-    return fit_cost([[length] * samples for samples, length in shapes], (seconds / RANKS).tolist())
+            seconds[number] = min(seconds[number].item(), seconds_of(model, batch))
+    dist.broadcast(seconds, 0)
+    return fit_cost([[length] * samples for samples, length in shapes], seconds.tolist())
 
 
 def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
@@ -264,7 +286,9 @@ def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     session = slipstream.accelerate(model, optimizer)
     deals = {name: (deal(data.lengths), pads) for name, (deal, pads) in DEALS.items()}
-    deals[FITTED] = balanced(data.lengths, True, fitted(model_of())), True
+    alone = model_of()
+    cost = fitted(alone)
+    deals[FITTED] = balanced(data.lengths, True, cost), True
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in deals}
     names = [*deals]
     for turn in range(rounds + 1):  # the first round does not count
@@ -274,21 +298,14 @@ def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
             start = turn * steps % (len(dealt) - steps)
             part = dealt[start : start + steps]
             batches = [inputs([data[i] for i in parts[rank]], pads) for parts in part]
-            busy = torch.zeros(steps, dtype=torch.float64)
             dist.barrier()
             begin = time.perf_counter()
-            for number, batch in enumerate(batches):
-                before = time.thread_time()
-                loss = session.model(**batch).loss
-                session.backward(loss)
-                busy[number] = time.thread_time() - before
+            for batch in batches:
+                session.backward(session.model(**batch).loss)
                 session.step()
             dist.barrier()
             seconds = time.perf_counter() - begin
-            every = [torch.empty_like(busy) for _ in range(RANKS)]
-            dist.all_gather(every, busy)
-            times = torch.stack(every)
-            idle = 1 - (times.mean(0).sum() / times.max(0).values.sum()).item()
+            idle = idle_share(alone, batches) if turn else 0.0
             tokens = sum(data.lengths[i] for parts in part for own in parts for i in own)
             if turn:
                 found[name].append((idle, tokens / seconds))
@@ -298,7 +315,7 @@ def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
         return None
     rows = []
     for name, (dealt, pads) in deals.items():
-        waits, padding = predicted(dealt, data.lengths, pads)
+        waits, padding = predicted(dealt, data.lengths, pads, cost if name == FITTED else None)
         speeds = [speed for _, speed in found[name]]
         ratios = [ours / theirs for ours, (_, theirs) in zip(speeds, found[names[0]], strict=True)]
         rows.append(
@@ -315,27 +332,24 @@ def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
 
 
 @contextmanager
-def on_duty(part: float) -> Iterator[None]:
-    """This process may run for a part of the time alone: another one stops and continues it."""
-    parent, child = os.getpid(), os.fork()
-    if not child:
-        while os.getppid() == parent:
-            os.kill(parent, signal.SIGSTOP)
-            time.sleep(PERIOD * (1 - part))
-            os.kill(parent, signal.SIGCONT)
-            time.sleep(PERIOD * part)
-        os._exit(0)
+def limited(part: float) -> Iterator[None]:
+    """This process may use so much of a core, by a control group of its own."""
+    second = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+    root = Path("/sys/fs/cgroup") if second else Path("/sys/fs/cgroup/cpu")
+    group, period = root / f"slipstream-balance-{os.getpid()}", round(1e6 * PERIOD)
+    group.mkdir()
     try:
+        if second:
+            (root / "cgroup.subtree_control").write_text("+cpu")
+            (group / "cpu.max").write_text(f"{round(part * period)} {period}")
+        else:
+            (group / "cpu.cfs_period_us").write_text(f"{period}")
+            (group / "cpu.cfs_quota_us").write_text(f"{round(part * period)}")
+        (group / "cgroup.procs").write_text(f"{os.getpid()}")
         yield
     finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        # a stop may be on its way: a last word from another process
-        if not (last := os.fork()):
-            time.sleep(0.05)
-            os.kill(parent, signal.SIGCONT)
-            os._exit(0)
-        os.waitpid(last, 0)
+        (root / "cgroup.procs").write_text(f"{os.getpid()}")
+        group.rmdir()
 
 
 def unequal(steps: int) -> list[dict[str, Any]] | None:
@@ -344,18 +358,18 @@ def unequal(steps: int) -> list[dict[str, Any]] | None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] | None = [] if not rank else None
     data = Functions(EQUAL, EQUAL)
-    with on_duty(DUTY[rank == ranks - 1]):
+    with limited(QUOTA[rank == ranks - 1]):
         dist.init_process_group("gloo")
         model = model_of()
         size = EQUAL_BATCH
         batches = [padded([data[i] for i in range(n, n + size)]) for n in range(0, 4 * size, size)]
         model(**batches[0]).loss.backward()  # does not count
-        dist.barrier()
-        begin = time.perf_counter()
-        for batch in batches:
-            model(**batch).loss.backward()
-        tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
-        alone = torch.tensor([tokens / (time.perf_counter() - begin)], dtype=torch.float64)
+        alone = torch.zeros(1, dtype=torch.float64)
+        for turn in range(ranks):
+            dist.barrier()
+            if turn == rank:
+                tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
+                alone += tokens / sum(seconds_of(model, batch) for batch in batches)
         dist.all_reduce(alone)
         for name, settings in UNEQUAL.items():
             model = model_of()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -89,11 +90,13 @@ def commands() -> Iterator[tuple[str, str]]:
         yield script.replace("_", "-"), f"{script}.py"
     for model in ("bert", "resnet50"):
         yield f"compiled-{model}", f"compiled.py --model {model}"
-    for part in ("kernels", "patterns", "optimizers"):
+    for part in ("kernels", "patterns", "networks", "optimizers"):
         yield part, f"fusion.py {part}"
     yield "prediction", "prediction.py --models bert gpt2 swin-t"
-    yield "blame-one-host", "blame.py --places '3 ranks on one host'"
-    yield "blame-four-hosts", "blame.py --places '4 emulated hosts'"
+    for place, named in (("3 ranks on one host", "one-host"), ("4 emulated hosts", "four-hosts")):
+        for fault in ("kill -9", "exception", "exit(0)", "exit(3)"):
+            name = re.sub(r"\W+", "-", fault).strip("-")
+            yield f"blame-{named}-{name}", f"blame.py --places '{place}' --faults '{fault}'"
     yield "tuner-codecs", "tuner.py --allow-lossy --rate 300mbit"
     yield "recompute-bert-large", "recompute.py batch"
     for model in ("bert", "gpt2", "swin"):

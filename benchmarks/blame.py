@@ -1,6 +1,6 @@
 """Whether `slipstream launch` names the rank that began a failure, run after run.
 
-    python benchmarks/blame.py --places '3 ranks on one host' --json blame.json
+    python benchmarks/blame.py --places '3 ranks on one host' --faults 'kill -9' --json blame.json
 
 A small model trains; after 20 updates one rank is killed, raises, or leaves with code 0 or 3. On
 one host with three ranks, and on four emulated hosts with one rank each, whose launchers share a
@@ -95,15 +95,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument("--places", nargs="+", choices=list(PLACES), default=list(PLACES))
+    parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
     parser.add_argument("--at-once", type=int, default=2, help="runs that go on at a time")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     console, rows = Console(stderr=True), []
     with ThreadPoolExecutor(args.at_once) as pool:
         for place in args.places:
-            for fault, code in FAULTS.items():
+            for fault in args.faults:
                 words = [PLACES[place]] * args.runs
-                runs = pool.map(first_panel, words, [code] * args.runs)
+                runs = pool.map(first_panel, words, [FAULTS[fault]] * args.runs)
                 said = track(runs, f"{place}, {fault}", total=args.runs, console=console)
                 rows.append(Row(place, fault, args.runs, count(said, console)))
     table = Table("place", "fault", "right", title="The rank that began it is named")

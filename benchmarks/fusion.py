@@ -2,6 +2,7 @@
 
     python benchmarks/fusion.py kernels --json benchmarks/results/kernels.json
     python benchmarks/fusion.py patterns --json benchmarks/results/patterns.json
+    python benchmarks/fusion.py networks --json benchmarks/results/networks.json
     python benchmarks/fusion.py optimizers --json benchmarks/results/optimizers.json
     python benchmarks/fusion.py graphs --device cuda --json benchmarks/results/graphs-cuda.json
     python benchmarks/fusion.py kernels --device cuda --json benchmarks/results/kernels-cuda.json
@@ -31,6 +32,7 @@ from rich.progress import track
 from rich.table import Table
 from tables import save
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.optim import Optimizer
 from transformers import (
     BertConfig,
@@ -41,7 +43,13 @@ from transformers import (
     ResNetModel,
 )
 
-from slipstream.fusion import compile_blocks, fuse_optimizer, fuse_patterns, graph_blocks
+from slipstream.fusion import (
+    ChannelsLast,
+    compile_blocks,
+    fuse_optimizer,
+    fuse_patterns,
+    graph_blocks,
+)
 from slipstream.kernels import (
     Level,
     Objects,
@@ -112,11 +120,22 @@ def attention(windows: int, heads: int, masks: int) -> dict[str, Call]:
         )
         return F.scaled_dot_product_attention(q, k, v, added)
 
+    def flex(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> torch.Tensor:
+        def score(found: Any, window: Any, head: Any, row: Any, column: Any) -> Any:
+            found = found + bias[head, row, column]
+            return found if mask is None else found + mask[window % masks, row, column]
+
+        attended: torch.Tensor = compiled_flex(q, k, v, score_mod=score)
+        return attended
+
     functions: dict[str, Callable[..., torch.Tensor]] = {
         "one by one": attention_one_by_one,
         "torch's SDPA": sdpa,
         "slipstream": window_attention,
     }
+    if packed.is_cuda:  # on a CPU it has no backward
+        compiled_flex = torch.compile(flex_attention)
+        functions["torch's FlexAttention"] = flex
     return {name: partial(run, function) for name, function in functions.items()}
 
 
@@ -171,7 +190,7 @@ class ReluDepthwise(nn.Module):
 
 
 def patterns() -> Cases:
-    """The parts at sizes of ResNet-50 and MobileNet-V2 at batch 16, then whole networks."""
+    """Parts at sizes of ResNet-50 and MobileNet-V2 at batch 16, then whole networks."""
     size = {"stage 1": (16, 64, 56, 56), "stage 2": (16, 128, 28, 28), "stage 3": (16, 256, 14, 14)}
     shape: tuple[int, ...]
     for stage, shape in {"stem": (16, 64, 112, 112), **size}.items():
@@ -187,13 +206,7 @@ def patterns() -> Cases:
         yield f"add + {function.__name__}: {shape}", forms(unit, shape, shape)
     for shape in ((16, 144, 56, 56), (16, 384, 14, 14)):
         yield f"relu + depthwise convolution: {shape}", forms(ReluDepthwise(shape[1]), shape)
-    basic = ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512])
-    networks: dict[str, Callable[[], nn.Module]] = {
-        "ResNet-18": lambda: ResNetModel(basic),
-        "ResNet-50": lambda: ResNetModel(ResNetConfig()),
-        "MobileNet-V2": lambda: MobileNetV2Model(MobileNetV2Config()),
-    }
-    for name, build in networks.items():
+    for name, build in NETWORKS.items():
         yield f"{name}: 8 images of 224 x 224", forms(build(), (8, 3, 224, 224))
 
 
@@ -217,6 +230,52 @@ def forms(module: nn.Module, *shapes: Sequence[int]) -> dict[str, Call]:
         f"slipstream: {row.value}": fused,
     }
     return {name: partial(step, called) for name, called in calls.items()}
+
+
+BASIC = ResNetConfig(layer_type="basic", depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512])
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "ResNet-18": lambda: ResNetModel(BASIC),
+    "ResNet-50": lambda: ResNetModel(ResNetConfig()),
+    "MobileNet-V2": lambda: MobileNetV2Model(MobileNetV2Config()),
+}
+
+
+def channels_last(model: nn.Module) -> None:
+    """As ``compute: {channels_last: true}``."""
+    ChannelsLast(model, torch.optim.SGD(model.parameters()))
+
+
+SETTINGS: dict[str, Sequence[Callable[[nn.Module], object]]] = {
+    "slipstream: chains": (fuse_patterns,),
+    "slipstream: channels last": (channels_last,),
+    "slipstream: channels last, chains": (channels_last, fuse_patterns),
+    "slipstream: compiled blocks": (compile_blocks,),
+    "slipstream: channels last, compiled blocks": (channels_last, compile_blocks),
+}
+
+
+def networks() -> Cases:
+    """Whole networks under each setting of ``compute`` that they have a use for."""
+    pictures = torch.randn(8, 3, 224, 224)
+
+    def step(called: Callable[..., Any], model: nn.Module) -> None:
+        result_of(called(pictures)).sum().backward()
+        model.zero_grad()
+
+    for name, build in NETWORKS.items():
+        torch.manual_seed(0)
+        plain = build()
+        inside = copy.deepcopy(plain)
+        calls: dict[str, Call] = {
+            "torch": partial(step, plain, plain),
+            "torch.compile": partial(step, torch.compile(inside), inside),
+        }
+        for setting, changes in SETTINGS.items():
+            model = copy.deepcopy(plain)
+            for change in changes:
+                change(model)
+            calls[setting] = partial(step, model, model)
+        yield f"{name}: 8 images of 224 x 224, forward and backward", calls
 
 
 def graphs() -> Cases:
@@ -346,6 +405,7 @@ def show(found: Sequence[Mapping[str, Any]]) -> None:
 PARTS: dict[str, Callable[[], Cases]] = {
     "kernels": kernels,
     "patterns": patterns,
+    "networks": networks,
     "graphs": graphs,
     "optimizers": optimizers,
 }

@@ -81,6 +81,8 @@ def on_testbed(argv: Sequence[str], nodes: int, rate: str) -> int:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile."""
+    """First quartile, median, third quartile; of one value, that one."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
     low, median, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, median, high

@@ -729,8 +729,8 @@ def balance(entry: Mapping[str, Any]) -> str:
         "",
         f"{entry['ranks']} ranks on one host, {entry['batch']} samples each on average, functions "
         "of the standard library, a small BERT; idle: the share of the ranks' time in which they "
-        "would wait for the slowest, predicted by tokens and measured by the seconds that their "
-        f"threads compute; {entry['rounds']} rounds. torch {_versions(entry)}. "
+        "would wait for the slowest, predicted by tokens, or the fitted cost, and measured by "
+        f"ranks that compute in turn; {entry['rounds']} rounds. torch {_versions(entry)}. "
         f"`{entry['command']}`",
         "",
         *_header(
@@ -749,8 +749,8 @@ def balance(entry: Mapping[str, Any]) -> str:
         )  # fmt: skip
     lines += [
         "",
-        "One of the ranks may compute for half as much of the time as the others. *x the sum*: "
-        "tokens a second over the sum of what each rank reached without exchange.",
+        "One of the ranks may use half as much of a core as the others. *x the sum*: tokens a "
+        "second over the sum of what each rank reached while the others waited.",
         "",
         *_header("strategy", "tokens/s", "x the sum", "speeds"),
         *(
@@ -763,10 +763,10 @@ def balance(entry: Mapping[str, Any]) -> str:
 
 def blame(entry: Mapping[str, Any]) -> str:
     """How often the rank that began a failure is named."""
-    places = dict.fromkeys(row["place"] for row in entry["rows"])
+    cases = dict.fromkeys(f"{row['fault']}, {row['place']}" for row in entry["rows"])
     return "\n".join(
         [
-            f"## Blame, {', '.join(places)}, {entry['date']}",
+            f"## Blame, {'; '.join(cases)}, {entry['date']}",
             "",
             "Runs in which the launcher names the rank that began it, "
             f"{entry['at_once']} at a time. torch {_versions(entry)}. `{entry['command']}`",

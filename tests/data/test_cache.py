@@ -18,8 +18,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import slipstream
-from slipstream.data import cache
-from slipstream.data.cache import cached
+from slipstream.data.cache import cached, store
+from slipstream.data.cache.dataset import FOLDER
+from slipstream.data.cache.samples import pickled
 from slipstream.errors import DataError, ModelError
 from slipstream.strategy import Cache
 
@@ -71,7 +72,7 @@ def test_samples_are_those_of_the_dataset_and_read_once(config: Cache) -> None:
 
 def test_what_is_kept_of_a_view_is_no_more_than_the_view() -> None:
     rows = torch.zeros(1000, 1000)
-    assert len(cache.pickled(rows[3])) < 8000
+    assert len(pickled(rows[3])) < 8000
     assert len(pickle.dumps(rows[3])) > 4_000_000
 
 
@@ -129,7 +130,7 @@ def test_caches_that_nobody_uses_make_room(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=0))
     with pytest.raises(DataError, match=r"0\.00 GiB are free"):
         cached(Rows(5), config, key="new")
-    root = tmp_path / cache.FOLDER
+    root = tmp_path / FOLDER
     names = {path.name.partition("-")[0] for path in root.iterdir()}
     assert names == {"used"}
     used.close()
@@ -141,7 +142,7 @@ def test_a_folder_of_another_user_is_refused(memory: Path, monkeypatch: pytest.M
     assert root.stat().st_mode & 0o77 == 0
     kept.close()
     other = os.getuid() + 1
-    (memory / f"{cache.FOLDER}-{other}").mkdir()
+    (memory / f"{FOLDER}-{other}").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: other)
     with pytest.raises(DataError, match="belongs to another user"):
         cached(Rows(5), Cache(gigabytes=0.01))
@@ -149,7 +150,7 @@ def test_a_folder_of_another_user_is_refused(memory: Path, monkeypatch: pytest.M
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(cache, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(store, "MEMORY", tmp_path / "memory")
     return tmp_path / "memory"
 
 
@@ -163,6 +164,24 @@ def test_in_memory_the_last_one_removes_it(memory: Path) -> None:
     assert len([*root.iterdir()]) == 1
     second.close()
     assert not root.exists()
+
+
+@pytest.mark.process
+def test_workers_that_live_longer_remove_it(memory: Path) -> None:
+    kept = cached(Rows(6), Cache(gigabytes=0.01))
+    loader = DataLoader(
+        kept,
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+        collate_fn=lambda rows: rows[0]["row"],
+    )
+    assert len([*loader]) == 6
+    kept.close()
+    assert [*memory.iterdir()]  # workers read from it
+    assert len([*loader]) == 6
+    del loader
+    assert not [*memory.iterdir()]
 
 
 @pytest.mark.process

@@ -18,10 +18,11 @@ from torch.utils.data import (
 
 import slipstream
 from slipstream.data.prefetch import PrefetchLoader, prefetch
+from slipstream.data.prefetch.map_reader import MEASURED, SEEN, _Timing
 from slipstream.errors import UsageError
 from slipstream.strategy import Prefetch
 from slipstream.trace import read
-from tests.data.datasets import Numbers, Stateful, generator
+from tests.data.datasets import Numbers, Stateful, Stream, generator
 
 
 def pids(loader: PrefetchLoader) -> set[int]:
@@ -167,6 +168,34 @@ def test_a_session_reads_ahead_and_says_so(tmp_path: Path) -> None:
     assert read(tmp_path / "trace.json").meta["prefetchable"]
 
 
+    waits = [e.args for e in read(tmp_path / "trace.json").events if e.name == "data_wait"]
+    assert waits == [{"readers": 0}] * 2
+    losses({"trace": trace, "data": {"prefetch": {"threads": True, "workers": 1, "depth": 5}}})
+    waits = [e.args for e in read(tmp_path / "trace.json").events if e.name == "data_wait"]
+    assert [wait["readers"] for wait in waits] == [1] * 2
+    assert all(0 <= wait["queued"] <= 5 for wait in waits)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_queue_is_counted(threads: bool, streams: bool) -> None:
+    config = Prefetch(threads=threads, workers=2, depth=4)
+    loading = DataLoader(Numbers(40), batch_size=2)
+    if streams:
+        loading = DataLoader(Stream(40), batch_size=2, num_workers=2)
+    loader = prefetch(loading, config)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+        deadline = time.monotonic() + 60
+        while loader.reading()["queued"] < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert loader.reading() == {"readers": 2, "queued": 4}
+    assert len([*batches]) == 17
+    loader.close()
+
+
 class SlowInThreads(Numbers):
     """As if handing over took long."""
 
@@ -182,3 +211,24 @@ def test_this_process_reads_where_handing_over_takes_longer() -> None:
         assert [int(batch) for batch in loader] == [*range(24)]
     assert loader.report_rows()[0].value.startswith("this process")
     loader.close()
+
+
+@pytest.mark.parametrize(
+    ("wait", "step", "are_slower"),
+    [
+        (0.9, 1.5, True),  # 2.4 from batch to batch, where reading here takes 2
+        (0.9, 1.0, False),
+        (0.1, 5.0, False),  # the training has become slower, which nobody who reads has caused
+    ],
+)
+def test_whole_steps_are_compared(wait: float, step: float, are_slower: bool) -> None:
+    timing, now = _Timing(), 0.0
+    for _ in range(MEASURED):
+        timing.read_here(now, now + 1, 8)
+        now += 2
+    assert timing.is_known
+    for _ in range(SEEN + 1):
+        assert not timing.workers_are_slower or are_slower
+        timing.waited(now, now + wait)
+        now += wait + step
+    assert timing.workers_are_slower == are_slower

@@ -6,7 +6,7 @@ seconds and bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -32,6 +32,7 @@ class Training:
     per_mb: float = 2.0
     forward: float = 50.0
     data_wait: float = 0.0
+    reading: Mapping[str, int] = field(default_factory=dict)
     optimizer: float = 10.0
     sizes: Sequence[float] = (1.0,) * 10
     offsets: Sequence[float | None] = tuple(10.0 * number for number in range(1, 11))
@@ -89,6 +90,7 @@ class Training:
                 start, at = at, at + getattr(self, name) + late
                 ready = {"gradients_ready": [o and o * MS for o in self.offsets]}
                 args = ready if name == "backward" and self.ranks > 1 else {}
+                args = dict(self.reading) if name == "data_wait" else args
                 events.append(_event(name, rank, step, start, at, args))
             starts.append(start)
             ends.append(at)

@@ -51,6 +51,30 @@ BY_HAND = {
         linear_profile(),
         ALONE + 2 * PASS + 0.6,
     ),
+    "readers that cannot keep up": (
+        workload(reading=2.0 * np.ones(4)),
+        Plan((6,)),
+        linear_profile(),
+        2.0,
+    ),
+    "readers that cannot keep up with accumulation": (
+        workload(reading=0.9 * np.ones(4)),
+        Plan((6,), accumulate=4),  # 3.89 of computing
+        linear_profile(seconds=0.01),
+        ALONE + 3 * 0.9 + 0.06,
+    ),
+    "readers that keep up": (
+        workload(reading=ALONE * np.ones(4)),
+        Plan((6,)),
+        linear_profile(),
+        ALONE + 0.6,
+    ),
+    "one rank's readers cannot keep up": (
+        workload(reading=np.array([0.0, 0.0, 2.0, 0.0])),
+        Plan((6,)),
+        linear_profile(),
+        2.0,
+    ),
     "recomputation": (
         workload(),
         Plan((6,), recompute_share=0.5),

@@ -51,6 +51,19 @@ def test_what_was_simulated_is_read_back_without_its_contention(plan, slowdown) 
         np.testing.assert_allclose(getattr(read_back, name), getattr(work, name), atol=1e-9)
 
 
+@pytest.mark.parametrize("reading", [[1.7] * 4, [0.0, 0.0, 1.7, 0.0]])
+@pytest.mark.parametrize("plan", [THIRDS, Plan((1, 6), accumulate=3)])
+def test_readers_that_cannot_keep_up_are_read_back(plan, reading) -> None:
+    network, work = linear_profile(), workload(reading=np.array(reading))
+    trace = simulate(work, plan, network, steps=3)
+    found = Workload.from_trace(trace, network)
+    assert predict(found, plan, network) == pytest.approx(predict(work, plan, network), rel=1e-6)
+    faster = linear_profile(seconds=0.001)  # brings little: the batches do not come faster
+    assert predict(found, plan, faster) == pytest.approx(predict(work, plan, faster), rel=0.05)
+    assert predict(found.fed(readers=2), plan, network) < 0.7 * predict(found, plan, network)
+    assert predict(found.fed(), plan, network) == predict(found.fed(readers=1e9), plan, network)
+
+
 @pytest.mark.parametrize("precision", ["half_weights", {"kind": "half_weights"}, "autocast", None])
 def test_a_trace_tells_convolutions_and_the_type_of_weights(precision) -> None:
     trace = simulate(workload(), THIRDS, linear_profile())

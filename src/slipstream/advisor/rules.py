@@ -6,6 +6,8 @@ it computes the gain.
 
 from __future__ import annotations
 
+from typing import Any
+
 from slipstream.advisor.findings import Finding
 from slipstream.advisor.trace_stats import TraceStats
 from slipstream.analysis.time_unit import format_seconds
@@ -21,28 +23,55 @@ CLOCK_ERROR = 0.01
 
 
 def feed_faster(stats: TraceStats) -> Finding | None:
-    """Fires when the wait for data takes more than a tenth of an iteration. Gain: the wait."""
+    """Fires when the wait for data takes more than a tenth of an iteration.
+
+    Gain: where the training reads its batches itself, that of one that waits for none; where
+    workers or threads cannot keep up, that of twice as many. Simulated, but for one rank. None
+    where batches are there and handing them over takes the time.
+    """
     wait = stats.typical.spread("data_wait")
     if wait.median <= DATA_WAIT * stats.iteration:
         return None
-    words = (
-        "Load with more worker processes that stay alive (num_workers, persistent_workers), or do "
-        "less work for each sample: decode and resize the data once, in advance."
+    evidence = (
+        f"The model waits {format_seconds(wait.median)} for the loader, "
+        f"{stats.share(wait.median)}; {format_seconds(wait.high)} on rank {wait.slowest}."
     )
-    if stats.prefetchable:
+    work = None if stats.what_if is None else stats.what_if.workload
+    patch: dict[str, Any] = {}
+    queue = stats.queue
+    if queue is None:
+        gain = wait.median if work is None else stats.gain_of(work.fed())
         words = (
-            "Read batches ahead, by workers that stay from epoch to epoch: data.prefetch. Where "
-            "the cores cannot keep up, do less work for each sample: decode and resize the data "
-            "once, in advance."
+            "Load with more worker processes that stay alive (num_workers, persistent_workers), or "
+            "do less work for each sample: decode and resize the data once, in advance."
+        )
+        if stats.prefetchable:
+            patch = {"prefetch": {}}
+            words = (
+                "Read batches ahead, by workers that stay from epoch to epoch: data.prefetch. Where "
+                "the cores cannot keep up, do less work for each sample: decode and resize the data "
+                "once, in advance, or keep it (data.cache)."
+            )
+    elif queue.ready:
+        evidence += f" {queue.ready:g} batches are there when it asks for one."
+        gain = 0.0
+        words = (
+            "Handing batches over takes the time: read in threads (data.prefetch.threads), or make "
+            "batches smaller, and convert them after they are handed over."
+        )
+    else:
+        readers = 2 * queue.readers
+        evidence += f" Its {queue.readers} workers or threads do not keep up with it."
+        gain = min(wait.median, stats.iteration / 2)
+        gain = gain if work is None else stats.gain_of(work.fed(readers=2))
+        patch = {"prefetch": {"workers": readers}}
+        words = (
+            f"Read with {readers}: data.prefetch.workers. Where the cores cannot keep up, do less "
+            "work for each sample: decode and resize the data once, in advance, or keep it "
+            "(data.cache)."
         )
     return Finding(
-        stats.severity(wait.median),
-        "data",
-        f"The model waits {format_seconds(wait.median)} for the loader, "
-        f"{stats.share(wait.median)}; {format_seconds(wait.high)} on rank {wait.slowest}.",
-        words,
-        wait.median,
-        {"data": {"prefetch": {}}} if stats.prefetchable else {},
+        stats.severity(gain), "data", evidence, words, gain, {"data": patch} if patch else {}
     )
 
 
@@ -50,7 +79,7 @@ def even_ranks(stats: TraceStats) -> Finding | None:
     """Fires when ranks wait more than 5 % of an iteration for the last one's gradients.
 
     Gain: what the worst straggler takes longer than the median of the others; if no rank is
-    persistently slow, how much later than the median rank the last one has its gradients.
+    persistently slow, that of ranks which all compute for as long as they do on average, simulated.
     """
     exchanges = stats.exchanges
     if exchanges is None or exchanges.skew <= max(SKEW * stats.iteration, stats.clock_error):
@@ -60,6 +89,9 @@ def even_ranks(stats: TraceStats) -> Finding | None:
         f"{stats.share(exchanges.skew)}"
     )
     if not stats.stragglers:
+        gain = exchanges.lag
+        if stats.what_if is not None:
+            gain = stats.gain_of(stats.what_if.workload.evened())
         words = (
             "Give all ranks equal work in each step: equal batches, samples of varying length "
             "distributed by their cost. Ranks that share a host need cores of their own."
@@ -70,11 +102,12 @@ def even_ranks(stats: TraceStats) -> Finding | None:
                 "and what your loss is a mean of. Ranks that share a host need cores of their own."
             )
         return Finding(
-            stats.severity(exchanges.lag),
+            stats.severity(gain),
             "ranks",
-            f"{evidence}; which rank is last changes.",
+            f"{evidence}; which rank is last changes. If each step ended with the slowest, ranks "
+            f"would wait for {stats.idle:.1%} of forward and backward.",
             words,
-            exchanges.lag,
+            gain,
             {"data": {"balance": {}}} if stats.balanceable else {},
         )
     worst = stats.stragglers[0]

@@ -10,11 +10,12 @@ from slipstream.advisor.exchanges import Exchanges, Step, layout_of, typical_exc
 from slipstream.advisor.findings import Severity
 from slipstream.advisor.what_if import WhatIf
 from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
+from slipstream.analysis.data import Queue, idle_share, queue
 from slipstream.analysis.stragglers import Straggler, stragglers
 from slipstream.errors import SlipstreamError, TraceError
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import MARGIN
-from slipstream.planner.workload import gradients_of
+from slipstream.planner.workload import Workload, gradients_of
 from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
 
@@ -39,6 +40,8 @@ class TraceStats(NamedTuple):
             less than ``clock_error``.
         what_if: Predictions of other strategies; None if nothing was exchanged, or for the reason
             in ``unpredicted``.
+        queue: Batches that are read beside the training; None: none is, or it is not known.
+        idle: The share of the ranks' forward and backward that they would wait for the slowest.
         prefetchable: Whether the loader's batches can be read ahead, and are not yet.
         balanceable: Whether samples have lengths by which they can be dealt, and are not yet.
         missing_steps: A sentence for each rank that recorded fewer steps than others.
@@ -54,6 +57,8 @@ class TraceStats(NamedTuple):
     worthwhile: float
     what_if: WhatIf | None
     unpredicted: str
+    queue: Queue | None
+    idle: float
     prefetchable: bool
     balanceable: bool
     missing_steps: tuple[str, ...]
@@ -76,6 +81,10 @@ class TraceStats(NamedTuple):
     def predictable(self) -> float:
         """The least gain in seconds that a prediction must promise: what it may be off itself."""
         return max(self.worthwhile, MARGIN * self.iteration)
+
+    def gain_of(self, workload: Workload) -> float:
+        """Seconds that an iteration would be shorter with this workload, none if it were longer."""
+        return 0.0 if self.what_if is None else max(self.what_if.gain_of(workload), 0.0)
 
     def severity(self, gain: float) -> Severity:
         """Severity of a finding with this gain: a problem from a tenth of an iteration on."""
@@ -119,6 +128,8 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
         worthwhile=worthwhile,
         what_if=what_if,
         unpredicted=unpredicted,
+        queue=queue(iterations),
+        idle=idle_share(iterations),
         prefetchable=bool(meta.get("prefetchable")),
         balanceable=bool(meta.get("balanceable")),
         missing_steps=missing_steps,

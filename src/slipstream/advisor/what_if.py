@@ -76,6 +76,12 @@ class WhatIf:
         [other] = rank([strategy], self.workload, self.network, self.base.strategy)
         return self.saved(other)
 
+    def gain_of(self, workload: Workload) -> float:
+        """Seconds that an iteration would be shorter with this workload, as it exchanges now."""
+        base = self.base.strategy
+        [other] = rank([base], workload, self.network, base)
+        return self.saved(other)
+
     def saved(self, other: Prediction) -> float:
         """`gain` of what is predicted already."""
         passes = self.base.strategy.gradients.accumulate
@@ -84,9 +90,7 @@ class WhatIf:
     @property
     def exposed(self) -> float:
         """Seconds of an iteration under the best strategy in which no rank computes."""
-        work, passes = self.workload, self.best.strategy.gradients.accumulate
-        batch = work.data_wait + work.forward + work.backward
-        alone = passes * batch + work.optimizer + work.other
+        alone = self.workload.alone(self.best.strategy.gradients.accumulate)
         return max(self.best.seconds - float(alone.max()), 0.0)
 
 

@@ -17,12 +17,16 @@ from rich.text import Text
 from slipstream.analysis import tables
 from slipstream.analysis.ascii_timeline import ascii_timeline
 from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
+from slipstream.analysis.data import idle_share, queue
 from slipstream.analysis.operators import typical_operators
 from slipstream.analysis.stages import typical_stages
 from slipstream.analysis.stragglers import stragglers
 from slipstream.analysis.throughput import compute_share, samples_per_second, scaling_efficiency
 from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
+
+IDLE = 0.01
+"""A smaller imbalance of ranks is not worth a word."""
 
 
 def summary(
@@ -52,6 +56,8 @@ def summary(
     iterations = timeline(trace.events)
     typical = typical_iteration(iterations, rank)
     words = _headline(trace.meta, typical), _speed(typical, _throughput(iterations, baseline))
+    if data := _data(iterations):
+        words = *words, data
     drawing = ascii_timeline(_example(iterations, typical))
     pieces: list[Table | Text] = [*words, drawing, tables.parts_table(typical)]
     if slow := stragglers(iterations, _clock_error(trace.meta)):
@@ -80,12 +86,14 @@ def document(
     """
     iterations = timeline(trace.events)
     typical = typical_iteration(iterations, rank)
-    slow = stragglers(iterations, _clock_error(trace.meta))
+    slow, read = stragglers(iterations, _clock_error(trace.meta)), queue(iterations)
     return {
         "meta": trace.meta,
         "iterations": typical.iterations,
         "compute_share": compute_share(typical),
         **_throughput(iterations, baseline),
+        "queue": read and read._asdict(),
+        "idle": idle_share(iterations),
         "ranks": {str(rank): asdict(parts) for rank, parts in typical.ranks.items()},
         "over_ranks": {part: typical.spread(part)._asdict() for part in tables.PARTS},
         "exchanges": [exchange._asdict() for exchange in typical.exchanges],
@@ -141,6 +149,18 @@ def _speed(typical: TypicalIteration, throughput: Mapping[str, float | None]) ->
     if efficiency is not None:
         words.append(f"scaling efficiency {efficiency:.3f} (linear: 1)")
     return Text(" | ".join(words))
+
+
+def _data(iterations: Sequence[Iteration]) -> Text | None:
+    """Whether batches are there in time, and whether ranks compute for equally long."""
+    words, read, idle = [], queue(iterations), idle_share(iterations)
+    if read is not None:
+        words.append(f"{_count(read.readers, 'reader')} beside the training")
+        if read.ready is not None:
+            words[-1] += f": {read.ready:g} batches ready, none in {read.empty:.0%} of the steps"
+    if idle >= IDLE:
+        words.append(f"ranks would wait {idle:.1%} of forward and backward for the slowest")
+    return Text(" | ".join(words)) if words else None
 
 
 def _headline(meta: Mapping[str, Any], typical: TypicalIteration) -> Text:

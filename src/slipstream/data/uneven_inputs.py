@@ -6,7 +6,7 @@ batch* that the averaged gradient does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class UnevenInputLoader:
         group: the ranks that iterate in step, for CPU tensors; None: this rank alone.
         recorder: gets a span for every wait for a batch.
         on_start: called when an epoch starts.
+        reading: what such a span says of those who read.
 
     Attributes:
         dummy_batch: whether the present batch is a dummy batch.
@@ -52,8 +53,9 @@ class UnevenInputLoader:
         group: dist.ProcessGroup | None,
         recorder: Recorder | None = None,
         on_start: Callable[[], None] | None = None,
+        reading: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        self._loader, self._group = loader, group
+        self._loader, self._group, self._reading = loader, group, reading
         self._recorder, self._on_start = recorder, on_start
         self._world_size = dist.get_world_size(group) if group is not None else 1
         self.dummy_batch = False
@@ -110,11 +112,13 @@ class UnevenInputLoader:
         batches = iter(self._loader)
         while True:
             recorder = self._recorder  # each time: detach() may come between two batches
-            start = recorder.now() if recorder is not None else 0.0
+            start, reading = 0.0, {}
+            if recorder is not None and recorder.active:
+                start, reading = recorder.now(), self._reading()
             if (batch := next(batches, _END)) is _END:
                 return
             if recorder is not None:
-                recorder.add(DATA_WAIT, start, recorder.now())
+                recorder.add(DATA_WAIT, start, recorder.now(), **reading)
             yield batch
 
     def _gather(self, value: int) -> list[int]:

@@ -99,8 +99,8 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
     def cost(values: Mapping[str, float]) -> float:
         """Mean squared difference between replay and trace, in iterations, and of the change."""
         model = IterationModel(workload, plan, network.with_contention(direct, values))
-        start, replayed = model.settle()
-        replay = zip(model.tasks, model.run(start, Clock()).exchanges, strict=True)
+        start, loaded, replayed = model.settle()
+        replay = zip(model.tasks, model.run(start, Clock(), loaded).exchanges, strict=True)
         replayed_ends = {task.name: one.end for task, one in replay}
         if recipe.in_order:  # bytes queue: when early ones end says little about the iteration
             replayed_ends = dict(list(replayed_ends.items())[-1:])

@@ -8,6 +8,12 @@ Exchanges end on all ranks at once, and each rank then updates its parameters. I
 rank therefore begins an iteration by its own ``optimizer`` seconds later than the last exchange
 ended, and an iteration takes as long as it is to the next such end. ``settle`` finds that start, so
 that the first simulated iteration is as good as the hundredth.
+
+[Note: Readers that cannot keep up]
+Workers read beside the training, into a queue. Where they are slower than the training the queue is
+empty, and a batch comes ``reading`` seconds after the one before it: then a faster exchange only
+waits for longer. How deep the queue is makes no difference in the long run. They need cores, as
+computing does, so their time is work, too.
 """
 
 from __future__ import annotations
@@ -57,6 +63,15 @@ class SimulatedIteration(NamedTuple):
     end: Array
 
 
+class Settled(NamedTuple):
+    """An iteration in the long run: when each rank begins it, when each got its last batch before
+    it, and the seconds that it takes."""
+
+    start: Array
+    loaded: Array
+    seconds: float
+
+
 class IterationModel:
     """What all iterations of a workload under a plan have in common; `run` simulates one.
 
@@ -92,33 +107,40 @@ class IterationModel:
         self._segments_ready = np.maximum.accumulate(latest, axis=1)
         self._encode, self.decode_seconds = self._codec_seconds()
 
-    def settle(self) -> tuple[Array, float]:
-        """When ranks begin an iteration in the long run, and the seconds that it takes.
+    def settle(self) -> Settled:
+        """What an iteration is in the long run.
 
-        The first guess is right unless a rank is not ready when the last exchange has ended.
+        The first guess is right unless a rank is not ready when the last exchange has ended, or
+        waits for those who read.
         """
         start = self.optimizer - self.optimizer.min()
+        loaded = np.full(len(start), -np.inf)
         for _ in range(_SETTLING):
             clock = Clock()
-            end = clock.times_of(self.run(start, clock).end)
+            simulated = self.run(start, clock, loaded)
+            end, before = clock.times_of(simulated.end), loaded
             seconds = end - start
-            if np.ptp(seconds) <= _SAME:
+            if self.workload.reading is not None:
+                loaded = clock.times_of(simulated.passes[-1].forward) - end.min()
+            if np.ptp(seconds) <= _SAME and np.allclose(loaded, before, rtol=0, atol=_SAME):
                 break
             start = end - end.min()
-        return start, float(seconds.max())
+        return Settled(start, loaded, float(seconds.max()))
 
-    def run(self, start: Array, clock: Clock) -> SimulatedIteration:
+    def run(self, start: Array, clock: Clock, loaded: Array) -> SimulatedIteration:
         """Simulate one iteration; the clock advances to its last completion.
 
         Args:
             start: the work at which each rank begins.
             clock: stands at the last completion of the iteration before.
+            loaded: the work at which each rank got the last batch of that one.
         """
         work, at = self.workload, start + self.workload.other
         passes: list[Pass] = []
         gathers: tuple[Completion, ...] = ()
         for number in range(self.plan.accumulate):
-            loaded = at + work.data_wait
+            there = at if work.reading is None else np.maximum(at, loaded + work.reading)
+            loaded = there + work.data_wait
             forward_ends = loaded + work.forward
             if number == 0 and self.gather_tasks:
                 updated = float(start.max())

@@ -224,13 +224,11 @@ def _prediction(
         seconds = (1 - late) * seconds + late * predict(workload, dense, network)
     accumulate = strategy.gradients.accumulate
     workload = workload.computed(plan.half, network.half_speed)
-    batch = workload.data_wait + workload.forward + workload.backward
-    alone = accumulate * batch + workload.optimizer + workload.other
     return Prediction(
         strategy=strategy,
         seconds=seconds,
         samples_per_second=float(workload.samples.sum()) * accumulate / seconds,
-        efficiency=harmonic_mean(alone.tolist()) / seconds,
+        efficiency=harmonic_mean(workload.alone(accumulate).tolist()) / seconds,
         memory_bytes=_memory(strategy, workload),
         segments=len(plan_segments(workload.gradients, strategy.gradients.split)),
         exactness=exactness(strategy, base),

@@ -41,7 +41,7 @@ def predict(workload: Workload, plan: Plan, network: NetworkProfile) -> float:
         StrategyError: the plan is for another number of gradients.
         ClusterError: the transport needs a network that was not measured.
     """
-    return IterationModel(workload, plan, network).settle()[1]
+    return IterationModel(workload, plan, network).settle().seconds
 
 
 def simulate(workload: Workload, plan: Plan, network: NetworkProfile, steps: int = 1) -> Trace:
@@ -57,11 +57,11 @@ def simulate(workload: Workload, plan: Plan, network: NetworkProfile, steps: int
         ClusterError: the transport needs a network that was not measured.
     """
     model, clock = IterationModel(workload, plan, network), Clock()
-    start, _ = model.settle()
+    start, loaded, _ = model.settle()
     iterations: list[SimulatedIteration] = []
     for _ in range(steps):
-        iterations.append(model.run(start, clock))
-        start = iterations[-1].end
+        iterations.append(model.run(start, clock, loaded))
+        start, loaded = iterations[-1].end, iterations[-1].passes[-1].forward
     ranks = _shown_ranks(iterations[0].passes[-1].ends)
     events = [
         Event(name, rank, step, begin, end, args)
@@ -96,8 +96,9 @@ def _spans(
     args: dict[str, Any] = {"samples": count} if samples else {}
     yield ITERATION, time(iteration.start), time(iteration.end), args
     for index, one in enumerate(iteration.passes):
-        if model.workload.data_wait[rank] > 0:
-            yield DATA_WAIT, time(one.waits), time(one.forward), {}
+        if one.forward[rank] > one.waits[rank]:
+            args = {} if model.workload.reading is None else {"readers": 1}
+            yield DATA_WAIT, time(one.waits), time(one.forward), args
         yield FORWARD, time(one.forward), time(one.backward), {}
         begins, args = time(one.backward), {}
         if index == len(iteration.passes) - 1:

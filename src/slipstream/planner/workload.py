@@ -50,8 +50,11 @@ Step = Sequence[Iteration]
 _MEDIANS = ("data_wait", "forward", "optimizer", "other", "samples")
 """What has an entry a rank and is measured as it is."""
 
-_GROW = ("data_wait", "forward", "backward")
+_GROW = ("data_wait", "forward", "backward", "reading")
 """What takes as many times as long for as many times the batch."""
+
+BEHIND = 0.01
+"""Those who read beside the training cannot keep up if it waits for this share of an iteration."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +68,8 @@ class Workload:
     optimizer's whole state, 0 where unknown; ``shardable`` says whether ranks may each update a
     share of the parameters, ``sgd`` whether DGC may take the optimizer's momentum over.
     ``convolutions`` is the part of the layers that are such, ``half`` says whether weights have 16
-    bits.
+    bits. ``reading`` are the seconds from batch to batch of workers or threads that read beside the
+    training and cannot keep up, 0 of those that can; None: of all ranks.
     """
 
     gradients: tuple[Gradient, ...]
@@ -84,6 +88,7 @@ class Workload:
     sgd: bool = True
     convolutions: float = 0.0
     half: bool = False
+    reading: Array | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -106,6 +111,19 @@ class Workload:
         gaps = np.diff(ready, axis=1, prepend=0.0)[:, ::-1] + 1e-12
         return np.asarray(self.forward[:, None] * gaps / gaps.sum(axis=1, keepdims=True))
 
+    def alone(self, batches: int) -> Array:
+        """Seconds of an iteration of each rank, of so many batches, without any exchange.
+
+        Example:
+            >>> one = np.ones(2)
+            >>> pair = Workload((), one, one, one, np.ones((2, 0)), one, one, one)
+            >>> pair.alone(batches=2)
+            array([8., 8.])
+        """
+        batch = self.data_wait + self.forward + self.backward
+        seconds = batches * batch + self.optimizer + self.other
+        return seconds if self.reading is None else np.maximum(seconds, batches * self.reading)
+
     def for_ranks(self, count: int) -> Workload:
         """The same work on another number of ranks: the ranks' profiles, repeated in order.
 
@@ -120,6 +138,7 @@ class Workload:
         rows = np.arange(count) % self.num_ranks
         names = (*_MEDIANS, "backward", "ready")
         profiles: dict[str, Any] = {name: getattr(self, name)[rows] for name in names}
+        profiles["reading"] = None if self.reading is None else self.reading[rows]
         hosts = tuple(self.hosts[row] for row in rows) if self.hosts else ()
         return replace(self, **profiles, hosts=hosts)
 
@@ -159,8 +178,34 @@ class Workload:
                 "loader: accelerate(model, optimizer, loader)"
             )
         times = samples / self.samples
-        grown = {name: getattr(self, name) * times for name in (*_GROW, "samples")}
+        names = [name for name in (*_GROW, "samples") if getattr(self, name) is not None]
+        grown = {name: getattr(self, name) * times for name in names}
         return replace(self, **grown, ready=self.ready * times[:, None])
+
+    def fed(self, readers: float | None = None) -> Workload:
+        """The same where ``readers`` times as many read ahead; None: no batch is waited for.
+
+        Example:
+            >>> one = np.ones(2)
+            >>> pair = Workload((), one, one, one, np.ones((2, 0)), one, one, one, reading=8 * one)
+            >>> pair.fed(2).reading, pair.fed().reading
+            (array([4., 4.]), None)
+        """
+        if readers is None:
+            return replace(self, data_wait=np.zeros_like(self.data_wait), reading=None)
+        return replace(self, reading=None if self.reading is None else self.reading / readers)
+
+    def evened(self) -> Workload:
+        """The same where all ranks compute for equally long: as long as they do on average.
+
+        Example:
+            >>> one, two = np.ones(2), np.array([2.0, 4.0])
+            >>> Workload((), one, one, two, np.ones((2, 0)), one, one, one).evened().backward
+            array([3., 3.])
+        """
+        names = ("forward", "backward", "ready")
+        means = {name: getattr(self, name).mean(axis=0, keepdims=True) for name in names}
+        return replace(self, **{n: m.repeat(self.num_ranks, axis=0) for n, m in means.items()})
 
     @classmethod
     def from_trace(cls, trace: Trace, network: NetworkProfile) -> Workload:
@@ -191,6 +236,9 @@ class Workload:
         before = typical["data_wait"] + typical["forward"]
         backward = np.maximum(spent / passes - before, 0.0)
         ready = since[:, :-1] - (since[:, -1] - backward)[:, None]
+        reading = np.median(stacked["period"], axis=0) / passes
+        is_late = np.all(stacked["readers"] > 0, axis=0) & (typical["data_wait"] > BEHIND * reading)
+        typical["data_wait"] = np.where(is_late, 0.0, typical["data_wait"])
         hosts = tuple(str(host) for host in trace.meta.get("hosts") or ())
         part, optimizer = _updated_part(trace, gradients), trace.meta.get("optimizer") or {}
         return cls(
@@ -206,6 +254,7 @@ class Workload:
             sgd=bool(optimizer.get("sgd", True)),
             convolutions=float(trace.meta.get("convolutions", 0.0)),
             half=in_half(trace),
+            reading=np.where(is_late, reading, 0.0) if is_late.any() else None,
         )
 
 
@@ -317,6 +366,9 @@ def measure(
         rows["samples"].append(one.samples / passes)
         rows["passes"].append(passes)
         rows["start"].append(work.at(one.start))
+        rows["period"].append(work.at(one.end) - work.at(one.start))
+        waits = [event for event in one.events if event.name == DATA_WAIT]
+        rows["readers"].append(min((e.args.get("readers", 0) for e in waits), default=0))
         offsets = _ready_offsets(last, one, gradients)
         rows["marks"].append(work.at(last.start + np.append(offsets, last.duration)))
     return {name: np.array(values, dtype=np.float64) for name, values in rows.items()}

@@ -6,7 +6,6 @@ undoes everything in reverse: if a later step fails, else when the session ends.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,13 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.calibration.adaptive_codec import measure
-from slipstream.calibration.rank_speed import rank_speeds
 from slipstream.cluster.connect import Cluster
 from slipstream.codecs import Ranks
-from slipstream.data.balance import SampleBalance, is_balanceable
-from slipstream.data.cache import cached_loader
-from slipstream.data.prefetch import is_prefetchable, prefetch
-from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.fusion.checks import useful_settings
 from slipstream.fusion.optimizer import FusedOptimizer
@@ -45,6 +39,7 @@ from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.computing import install_compute
 from slipstream.session.handles import Handle, HandleStack
+from slipstream.session.loading import install_balance, install_loader, useful_loading
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.report import adaptive_rows, hosts_rows
 from slipstream.session.session import M, O, Session
@@ -125,10 +120,7 @@ def compose(
         shares = _shares(given)
         if recorder is not None and strategy.trace.steps is not None:  # before it is installed
             recorder.meta["useful_compute"] = useful_settings(model, optimizer)
-            prefetchable = strategy.data.prefetch is None and is_prefetchable(loader)
-            recorder.meta["prefetchable"] = prefetchable
-            balanceable = is_balanceable(loader, dims.data_rank, dims.data_size)
-            recorder.meta["balanceable"] = strategy.data.balance is None and balanceable
+            recorder.meta |= useful_loading(loader, strategy.data, dims)
         # Before precision and recompute, which wrap what it makes.
         computing = install_compute(model, optimizer, strategy.compute, handles)
         # Before all that exchanges parameters while the optimizer steps: it works inside.
@@ -167,8 +159,10 @@ def compose(
             computing.append(fused_optimizer)
         tracer = _tracer(given, engine, search, computing)
         # After the tracer: where an epoch starts, an iteration begins.
-        balance = _balance(given, loader)
-        session_loader = _session_loader(given, loader, balance, tracer)
+        balance = install_balance(loader, strategy.data, cluster, dims, handles)
+        session_loader = install_loader(
+            loader, balance, strategy.data, cluster, dims, recorder, tracer, handles
+        )
         window = AccumulationWindow(
             strategy.gradients.accumulate, dims.data_size, session_loader, balance
         )
@@ -424,47 +418,3 @@ def _tracer(
     )
     given.handles.defer(tracer.write, on_error=tracer.drop)
     return tracer
-
-
-def _balance(given: _Given, loader: Iterable[Any] | None) -> SampleBalance | None:
-    config, dims, speeds = given.strategy.data.balance, given.dims, None
-    if config is None:
-        return None
-    if loader is None:
-        raise UsageError(
-            "data.balance deals the samples of a loader; pass it: accelerate(model, optimizer, "
-            "loader)"
-        )
-    where = {"rank": dims.data_rank, "ranks": dims.data_size}
-    if config.speeds == "measured" and dims.control is not None:
-        device = given.cluster.device
-        speeds = rank_speeds(dims.control, device, dims.data_rank, dims.data_size)
-    return given.handles.add(SampleBalance(loader, config, speeds=speeds, **where))
-
-
-def _session_loader(
-    given: _Given,
-    loader: Iterable[Any] | None,
-    balance: SampleBalance | None,
-    tracer: Tracer,
-) -> UnevenInputLoader | None:
-    if loader is None:
-        return None
-    # First, as it says what a batch is.
-    loader = loader if balance is None else balance.loader
-    data = given.strategy.data
-    if data.cache is not None:
-        loader, dataset = cached_loader(loader, data.cache)
-        given.handles.add(dataset)
-    # After the cache, from which its workers read.
-    if (config := data.prefetch) is not None:
-        environment = given.cluster.environment
-        cores = max(len(os.sched_getaffinity(0)) // environment.local_world_size, 1)
-        device = given.cluster.device
-        loader = given.handles.add(prefetch(loader, config, device=device, cores=cores))
-    loader = loader if balance is None else balance.over(loader)
-    session_loader = UnevenInputLoader(
-        loader, group=given.dims.data, recorder=given.recorder, on_start=tracer.iteration_begins
-    )
-    given.handles.callback(session_loader.detach)
-    return session_loader

@@ -76,6 +76,8 @@ class Event:
     - ``backward`` that ends in exchanges: ``gradients_ready``, for each gradient in ready order the
       seconds from the start of backward until it was ready; None for one without a value.
     - spans of a pipeline stage: ``stage`` and ``micro_batch``, their numbers.
+    - ``data_wait``: ``readers``, the workers or threads that read beside the training (0: it reads
+      itself), and with ``data.prefetch`` ``queued``, the batches that were there when it asked.
     - ``iteration``: ``samples`` that this rank trained on (its share, if several ranks hold one
       model), if known.
     - operators of ``slipstream.comm``: ``bytes``, and ``ranks``, the size of the group.

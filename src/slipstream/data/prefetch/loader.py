@@ -138,6 +138,12 @@ class PrefetchLoader:
         self._running = ref(batches)
         return batches
 
+    def reading(self) -> dict[str, int]:
+        """Of a trace: workers or threads that read beside the training, and batches that are
+        there."""
+        readers, queued = self._reader.reading
+        return {"readers": readers, "queued": queued}
+
     def close(self) -> None:
         """End workers and threads; a later pass starts them again. close() is idempotent."""
         self._reader.close()

@@ -23,7 +23,10 @@ from slipstream.strategy import Prefetch
 MEASURED = 8
 """Batches that this process reads itself, to see how long that takes; the later half counts."""
 SEEN = 16
-"""Batches of workers that are compared with those: the latest ones, when they have settled."""
+"""Steps with batches of workers that are compared with those: the latest ones."""
+WAITED = 0.25
+"""Workers are dropped only if a batch of theirs is waited for longer than this part of what reading
+it takes here: else a training whose batches grow would drop them."""
 SPARE = 1.5
 """Workers that are started for each that is needed on average."""
 EACH = 2
@@ -64,6 +67,12 @@ class MapReader:
         # Workers have a copy of the dataset: what is set on it between epochs must reach them.
         self._starts_anew = hasattr(loader.dataset, "set_epoch") and not loader.persistent_workers
         self._passes = self._new_passes()
+
+    @property
+    def reading(self) -> tuple[int, int]:
+        """Workers or threads that read beside the training, and batches that are there."""
+        source = self._source
+        return (0, 0) if source is None else (source.readers, source.queued)
 
     @property
     def note(self) -> str:
@@ -121,10 +130,11 @@ class MapReader:
                 self._source = self._chosen_source()
             start = time.perf_counter()
             batch = next(self._source)
+            end = time.perf_counter()
             if not isinstance(self._source, Inline):
-                self._timing.waits.append(time.perf_counter() - start)
+                self._timing.waited(start, end)
             elif self._is_measuring:
-                self._timing.add(start, time.perf_counter(), _num_bytes(batch))
+                self._timing.read_here(start, end, _num_bytes(batch))
             return batch, self._passes.received()
         except BaseException:
             self.close()
@@ -177,23 +187,31 @@ class MapReader:
 
 
 class _Timing:
-    """How long this process takes to read a batch, and to use it."""
+    """How long this process takes to read a batch, and to use it; and to use those of others."""
 
     def __init__(self) -> None:
         self._reads: list[float] = []
         self._steps: list[float] = []
+        self._waits: deque[float] = deque(maxlen=SEEN)
+        self._others: deque[float] = deque(maxlen=SEEN)
+        """From batch to batch, where others read: the latest ones."""
         self._ended: float | None = None
         self.num_bytes = 0
-        self.waits: deque[float] = deque(maxlen=SEEN)
-        """For batches that others read, the latest ones."""
 
-    def add(self, start: float, end: float, num_bytes: int) -> None:
-        """A batch was read."""
+    def read_here(self, start: float, end: float, num_bytes: int) -> None:
+        """A batch was read by this process."""
         if self._ended is not None:
             self._steps.append(start - self._ended)
         self._reads.append(end - start)
         self._ended = end
         self.num_bytes = max(self.num_bytes, num_bytes)
+
+    def waited(self, start: float, end: float) -> None:
+        """A batch came that another process or thread has read."""
+        self._waits.append(end - start)
+        if self._ended is not None:
+            self._others.append(end - self._ended)
+        self._ended = end
 
     @property
     def is_known(self) -> bool:
@@ -201,18 +219,29 @@ class _Timing:
 
     @property
     def workers_are_slower(self) -> bool:
-        """Whether waiting for them takes longer than reading did."""
-        seen = len(self.waits) == SEEN and self.is_known
-        return seen and median(self.waits) > self.read
+        """Whether a step with a batch of theirs takes longer than one with a batch read here.
+
+        It may, even if waiting takes less time than reading: they need cores that the training
+        computes on, and taking over what they hand over is work, too.
+        """
+        if len(self._others) < SEEN or not self.is_known:
+            return False
+        here = self.read + median(_later_half(self._steps))
+        return median(self._waits) > WAITED * self.read and median(self._others) > here
 
     @property
     def read(self) -> float:
-        return median(self._reads[len(self._reads) // 2 :])
+        return median(_later_half(self._reads))
 
     @property
     def step(self) -> float:
         """The fastest: the first steps of a training allocate, compile and warm up."""
         return min(self._steps)
+
+
+def _later_half(seconds: list[float]) -> list[float]:
+    """Without the first ones, which allocate, compile and warm up."""
+    return seconds[len(seconds) // 2 :]
 
 
 def _num_bytes(batch: Any) -> int:

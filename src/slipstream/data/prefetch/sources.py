@@ -7,6 +7,7 @@ in that order. They differ in nothing else.
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from slipstream.data.prefetch.passes import Passes
 from slipstream.errors import DataError
@@ -26,7 +27,17 @@ NO_ROOM = "/dev/shm, through which workers hand batches over, is full"
 
 
 class Source(Protocol):
-    """Batches in the order of the indices."""
+    """Batches in the order of the indices.
+
+    Attributes:
+        readers: workers or threads; 0: the training reads itself.
+    """
+
+    readers: int
+
+    @property
+    def queued(self) -> int:
+        """Batches that were read and not given out yet."""
 
     def __next__(self) -> Any:
         """The next batch; StopIteration: all that was sent was given back."""
@@ -62,16 +73,28 @@ class Samples(Dataset[Any]):
 
 def with_workers(loader: DataLoader[Any], dataset: Any, **settings: Any) -> DataLoader[Any]:
     """A loader like the user's, whose workers stay, with other settings."""
-    return DataLoader(
-        dataset,
-        collate_fn=loader.collate_fn,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
+    kept: dict[str, Any] = {
+        "collate_fn": loader.collate_fn,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
         # of its own: what the workers start from is no draw of the user's
-        generator=torch.Generator().manual_seed(torch.initial_seed() % 2**63),
-        persistent_workers=True,
-        **settings,
-    )
+        "generator": torch.Generator().manual_seed(torch.initial_seed() % 2**63),
+        "persistent_workers": True,
+    }
+    return DataLoader(dataset, **kept | settings)
+
+
+class _CountingCollate:
+    """Puts the samples of a batch together, and counts those of each worker in shared memory."""
+
+    def __init__(self, collate: Any, counts: Any) -> None:
+        self._collate, self._counts = collate, counts
+
+    def __call__(self, samples: Any) -> Any:
+        batch, worker = self._collate(samples), get_worker_info()
+        if worker is not None:
+            self._counts[worker.id] += 1  # nobody else writes there
+        return batch
 
 
 class Workers:
@@ -98,6 +121,8 @@ class Workers:
     ) -> None:
         batched = loader.batch_sampler is not None
         fetches_all = hasattr(loader.dataset, "__getitems__")  # torch then asks for all at once
+        context = loader.multiprocessing_context or multiprocessing.get_context()
+        counts = context.RawArray("L", count)
         indices: dict[str, Any] = {"batch_sampler": passes}
         if not batched:
             indices = {"sampler": passes, "batch_size": None}
@@ -108,17 +133,26 @@ class Workers:
             prefetch_factor=each,
             pin_memory=loader.pin_memory or pin,
             timeout=timeout,
+            collate_fn=_CountingCollate(loader.collate_fn, counts),
             **indices,
         )
+        self.readers, self._counts, self._taken = count, counts, 0
         self._passes, self._timeout = passes, timeout
         self._batches: Iterator[Any] | None = None
+
+    @property
+    def queued(self) -> int:
+        """Counted where they are put together, so one may still be on its way."""
+        return max(sum(self._counts) - self._taken, 0)
 
     def __next__(self) -> Any:
         try:
             if self._batches is None or not self._passes.sent:
                 assert self._loader is not None
                 self._batches = iter(self._loader)  # the workers stay
-            return next(self._batches)
+            batch = next(self._batches)
+            self._taken += 1
+            return batch
         except (RuntimeError, OSError, EOFError) as error:
             what = _of_workers(error)
             if not what or not self._passes.sent:
@@ -155,6 +189,7 @@ class Threads:
         pin: bool,
         timeout: float,
     ) -> None:
+        self.readers = count
         self._passes, self._ahead, self._timeout = passes, ahead, timeout
         self._futures: deque[Future[Any]] = deque()
         self._asked: _Asked = SimpleQueue()
@@ -168,6 +203,10 @@ class Threads:
         ]
         for thread in self._threads:
             thread.start()
+
+    @property
+    def queued(self) -> int:
+        return sum(future.done() for future in self._futures)
 
     def __next__(self) -> Any:
         self._fill()
@@ -229,6 +268,8 @@ class Inline:
     It reads from a copy of the dataset: workers that are forked later must not share a file that a
     dataset opens when it is first read from.
     """
+
+    readers = queued = 0
 
     def __init__(self, loader: DataLoader[Any], passes: Passes, *, pin: bool) -> None:
         dataset: Any = loader.dataset

@@ -68,6 +68,11 @@ class StreamReader:
         elif isinstance(loader.dataset, IterDataPipe):
             self.note = "not across epochs: ranks agree on a seed when one begins"
 
+    @property
+    def reading(self) -> tuple[int, int]:
+        """Workers that read beside the training, and batches that are there."""
+        return self._count, 0 if self._reading is None else self._reading.queued
+
     def begin(self) -> Iterator[Any]:
         """The next pass."""
         reading, self._reading = self._reading, None
@@ -169,6 +174,11 @@ class _Reading:
         self.begun = self.is_over = False
         self._thread = threading.Thread(target=self._read, name="slipstream-data", daemon=True)
         self._thread.start()
+
+    @property
+    def queued(self) -> int:
+        """Batches that were read and not taken yet."""
+        return max(self._queue.qsize() - self.is_over, 0)  # the last one says that it is over
 
     def batches(self, timeout: float) -> Iterator[_Read]:
         """The batches, and at last that there are no more.

@@ -1,0 +1,180 @@
+"""Samples that were read once are kept, for later epochs and for the other ranks of the host.
+
+On LMDB (`pip install 'slipstream[cache]'`): a file that processes map into memory. Readers never
+wait, one process writes at a time, and a process that is killed leaves the file intact.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import pickle
+import tempfile
+import weakref
+from collections.abc import Sized
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from slipstream.data.cache import store
+from slipstream.data.cache.samples import fingerprint
+from slipstream.data.cache.store import Store
+from slipstream.errors import ModelError
+from slipstream.strategy import Cache, Row
+
+FOLDER = "slipstream-samples"
+LONGEST_NAME = 500  # bytes; LMDB takes 511
+
+
+def cached(
+    dataset: Dataset[Any],
+    config: Cache = Cache(),  # noqa: B008 - frozen
+    key: str = "",
+) -> CachedDataset:
+    """Keep the samples of a map-style dataset, as it gives them the first time.
+
+    Args:
+        dataset: gives the same sample each time it is asked for it; draw random numbers (for
+            augmentations) from what it gives, not in it.
+        config: where samples are kept, and how many bytes of them.
+        key: what tells this dataset from others; empty: its class, its length and some samples.
+
+    Exactness: bitwise.
+
+    Raises:
+        ModelError: lmdb is not installed, or the dataset has no length or no samples, or gives
+            different samples for the same index, or is told its epoch.
+        DataError: there is no room.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.arange(3))
+        >>> kept = cached(data, Cache(gigabytes=0.01))
+        >>> kept[0], kept.report_rows()[0].value
+        ((tensor(0),), '1 of 3 samples')
+        >>> kept.close()
+    """
+    return CachedDataset(dataset, config, key)
+
+
+def cached_loader(loader: Any, config: Cache) -> tuple[DataLoader[Any], CachedDataset]:
+    """A loader like another one, whose dataset keeps its samples; and that dataset.
+
+    Raises:
+        ModelError, DataError: as `cached`; or the loader is no ``DataLoader`` over a map-style
+            dataset.
+    """
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        what = type(getattr(loader, "dataset", loader)).__name__
+        raise ModelError(
+            f"data.cache keeps the samples of a map-style dataset in a torch DataLoader; this is a "
+            f"{what}: give a DataLoader over a map-style dataset, or leave data.cache out"
+        )
+    dataset = cached(loader.dataset, config)
+    other = copy.copy(loader)  # of its class, with its samplers
+    other.__dict__.update(dataset=dataset, _iterator=None)  # a DataLoader refuses to be set these
+    return other, dataset
+
+
+class CachedDataset(Dataset[Any]):
+    """What `cached` returns; attributes that it lacks are those of the dataset.
+
+    Worker processes get a copy, which uses the same cache.
+    """
+
+    def __init__(self, dataset: Dataset[Any], config: Cache, key: str = "") -> None:
+        if find_spec("lmdb") is None:
+            raise ModelError(
+                "data.cache keeps samples in LMDB, which is not installed; pip install "
+                "'slipstream[cache]'"
+            )
+        if not isinstance(dataset, Sized):
+            raise ModelError(
+                f"data.cache asks a dataset for samples by their index, and "
+                f"{type(dataset).__name__} has no length; leave data.cache out"
+            )
+        if hasattr(dataset, "set_epoch"):
+            raise ModelError(
+                f"data.cache: {type(dataset).__name__} has set_epoch, so its samples change with "
+                "the epoch; keep what it reads with slipstream.data.cache.cached(), or leave "
+                "data.cache out"
+            )
+        if "/" in key:
+            raise ModelError(f"data.cache: key {key!r}; allowed: a name without /")
+        self._dataset: Any = dataset
+        self._limit = int(config.gigabytes * 2**30)
+        self._root = _root(config)
+        # A larger limit would grow the file under those that have it open.
+        self._path = self._root / f"{key or fingerprint(dataset)}-{_boot()}-{self._limit >> 20}M"
+        self._store: Store | None = None
+        self._closed = False
+        self._open()
+        self._end = weakref.finalize(self, _leave, self._path)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._closed or not isinstance(index, int | str | np.integer):
+            return self._dataset[index]
+        number = index if isinstance(index, str) else int(index)
+        kept_in, name = self._open(), repr(number).encode()
+        if len(name) > LONGEST_NAME:
+            name = hashlib.sha256(name).digest()
+        kept = kept_in.get(name)
+        if kept is not None:
+            return pickle.loads(kept)
+        sample = self._dataset[index]
+        kept_in.put(name, sample)
+        return sample
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+    def __copy__(self) -> CachedDataset:
+        return self  # one user of its store
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_store": None, "_end": None}
+
+    def close(self) -> None:
+        """Leave the cache: from now on samples are read each time. In memory the last process
+        removes what is kept. close() is idempotent."""
+        self._end()
+        self._store, self._closed = None, True
+
+    def report_rows(self) -> list[Row]:
+        """How many samples are kept, and where."""
+        if self._store is None:
+            return [Row("cache", "closed", "")]
+        full = "; it is full: the others are read each time" if self._store.is_full else ""
+        value = f"{self._store.count} of {len(self)} samples"
+        return [Row("cache", value, f"in {self._root}{full}")]
+
+    def _open(self) -> Store:
+        if self._store is None or self._store.pid != os.getpid():
+            self._store = Store.of(self._path, self._limit)
+        return self._store
+
+
+def _leave(path: Path) -> None:
+    """One user of a store less."""
+    if (opened := store.opened(path)) is not None:
+        opened.leave()
+
+
+def _root(config: Cache) -> Path:
+    if config.folder is not None:
+        return Path(config.folder) / FOLDER
+    parent = store.MEMORY if config.to == "memory" else Path(tempfile.gettempdir())
+    return parent / f"{FOLDER}-{os.getuid()}"
+
+
+def _boot() -> str:
+    """Tells this boot of the machine from others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]

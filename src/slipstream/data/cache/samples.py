@@ -1,0 +1,76 @@
+"""Samples as bytes, and what tells one dataset from another by them."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slipstream.errors import ModelError
+
+LOOKED_AT = 8
+"""Samples that tell a dataset from another one of its class and length."""
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors by their own values: torch's pickle keeps the whole storage of a view."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.requires_grad or value.device.type != "cpu":
+            return NotImplemented
+        if value.layout is not torch.strided or value.is_quantized or value.is_conj():
+            return NotImplemented
+        if value.dtype not in _IN_NUMPY | _NOT_IN_NUMPY:
+            return NotImplemented
+        values = value.contiguous()
+        if value.dtype in _NOT_IN_NUMPY:
+            values = values.view(-1).view(torch.uint8)
+        return _tensor, (values.numpy().copy(), value.dtype, value.shape)
+
+
+_NOT_IN_NUMPY = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+_IN_NUMPY = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+    torch.float32, torch.float64, torch.complex64, torch.complex128,
+}  # fmt: skip
+
+
+def _tensor(values: npt.NDArray[Any], dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    found = torch.from_numpy(values)
+    return found if found.dtype == dtype else found.view(dtype).view(shape)
+
+
+def pickled(sample: Any) -> bytes:
+    """A sample as bytes; equal samples give equal bytes."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(sample)
+    return buffer.getvalue()
+
+
+def fingerprint(dataset: Any) -> str:
+    """A name for what a dataset gives: its class, its length and a few of its samples.
+
+    Raises:
+        ModelError: it gives different samples for the same index, or none.
+    """
+    size, kind = len(dataset), type(dataset)
+    dataset = copy.copy(dataset)  # a file that it opens when first read from is not the workers'
+    if not size:
+        raise ModelError(f"data.cache: {kind.__qualname__} has no samples")
+    digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__} {size}".encode())
+    for index in sorted({size * part // LOOKED_AT for part in range(LOOKED_AT)}):
+        once, again = (pickled(dataset[index]) for _ in range(2))
+        if once != again:
+            raise ModelError(
+                f"data.cache: {kind.__qualname__} gives another sample {index} each time, so it "
+                "draws random numbers; keep what it reads with slipstream.data.cache.cached(), and "
+                "draw from that"
+            )
+        digest.update(once)
+    return f"{kind.__qualname__}-{digest.hexdigest()[:16]}"

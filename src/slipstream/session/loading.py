@@ -1,0 +1,96 @@
+"""The loader of a session: the user's, with what ``data`` asks for around it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from slipstream.calibration.rank_speed import rank_speeds
+from slipstream.cluster.connect import Cluster
+from slipstream.data.balance import SampleBalance, is_balanceable
+from slipstream.data.cache import cached_loader
+from slipstream.data.prefetch import is_prefetchable, prefetch
+from slipstream.data.uneven_inputs import UnevenInputLoader
+from slipstream.errors import UsageError
+from slipstream.parallel.dims import ParallelDims
+from slipstream.session.handles import HandleStack
+from slipstream.session.tracing import Tracer
+from slipstream.strategy import Data
+from slipstream.trace.recorder import Recorder
+
+
+def useful_loading(
+    loader: Iterable[Any] | None, data: Data, dims: ParallelDims
+) -> dict[str, bool]:
+    """Which settings of ``data`` the loader allows and does not have, for a trace."""
+    balanceable = is_balanceable(loader, dims.data_rank, dims.data_size)
+    return {
+        "prefetchable": data.prefetch is None and is_prefetchable(loader),
+        "balanceable": data.balance is None and balanceable,
+    }
+
+
+def install_balance(
+    loader: Iterable[Any] | None,
+    data: Data,
+    cluster: Cluster,
+    dims: ParallelDims,
+    handles: HandleStack,
+) -> SampleBalance | None:
+    """Who deals the samples to the ranks, if that is asked for.
+
+    Raises:
+        UsageError: there is no loader.
+    """
+    config, speeds = data.balance, None
+    if config is None:
+        return None
+    if loader is None:
+        raise UsageError(
+            "data.balance deals the samples of a loader; pass it: accelerate(model, optimizer, "
+            "loader)"
+        )
+    where = {"rank": dims.data_rank, "ranks": dims.data_size}
+    if config.speeds == "measured" and dims.control is not None:
+        speeds = rank_speeds(dims.control, cluster.device, dims.data_rank, dims.data_size)
+    return handles.add(SampleBalance(loader, config, speeds=speeds, **where))
+
+
+def install_loader(
+    loader: Iterable[Any] | None,
+    balance: SampleBalance | None,
+    data: Data,
+    cluster: Cluster,
+    dims: ParallelDims,
+    recorder: Recorder | None,
+    tracer: Tracer,
+    handles: HandleStack,
+) -> UnevenInputLoader | None:
+    """What the session iterates over: each technique reads from the one before it."""
+    if loader is None:
+        return None
+    # First, as it says what a batch is.
+    loader = loader if balance is None else balance.loader
+    if data.cache is not None:
+        loader, dataset = cached_loader(loader, data.cache)
+        handles.add(dataset)
+    reading: Callable[[], Mapping[str, int]] = dict
+    if isinstance(readers := getattr(loader, "num_workers", None), int):
+        reading = partial(dict, readers=readers)
+    # After the cache, from which its workers read.
+    if (config := data.prefetch) is not None:
+        cores = max(len(os.sched_getaffinity(0)) // cluster.environment.local_world_size, 1)
+        ahead = handles.add(prefetch(loader, config, device=cluster.device, cores=cores))
+        loader, reading = ahead, ahead.reading
+    loader = loader if balance is None else balance.over(loader)
+    session_loader = UnevenInputLoader(
+        loader,
+        group=dims.data,
+        recorder=recorder,
+        on_start=tracer.iteration_begins,
+        reading=reading,
+    )
+    handles.callback(session_loader.detach)
+    return session_loader
