@@ -14,7 +14,7 @@ from slipstream.gradients.layout import plan_segments
 from slipstream.planner.candidates import label
 from slipstream.planner.workload import gradients_of
 from slipstream.strategy import Strategy
-from slipstream.trace import read, write
+from slipstream.trace import Trace, read, write
 from tests.harness.traces import by_hand
 from tests.planner.networks import ethernet_profile as cluster
 
@@ -84,6 +84,26 @@ def test_json_is_for_machines(files, tmp_path) -> None:
     assert [point["nodes"] for point in numbers["nodes"]] == [2**power for power in range(13)]
     assert numbers["rates"][0]["rate"] == 1e8
     assert all(0 < point["efficiency"] <= 1.001 for point in numbers["nodes"])
+
+
+def test_what_is_not_the_exchange_is_predicted_too(files, tmp_path) -> None:
+    assert "With " not in _run(*files)  # the trace says of no use
+    recorded = read(tmp_path / "trace.json")
+    uses = {"prefetchable": True, "balanceable": True}
+    uses["useful_compute"] = ["compile", "fuse_optimizer"]
+    write(Trace(recorded.events, recorded.meta | uses), tmp_path / "trace.json")
+    numbers = json.loads(_run(*files, "--json"))
+    best = numbers["strategies"][0]["seconds"]
+    seconds = {one["setting"]: best - one["seconds"] for one in numbers["beside"]}
+    assert seconds.keys() == {"data.prefetch", "data.balance", "compute.fuse_optimizer"}
+    # Of 0.01 s of wait, of ranks that are 0.06 s late in the middle, of 0.03 s of update.
+    assert seconds["data.prefetch"] == pytest.approx(0.01, rel=0.1)
+    assert seconds["compute.fuse_optimizer"] == pytest.approx(0.03, rel=0.1)
+    assert 0.01 < seconds["data.balance"] < 0.1
+    shown = " ".join(_run(*files).split())
+    assert "With data.balance " in shown
+    assert "With compute.fuse_optimizer at best " in shown
+    assert "Nothing predicts compute.compile: slipstream tune tries" in shown
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ from rich.text import Text
 from slipstream.cli.options import AsJson, ExactOnly, Updates, check_writable
 from slipstream.cli.plan import options
 from slipstream.cli.plan.memory import Estimated, Speed, plan_memory
-from slipstream.cli.plan.tables import curve, ranking, ranks
+from slipstream.cli.plan.tables import besides, curve, ranking, ranks
 from slipstream.errors import ClusterError, StrategyError
+from slipstream.planner.beside import Beside, beside
 from slipstream.planner.candidates import candidates, label
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.contention_fit import prepare
@@ -123,6 +124,8 @@ class _Forecast:
     network: NetworkProfile
     by_nodes: list[Point]
     by_rate: list[Point]
+    beside: list[Beside]
+    unpredicted: tuple[str, ...]
 
     @property
     def best(self) -> Strategy:
@@ -144,6 +147,8 @@ class _Forecast:
             ],
             "nodes": [_point(point) for point in self.by_nodes],
             "rates": [_point(point) for point in self.by_rate],
+            "beside": [one._asdict() for one in self.beside],
+            "unpredicted": list(self.unpredicted),
         }
 
 
@@ -185,7 +190,8 @@ def _forecast(
     strategies = candidates(workload, target, exact_only, base)
     predictions = rank(strategies, workload, target, base, updates)
     curves = _curves(predictions[0].strategy, workload, here, target, bits)
-    return _Forecast(base, predictions, workload, target, *curves)
+    others = beside(recorded, workload, target, predictions[0].strategy)
+    return _Forecast(base, predictions, workload, target, *curves, *others)
 
 
 def _deliver(
@@ -209,6 +215,8 @@ def _print(forecast: _Forecast, console: Console) -> None:
     """The tables, and what is uncertain about them."""
     network = forecast.network
     console.print(ranking(forecast.predictions, forecast.base, network))
+    if words := besides(forecast.beside, forecast.unpredicted, forecast.predictions[0]):
+        console.print(words)
     for doubt in network.doubts:
         console.print(Text(f"warning: {doubt}", style="yellow"))
     if network.extrapolated:

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.analysis.compact_table import compact
+from slipstream.planner.beside import Beside
 from slipstream.planner.candidates import TOLERANCE, label
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import MARGIN, Point, Prediction
@@ -64,6 +65,18 @@ def ranking(predictions: Sequence[Prediction], base: Strategy, network: NetworkP
             style="bold" if is_base or place == 0 else None,
         )
     return table
+
+
+def besides(found: Sequence[Beside], unpredicted: Sequence[str], best: Prediction) -> Text | None:
+    """What else would make the first strategy faster, and what only a measurement tells."""
+    lines = [
+        f"With {one.setting} {'at best ' * one.at_best}{_seconds(one.seconds)} "
+        f"({one.seconds / best.seconds - 1:+.1%})."
+        for one in found
+    ]
+    if unpredicted:
+        lines.append(f"Nothing predicts {', '.join(unpredicted)}: slipstream tune tries them.")
+    return Text("\n".join(lines)) if lines else None
 
 
 def curve(title: str, points: Sequence[Point], over: str) -> Table:

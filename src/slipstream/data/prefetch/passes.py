@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -272,7 +273,9 @@ class Passes:
             torch.empty((), dtype=torch.int64).random_(generator=self._seeds_of)
 
     def _has_moved(self, since: torch.Tensor) -> bool:
-        return not torch.equal(self._generator.get_state(), since)
+        # By numpy: an operator of torch would let a thread that reads have the interpreter, and the
+        # training wait to get it back.
+        return not np.array_equal(self._generator.get_state().numpy(), since.numpy())
 
     def _position(self) -> _Position:
         """The epoch and the batch at which the sampler is to begin, where it can tell; and what its

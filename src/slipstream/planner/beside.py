@@ -1,0 +1,61 @@
+"""What settings beside the exchange would bring: predicted where a trace tells, else a bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from slipstream.planner.comm_plan import Plan
+from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.simulate import predict
+from slipstream.planner.workload import Workload
+from slipstream.strategy import Strategy
+from slipstream.trace import Trace
+
+LEAST = 0.01
+"""A smaller share of an iteration is not worth a word."""
+
+
+class Beside(NamedTuple):
+    """A setting, and seconds of an iteration with it; ``at_best``: no less than these."""
+
+    setting: str
+    seconds: float
+    at_best: bool = False
+
+
+def beside(
+    trace: Trace, workload: Workload, network: NetworkProfile, strategy: Strategy
+) -> tuple[list[Beside], tuple[str, ...]]:
+    """Settings of data and computing that the traced training has a use for, under ``strategy``.
+
+    Args:
+        trace: of the training; says what it has a use for.
+        workload: its work, on as many ranks as are asked about.
+        network: what exchanges cost.
+        strategy: the exchange.
+
+    Returns:
+        Those that save a hundredth of an iteration, and the names of those that nothing predicts.
+    """
+    plan = Plan.of(strategy, workload.gradients, network.codecs)
+    now, names = predict(workload, plan, network), trace.meta.get("useful_compute") or ()
+    found: list[Beside] = []
+
+    def add(setting: str, changed: Workload, at_best: bool = False) -> None:
+        seconds = predict(changed, plan, network)
+        if seconds <= (1 - LEAST) * now:
+            found.append(Beside(setting, seconds, at_best))
+
+    if workload.reading is not None:
+        add("data.prefetch.workers: twice as many", workload.fed(readers=2))
+    elif trace.meta.get("prefetchable"):
+        add("data.prefetch", workload.fed())
+    if trace.meta.get("balanceable"):
+        add("data.balance", workload.evened())
+    if "fuse_optimizer" in names:
+        at_once = replace(workload, optimizer=np.zeros_like(workload.optimizer))
+        add("compute.fuse_optimizer", at_once, at_best=True)
+    return found, tuple(f"compute.{name}" for name in names if name != "fuse_optimizer")
