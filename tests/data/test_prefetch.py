@@ -167,7 +167,6 @@ def test_a_session_reads_ahead_and_says_so(tmp_path: Path) -> None:
     assert ahead == losses({"trace": trace})
     assert read(tmp_path / "trace.json").meta["prefetchable"]
 
-
     waits = [e.args for e in read(tmp_path / "trace.json").events if e.name == "data_wait"]
     assert waits == [{"readers": 0}] * 2
     losses({"trace": trace, "data": {"prefetch": {"threads": True, "workers": 1, "depth": 5}}})

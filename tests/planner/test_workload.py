@@ -61,7 +61,8 @@ def test_readers_that_cannot_keep_up_are_read_back(plan, reading) -> None:
     faster = linear_profile(seconds=0.001)  # brings little: the batches do not come faster
     assert predict(found, plan, faster) == pytest.approx(predict(work, plan, faster), rel=0.05)
     assert predict(found.fed(readers=2), plan, network) < 0.7 * predict(found, plan, network)
-    assert predict(found.fed(), plan, network) == predict(found.fed(readers=1e9), plan, network)
+    no_wait, many = (predict(one, plan, network) for one in (found.fed(), found.fed(readers=1e9)))
+    assert no_wait <= many <= no_wait + 3 * 0.01 + 1e-9  # handing over still takes its time
 
 
 @pytest.mark.parametrize("precision", ["half_weights", {"kind": "half_weights"}, "autocast", None])

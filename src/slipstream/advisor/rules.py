@@ -48,9 +48,9 @@ def feed_faster(stats: TraceStats) -> Finding | None:
         if stats.prefetchable:
             patch = {"prefetch": {}}
             words = (
-                "Read batches ahead, by workers that stay from epoch to epoch: data.prefetch. Where "
-                "the cores cannot keep up, do less work for each sample: decode and resize the data "
-                "once, in advance, or keep it (data.cache)."
+                "Read batches ahead, by workers that stay from epoch to epoch: data.prefetch. "
+                "Where the cores cannot keep up, do less work for each sample: decode and resize "
+                "the data once, in advance, or keep it (data.cache)."
             )
     elif queue.ready:
         evidence += f" {queue.ready:g} batches are there when it asks for one."

@@ -55,9 +55,8 @@ def summary(
     """
     iterations = timeline(trace.events)
     typical = typical_iteration(iterations, rank)
-    words = _headline(trace.meta, typical), _speed(typical, _throughput(iterations, baseline))
-    if data := _data(iterations):
-        words = *words, data
+    words = [_headline(trace.meta, typical), _speed(typical, _throughput(iterations, baseline))]
+    words += [data] if (data := _data(iterations)) is not None else []
     drawing = ascii_timeline(_example(iterations, typical))
     pieces: list[Table | Text] = [*words, drawing, tables.parts_table(typical)]
     if slow := stragglers(iterations, _clock_error(trace.meta)):

@@ -112,7 +112,8 @@ class UnevenInputLoader:
         batches = iter(self._loader)
         while True:
             recorder = self._recorder  # each time: detach() may come between two batches
-            start, reading = 0.0, {}
+            start: float = 0.0
+            reading: Mapping[str, int] = {}
             if recorder is not None and recorder.active:
                 start, reading = recorder.now(), self._reading()
             if (batch := next(batches, _END)) is _END:

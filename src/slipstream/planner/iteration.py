@@ -139,8 +139,8 @@ class IterationModel:
         passes: list[Pass] = []
         gathers: tuple[Completion, ...] = ()
         for number in range(self.plan.accumulate):
-            there = at if work.reading is None else np.maximum(at, loaded + work.reading)
-            loaded = there + work.data_wait
+            behind = -np.inf if work.reading is None else loaded + work.reading
+            loaded = np.maximum(at + work.data_wait, behind)
             forward_ends = loaded + work.forward
             if number == 0 and self.gather_tasks:
                 updated = float(start.max())

@@ -21,9 +21,7 @@ from slipstream.strategy import Data
 from slipstream.trace.recorder import Recorder
 
 
-def useful_loading(
-    loader: Iterable[Any] | None, data: Data, dims: ParallelDims
-) -> dict[str, bool]:
+def useful_loading(loader: Iterable[Any] | None, data: Data, dims: ParallelDims) -> dict[str, bool]:
     """Which settings of ``data`` the loader allows and does not have, for a trace."""
     balanceable = is_balanceable(loader, dims.data_rank, dims.data_size)
     return {

@@ -51,6 +51,7 @@ def cached(
         DataError: there is no room.
 
     Example:
+        >>> import torch
         >>> data = torch.utils.data.TensorDataset(torch.arange(3))
         >>> kept = cached(data, Cache(gigabytes=0.01))
         >>> kept[0], kept.report_rows()[0].value

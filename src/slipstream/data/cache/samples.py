@@ -8,7 +8,6 @@ import io
 import pickle
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 

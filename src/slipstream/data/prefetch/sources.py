@@ -143,7 +143,7 @@ class Workers:
     @property
     def queued(self) -> int:
         """Counted where they are put together, so one may still be on its way."""
-        return max(sum(self._counts) - self._taken, 0)
+        return max(int(sum(self._counts)) - self._taken, 0)
 
     def __next__(self) -> Any:
         try:
