@@ -6,6 +6,7 @@ All variants train the same model side by side in one run, an iteration each in 
 "no exchange" is one replica by itself: what the exchange adds to it is exposed, and what it hides
 of its wire time is the hidden share. Graphs and graph breaks are those that torch counts while a
 variant runs first. DDP is compiled in both ways that its documentation names, around and inside.
+Models with convolutions also run with channels last, as torch recommends it for DDP, too.
 """
 
 from __future__ import annotations
@@ -47,6 +48,14 @@ def ddp_of_blocks(model: nn.Module, megabytes: float) -> nn.Module:
     return wrapped_in_ddp(with_compiled_blocks(model), megabytes)
 
 
+def channels_last(model: nn.Module) -> Any:
+    """Weights in that order, as torch does it."""
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+CHANNELS_LAST = ", channels last"
+
+
 def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], Iterate]]:
     """Every variant by its label, to be built; those with " (compiled)" are."""
 
@@ -64,7 +73,9 @@ def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], 
         "no exchange": alone(nn.Module.train),
         "no exchange (compiled)": alone(with_compiled_blocks),
     }
-    for megabytes in args.ddp:
+    convolves = has_convolutions(case)
+    sizes = args.ddp or ([4] if convolves else [4, 25])  # as many models as the memory holds
+    for megabytes in sizes:
         size = f"{megabytes:g} MB"
         found[f"DDP, {size}"] = alone(partial(wrapped_in_ddp, megabytes=megabytes))
         found[f"torch.compile(DDP), {size} (compiled)"] = alone(
@@ -73,7 +84,29 @@ def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], 
         found[f"DDP(compiled blocks), {size} (compiled)"] = alone(
             partial(ddp_of_blocks, megabytes=megabytes)
         )
-    return {**found, "slipstream": ours(), "slipstream (compiled)": ours(compile=True)}
+        if convolves:
+            found[f"torch.compile(DDP){CHANNELS_LAST}, {size} (compiled)"] = alone(
+                lambda model, mb=megabytes: compiled_ddp(channels_last(model), mb)
+            )
+            found[f"DDP(compiled blocks){CHANNELS_LAST}, {size} (compiled)"] = alone(
+                lambda model, mb=megabytes: ddp_of_blocks(channels_last(model), mb)
+            )
+    found |= {"slipstream": ours(), "slipstream (compiled)": ours(compile=True)}
+    if convolves:
+        found |= {
+            f"no exchange{CHANNELS_LAST}": alone(channels_last),
+            f"no exchange{CHANNELS_LAST} (compiled)": alone(
+                lambda model: with_compiled_blocks(channels_last(model))
+            ),
+            f"slipstream{CHANNELS_LAST}": ours(channels_last=True),
+            f"slipstream{CHANNELS_LAST} (compiled)": ours(channels_last=True, compile=True),
+        }
+    return found
+
+
+def has_convolutions(case: Case) -> bool:
+    """Whether the model has any."""
+    return any(isinstance(layer, nn.Conv2d) for layer in case.make()[0].modules())
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -107,7 +140,8 @@ def rows(
     medians = {name: quartiles(spent)[1] for name, spent in seconds.items()}
     found = []
     for name, spent in seconds.items():
-        alone = "no exchange (compiled)" if name.endswith("(compiled)") else "no exchange"
+        alone = "no exchange" + CHANNELS_LAST * (CHANNELS_LAST in name)
+        alone += " (compiled)" * name.endswith("(compiled)")
         exposed = medians[name] - medians[alone]
         graphs, breaks = counted[name]
         found.append(
@@ -150,7 +184,7 @@ def main() -> int:
     parser.add_argument("--model", choices=MODELS, default="bert")
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--ddp", nargs="*", type=float, default=[4, 25], help="DDP's buckets")
+    parser.add_argument("--ddp", nargs="*", type=float, help="DDP's buckets; default: 4 25, or 4")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--loopback", action="store_true", help="without emulated links")
