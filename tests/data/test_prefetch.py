@@ -213,21 +213,56 @@ def test_this_process_reads_where_handing_over_takes_longer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wait", "step", "are_slower"),
+    ("wait", "step", "is_doubted", "are_slower"),
     [
-        (0.9, 1.5, True),  # 2.4 from batch to batch, where reading here takes 2
-        (0.9, 1.0, False),
-        (0.1, 5.0, False),  # the training has become slower, which nobody who reads has caused
+        (0.9, 1.5, True, True),  # 2.4 from batch to batch, where reading here takes 2
+        (0.9, 1.0, True, False),
+        (0.1, 5.0, False, True),  # the training has become slower: no fault of who reads
     ],
 )
-def test_whole_steps_are_compared(wait: float, step: float, are_slower: bool) -> None:
+def test_whole_steps_are_compared(
+    wait: float, step: float, is_doubted: bool, are_slower: bool
+) -> None:
     timing, now = _Timing(), 0.0
-    for _ in range(MEASURED):
-        timing.read_here(now, now + 1, 8)
-        now += 2
-    assert timing.is_known
+
+    def read_here(count: int) -> None:
+        nonlocal now
+        for _ in range(count):
+            timing.read_here(now, now + 1, 8)
+            now += 2
+
+    read_here(MEASURED)
     for _ in range(SEEN + 1):
-        assert not timing.workers_are_slower or are_slower
+        assert not timing.doubts_workers or is_doubted
         timing.waited(now, now + wait)
         now += wait + step
+    assert timing.doubts_workers == is_doubted
+    timing.begin_anew()
+    read_here(SEEN)
+    assert timing.has_read(SEEN)
     assert timing.workers_are_slower == are_slower
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02])
+def test_what_reads_is_judged_once_and_in_the_course_of_an_epoch(seconds: float) -> None:
+    class Slow(Numbers):
+        """Slow in threads, or everywhere: then they are kept."""
+
+        def __getitem__(self, index: int) -> int:
+            in_thread = threading.current_thread() is not threading.main_thread()
+            time.sleep(max(seconds, 0.02 * in_thread))
+            return index
+
+    loader = prefetch(DataLoader(Slow(24)), Prefetch(threads=True, depth=1), cores=1)
+    read = []
+    for _ in range(3):
+        read.append([])
+        for batch in loader:
+            assert int(batch) == len(read[-1])
+            read[-1].append(loader.reading()["readers"])
+            time.sleep(0.01)  # as computing does
+    assert read[0] == [0] * MEASURED + [1] * (24 - MEASURED)
+    assert read[1][:SEEN] == [0] * SEEN
+    assert len({*read[1][SEEN:], *read[2]}) == 1
+    assert read[2][0] == (1 if seconds else 0)
+    loader.close()

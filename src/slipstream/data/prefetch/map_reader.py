@@ -23,10 +23,9 @@ from slipstream.strategy import Prefetch
 MEASURED = 8
 """Batches that this process reads itself, to see how long that takes; the later half counts."""
 SEEN = 16
-"""Steps with batches of workers that are compared with those: the latest ones."""
+"""Steps with batches of workers, the latest ones, that are compared with as many without."""
 WAITED = 0.25
-"""Workers are dropped only if a batch of theirs is waited for longer than this part of what reading
-it takes here: else a training whose batches grow would drop them."""
+"""That comparison is made if a batch is waited for longer than this part of what reading takes."""
 SPARE = 1.5
 """Workers that are started for each that is needed on average."""
 EACH = 2
@@ -62,7 +61,7 @@ class MapReader:
             )
         self._timing = _Timing()
         self._source: Source | None = None
-        self._reads_itself = False
+        self._reads_itself = self._is_judging = self._is_judged = False
         self.value, self.gave_all = "not begun", False
         # Workers have a copy of the dataset: what is set on it between epochs must reach them.
         self._starts_anew = hasattr(loader.dataset, "set_epoch") and not loader.persistent_workers
@@ -83,12 +82,11 @@ class MapReader:
         """The next pass; None: it has no batch."""
         if self._starts_anew and not isinstance(self._source, Inline):
             self.close()
-        if self._reads_itself or self._timing.workers_are_slower:
-            if not self._reads_itself:  # from now on; what is under way ends with its workers
-                self.close()
-            self._reads_itself = True
+        if not self._is_judged and not self._is_judging and self._timing.doubts_workers:
+            self.close()  # what is under way ends with its workers
+            self._timing.begin_anew()
+            self._is_judging = True
             self._source = Inline(self._loader, self._passes, pin=self._pin)
-            self.value = "this process, as handing batches over takes longer than reading them"
         number = self._passes.begin()
         self.gave_all = False
         return None if number is None else self._pass(number)
@@ -126,14 +124,16 @@ class MapReader:
         try:
             if self._source is None:
                 self._source = self._first_source()
-            elif self._is_measuring and self._timing.is_known:
+            elif self._is_judging and self._timing.has_read(SEEN):
+                self._source = self._judged_source()
+            elif self._is_measuring and self._timing.has_read(MEASURED):
                 self._source = self._chosen_source()
             start = time.perf_counter()
             batch = next(self._source)
             end = time.perf_counter()
             if not isinstance(self._source, Inline):
                 self._timing.waited(start, end)
-            elif self._is_measuring:
+            elif not self._reads_itself:
                 self._timing.read_here(start, end, _num_bytes(batch))
             return batch, self._passes.received()
         except BaseException:
@@ -142,9 +142,24 @@ class MapReader:
 
     @property
     def _is_measuring(self) -> bool:
-        return isinstance(self._source, Inline) and not self._reads_itself
+        settled = self._reads_itself or self._is_judging
+        return isinstance(self._source, Inline) and not settled
+
+    def _judged_source(self) -> Source:
+        """This process, where a step with a batch of the workers takes longer than one with a batch
+        read here: they need cores that the training computes on, and taking a batch over is work.
+        """
+        self._is_judging, self._is_judged = False, True
+        if not self._timing.workers_are_slower:
+            return self._chosen_source()
+        assert self._source is not None
+        self._reads_itself = True
+        self.value = "this process, as steps with batches of workers took longer"
+        return self._source
 
     def _first_source(self) -> Source:
+        if self._reads_itself:  # closed and begun again
+            return Inline(self._loader, self._passes, pin=self._pin)
         if self._config.workers != "auto":
             return self._started(self._config.workers)
         if self._loader.num_workers and not self._config.threads:  # the user knows
@@ -206,6 +221,10 @@ class _Timing:
         self._ended = end
         self.num_bytes = max(self.num_bytes, num_bytes)
 
+    def begin_anew(self) -> None:
+        """Forget what this process has read."""
+        self._reads, self._steps, self._ended = [], [], None
+
     def waited(self, start: float, end: float) -> None:
         """A batch came that another process or thread has read."""
         self._waits.append(end - start)
@@ -213,21 +232,20 @@ class _Timing:
             self._others.append(end - self._ended)
         self._ended = end
 
+    def has_read(self, count: int) -> bool:
+        """Whether this process has read so many batches."""
+        return len(self._reads) >= count
+
     @property
-    def is_known(self) -> bool:
-        return len(self._reads) >= MEASURED
+    def doubts_workers(self) -> bool:
+        """Whether steps with their batches are to be compared with steps without."""
+        known = len(self._others) == SEEN and self.has_read(MEASURED)
+        return known and median(self._waits) > WAITED * self.read
 
     @property
     def workers_are_slower(self) -> bool:
-        """Whether a step with a batch of theirs takes longer than one with a batch read here.
-
-        It may, even if waiting takes less time than reading: they need cores that the training
-        computes on, and taking over what they hand over is work, too.
-        """
-        if len(self._others) < SEEN or not self.is_known:
-            return False
-        here = self.read + median(_later_half(self._steps))
-        return median(self._waits) > WAITED * self.read and median(self._others) > here
+        """Whether a step with a batch of theirs takes longer than one with a batch read here."""
+        return median(self._others) > self.read + median(_later_half(self._steps))
 
     @property
     def read(self) -> float:
