@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import slipstream
 from slipstream.data.cache import cached, store
 from slipstream.data.cache.dataset import FOLDER
-from slipstream.data.cache.samples import pickled
+from slipstream.data.pickled import pickled
 from slipstream.errors import DataError, ModelError
 from slipstream.strategy import Cache
 

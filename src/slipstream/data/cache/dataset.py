@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slipstream.data.cache import store
-from slipstream.data.cache.samples import fingerprint
+from slipstream.data.cache.fingerprint import fingerprint
 from slipstream.data.cache.store import Store
 from slipstream.errors import ModelError
 from slipstream.strategy import Cache, Row

@@ -19,7 +19,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import IO, Any
 
-from slipstream.data.cache.samples import pickled
+from slipstream.data.pickled import pickled
 from slipstream.errors import DataError
 
 MEMORY = Path("/dev/shm")

@@ -11,13 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from slipstream.data.prefetch.passes import Batch, Passes
-from slipstream.data.prefetch.sources import Inline, Source, Threads, Workers
+from slipstream.data.prefetch.sources import Inline, Source, Threads, Workers, num_bytes
 from slipstream.errors import DataError, ModelError, UsageError
-from slipstream.pytree import mapped
 from slipstream.strategy import Prefetch
 
 MEASURED = 8
@@ -134,7 +132,7 @@ class MapReader:
             if not isinstance(self._source, Inline):
                 self._timing.waited(start, end)
             elif not self._reads_itself:
-                self._timing.read_here(start, end, _num_bytes(batch))
+                self._timing.read_here(start, end, num_bytes(batch))
             return batch, self._passes.received()
         except BaseException:
             self.close()
@@ -260,14 +258,3 @@ class _Timing:
 def _later_half(seconds: list[float]) -> list[float]:
     """Without the first ones, which allocate, compile and warm up."""
     return seconds[len(seconds) // 2 :]
-
-
-def _num_bytes(batch: Any) -> int:
-    sizes: list[int] = []
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(tensor.nbytes)
-        return tensor
-
-    mapped(batch, add)
-    return sum(sizes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import pickle
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -19,10 +20,14 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from slipstream.data.pickled import pickled
 from slipstream.data.prefetch.passes import Passes
 from slipstream.errors import DataError
 from slipstream.pytree import mapped
 
+IN_MESSAGE = 1 << 20
+"""Bytes of a batch up to which a worker sends it in its message. For each tensor in shared memory
+the worker has to wake up again, and hand a file over."""
 NO_ROOM = "/dev/shm, through which workers hand batches over, is full"
 
 
@@ -84,17 +89,49 @@ def with_workers(loader: DataLoader[Any], dataset: Any, **settings: Any) -> Data
     return DataLoader(dataset, **kept | settings)
 
 
-class _CountingCollate:
-    """Puts the samples of a batch together, and counts those of each worker in shared memory."""
+class WorkerCollate:
+    """Puts the samples of a batch together in a worker.
 
-    def __init__(self, collate: Any, counts: Any) -> None:
-        self._collate, self._counts = collate, counts
+    Args:
+        collate: the user's.
+        shares: whether all batches go through shared memory, as those do that are pinned.
+        counts: of the batches of each worker, in shared memory; None: nobody asks.
+    """
+
+    def __init__(self, collate: Any, *, shares: bool, counts: Any = None) -> None:
+        self._collate, self._counts, self._shares = collate, counts, shares
 
     def __call__(self, samples: Any) -> Any:
         batch, worker = self._collate(samples), get_worker_info()
-        if worker is not None:
+        if not self._shares and 0 < num_bytes(batch) <= IN_MESSAGE:
+            with suppress(Exception):  # of a class that only torch's queue can send
+                batch = _Message(pickled(batch))
+        if worker is not None and self._counts is not None:
             self._counts[worker.id] += 1  # nobody else writes there
         return batch
+
+
+class _Message:
+    """A batch in the message itself."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: bytes) -> None:
+        self._values = values
+
+    def __getstate__(self) -> bytes:
+        return self._values
+
+    def __setstate__(self, values: bytes) -> None:
+        self._values = values
+
+    def batch(self) -> Any:
+        return pickle.loads(self._values)
+
+
+def unpacked(batch: Any) -> Any:
+    """What a worker made of samples."""
+    return batch.batch() if isinstance(batch, _Message) else batch
 
 
 class Workers:
@@ -123,6 +160,7 @@ class Workers:
         fetches_all = hasattr(loader.dataset, "__getitems__")  # torch then asks for all at once
         context = loader.multiprocessing_context or multiprocessing.get_context()
         counts = context.RawArray("L", count)
+        pins = loader.pin_memory or pin
         indices: dict[str, Any] = {"batch_sampler": passes}
         if not batched:
             indices = {"sampler": passes, "batch_size": None}
@@ -131,9 +169,9 @@ class Workers:
             loader.dataset if fetches_all else Samples(loader.dataset),
             num_workers=count,
             prefetch_factor=each,
-            pin_memory=loader.pin_memory or pin,
+            pin_memory=pins,
             timeout=timeout,
-            collate_fn=_CountingCollate(loader.collate_fn, counts),
+            collate_fn=WorkerCollate(loader.collate_fn, shares=pins, counts=counts),
             **indices,
         )
         self.readers, self._counts, self._taken = count, counts, 0
@@ -152,7 +190,7 @@ class Workers:
                 self._batches = iter(self._loader)  # the workers stay
             batch = next(self._batches)
             self._taken += 1
-            return batch
+            return unpacked(batch)
         except (RuntimeError, OSError, EOFError) as error:
             what = _of_workers(error)
             if not what or not self._passes.sent:
@@ -303,6 +341,18 @@ class Reader:
             samples = self._samples[indices]
         batch = self._collate(samples)
         return mapped(batch, _pinned) if self._pin else batch
+
+
+def num_bytes(batch: Any) -> int:
+    """Of the tensors in a batch."""
+    sizes: list[int] = []
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    mapped(batch, add)
+    return sum(sizes)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

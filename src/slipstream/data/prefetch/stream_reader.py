@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
 
-from slipstream.data.prefetch.sources import LEAVE_SECONDS, with_workers
+from slipstream.data.prefetch.sources import (
+    LEAVE_SECONDS,
+    WorkerCollate,
+    unpacked,
+    with_workers,
+)
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.strategy import Prefetch
 
@@ -131,12 +136,14 @@ class StreamReader:
 
     def _with_workers(self) -> DataLoader[Any]:
         given = self._given
+        pins = given.pin_memory or self._pin
         return with_workers(
             given,
             given.dataset,
             num_workers=self._count,
             prefetch_factor=given.prefetch_factor,
-            pin_memory=given.pin_memory or self._pin,
+            pin_memory=pins,
+            collate_fn=WorkerCollate(given.collate_fn, shares=pins),
             timeout=given.timeout,
             batch_size=given.batch_size,
             drop_last=given.drop_last,
@@ -228,7 +235,7 @@ class _Reading:
         try:
             for batch in self._batches:
                 state = self._state_of() if self._state_of is not None else None
-                if not self._put(_Read(batch, state)):
+                if not self._put(_Read(unpacked(batch), state)):
                     return
             self.is_over = True
             state = self._state_of() if self._state_of is not None else None

@@ -1,20 +1,13 @@
-"""Samples as bytes, and what tells one dataset from another by them."""
+"""Samples and batches as bytes: equal ones give equal bytes, and a view no more than its values."""
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import io
 import pickle
 from typing import Any
 
 import numpy.typing as npt
 import torch
-
-from slipstream.errors import ModelError
-
-LOOKED_AT = 8
-"""Samples that tell a dataset from another one of its class and length."""
 
 
 class _Pickler(pickle.Pickler):
@@ -50,26 +43,3 @@ def pickled(sample: Any) -> bytes:
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(sample)
     return buffer.getvalue()
-
-
-def fingerprint(dataset: Any) -> str:
-    """A name for what a dataset gives: its class, its length and a few of its samples.
-
-    Raises:
-        ModelError: it gives different samples for the same index, or none.
-    """
-    size, kind = len(dataset), type(dataset)
-    dataset = copy.copy(dataset)  # a file that it opens when first read from is not the workers'
-    if not size:
-        raise ModelError(f"data.cache: {kind.__qualname__} has no samples")
-    digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__} {size}".encode())
-    for index in sorted({size * part // LOOKED_AT for part in range(LOOKED_AT)}):
-        once, again = (pickled(dataset[index]) for _ in range(2))
-        if once != again:
-            raise ModelError(
-                f"data.cache: {kind.__qualname__} gives another sample {index} each time, so it "
-                "draws random numbers; keep what it reads with slipstream.data.cache.cached(), and "
-                "draw from that"
-            )
-        digest.update(once)
-    return f"{kind.__qualname__}-{digest.hexdigest()[:16]}"
