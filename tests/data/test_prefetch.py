@@ -195,6 +195,37 @@ def test_the_queue_is_counted(threads: bool, streams: bool) -> None:
     loader.close()
 
 
+class Kinds(Numbers):
+    """Samples of everything that a batch may be made of; the last batch is large."""
+
+    def __getitem__(self, index: int) -> Any:
+        row = torch.arange(3.0) + index
+        return {
+            "types": tuple(row.to(kind) for kind in (torch.bfloat16, torch.bool, torch.complex64)),
+            "turned": torch.arange(6).view(2, 3).t(),
+            "empty": torch.empty(0, 2),
+            "words": ["a", str(index)],
+            "large": torch.full((300_000 if index >= 4 else 3,), float(index)),
+        }
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("streams", [True, False])
+def test_batches_come_as_they_are_the_small_ones_without_shared_memory(streams: bool) -> None:
+    class Several(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return map(Kinds(6).__getitem__, range(6))
+
+    loading = DataLoader(Several() if streams else Kinds(6), batch_size=2)
+    loader = prefetch(loading, Prefetch(workers=1))
+    for ours, plain in zip(loader, loading, strict=True):
+        assert ours.pop("words") == plain.pop("words")
+        torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+        assert ours["large"].is_shared() == (ours["large"].nbytes > 2**20)
+        ours["large"].add_(1)  # it may be written to
+    loader.close()
+
+
 class SlowInThreads(Numbers):
     """As if handing over took long."""
 
