@@ -59,10 +59,13 @@ CHANNELS_LAST = ", channels last"
 def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], Iterate]]:
     """Every variant by its label, to be built; those with " (compiled)" are."""
 
-    def alone(prepare: Callable[[nn.Module], Any]) -> Callable[[], Iterate]:
+    def alone(*changes: Callable[[Any], Any]) -> Callable[[], Iterate]:
         def build() -> Iterate:
             model, loss_of = case.make()
-            return plain(prepare(model), loss_of)
+            prepared: Any = model
+            for change in changes:
+                prepared = change(prepared)
+            return plain(prepared, loss_of)
 
         return build
 
@@ -86,18 +89,16 @@ def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], 
         )
         if convolves:
             found[f"torch.compile(DDP){CHANNELS_LAST}, {size} (compiled)"] = alone(
-                lambda model, mb=megabytes: compiled_ddp(channels_last(model), mb)
+                channels_last, partial(compiled_ddp, megabytes=megabytes)
             )
             found[f"DDP(compiled blocks){CHANNELS_LAST}, {size} (compiled)"] = alone(
-                lambda model, mb=megabytes: ddp_of_blocks(channels_last(model), mb)
+                channels_last, partial(ddp_of_blocks, megabytes=megabytes)
             )
     found |= {"slipstream": ours(), "slipstream (compiled)": ours(compile=True)}
     if convolves:
         found |= {
             f"no exchange{CHANNELS_LAST}": alone(channels_last),
-            f"no exchange{CHANNELS_LAST} (compiled)": alone(
-                lambda model: with_compiled_blocks(channels_last(model))
-            ),
+            f"no exchange{CHANNELS_LAST} (compiled)": alone(channels_last, with_compiled_blocks),
             f"slipstream{CHANNELS_LAST}": ours(channels_last=True),
             f"slipstream{CHANNELS_LAST} (compiled)": ours(channels_last=True, compile=True),
         }

@@ -20,12 +20,11 @@ moved the generator, it is put back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -78,6 +77,8 @@ class _Pass:
     position: _Position
     before: torch.Tensor
     """The state of the generator when it began."""
+    length: int
+    """Batches that the sampler says it has; 0: it does not say."""
     moves: deque[tuple[int, torch.Tensor]]
     """After how many draws the generator came to which state; the first is that of none."""
     batches: Iterator[Any]
@@ -125,6 +126,7 @@ class Passes:
         self._step = 1  # by which the epoch grows from pass to pass, as far as is known
         self.sent: deque[Batch] = deque()
         known = all(type(one) in FORESEEN for one in self._samplers)
+        self._draws_in_between = not known or any(map(_draws_in_between, self._samplers))
         self.note = "" if known else UNKNOWN
 
     def begin(self) -> int | None:
@@ -217,7 +219,10 @@ class Passes:
         """Ask the sampler for a batch."""
         drawn.following = next(drawn.batches, _END)
         drawn.count += 1
-        if self._has_moved(drawn.after):
+        # A look at the generator takes a tenth of a millisecond. RandomSampler draws before its
+        # first sample, and once more after its last one.
+        may_draw = drawn.count == 1 or drawn.count >= drawn.length or self._draws_in_between
+        if may_draw and self._has_moved(drawn.after):
             drawn.moves.append((drawn.count, self._generator.get_state()))
 
     def _has_given_all(self, current: _Pass) -> bool:
@@ -263,7 +268,8 @@ class Passes:
             self._draw_seed()
         self._last += 1
         moves = deque([(0, self._generator.get_state())])
-        drawn = _Pass(self._last, position, before, moves, batches)
+        length = len(self._sampler) if isinstance(self._sampler, Sized) else 0
+        drawn = _Pass(self._last, position, before, length, moves, batches)
         self._ask(drawn)
         return drawn
 
@@ -273,9 +279,7 @@ class Passes:
             torch.empty((), dtype=torch.int64).random_(generator=self._seeds_of)
 
     def _has_moved(self, since: torch.Tensor) -> bool:
-        # By numpy: an operator of torch would let a thread that reads have the interpreter, and the
-        # training wait to get it back.
-        return not np.array_equal(self._generator.get_state().numpy(), since.numpy())
+        return not torch.equal(self._generator.get_state(), since)
 
     def _position(self) -> _Position:
         """The epoch and the batch at which the sampler is to begin, where it can tell; and what its
@@ -285,6 +289,13 @@ class Passes:
             place = getattr(self._epochs, "position", (self._epochs.epoch, 0))
         known = self.note != UNKNOWN
         return place, tuple(map(_settings, self._samplers)) if known else ()
+
+
+def _draws_in_between(sampler: Any) -> bool:
+    """Whether one of FORESEEN draws from its generator between two of its samples."""
+    if type(sampler) is not RandomSampler:
+        return False
+    return sampler.replacement or sampler.num_samples > len(sampler.data_source)
 
 
 def _counts_epochs(sampler: Any) -> bool:
