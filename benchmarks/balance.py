@@ -7,7 +7,7 @@ the share of the ranks' time that is spent waiting for the slowest, if a batch t
 tokens, padding counted; "cost fitted": as `fit_cost` says, from batches that are measured first.
 *Measured*: a small BERT computes them, a variant after the other in every round, another one first
 each time. Ranks share the cores of this host, so for the idle share they compute each step one
-after the other, as on hosts of their own: the fastest of six runs counts. *The same batch on every
+after the other, as on hosts of their own: the fastest of three runs counts. *The same batch on every
 rank* shows how far that tells ranks apart. Tokens a second, without padding, are those of all ranks
 together, with the exchange of gradients.
 
@@ -210,7 +210,7 @@ def idle_share(model: BertForMaskedLM, batches: Sequence[Any]) -> float:
         for turn in range(RANKS):
             dist.barrier()
             if turn == dist.get_rank():
-                busy[number] = min(seconds_of(model, batch) for _ in range(6))
+                busy[number] = min(seconds_of(model, batch) for _ in range(3))
     every = [torch.empty_like(busy) for _ in range(RANKS)]
     dist.all_gather(every, busy)
     times = torch.stack(every)
