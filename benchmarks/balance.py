@@ -336,6 +336,13 @@ def limited(part: float) -> Iterator[None]:
     """This process may use so much of a core, by a control group of its own."""
     second = Path("/sys/fs/cgroup/cgroup.controllers").exists()
     root = Path("/sys/fs/cgroup") if second else Path("/sys/fs/cgroup/cpu")
+    names = Path("/proc/self/cgroup").read_text().splitlines()
+    mine = {
+        kind: path
+        for _, kinds, path in (n.split(":", 2) for n in names)
+        for kind in kinds.split(",")
+    }
+    home = root / mine["" if second else "cpu"].lstrip("/")
     group, period = root / f"slipstream-balance-{os.getpid()}", round(1e6 * PERIOD)
     group.mkdir()
     try:
@@ -348,7 +355,7 @@ def limited(part: float) -> Iterator[None]:
         (group / "cgroup.procs").write_text(f"{os.getpid()}")
         yield
     finally:
-        (root / "cgroup.procs").write_text(f"{os.getpid()}")
+        (home / "cgroup.procs").write_text(f"{os.getpid()}")
         group.rmdir()
 
 

@@ -77,7 +77,9 @@ def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], 
         "no exchange (compiled)": alone(with_compiled_blocks),
     }
     convolves = has_convolutions(case)
-    sizes = args.ddp or ([4] if convolves else [4, 25])  # as many models as the memory holds
+    sizes = args.ddp
+    if sizes is None:  # as many models as the memory holds
+        sizes = [4] if convolves else [4, 25]
     for megabytes in sizes:
         size = f"{megabytes:g} MB"
         found[f"DDP, {size}"] = alone(partial(wrapped_in_ddp, megabytes=megabytes))

@@ -91,7 +91,7 @@ def test_json_is_for_machines(files, tmp_path) -> None:
 
 
 def test_what_is_not_the_exchange_is_predicted_too(files, tmp_path) -> None:
-    assert "With " not in _run(*files)  # the trace says of no use
+    assert "with data" not in _run(*files)  # the trace says of no use
     work = workload(late=0.04, data_wait=np.full(4, 0.05))
     recorded = simulate(work, Plan.of(Strategy(), work.gradients), cluster(4), steps=2)
     uses = {"prefetchable": True, "balanceable": True, "strategy": Strategy().document(full=True)}
@@ -106,8 +106,8 @@ def test_what_is_not_the_exchange_is_predicted_too(files, tmp_path) -> None:
     assert seconds["compute.fuse_optimizer"] == pytest.approx(0.03, rel=0.1)
     assert seconds["data.balance"] == pytest.approx(0.06, rel=0.1)
     shown = " ".join(_run(*files).split())
-    assert "With data.balance " in shown
-    assert "With compute.fuse_optimizer at best " in shown
+    assert "%) with data.balance" in shown
+    assert "% at best) with compute.fuse_optimizer" in shown
     assert "Nothing predicts compute.compile: slipstream tune tries" in shown
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 import time
@@ -176,12 +177,11 @@ def test_a_session_reads_ahead_and_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("threads", [True, False])
-@pytest.mark.parametrize("streams", [True, False])
-def test_the_queue_is_counted(threads: bool, streams: bool) -> None:
-    config = Prefetch(threads=threads, workers=2, depth=4)
+@pytest.mark.parametrize("kind", ["threads", "workers", "stream"])
+def test_the_queue_is_counted(kind: str) -> None:
+    config = Prefetch(threads=kind == "threads", workers=2, depth=4)
     loading = DataLoader(Numbers(40), batch_size=2)
-    if streams:
+    if kind == "stream":
         loading = DataLoader(Stream(40), batch_size=2, num_workers=2)
     loader = prefetch(loading, config)
     batches = iter(loader)
@@ -223,6 +223,86 @@ def test_batches_come_as_they_are_the_small_ones_without_shared_memory(streams: 
         torch.testing.assert_close(ours, plain, rtol=0, atol=0)
         assert ours["large"].is_shared() == (ours["large"].nbytes > 2**20)
         ours["large"].add_(1)  # it may be written to
+    loader.close()
+
+
+@pytest.mark.process
+def test_another_order_in_memory_stays() -> None:
+    def last(samples: list[int]) -> torch.Tensor:
+        return torch.ones(len(samples), 3, 2, 2).to(memory_format=torch.channels_last)
+
+    loader = prefetch(DataLoader(Numbers(4), batch_size=2, collate_fn=last), Prefetch(workers=1))
+    assert [batch.stride() for batch in loader] == [(12, 1, 6, 3)] * 2
+    loader.close()
+
+
+class Waits(Numbers):
+    """Its second batch waits to be let go."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.goes_on = multiprocessing.Event()
+
+    def __getitem__(self, index: int) -> int:
+        if index == 2:
+            self.goes_on.wait(60)
+        return index
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("threads", [True, False])
+def test_batches_behind_a_slow_one_are_not_there(threads: bool) -> None:
+    data = Waits(8)
+    loader = prefetch(DataLoader(data, batch_size=2), Prefetch(threads=threads, workers=2, depth=4))
+    batches = iter(loader)
+    next(batches)
+    time.sleep(0.3)  # in which the third one is read
+    assert loader.reading()["queued"] == 0
+    data.goes_on.set()
+    deadline = time.monotonic() + 60
+    while loader.reading()["queued"] < 3 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert loader.reading()["queued"] >= 3
+    assert [int(batch[0]) for batch in batches] == [2, 4, 6]
+    loader.close()
+
+
+class Told(Numbers):
+    """Its samples change with the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        slow = threading.current_thread() is not threading.main_thread()
+        time.sleep(0.02 * slow)
+        return 100 * self.epoch + index
+
+
+def test_each_epoch_of_a_dataset_is_read_whoever_reads() -> None:
+    data = Told(24)
+    loader = prefetch(DataLoader(data), Prefetch(threads=True), cores=1)
+    for epoch in range(4):  # measured, compared, read by this process
+        data.set_epoch(epoch)
+        assert [int(batch) for batch in loader] == [100 * epoch + index for index in range(24)]
+    assert loader.report_rows()[0].value.startswith("this process")
+    loader.close()
+
+
+class Unsized(torch.utils.data.Sampler[int]):
+    """Does not say how long it is."""
+
+    def __iter__(self) -> Any:
+        return iter(range(6))
+
+
+def test_a_sampler_need_not_say_how_long_it_is() -> None:
+    sampler: Any = Unsized()
+    loading = DataLoader(Numbers(6), batch_size=4, sampler=sampler)
+    loader = prefetch(loading, Prefetch(threads=True, workers=1))
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
     loader.close()
 
 
@@ -274,14 +354,14 @@ def test_whole_steps_are_compared(
     assert timing.workers_are_slower == are_slower
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.02])
+@pytest.mark.parametrize("seconds", [0.0, 0.05])
 def test_what_reads_is_judged_once_and_in_the_course_of_an_epoch(seconds: float) -> None:
     class Slow(Numbers):
         """Slow in threads, or everywhere: then they are kept."""
 
         def __getitem__(self, index: int) -> int:
             in_thread = threading.current_thread() is not threading.main_thread()
-            time.sleep(max(seconds, 0.02 * in_thread))
+            time.sleep(max(seconds, 0.05 * in_thread))
             return index
 
     loader = prefetch(DataLoader(Slow(24)), Prefetch(threads=True, depth=1), cores=1)
@@ -291,7 +371,9 @@ def test_what_reads_is_judged_once_and_in_the_course_of_an_epoch(seconds: float)
         for batch in loader:
             assert int(batch) == len(read[-1])
             read[-1].append(loader.reading()["readers"])
-            time.sleep(0.01)  # as computing does
+            time.sleep(0.02)  # as computing does
+            if len(read) == 3:
+                break
     assert read[0] == [0] * MEASURED + [1] * (24 - MEASURED)
     assert read[1][:SEEN] == [0] * SEEN
     assert len({*read[1][SEEN:], *read[2]}) == 1

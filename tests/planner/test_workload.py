@@ -53,16 +53,40 @@ def test_what_was_simulated_is_read_back_without_its_contention(plan, slowdown) 
 
 @pytest.mark.parametrize("reading", [[1.7] * 4, [0.0, 0.0, 1.7, 0.0]])
 @pytest.mark.parametrize("plan", [THIRDS, Plan((1, 6), accumulate=3)])
-def test_readers_that_cannot_keep_up_are_read_back(plan, reading) -> None:
-    network, work = linear_profile(), workload(reading=np.array(reading))
+@pytest.mark.parametrize("slowdown", [0.0, 0.4])
+def test_readers_that_cannot_keep_up_are_read_back(plan, reading, slowdown) -> None:
+    network = linear_profile(compute_slowdown=slowdown)
+    work = workload(reading=np.array(reading))
     trace = simulate(work, plan, network, steps=3)
     found = Workload.from_trace(trace, network)
     assert predict(found, plan, network) == pytest.approx(predict(work, plan, network), rel=1e-6)
-    faster = linear_profile(seconds=0.001)  # brings little: the batches do not come faster
+    faster = linear_profile(
+        seconds=0.001, compute_slowdown=slowdown
+    )  # brings little: the batches do not come faster
     assert predict(found, plan, faster) == pytest.approx(predict(work, plan, faster), rel=0.05)
-    assert predict(found.fed(readers=2), plan, network) < 0.7 * predict(found, plan, network)
-    no_wait, many = (predict(one, plan, network) for one in (found.fed(), found.fed(readers=1e9)))
+    assert predict(found.fed(times=2), plan, network) < 0.8 * predict(found, plan, network)
+    no_wait, many = (predict(one, plan, network) for one in (found.fed(), found.fed(times=1e9)))
     assert no_wait <= many <= no_wait + 3 * 0.01 + 1e-9  # handing over still takes its time
+
+
+@pytest.mark.parametrize(
+    ("readers", "queued", "wait", "is_late"),
+    [
+        (2, 0, 0.05, True),
+        (2, 3, 0.5, False),  # they are there: handing over takes the time
+        (2, None, 0.5, True),
+        (2, None, 0.05, False),  # as handing over takes, maybe
+        (0, 0, 0.5, False),  # the training reads itself
+    ],
+)
+def test_who_cannot_keep_up(readers, queued, wait, is_late) -> None:
+    args = {"readers": readers} | ({} if queued is None else {"queued": queued})
+    work = workload(data_wait=np.full(4, wait))
+    trace = simulate(work, THIRDS, linear_profile(), steps=3)
+    trace = edited(trace, lambda e: replace(e, args=args) if e.name == "data_wait" else e)
+    found = Workload.from_trace(trace, linear_profile())
+    assert (found.reading is not None) == is_late
+    assert found.data_wait == pytest.approx(np.full(4, 0.0 if is_late else wait))
 
 
 @pytest.mark.parametrize("precision", ["half_weights", {"kind": "half_weights"}, "autocast", None])

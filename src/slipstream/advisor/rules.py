@@ -25,9 +25,9 @@ CLOCK_ERROR = 0.01
 def feed_faster(stats: TraceStats) -> Finding | None:
     """Fires when the wait for data takes more than a tenth of an iteration.
 
-    Gain: where the training reads its batches itself, that of one that waits for none; where
-    workers or threads cannot keep up, that of twice as many. Simulated, but for one rank. None
-    where batches are there and handing them over takes the time.
+    Gain: the whole wait where the training reads its batches itself; what twice as many workers or
+    threads would save where they cannot keep up; both simulated, but for one rank. 0 where batches
+    are there, as handing them over takes the time.
     """
     wait = stats.typical.spread("data_wait")
     if wait.median <= DATA_WAIT * stats.iteration:
@@ -63,10 +63,11 @@ def feed_faster(stats: TraceStats) -> Finding | None:
         readers = 2 * queue.readers
         evidence += f" Its {queue.readers} workers or threads do not keep up with it."
         gain = min(wait.median, stats.iteration / 2)
-        gain = gain if work is None else stats.gain_of(work.fed(readers=2))
-        patch = {"prefetch": {"workers": readers}}
+        gain = gain if work is None else stats.gain_of(work.fed(times=2))
+        patch = {"prefetch": {"workers": readers}} if stats.resizable else {}
+        setting = "data.prefetch.workers" if stats.resizable else "the loader's num_workers"
         words = (
-            f"Read with {readers}: data.prefetch.workers. Where the cores cannot keep up, do less "
+            f"Read with {readers}: {setting}. Where the cores cannot keep up, do less "
             "work for each sample: decode and resize the data once, in advance, or keep it "
             "(data.cache)."
         )

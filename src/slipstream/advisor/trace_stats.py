@@ -43,6 +43,7 @@ class TraceStats(NamedTuple):
         queue: Batches that are read beside the training; None: none is, or it is not known.
         idle: The share of the ranks' forward and backward that they would wait for the slowest.
         prefetchable: Whether the loader's batches can be read ahead, and are not yet.
+        resizable: Whether ``data.prefetch`` sets how many read.
         balanceable: Whether samples have lengths by which they can be dealt, and are not yet.
         missing_steps: A sentence for each rank that recorded fewer steps than others.
     """
@@ -60,6 +61,7 @@ class TraceStats(NamedTuple):
     queue: Queue | None
     idle: float
     prefetchable: bool
+    resizable: bool
     balanceable: bool
     missing_steps: tuple[str, ...]
 
@@ -131,6 +133,7 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
         queue=queue(iterations),
         idle=idle_share(iterations),
         prefetchable=bool(meta.get("prefetchable")),
+        resizable=bool(meta.get("resizable")),
         balanceable=bool(meta.get("balanceable")),
         missing_steps=missing_steps,
     )

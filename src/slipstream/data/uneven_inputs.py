@@ -112,7 +112,7 @@ class UnevenInputLoader:
         batches = iter(self._loader)
         while True:
             recorder = self._recorder  # each time: detach() may come between two batches
-            start: float = 0.0
+            start = 0.0
             reading: Mapping[str, int] = {}
             if recorder is not None and recorder.active:
                 start, reading = recorder.now(), self._reading()

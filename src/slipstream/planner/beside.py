@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.planner.comm_plan import Plan
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.simulate import predict
+from slipstream.planner.ranking import Prediction, rank
 from slipstream.planner.workload import Workload
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
@@ -27,30 +26,37 @@ class Beside(NamedTuple):
 
 
 def beside(
-    trace: Trace, workload: Workload, network: NetworkProfile, strategy: Strategy
+    trace: Trace,
+    workload: Workload,
+    network: NetworkProfile,
+    best: Prediction,
+    base: Strategy,
+    updates: int | None = None,
 ) -> tuple[list[Beside], tuple[str, ...]]:
-    """Settings of data and computing that the traced training has a use for, under ``strategy``.
+    """Settings of data and computing that the traced training has a use for, beside ``best``.
 
     Args:
         trace: of the training; says what it has a use for.
         workload: its work, on as many ranks as are asked about.
         network: what exchanges cost.
-        strategy: the exchange.
+        best: the exchange, as it is predicted.
+        base: the strategy of the trace.
+        updates: of the training, if known.
 
     Returns:
         Those that save a hundredth of an iteration, and the names of those that nothing predicts.
     """
-    plan = Plan.of(strategy, workload.gradients, network.codecs)
-    now, names = predict(workload, plan, network), trace.meta.get("useful_compute") or ()
+    names = trace.meta.get("useful_compute") or ()
     found: list[Beside] = []
 
     def add(setting: str, changed: Workload, at_best: bool = False) -> None:
-        seconds = predict(changed, plan, network)
-        if seconds <= (1 - LEAST) * now:
-            found.append(Beside(setting, seconds, at_best))
+        [other] = rank([best.strategy], changed, network, base, updates)
+        if other.seconds <= (1 - LEAST) * best.seconds:
+            found.append(Beside(setting, other.seconds, at_best))
 
     if workload.reading is not None:
-        add("data.prefetch.workers: twice as many", workload.fed(readers=2))
+        if trace.meta.get("resizable"):
+            add("twice as many data.prefetch.workers", workload.fed(times=2))
     elif trace.meta.get("prefetchable"):
         add("data.prefetch", workload.fed())
     if trace.meta.get("balanceable"):

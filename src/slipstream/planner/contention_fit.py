@@ -64,8 +64,8 @@ def without_waits(workload: Workload, trace: Trace, network: NetworkProfile) -> 
         StrategyError, ClusterError: as `predict`.
     """
     plan = Plan.of_trace(trace, network.codecs)
-    if plan.transport not in GATHERS:
-        return workload
+    if plan.transport not in GATHERS or workload.reading is not None:
+        return workload  # or forward takes its time while batches are waited for
     seconds, _ = _observed(trace)
     shortest = LEAST_FORWARD * workload.backward.mean() / workload.forward.mean()
     least, most = min(float(shortest), 1.0), 1.0  # of the forward that was recorded
@@ -99,8 +99,8 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
     def cost(values: Mapping[str, float]) -> float:
         """Mean squared difference between replay and trace, in iterations, and of the change."""
         model = IterationModel(workload, plan, network.with_contention(direct, values))
-        start, loaded, replayed = model.settle()
-        replay = zip(model.tasks, model.run(start, Clock(), loaded).exchanges, strict=True)
+        start, read, replayed = model.settle()
+        replay = zip(model.tasks, model.run(start, Clock(), read).exchanges, strict=True)
         replayed_ends = {task.name: one.end for task, one in replay}
         if recipe.in_order:  # bytes queue: when early ones end says little about the iteration
             replayed_ends = dict(list(replayed_ends.items())[-1:])

@@ -10,10 +10,9 @@ ended, and an iteration takes as long as it is to the next such end. ``settle`` 
 that the first simulated iteration is as good as the hundredth.
 
 [Note: Readers that cannot keep up]
-Workers read beside the training, into a queue. Where they are slower than the training the queue is
-empty, and a batch comes ``reading`` seconds after the one before it: then a faster exchange only
-waits for longer. How deep the queue is makes no difference in the long run. They need cores, as
-computing does, so their time is work, too.
+Workers read beside the training, into a queue that holds the batches of an update. A batch is read
+``reading`` seconds after the one before it, or after it has found room: then a faster exchange only
+waits for longer. They need cores, as computing does, so their time is work, too.
 """
 
 from __future__ import annotations
@@ -61,14 +60,16 @@ class SimulatedIteration(NamedTuple):
     decoded: Array
     update: Array
     end: Array
+    read: Array
+    """When the last batch was read that a rank has taken."""
 
 
 class Settled(NamedTuple):
-    """An iteration in the long run: when each rank begins it, when each got its last batch before
-    it, and the seconds that it takes."""
+    """An iteration in the long run: when each rank begins it, when its last batch before it was
+    read, and the seconds that it takes."""
 
     start: Array
-    loaded: Array
+    read: Array
     seconds: float
 
 
@@ -114,33 +115,37 @@ class IterationModel:
         waits for those who read.
         """
         start = self.optimizer - self.optimizer.min()
-        loaded = np.full(len(start), -np.inf)
-        for _ in range(_SETTLING):
+        read = np.full(len(start), -np.inf)
+        for _ in range(_SETTLING if self.workload.reading is None else 4 * _SETTLING):
             clock = Clock()
-            simulated = self.run(start, clock, loaded)
-            end, before = clock.times_of(simulated.end), loaded
-            seconds = end - start
-            if self.workload.reading is not None:
-                loaded = clock.times_of(simulated.passes[-1].forward) - end.min()
-            if np.ptp(seconds) <= _SAME and np.allclose(loaded, before, rtol=0, atol=_SAME):
+            simulated = self.run(start, clock, read)
+            end, before = clock.times_of(simulated.end), read
+            seconds, read = end - start, simulated.read - simulated.end.min()
+            if np.ptp(seconds) <= _SAME and (
+                self.workload.reading is None or np.allclose(read, before, rtol=0, atol=_SAME)
+            ):
                 break
             start = end - end.min()
-        return Settled(start, loaded, float(seconds.max()))
+        return Settled(start, read, float(seconds.max()))
 
-    def run(self, start: Array, clock: Clock, loaded: Array) -> SimulatedIteration:
+    def run(self, start: Array, clock: Clock, read: Array) -> SimulatedIteration:
         """Simulate one iteration; the clock advances to its last completion.
 
         Args:
             start: the work at which each rank begins.
             clock: stands at the last completion of the iteration before.
-            loaded: the work at which each rank got the last batch of that one.
+            read: the work at which the last batch of that one was read for each rank; -inf: this
+                one begins without any.
         """
         work, at = self.workload, start + self.workload.other
         passes: list[Pass] = []
         gathers: tuple[Completion, ...] = ()
         for number in range(self.plan.accumulate):
-            behind = -np.inf if work.reading is None else loaded + work.reading
-            loaded = np.maximum(at + work.data_wait, behind)
+            loaded = at + work.data_wait
+            if work.reading is not None:
+                loaded = np.maximum(loaded, read + work.reading)
+                full = loaded - self.plan.accumulate * work.reading
+                read = np.where(np.isneginf(read), loaded, np.maximum(read + work.reading, full))
             forward_ends = loaded + work.forward
             if number == 0 and self.gather_tasks:
                 updated = float(start.max())
@@ -158,6 +163,7 @@ class IterationModel:
             done = np.maximum(done, decoded[:, -1])
         handing = {"ready": ready, "handed_over": handed_over, "decoded": decoded}
         update = {"update": done, "end": done + self.optimizer}
+        update["read"] = read
         return SimulatedIteration(start, tuple(passes), exchanges, gathers, **handing, **update)
 
     def _codec_seconds(self) -> tuple[Array, Array]:

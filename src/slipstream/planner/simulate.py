@@ -57,11 +57,11 @@ def simulate(workload: Workload, plan: Plan, network: NetworkProfile, steps: int
         ClusterError: the transport needs a network that was not measured.
     """
     model, clock = IterationModel(workload, plan, network), Clock()
-    start, loaded, _ = model.settle()
+    start, read, _ = model.settle()
     iterations: list[SimulatedIteration] = []
     for _ in range(steps):
-        iterations.append(model.run(start, clock, loaded))
-        start, loaded = iterations[-1].end, iterations[-1].passes[-1].forward
+        iterations.append(model.run(start, clock, read))
+        start, read = iterations[-1].end, iterations[-1].read
     ranks = _shown_ranks(iterations[0].passes[-1].ends)
     events = [
         Event(name, rank, step, begin, end, args)

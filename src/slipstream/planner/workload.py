@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from statistics import fmean
 from typing import Any
 
@@ -53,8 +54,9 @@ _MEDIANS = ("data_wait", "forward", "optimizer", "other", "samples")
 _GROW = ("data_wait", "forward", "backward", "reading")
 """What takes as many times as long for as many times the batch."""
 
-BEHIND = 0.01
-"""Those who read beside the training cannot keep up if it waits for this share of an iteration."""
+BEHIND = 0.1
+"""Those who read beside the training cannot keep up if it waits for this share of an iteration; a
+hundredth, where the trace says that no batch was there. Handing batches over takes time, too."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,8 +184,8 @@ class Workload:
         grown = {name: getattr(self, name) * times for name in names}
         return replace(self, **grown, ready=self.ready * times[:, None])
 
-    def fed(self, readers: float | None = None) -> Workload:
-        """The same where ``readers`` times as many read ahead; None: no batch is waited for.
+    def fed(self, times: float | None = None) -> Workload:
+        """The same where so many times as many readers read; None: no batch is waited for.
 
         Example:
             >>> one = np.ones(2)
@@ -191,9 +193,9 @@ class Workload:
             >>> pair.fed(2).reading, pair.fed().reading
             (array([4., 4.]), None)
         """
-        if readers is None:
+        if times is None:
             return replace(self, data_wait=np.zeros_like(self.data_wait), reading=None)
-        return replace(self, reading=None if self.reading is None else self.reading / readers)
+        return replace(self, reading=None if self.reading is None else self.reading / times)
 
     def evened(self) -> Workload:
         """The same where all ranks compute for equally long: as long as they do on average.
@@ -237,7 +239,10 @@ class Workload:
         backward = np.maximum(spent / passes - before, 0.0)
         ready = since[:, :-1] - (since[:, -1] - backward)[:, None]
         reading = np.median(stacked["period"], axis=0) / passes
-        is_late = np.all(stacked["readers"] > 0, axis=0) & (typical["data_wait"] > BEHIND * reading)
+        queued = np.median(stacked["queued"], axis=0)  # nan: not known
+        bound = np.where(queued == 0, BEHIND / 10, BEHIND)
+        is_late = typical["data_wait"] > bound * reading
+        is_late &= (np.median(stacked["readers"], axis=0) > 0) & ~(queued > 0)
         typical["data_wait"] = np.where(is_late, 0.0, typical["data_wait"])
         hosts = tuple(str(host) for host in trace.meta.get("hosts") or ())
         part, optimizer = _updated_part(trace, gradients), trace.meta.get("optimizer") or {}
@@ -369,6 +374,7 @@ def measure(
         rows["period"].append(work.at(one.end) - work.at(one.start))
         waits = [event for event in one.events if event.name == DATA_WAIT]
         rows["readers"].append(min((e.args.get("readers", 0) for e in waits), default=0))
+        rows["queued"].append(min((e.args.get("queued", nan) for e in waits), default=nan))
         offsets = _ready_offsets(last, one, gradients)
         rows["marks"].append(work.at(last.start + np.append(offsets, last.duration)))
     return {name: np.array(values, dtype=np.float64) for name, values in rows.items()}

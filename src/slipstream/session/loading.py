@@ -26,6 +26,7 @@ def useful_loading(loader: Iterable[Any] | None, data: Data, dims: ParallelDims)
     balanceable = is_balanceable(loader, dims.data_rank, dims.data_size)
     return {
         "prefetchable": data.prefetch is None and is_prefetchable(loader),
+        "resizable": is_prefetchable(loader, streams=False),
         "balanceable": data.balance is None and balanceable,
     }
 

@@ -50,7 +50,7 @@ class Prefetch(Setting):
 
     workers: Literal["auto"] | PositiveInt = "auto"
     """Processes that read, or threads. auto: from how long the first batches take to read and to
-    compute with; none, if waiting for them takes longer than reading."""
+    compute with; none, if steps with their batches take longer than steps without."""
 
     depth: Literal["auto"] | PositiveInt = "auto"
     """Batches that are read ahead, in all. auto: two for each worker, within memory."""

@@ -190,7 +190,7 @@ def _forecast(
     strategies = candidates(workload, target, exact_only, base)
     predictions = rank(strategies, workload, target, base, updates)
     curves = _curves(predictions[0].strategy, workload, here, target, bits)
-    others = beside(recorded, workload, target, predictions[0].strategy)
+    others = beside(recorded, workload, target, predictions[0], base, updates)
     return _Forecast(base, predictions, workload, target, *curves, *others)
 
 

@@ -70,8 +70,8 @@ def ranking(predictions: Sequence[Prediction], base: Strategy, network: NetworkP
 def besides(found: Sequence[Beside], unpredicted: Sequence[str], best: Prediction) -> Text | None:
     """What else would make the first strategy faster, and what only a measurement tells."""
     lines = [
-        f"With {one.setting} {'at best ' * one.at_best}{_seconds(one.seconds)} "
-        f"({one.seconds / best.seconds - 1:+.1%})."
+        f"{_seconds(one.seconds)} ({one.seconds / best.seconds - 1:+.1%}"
+        f"{' at best' * one.at_best}) with {one.setting}"
         for one in found
     ]
     if unpredicted:

@@ -62,8 +62,8 @@ def prefetch(
     return PrefetchLoader(loader, config, device=device, cores=cores)
 
 
-def is_prefetchable(loader: Any) -> bool:
-    """Whether `prefetch` takes it.
+def is_prefetchable(loader: Any, *, streams: bool = True) -> bool:
+    """Whether `prefetch` takes it; without ``streams`` only where it sets how many workers read.
 
     Example:
         >>> is_prefetchable(DataLoader([1, 2])), is_prefetchable([1, 2])
@@ -71,6 +71,8 @@ def is_prefetchable(loader: Any) -> bool:
     """
     if not isinstance(loader, DataLoader) or _iterates_itself(loader):
         return False
+    if not streams:
+        return not (isinstance(loader.dataset, IterableDataset) or hasattr(loader, "state_dict"))
     return not hasattr(loader, "state_dict") or loader.num_workers > 0
 
 

@@ -14,8 +14,9 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from slipstream.data.prefetch.passes import Batch, Passes
-from slipstream.data.prefetch.sources import Inline, Source, Threads, Workers, num_bytes
+from slipstream.data.prefetch.sources import Inline, Source, Threads, Workers
 from slipstream.errors import DataError, ModelError, UsageError
+from slipstream.pytree import tensors
 from slipstream.strategy import Prefetch
 
 MEASURED = 8
@@ -78,13 +79,12 @@ class MapReader:
 
     def begin(self) -> Iterator[Any] | None:
         """The next pass; None: it has no batch."""
-        if self._starts_anew and not isinstance(self._source, Inline):
+        if self._starts_anew:  # this process reads from a copy, too
             self.close()
         if not self._is_judged and not self._is_judging and self._timing.doubts_workers:
             self.close()  # what is under way ends with its workers
             self._timing.begin_anew()
-            self._is_judging = True
-            self._source = Inline(self._loader, self._passes, pin=self._pin)
+            self._is_judging, self.value = True, "comparing"
         number = self._passes.begin()
         self.gave_all = False
         return None if number is None else self._pass(number)
@@ -94,10 +94,10 @@ class MapReader:
         if self._source is not None:
             self._source.close()
             self._source = None
-            self._passes = self._new_passes()
+            self._passes = self._new_passes(self._passes)
 
-    def _new_passes(self) -> Passes:
-        passes = Passes(self._loader)
+    def _new_passes(self, earlier: Passes | None = None) -> Passes:
+        passes = Passes(self._loader, earlier)
         if self._starts_anew:
             passes.note = "not across epochs: the dataset has set_epoch"
         return passes
@@ -132,7 +132,7 @@ class MapReader:
             if not isinstance(self._source, Inline):
                 self._timing.waited(start, end)
             elif not self._reads_itself:
-                self._timing.read_here(start, end, num_bytes(batch))
+                self._timing.read_here(start, end, sum(t.nbytes for t in tensors(batch)))
             return batch, self._passes.received()
         except BaseException:
             self.close()
@@ -156,7 +156,7 @@ class MapReader:
         return self._source
 
     def _first_source(self) -> Source:
-        if self._reads_itself:  # closed and begun again
+        if self._reads_itself or self._is_judging:
             return Inline(self._loader, self._passes, pin=self._pin)
         if self._config.workers != "auto":
             return self._started(self._config.workers)

@@ -20,7 +20,7 @@ moved the generator, it is put back.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +78,7 @@ class _Pass:
     before: torch.Tensor
     """The state of the generator when it began."""
     length: int
-    """Batches that the sampler says it has; 0: it does not say."""
+    """Batches, of a sampler that is known not to draw between them."""
     moves: deque[tuple[int, torch.Tensor]]
     """After how many draws the generator came to which state; the first is that of none."""
     batches: Iterator[Any]
@@ -102,13 +102,14 @@ class Passes:
 
     Args:
         loader: map-style; its sampler, generator and workers say how it would draw.
+        earlier: those that these go on from.
 
     Attributes:
         sent: the batches that were given out and not received yet, oldest first.
         note: why the next pass is not drawn before this one is over; empty: it is.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], earlier: Passes | None = None) -> None:
         outer = loader.batch_sampler
         self._sampler: Iterable[Any] = loader.sampler if outer is None else outer
         inner = getattr(outer, "sampler", None) if outer is not None else loader.sampler
@@ -121,7 +122,8 @@ class Passes:
         self._seeds_once = loader.num_workers > 0 and loader.persistent_workers
         self._asks_ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._passes: deque[_Pass] = deque()
-        self._current = self._last = -1
+        self._current = -1
+        self._last = -1 if earlier is None else earlier._last
         self._received, self._is_over, self._is_left = 0, False, False  # of the present pass
         self._step = 1  # by which the epoch grows from pass to pass, as far as is known
         self.sent: deque[Batch] = deque()
@@ -268,7 +270,8 @@ class Passes:
             self._draw_seed()
         self._last += 1
         moves = deque([(0, self._generator.get_state())])
-        length = len(self._sampler) if isinstance(self._sampler, Sized) else 0
+        sampler: Any = self._sampler
+        length = 0 if self._draws_in_between else len(sampler)
         drawn = _Pass(self._last, position, before, length, moves, batches)
         self._ask(drawn)
         return drawn

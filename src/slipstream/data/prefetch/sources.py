@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import takewhile
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -23,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from slipstream.data.pickled import pickled
 from slipstream.data.prefetch.passes import Passes
 from slipstream.errors import DataError
-from slipstream.pytree import mapped
+from slipstream.pytree import mapped, tensors
 
 IN_MESSAGE = 1 << 20
 """Bytes of a batch up to which a worker sends it in its message. For each tensor in shared memory
@@ -42,7 +44,7 @@ class Source(Protocol):
 
     @property
     def queued(self) -> int:
-        """Batches that were read and not given out yet."""
+        """Batches that were read and can be given out at once."""
 
     def __next__(self) -> Any:
         """The next batch; StopIteration: all that was sent was given back."""
@@ -103,35 +105,36 @@ class WorkerCollate:
 
     def __call__(self, samples: Any) -> Any:
         batch, worker = self._collate(samples), get_worker_info()
-        if not self._shares and 0 < num_bytes(batch) <= IN_MESSAGE:
+        if not self._shares:
             with suppress(Exception):  # of a class that only torch's queue can send
-                batch = _Message(pickled(batch))
+                batch = _in_message(batch)
         if worker is not None and self._counts is not None:
             self._counts[worker.id] += 1  # nobody else writes there
         return batch
 
 
+@dataclass(frozen=True)
 class _Message:
     """A batch in the message itself."""
 
-    __slots__ = ("_values",)
+    values: bytes
 
-    def __init__(self, values: bytes) -> None:
-        self._values = values
 
-    def __getstate__(self) -> bytes:
-        return self._values
-
-    def __setstate__(self, values: bytes) -> None:
-        self._values = values
-
-    def batch(self) -> Any:
-        return pickle.loads(self._values)
+def _in_message(batch: Any) -> Any:
+    """A small batch as a message; others, and those whose values lie in another order in memory,
+    as they are."""
+    found = list(tensors(batch))
+    if not found or not all(tensor.is_contiguous() for tensor in found):
+        return batch
+    if sum(tensor.nbytes for tensor in found) > IN_MESSAGE:
+        return batch
+    values = pickled(batch)
+    return _Message(values) if len(values) < 2 * IN_MESSAGE else batch
 
 
 def unpacked(batch: Any) -> Any:
     """What a worker made of samples."""
-    return batch.batch() if isinstance(batch, _Message) else batch
+    return pickle.loads(batch.values) if isinstance(batch, _Message) else batch
 
 
 class Workers:
@@ -175,19 +178,26 @@ class Workers:
             **indices,
         )
         self.readers, self._counts, self._taken = count, counts, 0
+        self._counted = [0] * count
         self._passes, self._timeout = passes, timeout
         self._batches: Iterator[Any] | None = None
 
     @property
     def queued(self) -> int:
-        """Counted where they are put together, so one may still be on its way."""
-        return max(int(sum(self._counts)) - self._taken, 0)
+        """Counted where they are put together, so one may still be on its way. Torch asks the
+        workers in turn."""
+        made = [now - before for now, before in zip(self._counts, self._counted, strict=True)]
+        number = self._taken
+        while made[number % self.readers] > number // self.readers:
+            number += 1
+        return number - self._taken
 
     def __next__(self) -> Any:
         try:
             if self._batches is None or not self._passes.sent:
                 assert self._loader is not None
                 self._batches = iter(self._loader)  # the workers stay
+                self._counted, self._taken = list(self._counts), 0
             batch = next(self._batches)
             self._taken += 1
             return unpacked(batch)
@@ -244,7 +254,7 @@ class Threads:
 
     @property
     def queued(self) -> int:
-        return sum(future.done() for future in self._futures)
+        return sum(1 for _ in takewhile(Future.done, self._futures))
 
     def __next__(self) -> Any:
         self._fill()
@@ -341,18 +351,6 @@ class Reader:
             samples = self._samples[indices]
         batch = self._collate(samples)
         return mapped(batch, _pinned) if self._pin else batch
-
-
-def num_bytes(batch: Any) -> int:
-    """Of the tensors in a batch."""
-    sizes: list[int] = []
-
-    def add(tensor: torch.Tensor) -> torch.Tensor:
-        sizes.append(tensor.nbytes)
-        return tensor
-
-    mapped(batch, add)
-    return sum(sizes)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
