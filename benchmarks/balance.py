@@ -7,9 +7,9 @@ the share of the ranks' time that is spent waiting for the slowest, if a batch t
 tokens, padding counted; "cost fitted": as `fit_cost` says, from batches that are measured first.
 *Measured*: a small BERT computes them, a variant after the other in every round, another one first
 each time. Ranks share the cores of this host, so for the idle share they compute each step one
-after the other, as on hosts of their own: the fastest of three runs counts. *The same batch on every
-rank* shows how far that tells ranks apart. Tokens a second, without padding, are those of all ranks
-together, with the exchange of gradients.
+after the other, as on hosts of their own; of each batch the fastest of all rounds counts. *The same
+batch on every rank* shows how far that tells ranks apart. Tokens a second, without padding, are
+those of all ranks together, with the exchange of gradients.
 
 *Unequal ranks*: every rank may use a part of a core, the last one half as much as the others (a
 quota of a control group, which needs root), on samples of one length. What all ranks reach together
@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -203,14 +202,19 @@ def predicted(
     return 1 - times.mean(1).sum() / times.max(1).sum(), 1 - real / all_of(Cost()).sum()
 
 
-def idle_share(model: BertForMaskedLM, batches: Sequence[Any]) -> float:
-    """The share of time that is waited if each rank has a host of its own; all compute in turn."""
+def in_turn(model: BertForMaskedLM, batches: Sequence[Any]) -> torch.Tensor:
+    """Seconds that this rank takes for each batch, while the others wait."""
     busy = torch.zeros(len(batches), dtype=torch.float64)
     for number, batch in enumerate(batches):
         for turn in range(RANKS):
             dist.barrier()
             if turn == dist.get_rank():
-                busy[number] = min(seconds_of(model, batch) for _ in range(3))
+                busy[number] = min(seconds_of(model, batch) for _ in range(2))
+    return busy
+
+
+def idle_share(busy: torch.Tensor) -> float:
+    """The share of time that is waited if each rank has a host of its own."""
     every = [torch.empty_like(busy) for _ in range(RANKS)]
     dist.all_gather(every, busy)
     times = torch.stack(every)
@@ -289,14 +293,14 @@ def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
     alone = model_of()
     cost = fitted(alone)
     deals[FITTED] = balanced(data.lengths, True, cost), True
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in deals}
+    found: dict[str, list[float]] = {name: [] for name in deals}
+    busy = {name: torch.full((steps,), torch.inf, dtype=torch.float64) for name in deals}
     names = [*deals]
     for turn in range(rounds + 1):  # the first round does not count
         first = turn % len(names)
         for name in names[first:] + names[:first]:
             dealt, pads = deals[name]
-            start = turn * steps % (len(dealt) - steps)
-            part = dealt[start : start + steps]
+            part = dealt[:steps]
             batches = [inputs([data[i] for i in parts[rank]], pads) for parts in part]
             dist.barrier()
             begin = time.perf_counter()
@@ -305,10 +309,11 @@ def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
                 session.step()
             dist.barrier()
             seconds = time.perf_counter() - begin
-            idle = idle_share(alone, batches) if turn else 0.0
+            busy[name] = torch.minimum(busy[name], in_turn(alone, batches))
             tokens = sum(data.lengths[i] for parts in part for own in parts for i in own)
             if turn:
-                found[name].append((idle, tokens / seconds))
+                found[name].append(tokens / seconds)
+    idle = {name: idle_share(seconds) for name, seconds in busy.items()}
     session.close()
     dist.destroy_process_group()
     if rank:
@@ -316,14 +321,14 @@ def train(steps: int, rounds: int) -> list[dict[str, Any]] | None:
     rows = []
     for name, (dealt, pads) in deals.items():
         waits, padding = predicted(dealt, data.lengths, pads, cost if name == FITTED else None)
-        speeds = [speed for _, speed in found[name]]
-        ratios = [ours / theirs for ours, (_, theirs) in zip(speeds, found[names[0]], strict=True)]
+        speeds = found[name]
+        ratios = [ours / theirs for ours, theirs in zip(speeds, found[names[0]], strict=True)]
         rows.append(
             {
                 "variant": name,
                 "predicted": waits,
                 "padding": padding,
-                "idle": median(idle for idle, _ in found[name]),
+                "idle": idle[name],
                 "tokens_per_second": quartiles(speeds),
                 "to_random": quartiles(ratios),
             }
@@ -446,7 +451,7 @@ def tables(entry: dict[str, Any]) -> Iterator[Table]:
 def main() -> None:
     """Measure, or be a rank."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=8, help="of a block")
+    parser.add_argument("--steps", type=int, default=12, help="of a block")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", help="also write the figures to this file")
     parser.add_argument("--rank-of", nargs=2, metavar=("WHAT", "FILE"), help=argparse.SUPPRESS)
