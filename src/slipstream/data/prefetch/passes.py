@@ -123,7 +123,7 @@ class Passes:
         self._asks_ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._passes: deque[_Pass] = deque()
         self._current = -1
-        self._last = -1 if earlier is None else earlier._last
+        self._last: int = -1 if earlier is None else earlier._last
         self._received, self._is_over, self._is_left = 0, False, False  # of the present pass
         self._step = 1  # by which the epoch grows from pass to pass, as far as is known
         self.sent: deque[Batch] = deque()

@@ -196,8 +196,8 @@ class Workers:
         try:
             if self._batches is None or not self._passes.sent:
                 assert self._loader is not None
-                self._batches = iter(self._loader)  # the workers stay
                 self._counted, self._taken = list(self._counts), 0
+                self._batches = iter(self._loader)  # the workers stay
             batch = next(self._batches)
             self._taken += 1
             return unpacked(batch)
