@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from transformers import BertConfig, BertModel, ResNetConfig, ResNetModel
 
 from slipstream.errors import ModelError, StrategyError
-from slipstream.fusion import compile_blocks
+from slipstream.fusion import ChannelsLast, compile_blocks
 from slipstream.strategy import Strategy
 
 pytestmark = pytest.mark.process  # a compiler
@@ -106,6 +106,19 @@ def test_which_blocks(name: str) -> None:
     assert "" not in replaced, "the gradients of the whole model would come at the end"
     for path in replaced:
         assert not any(path.startswith(f"{other}.") for other in replaced)
+
+
+def test_convolutions_are_told_of_channels_last() -> None:
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU())
+
+    model = nn.Sequential(block(), block())
+    compiled = compile_blocks(model)
+    assert "with channels_last" in compiled.report_rows()[0].note
+    changed = ChannelsLast(model, torch.optim.SGD(model.parameters()))
+    assert "channels_last" not in compiled.report_rows()[0].note
+    changed.close()
+    compiled.close()
 
 
 def test_nothing_to_compile() -> None:

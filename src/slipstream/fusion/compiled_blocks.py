@@ -55,6 +55,7 @@ class CompiledBlocks:
 
     def __init__(self, model: nn.Module) -> None:
         blocks = regions_of(model, "compute.compile")
+        self._model = model
         self._kinds: dict[Any, Callable[..., Any]] = {}
         self._overrides = [
             ForwardReplacement(block, partial(_call, block, self._compiled(block)))
@@ -70,7 +71,16 @@ class CompiledBlocks:
         """How many blocks were compiled."""
         kinds = f"{len(self._kinds)} kind{'s' if len(self._kinds) > 1 else ''}"
         value = f"{len(self._overrides)} block{'s' if len(self._overrides) > 1 else ''} of {kinds}"
-        return [Row("compiled", value, "at their first call")]
+        note = "at their first call"
+        if self._copies_maps():
+            note += "; with channels_last, too, convolutions need not copy their maps"
+        return [Row("compiled", value, note)]
+
+    def _copies_maps(self) -> bool:
+        """Whether there are convolutions whose kernels want another order in memory."""
+        weights = (m.weight for m in self._model.modules() if isinstance(m, nn.Conv2d))
+        order = torch.channels_last
+        return any(not weight.is_contiguous(memory_format=order) for weight in weights)
 
     def _compiled(self, block: nn.Module) -> Callable[..., Any]:
         """The compilation that blocks of this kind share."""
