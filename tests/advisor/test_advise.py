@@ -82,7 +82,7 @@ CASES = (
         "data",
         "problem",
         17.9,
-        ("Its 2 workers or threads do not keep up", "Read with 4"),
+        ("Its 2 readers do not keep up", "Read with 4"),
     ),
     Case(
         "feed_faster",

@@ -61,7 +61,8 @@ def feed_faster(stats: TraceStats) -> Finding | None:
         )
     else:
         readers = 2 * queue.readers
-        evidence += f" Its {queue.readers} workers or threads do not keep up with it."
+        several = f"{queue.readers} readers do" if queue.readers > 1 else "reader does"
+        evidence += f" Its {several} not keep up with it."
         gain = min(wait.median, stats.iteration / 2)
         gain = gain if work is None else stats.gain_of(work.fed(times=2))
         patch = {"prefetch": {"workers": readers}} if stats.resizable else {}
