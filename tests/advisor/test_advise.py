@@ -109,7 +109,7 @@ CASES = (
         "data",
         "problem",
         40.0,
-        ("Read with 4: data.prefetch.workers",),
+        ("Read with 4 workers or threads: set data.prefetch.workers",),
     ),
     Case(
         "feed_faster",

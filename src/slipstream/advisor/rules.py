@@ -56,8 +56,8 @@ def feed_faster(stats: TraceStats) -> Finding | None:
         evidence += f" {queue.ready:g} batches are there when it asks for one."
         gain = 0.0
         words = (
-            "Handing batches over takes the time: read in threads (data.prefetch.threads), or make "
-            "batches smaller, and convert them after they are handed over."
+            "Handing batches over takes the time: read in threads (data.prefetch.threads), or hand "
+            "over less: integers instead of floats, converted by the model."
         )
     else:
         readers = 2 * queue.readers
@@ -68,9 +68,9 @@ def feed_faster(stats: TraceStats) -> Finding | None:
         patch = {"prefetch": {"workers": readers}} if stats.resizable else {}
         setting = "data.prefetch.workers" if stats.resizable else "the loader's num_workers"
         words = (
-            f"Read with {readers}: {setting}. Where the cores cannot keep up, do less "
-            "work for each sample: decode and resize the data once, in advance, or keep it "
-            "(data.cache)."
+            f"Read with {readers} workers or threads: set {setting}. Where the cores cannot keep "
+            "up, do less work for each sample: decode and resize the data once, in advance, or "
+            "keep it (data.cache)."
         )
     return Finding(
         stats.severity(gain), "data", evidence, words, gain, {"data": patch} if patch else {}
@@ -81,7 +81,7 @@ def even_ranks(stats: TraceStats) -> Finding | None:
     """Fires when ranks wait more than 5 % of an iteration for the last one's gradients.
 
     Gain: what the worst straggler takes longer than the median of the others; if no rank is
-    persistently slow, that of ranks which all compute for as long as they do on average, simulated.
+    persistently slow, what the simulator saves where all ranks compute for the average time.
     """
     exchanges = stats.exchanges
     if exchanges is None or exchanges.skew <= max(SKEW * stats.iteration, stats.clock_error):

@@ -185,7 +185,7 @@ class Workload:
         return replace(self, **grown, ready=self.ready * times[:, None])
 
     def fed(self, times: float | None = None) -> Workload:
-        """The same where so many times as many readers read; None: no batch is waited for.
+        """The same with ``times`` as many readers; None: every batch is there in time.
 
         Example:
             >>> one = np.ones(2)
