@@ -30,10 +30,8 @@ ROADS = "--splits default --transports flat direct sharded 'sharded, a third rep
 RIVALS = "--fsdp keep --zero 8"
 FSDP = "--fsdp default keep prefetch --splits default --transports flat sharded --rounds 5"
 GRID = "default 'by_bytes 2/1/1' 'by_bytes 16/1/1' single optimal"
-SPLITS = "default 'by_bytes 8/1/1' 'by_bytes 16/1/1' 'by_bytes 25/1/1' 'by_percent 96.54/3.46'"
-HALF = "--codecs bf16 'bf16 / by_bytes 16/1/1' fp16 --hooks fp16 'fp16, 4 MB'"
-POWERSGD = "'PowerSGD, rank 4' 'batched PowerSGD, rank 4'"
-FEW_BITS = f"--codecs int8 onebit dgc powersgd 'adaptive onebit' --hooks {POWERSGD}"
+HOOKS = "--hooks fp16 'fp16, 4 MB' 'PowerSGD, rank 4' 'batched PowerSGD, rank 4'"
+CODECS = f"--codecs bf16 fp16 int8 onebit dgc powersgd 'adaptive onebit' {HOOKS}"
 ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec in ("bf16", "int8"))
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
@@ -75,11 +73,8 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"allreduce-{ranks}-ranks", f"allreduce.py {options}"
     for rate in RATES:
         for model in ("resnet50", "vgg16", "bert"):
-            base = f"exchange.py --model {model} --rate {rate}"
-            yield f"optimal-{model}-{rate}", f"{base} --splits {SPLITS} optimal --finals 20"
-            coded = f"{base} --ddp 4 50 --splits default"
-            yield f"codecs-{model}-{rate}-half", f"{coded} {HALF}"
-            yield f"codecs-{model}-{rate}", f"{coded} {FEW_BITS}"
+            coded = f"exchange.py --model {model} --rate {rate} --ddp 2 4 --splits default"
+            yield f"codecs-{model}-{rate}", f"{coded} {CODECS} --rounds 5 --warmup 1"
     coded = "exchange.py --model gpt2 --rate 500mbit --ddp 4 50 --splits default"
     yield "codecs-gpt2-500mbit", f"{coded} --codecs {ON_ROADS}"
     yield "convergence-digits", "convergence.py --task digits"

@@ -22,10 +22,6 @@ overlap hides most; a number sets the seconds.
 Beside the time stands the memory that a rank needs at most: every variant trains for a few
 iterations alone in processes of its own first (peak_memory.py; --no-memory leaves it out).
 
-The best of several equal variants looks better than it is. So with --finals the optimal split goes
-through that many more rounds against HCCL's default and the winners of the first ones, the best
-fixed size and the best DDP: only those rounds compare them.
-
 With --codecs and --hooks, slipstream's codecs take turns with DDP and with torch's own hooks (in
 DDP's default buckets or smaller ones; PowerSGD in one bucket, as it crashes on gloo with several):
 
@@ -72,7 +68,6 @@ from tables import (
     EXCHANGE_COLUMNS,
     computing_in_words,
     exchange_cells,
-    optimal_in_words,
     save,
 )
 from torch import nn
@@ -81,13 +76,11 @@ from slipstream.session.session import Session
 from slipstream.strategy import Auto, Optimal, Transport
 from slipstream.testbed import parse_rate
 from slipstream.tuner.search_space import MOST, SETTLING, TURNS
-from slipstream.tuner.significance import median_interval
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import data
 import models
 
-OPTIMAL, HCCL = "slipstream, optimal", "slipstream, by_percent 96.54/3.46"
 MODELS = ("resnet50", "vgg16", "bert", "swin-t", "gpt2", "resnet-small")
 TRANSPORTS: dict[str, object] = {
     variant.model_fields["kind"].default: variant.model_fields["kind"].default
@@ -301,10 +294,6 @@ def measure(args: argparse.Namespace) -> None:
             for _ in range(MOST * TURNS * (SETTLING + Optimal().steps)):
                 variants[label]()  # it has made its choice before anything is timed
     seconds, cpu = take_turns(variants, args.rounds, args.warmup)
-    finals: dict[str, list[float]] = {}
-    if args.finals and OPTIMAL in variants:
-        finalists = [OPTIMAL, *rivals(seconds)]
-        finals, _ = take_turns({name: variants[name] for name in finalists}, args.finals, 1)
     if rank == 0:
         for session in sessions.values():
             if searches(session):
@@ -313,7 +302,7 @@ def measure(args: argparse.Namespace) -> None:
             name: sum(segment.num_collectives for segment in session.segments)
             for name, session in sessions.items()
         }
-        write(args, case, seconds, cpu, collectives, highest, wire, finals)
+        write(args, case, seconds, cpu, collectives, highest, wire)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -414,18 +403,6 @@ def take_turns(
     return seconds, cpu
 
 
-def rivals(seconds: Mapping[str, Sequence[float]]) -> list[str]:
-    """The best fixed size, HCCL's default and the best DDP; the same on all ranks."""
-
-    def best(names: Iterable[str]) -> list[str]:
-        known = list(names)
-        return [min(known, key=lambda name: statistics.median(seconds[name]))] if known else []
-
-    fixed = (name for name in seconds if name == "slipstream, default" or "by_bytes" in name)
-    ddp_sizes = (name for name in seconds if name.startswith("DDP"))
-    return [*best(fixed), *(name for name in seconds if name == HCCL), *best(ddp_sizes)]
-
-
 def write(
     args: argparse.Namespace,
     case: Case,
@@ -434,7 +411,6 @@ def write(
     collectives: dict[str, int],
     peaks: dict[str, int],
     wire: float,
-    finals: dict[str, list[float]],
 ) -> None:
     """Print the table; with --json write it too."""
     compute = statistics.median(seconds["no exchange"])
@@ -480,25 +456,9 @@ def write(
     }
     console = Console(width=150)
     console.print(table(entry, rows))
-    if OPTIMAL in seconds:
-        entry["finals"] = args.finals
-        entry["optimal"] = optimal_against(finals or seconds, rivals(seconds))
-        console.print(optimal_in_words(entry["optimal"]))
     if args.json:
-        raw = {"rows": [asdict(r) for r in rows], "seconds": seconds, "final_seconds": finals}
+        raw = {"rows": [asdict(r) for r in rows], "seconds": seconds}
         save(args.json, "exchange", {**entry, **raw})
-
-
-def optimal_against(
-    seconds: Mapping[str, Sequence[float]], names: Sequence[str]
-) -> dict[str, dict[str, list[float]]]:
-    """The time of the optimal split over that of each rival, in pairs of a round."""
-    found = {}
-    for name in names:
-        ratios = [a / b for a, b in zip(seconds[OPTIMAL], seconds[name], strict=True)]
-        interval = median_interval(ratios)
-        found[name] = {"quartiles": list(quartiles(ratios)), "interval": list(interval or ())}
-    return found
 
 
 def table(entry: Mapping[str, Any], rows: Sequence[Row]) -> Table:
@@ -559,7 +519,6 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--finals", type=int, default=0, help="rounds of the optimal split alone")
     parser.add_argument("--splits", nargs="*", choices=list(SPLITS), help="default: all")
     parser.add_argument(
         "--transports",

@@ -75,11 +75,9 @@ EXCHANGE_COLUMNS = (
 
 def exchange(entry: Mapping[str, Any]) -> str:
     """The table of one model: every variant against the best DDP and the bound."""
-    what = f" with {', '.join(entry['codecs'])}" if entry.get("codecs") else ""
+    what = " with codecs" if entry.get("codecs") else ""
     if any(row["name"] == "FSDP2, default" for row in entry["rows"]):
         what = " beside FSDP2 in all settings"
-    if any("optimal" in row["name"] for row in entry["rows"]):
-        what = " with split: optimal"
     who = " beside an accelerator" if _on_accelerator(entry) else ""
     lines = [
         f"## Exchange{who}{what}, {entry['model']} at {entry['rate']}, {entry['date']}",
@@ -89,7 +87,6 @@ def exchange(entry: Mapping[str, Any]) -> str:
         f"{entry['compute_s']:.3f} s, wire {entry['wire_s']:.3f} s, bound "
         f"{entry['bound_s']:.3f} s. torch {_versions(entry)}. `{entry['command']}`",
         "",
-        *([_finals(entry) + optimal_in_words(entry["optimal"]), ""] if "optimal" in entry else []),
         *_header(*EXCHANGE_COLUMNS),
         *(_row(*exchange_cells(row)) for row in _with_bounds(entry)),
     ]
@@ -129,16 +126,6 @@ def _with_bounds(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"to_bound_low": r["low"] / bound, "to_bound_high": r["high"] / bound, **r}
         for r in entry["rows"]
     ]
-
-
-def _finals(entry: Mapping[str, Any]) -> str:
-    rounds = entry.get("finals")
-    return f"In {rounds} rounds of their own, behind those of the table: " if rounds else ""
-
-
-def optimal_in_words(found: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """The time of the optimal split over that of its rivals, in a line."""
-    return "Optimal split against " + "; ".join(_ratio(rival, of) for rival, of in found.items())
 
 
 def _ratio(rival: str, found: Mapping[str, Sequence[float]]) -> str:
