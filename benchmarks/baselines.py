@@ -39,8 +39,8 @@ class Hook(NamedTuple):
 HOOKS = {
     "fp16": Hook(default_hooks.fp16_compress_hook, None),
     "fp16, 4 MB": Hook(default_hooks.fp16_compress_hook, 4),
-    # In one bucket, as torch's crashes on gloo with several. Its batched form fails in torch 2.13 in
-    # the first compressed update: it asks for three dimensions and gives two.
+    # In one bucket, as torch's crashes on gloo with several. Its batched form fails in torch 2.13:
+    # the first compressed update gives a matrix where three dimensions are asked for.
     "PowerSGD, rank 4": Hook(powerSGD_hook.powerSGD_hook, 1000, 4),
 }
 

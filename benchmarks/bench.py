@@ -24,6 +24,7 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("resnet50", "vgg16", "bert", "swin-t")
+CODED = ("resnet50", "vgg16", "bert")
 RATES = {"1gbit": 5, "300mbit": 3}
 """Rounds at each."""
 ROADS = "--splits default --transports flat direct sharded 'sharded, a third replicated'"
@@ -52,6 +53,9 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "fsdp-resnet50-1gbit", f"exchange.py --model resnet50 --ddp 2 4 {FSDP} --no-memory"
     for model in MODELS:
         yield f"memory-{model}", f"exchange.py --model {model} --only-memory {RIVALS} {ROADS}"
+    for model in CODED:
+        coded = f"exchange.py --model {model} --only-memory --ddp --splits default {CODECS}"
+        yield f"memory-codecs-{model}", coded
     for model in MODELS:
         options = f"auto.py --model {model} --rounds 3 --finals 10 --more 0 --splits {GRID}"
         yield f"auto-{model}-1gbit", f"{options} --compute accelerator"
@@ -72,11 +76,9 @@ def commands() -> Iterator[tuple[str, str]]:
         options = f"--nodes 1 --ranks-per-node {ranks} --transports flat shared_memory {SIZES}"
         yield f"allreduce-{ranks}-ranks", f"allreduce.py {options}"
     for rate in RATES:
-        for model in ("resnet50", "vgg16", "bert"):
+        for model in CODED:
             coded = f"exchange.py --model {model} --rate {rate} --ddp 2 4 --splits default"
-            coded = f"{coded} {CODECS} --rounds 5 --warmup 1"
-            if rate != "1gbit":
-                coded += " --no-memory"  # as much as at the other rate
+            coded = f"{coded} {CODECS} --rounds 5 --warmup 1 --no-memory"
             yield f"codecs-{model}-{rate}", coded
     coded = "exchange.py --model gpt2 --rate 500mbit --ddp 4 50 --splits default"
     yield "codecs-gpt2-500mbit", f"{coded} --codecs {ON_ROADS}"
