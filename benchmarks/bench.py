@@ -24,15 +24,20 @@ from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("resnet50", "vgg16", "bert", "swin-t")
-CODED = ("resnet50", "vgg16", "bert")
 RATES = {"1gbit": 5, "300mbit": 3}
 """Rounds at each."""
 ROADS = "--splits default --transports flat direct sharded 'sharded, a third replicated'"
 RIVALS = "--fsdp keep --zero 8"
 FSDP = "--fsdp default keep prefetch --splits default --transports flat sharded --rounds 5"
 GRID = "default 'by_bytes 2/1/1' 'by_bytes 16/1/1' single optimal"
-HOOKS = "--hooks fp16 'fp16, 4 MB' 'PowerSGD, rank 4'"
-CODECS = f"--codecs bf16 fp16 int8 onebit dgc powersgd 'adaptive onebit' {HOOKS}"
+HALF = "bf16 fp16", "fp16 'fp16, 4 MB'"
+FEW_BITS = "int8 onebit dgc powersgd 'adaptive onebit'", "'PowerSGD, rank 4'"
+CODECS = {
+    "resnet50": {"": (HALF, FEW_BITS)},
+    "vgg16": {"": (FEW_BITS,), "-half": (HALF,)},
+    "bert": {"": (HALF, FEW_BITS)},
+}
+"""By model and end of the name: codecs and torch's hooks that have room side by side."""
 ON_ROADS = " ".join(f"{codec} '{codec} / direct' '{codec} / sharded'" for codec in ("bf16", "int8"))
 SIZES = "--kilobytes 256 1024 4096 16384 65536"
 ALONE = (
@@ -53,9 +58,6 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "fsdp-resnet50-1gbit", f"exchange.py --model resnet50 --ddp 2 4 {FSDP} --no-memory"
     for model in MODELS:
         yield f"memory-{model}", f"exchange.py --model {model} --only-memory {RIVALS} {ROADS}"
-    for model in CODED:
-        coded = f"exchange.py --model {model} --only-memory --ddp --splits default {CODECS}"
-        yield f"memory-codecs-{model}", coded
     for model in MODELS:
         options = f"auto.py --model {model} --rounds 3 --finals 10 --more 0 --splits {GRID}"
         yield f"auto-{model}-1gbit", f"{options} --compute accelerator"
@@ -76,10 +78,11 @@ def commands() -> Iterator[tuple[str, str]]:
         options = f"--nodes 1 --ranks-per-node {ranks} --transports flat shared_memory {SIZES}"
         yield f"allreduce-{ranks}-ranks", f"allreduce.py {options}"
     for rate in RATES:
-        for model in CODED:
+        for model, end, some in ((m, *p) for m, parts in CODECS.items() for p in parts.items()):
+            codecs, hooks = (" ".join(names) for names in zip(*some, strict=True))
             coded = f"exchange.py --model {model} --rate {rate} --ddp 2 4 --splits default"
-            coded = f"{coded} {CODECS} --rounds 5 --warmup 1 --no-memory"
-            yield f"codecs-{model}-{rate}", coded
+            coded = f"{coded} --codecs {codecs} --hooks {hooks} --rounds 5 --warmup 1 --no-memory"
+            yield f"codecs-{model}-{rate}{end}", coded
     coded = "exchange.py --model gpt2 --rate 500mbit --ddp 4 50 --splits default"
     yield "codecs-gpt2-500mbit", f"{coded} --codecs {ON_ROADS}"
     yield "convergence-digits", "convergence.py --task digits"
