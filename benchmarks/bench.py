@@ -32,7 +32,7 @@ FSDP = "--fsdp default keep prefetch --splits default --transports flat sharded 
 GRID = "default 'by_bytes 2/1/1' 'by_bytes 16/1/1' single optimal"
 HALF = "bf16 fp16", "fp16 'fp16, 4 MB'"
 FEW_BITS = "int8 onebit dgc powersgd 'adaptive onebit'", "'PowerSGD, rank 4'"
-CODECS = {
+CODECS: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
     "resnet50": {"": (HALF, FEW_BITS)},
     "vgg16": {"": (FEW_BITS,), "-half": (HALF,)},
     "bert": {"": (HALF, FEW_BITS)},

@@ -820,8 +820,10 @@ def speed_picture(found: Sequence[Mapping[str, Any]]) -> Figure:
         names = [row["name"].removeprefix("slipstream, ") for row in rows]
         speeds = [1 / row["to_best_ddp"] for row in rows]
         colours = ["#2a6f97" if row["name"].startswith("slip") else "#b0b7bd" for row in rows]
-        axes.bar_label(axes.barh(names, speeds, color=colours), fmt="%.2f", padding=3, fontsize=8)
         axes.axvline(1, color="black", linewidth=0.8)
+        bars = axes.barh(names, speeds, color=colours)
+        paper = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+        axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8, bbox=paper)
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.set_title(f"{model}, {rate}", fontsize=10)

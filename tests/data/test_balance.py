@@ -97,6 +97,7 @@ def test_padding_is_dealt_in_runs() -> None:
     assert min(longest.values()) > 5, "the longest samples go round"
 
 
+few = LENGTHS[:400]
 SETTINGS: dict[str, dict[str, Any]] = {
     "batches": {"batch_size": 24},
     "a rest smaller than the ranks": {"batch_size": 133},
@@ -105,8 +106,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "padded": {"batch_size": 24, "pads": True},
     "in order": {"batch_size": 24, "shuffle": False},
     "unequal": {"batch_size": 24, "speeds": [1.0, 0.25, 1.0, 2.0]},
+    "unequal tokens": {"max_tokens": 2500, "speeds": [3.0, 0.5, 0.5, 0.5]},
+    "a shifted loss": {"batch_size": 24, "loss_lengths": [length - 1 for length in few]},
 }
-few = LENGTHS[:400]
 all_settings = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 
 
@@ -140,14 +142,14 @@ def test_an_epoch_has_every_sample_once(settings: dict[str, Any]) -> None:
 @all_settings
 def test_weights_make_the_mean_over_all(settings: dict[str, Any]) -> None:
     values = np.random.default_rng(3).normal(size=len(few))
+    counted = np.array(settings.get("loss_lengths", few))
     for step in of_all_ranks(settings):
         samples = [s for part, weight, _ in step for s in part if weight]
         ours = [sum(w * values[part].mean() for part, w, _ in step) / 4]
         ours += [
-            sum(w * np.average(values[part], weights=np.array(few)[part]) for part, _, w in step)
-            / 4
+            sum(w * np.average(values[part], weights=counted[part]) for part, _, w in step) / 4
         ]
-        theirs = values[samples].mean(), np.average(values[samples], weights=np.array(few)[samples])
+        theirs = values[samples].mean(), np.average(values[samples], weights=counted[samples])
         assert np.allclose(ours, theirs)
 
 
@@ -160,6 +162,9 @@ def test_no_rank_has_more_tokens_than_allowed() -> None:
                 assert (len(lengths) * max(lengths) if pads else sum(lengths)) <= 2500
         used = sum(few) / (4 * 2500 * len(of_all_ranks(settings)))
         assert used > (0.55 if pads else 0.8)
+    settings = {"ranks": 4, "max_tokens": 2500, "speeds": [3.0, 0.5, 0.5, 0.5]}
+    batches = BalancedBatches([2000] * 6, rank=0, **settings)
+    assert [len(batch) for batch in batches] == [1, 1, 1], "the fast rank takes no two at the end"
 
 
 @pytest.mark.parametrize("settings", [SETTINGS["batches"], SETTINGS["padded"]])
@@ -189,8 +194,11 @@ def test_a_training_goes_on_in_the_middle_of_an_epoch() -> None:
     assert list(later) == every[5:]
     later.set_epoch(4)
     assert len(list(later)) == len(every), "only the first epoch is a part"
-    with pytest.raises(UsageError, match="taken with seed 7, this sampler has 0"):
-        BalancedBatches(few, rank=0, ranks=2, batch_size=16).load_state_dict(state)
+    other = BalancedBatches(few, rank=0, ranks=2, batch_size=16, seed=8)
+    other.set_epoch(3)
+    assert list(other) != every
+    other.load_state_dict(state)
+    assert list(other) == every[5:], "the epoch goes on with its own seed"
 
 
 @given(st.floats(0.1, 9), st.floats(0, 0.1), st.floats(0, 50))
@@ -218,6 +226,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "both sizes": (lambda: build(max_tokens=9), "batch_size is 2, max_tokens 9; allowed: one"),
     "no size": (lambda: build(batch_size=None), "batch_size is None, max_tokens None"),
     "a small batch": (lambda: build(batch_size=1), "batch_size is 1, for 2 ranks together"),
+    "a loss of others": (
+        lambda: build(loss_lengths=[1, 2]),
+        "loss_lengths has 2 numbers, the smallest 1; allowed: one for each of 3 samples",
+    ),
+    "a loss below 0": (lambda: build(loss_lengths=[1, 2, -1]), "the smallest -1; allowed"),
     "no such rank": (lambda: build(rank=2), "rank 2 of 2"),
     "a rank that stands still": (lambda: build(speeds=[1, 0]), "a speed above 0 for each"),
     "a cost below 0": (lambda: deal([1, -1], [1, 1]), "a cost is below 0"),

@@ -200,6 +200,16 @@ def test_the_order_of_samples_goes_on_with_other_batches(three) -> None:
     assert len(counted) - len(set(counted)) < 3  # fillers of the last update alone
 
 
+def test_an_epoch_goes_on_on_another_number_of_ranks(three) -> None:
+    """Three ranks, then one: the updates that are left are those of three ranks."""
+    strategy: dict[str, Any] = {"data": {"balance": {}}}
+    whole = three.run(train, strategy, 1)
+    state = three.run(train, strategy, 1, 4, 3)[0][2]
+    left, *_ = train(strategy, 1, 12, None, state)
+    updates = [{i for _, part in step for i in part} for step in zip(*(r[0] for r in whole))]  # noqa: B905
+    assert [set(indices) for _, indices in left] == updates[3:]
+
+
 def traced(folder: str, balance: dict[str, Any] | None) -> bool:
     """Whether a trace says that the samples can be dealt."""
     data = {} if balance is None else {"data": {"balance": balance}}
@@ -354,6 +364,28 @@ def test_without_a_sampler_of_several_ranks_passes_are_epochs() -> None:
     next(iter(batches))
     assert balance.state_dict()["epoch"] == 3, "a pass that was left early is over"
     assert balance.weight == 1.0
+
+
+def test_on_one_rank_the_order_is_that_of_the_users_generator() -> None:
+    def order(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        loader = DataLoader(
+            Sequences(), batch_size=4, shuffle=True, generator=generator, collate_fn=collate
+        )
+        return [i for *_, indices in build(loader, ranks=1).loader for i in indices]
+
+    assert order(1) == order(1) != order(2)
+
+
+def test_a_loss_may_count_other_tokens() -> None:
+    """As of a causal model, whose loss leaves out the first token of each sample."""
+    dataset: Any = Sequences([9, 5, 3, 3])
+    dataset.loss_lengths = [8, 4, 2, 2]
+    for rank in (0, 1):
+        loader = spread(dataset, rank, collate_fn=collate)
+        balance = SampleBalance(loader, Balance(mean="tokens", pads=False), rank=rank, ranks=2)
+        for *_, indices in balance.over(balance.loader):
+            assert balance.weight == 2 * sum(dataset.loss_lengths[i] for i in indices) / 16
 
 
 def test_without_a_loader_there_is_nothing_to_deal() -> None:

@@ -7,6 +7,8 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +121,43 @@ def test_no_room_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"data.cache cannot use .*file"):
         cached(Rows(5), Cache(folder=str(tmp_path / "file")))
+
+
+FILLS_UP = """
+import os, shutil, torch
+from slipstream.data.cache import cached
+from slipstream.strategy import Cache
+
+class Rows:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((2**12,), float(index))  # 16 KiB
+
+kept = cached(Rows(), Cache(folder="/mnt", gigabytes=2 / 2**10))
+for index in range(8):
+    kept[index]
+with open("/mnt/other", "wb") as other:
+    other.write(bytes(shutil.disk_usage("/mnt").free - 2**17))
+for epoch in range(2):
+    for index in range(64):
+        assert kept[index].eq(index).all() and kept[index].numel() == 2**12
+print(kept.report_rows())
+"""
+
+
+@pytest.mark.namespace
+@pytest.mark.process
+def test_a_disk_that_fills_up_ends_the_keeping_and_nothing_else() -> None:
+    """In a mount namespace with a disk of 4 MiB, which another process fills."""
+    mounted = 'mount -t tmpfs -o size=4m tmpfs /mnt && exec "$0" -c "$1"'
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", mounted]
+    done = subprocess.run(
+        [*command, sys.executable, FILLS_UP], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "full" in done.stdout
 
 
 def test_caches_that_nobody_uses_make_room(

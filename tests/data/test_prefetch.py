@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 import slipstream
-from slipstream.data.prefetch import PrefetchLoader, prefetch
+from slipstream.data.prefetch import PrefetchLoader, map_reader, prefetch
 from slipstream.data.prefetch.map_reader import MEASURED, SEEN, _Timing
 from slipstream.errors import UsageError
 from slipstream.strategy import Prefetch
@@ -378,4 +375,67 @@ def test_what_reads_is_judged_once_and_in_the_course_of_an_epoch(seconds: float)
     assert read[1][:SEEN] == [0] * SEEN
     assert len({*read[1][SEEN:], *read[2]}) == 1
     assert read[2][0] == (1 if seconds else 0)
+    loader.close()
+
+
+class SlowIn(Numbers):
+    """As if threads, or processes, took long to hand over."""
+
+    def __init__(self, size: int, slow: str) -> None:
+        super().__init__(size)
+        self.slow = slow
+
+    def __getitem__(self, index: int) -> int:
+        here = "processes" if get_worker_info() is not None else "threads"
+        if threading.current_thread() is not threading.main_thread() or here == "processes":
+            time.sleep(0.03 if self.slow == here else 0.001)
+        else:
+            time.sleep(0.1)
+        return index
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("slow", "stays"), [("threads", "1 worker,"), ("processes", "1 thread,")])
+def test_threads_and_processes_take_turns_and_the_faster_ones_stay(slow: str, stays: str) -> None:
+    loader = prefetch(DataLoader(SlowIn(24, slow)), Prefetch(threads="auto"), cores=1)
+    read = []
+    for _ in range(3):
+        assert [int(batch) for batch in loader] == [*range(24)]
+        read.append(loader.report_rows()[0].value.partition(",")[0] + ",")
+    assert read == ["1 thread,", "1 worker,", stays]
+    loader.close()
+
+
+@pytest.mark.process
+def test_a_loader_that_prepares_its_workers_keeps_them() -> None:
+    loading = DataLoader(Numbers(4), worker_init_fn=print)
+    loader = prefetch(loading, Prefetch(threads="auto", workers=1))
+    assert len(list(loader)) == 4
+    assert loader.report_rows()[0].value.startswith("1 worker,")
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "free", "said"),
+    [
+        ({"depth": 1, "workers": 4}, 10**9, "1 thread, 1 batches ahead"),
+        ({"depth": 6, "workers": 4}, 10**9, "4 threads, 6 batches ahead"),
+        ({}, 10**9, "4 threads, 8 batches ahead"),
+        ({}, 4 * 5 * 800, "4 threads, 5 batches ahead"),  # half of it, for two ranks
+        ({}, 4 * 3 * 800, "3 threads, 3 batches ahead"),
+        ({}, 800, "1 thread, 1 batches ahead"),
+    ],
+)
+def test_what_is_read_ahead_fits_in_memory(
+    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], free: int, said: str
+) -> None:
+    class Rows(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            time.sleep(0.002)
+            return torch.zeros(100, dtype=torch.float64)
+
+    monkeypatch.setattr(map_reader, "free_host_bytes", lambda: free)
+    loader = prefetch(DataLoader(Rows(12)), Prefetch(threads=True, **config), cores=4, sharers=2)
+    assert len(list(loader)) == 12
+    assert loader.report_rows()[0].value == said
     loader.close()

@@ -10,9 +10,7 @@ import time
 from typing import Any
 
 import pytest
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader, Subset
 
 from slipstream.data.prefetch import prefetch
 from slipstream.errors import DataError, ModelError, UsageError
@@ -36,6 +34,32 @@ def test_an_error_names_the_sample_and_the_next_pass_begins_anew(config: Config)
             list(loader)
         said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
         assert "while sample 5 of the dataset was read" in said
+    loader.close()
+
+
+class BrokenAtOnce(Broken):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("threads", [True, False])
+@pytest.mark.parametrize(
+    ("dataset", "named"),
+    [
+        (BrokenAtOnce(8), "samples 4, 5 of the dataset were read at once"),
+        (Subset(BrokenAtOnce(8), [0, 5, 1]), "samples 0, 1 of the dataset were read at once"),
+        (Subset(Subset(Broken(8), [0, 5, 1]), [0, 1]), "sample 1 of the dataset was read"),
+    ],
+    ids=["at once", "a part of it", "a part of a part, one by one"],
+)
+def test_an_error_names_what_was_asked_for_at_once(dataset: Any, named: str, threads: bool) -> None:
+    config = Prefetch(workers=1, threads=threads)
+    loader = prefetch(DataLoader(dataset, batch_size=2), config)
+    with pytest.raises(ValueError, match="a bad sample") as caught:
+        list(loader)
+    said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert f"while {named}" in said
     loader.close()
 
 

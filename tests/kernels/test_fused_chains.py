@@ -229,6 +229,25 @@ def test_depthwise_convolutions_are_bitwise(dims: int, multiple: int, bias: bool
         assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("learns", [True, False], ids=["x learns", "x does not"])
+def test_large_batches_of_depthwise_convolutions_are_computed_in_parts(
+    monkeypatch: pytest.MonkeyPatch, samples: int, learns: bool
+) -> None:
+    monkeypatch.setitem(relu_depthwise.__globals__, "LARGE", 0)
+    monkeypatch.setitem(relu_depthwise.__globals__, "PART", samples * 4 * 81)
+    x, layer = drawn(5, 4, 9, 9, dtype=torch.float32), nn.Conv2d(4, 8, 3, groups=4)
+    x.requires_grad_(learns)
+    numbers: Any = {"stride": [1, 1], "padding": [0, 0], "dilation": [1, 1]}
+    with torch.profiler.profile() as profiled:
+        fused = relu_depthwise(x, layer.weight, layer.bias, **numbers)
+    plain = plain_depthwise(x, layer.weight, layer.bias, **numbers)
+    convolutions = [e for e in profiled.events() if e.name == "aten::convolution"]
+    assert len(convolutions) == -(-5 // samples)
+    assert fused.equal(plain)
+    assert_same(fused, plain, [x, layer.weight, layer.bias], 1e-5)
+
+
 def test_depthwise_convolutions_keep_the_input_itself() -> None:
     x, layer = drawn(2, 4, 9, 9, dtype=torch.float32), nn.Conv2d(4, 4, 3, groups=4, bias=False)
     kept: list[Tensor] = []

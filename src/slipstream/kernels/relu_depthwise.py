@@ -9,6 +9,11 @@ from torch import Tensor
 
 Size = list[int]
 """One number for each spatial dimension."""
+LARGE = 1 << 22
+"""Values from which on a batch is computed in parts, on a CPU: torch's two functions write all of
+``relu(x)`` to memory and read it again there."""
+PART = 1 << 20
+"""Values of a part, or those of one sample: they stay in the caches."""
 
 
 def relu_depthwise(
@@ -23,13 +28,15 @@ def relu_depthwise(
     """A depthwise convolution of ``relu(x)``; backward computes ``relu(x)`` again.
 
     Torch keeps ``relu(x)``. Where another layer keeps x anyway, as in the blocks of Xception, this
-    keeps one tensor less, and costs one more pass over x.
+    keeps one tensor less. Backward writes the gradient of x over that of ``relu(x)``, and on a CPU
+    large batches are computed some samples at a time, which fit the caches.
 
     Args:
         x: (batch, channels, ...).
         weight: (channels * multiple, 1, ...), as of a convolution with ``groups=channels``.
 
-    Exactness: bitwise `reference`, backward included.
+    Exactness: bitwise `reference`, backward included; in parts, the gradients of ``weight`` and
+    ``bias`` are reordered.
 
     Source: ``fuse_relu_depthwise_conv`` of Paddle.
 
@@ -63,22 +70,49 @@ class ReluDepthwise(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Size) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_size, ctx.numbers = None if bias is None else [len(bias)], numbers
-        return _convolution(torch.relu(x), weight, bias, *numbers)
+        size = _samples(x)
+        done = _convolution(torch.relu(x[:size]), weight, bias, *numbers)
+        if size >= len(x):
+            return done
+        result = done.new_empty(len(x), *done.shape[1:])
+        result[:size] = done
+        for start in range(size, len(x), size):
+            part = slice(start, start + size)
+            result[part] = _convolution(torch.relu(x[part]), weight, bias, *numbers)
+        return result
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        activated = torch.relu(x)
-        straight = [0] * (x.ndim - 2)  # no transposed convolution
-        wanted = list(ctx.needs_input_grad[:3])
-        dx, dweight, dbias = torch.ops.aten.convolution_backward(
-            *(gradient, activated, weight, ctx.bias_size, *ctx.numbers),
-            *(False, straight, x.shape[1], wanted),
+        wanted, size = list(ctx.needs_input_grad[:3]), _samples(x)
+        dx = torch.empty_like(x) if wanted[0] and size < len(x) else None
+        shared = []
+        for start in range(0, max(len(x), 1), size):
+            part = slice(start, start + size)
+            activated = torch.relu(x[part])
+            moved, *sums = torch.ops.aten.convolution_backward(
+                *(gradient[part], activated, weight, ctx.bias_size, *ctx.numbers),
+                *(False, [0] * (x.ndim - 2), x.shape[1], wanted),  # no transposed convolution
+            )
+            shared.append(sums)
+            if moved is not None:
+                into = moved if dx is None else dx[part]
+                torch.ops.aten.threshold_backward.grad_input(moved, activated, 0, grad_input=into)
+        if len(shared) == 1:
+            return moved, *sums, None, None, None
+        dweight, dbias = (
+            None if parts[0] is None else torch.stack(parts).sum(0)
+            for parts in zip(*shared, strict=True)
         )
-        if dx is not None:
-            dx = torch.ops.aten.threshold_backward(dx, activated, 0)
         return dx, dweight, dbias, None, None, None
+
+
+def _samples(x: Tensor) -> int:
+    """Those of a part of the batch; all of them where it is not computed in parts."""
+    if x.device.type != "cpu" or x.numel() < LARGE or not x.is_contiguous():
+        return max(len(x), 1)
+    return max(1, PART * len(x) // x.numel())
 
 
 def _convolution(

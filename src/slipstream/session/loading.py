@@ -80,8 +80,11 @@ def install_loader(
         reading = partial(dict, readers=readers)
     # After the cache, from which its workers read.
     if (config := data.prefetch) is not None:
-        cores = max(len(os.sched_getaffinity(0)) // cluster.environment.local_world_size, 1)
-        ahead = handles.add(prefetch(loader, config, device=cluster.device, cores=cores))
+        sharers = cluster.environment.local_world_size
+        cores = max(len(os.sched_getaffinity(0)) // sharers, 1)
+        ahead = handles.add(
+            prefetch(loader, config, device=cluster.device, cores=cores, sharers=sharers)
+        )
         loader, reading = ahead, ahead.reading
     loader = loader if balance is None else balance.over(loader)
     session_loader = UnevenInputLoader(

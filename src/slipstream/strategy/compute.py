@@ -78,8 +78,7 @@ class Compute(Setting):
         """The weakest of what is on."""
         if self.tf32:
             return "lossy"
-        bitwise = Compute(fuse_relu_depthwise=self.fuse_relu_depthwise, cuda_graph=self.cuda_graph)
-        return "bitwise" if self == bitwise else "reordered"
+        return "bitwise" if self == Compute(cuda_graph=self.cuda_graph) else "reordered"
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:

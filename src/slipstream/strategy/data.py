@@ -53,11 +53,13 @@ class Prefetch(Setting):
     compute with; none, if steps with their batches take longer than steps without."""
 
     depth: Literal["auto"] | PositiveInt = "auto"
-    """Batches that are read ahead, in all. auto: two for each worker, within memory."""
+    """Batches that are read ahead, in all; at most as many workers. auto: two for each worker,
+    within memory."""
 
-    threads: bool = False
+    threads: Literal["auto"] | bool = False
     """Read in threads of this process: nothing is copied between processes. The dataset must allow
-    reads from several threads at once."""
+    reads from several threads at once. auto: threads, then processes; what makes the shorter steps
+    stays."""
 
     to_device: bool = False
     """On CUDA, batches come on the device, copied while the one before is computed with."""

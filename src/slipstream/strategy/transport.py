@@ -91,10 +91,11 @@ class Auto(Variant, exactness="reordered"):
     """The fastest exact transport for this model and network, found during training.
 
     The first updates take turns under the transports that are exact here, on all ranks alike:
-    ``flat``; between hosts ``direct`` and, where these have several ranks, ``hierarchical``; on one
-    host ``shared_memory``, with and without ``overlap``. The fastest stays, or ``flat``, unless
-    another was faster in every turn. With ``split: optimal`` transports, splits and overlap are
-    chosen together. ``session.report()`` shows the result, ``state_dict()`` keeps it.
+    ``flat``; between hosts ``direct``, ``ring`` from 8 ranks on, and ``hierarchical`` where hosts
+    have several ranks; on one host ``shared_memory``, with and without ``overlap``. The fastest
+    stays, or ``flat``, unless another was faster in every turn. With ``split: optimal`` transports,
+    splits and overlap are chosen together. ``session.report()`` shows the result, ``state_dict()``
+    keeps it.
 
     Example:
         >>> Auto(updates=100).updates

@@ -43,6 +43,7 @@ class BalancedBatches(Sampler[list[int]]):
         cost: of a sample by its length: a `Cost`, or a function from lengths to costs.
         pads: whether samples of a batch are padded to the longest.
         speeds: of the ranks, relative; None: equal. A slower rank gets less.
+        loss_lengths: tokens of each sample that the loss counts, 0 or more; None: ``lengths``.
         shuffle: draw the samples anew in every epoch; else they come in order.
         drop_last: leave out an update at the end that has fewer than ``batch_size`` samples.
         seed: the same on all ranks.
@@ -68,11 +69,14 @@ class BalancedBatches(Sampler[list[int]]):
         cost: Cost | Callable[[npt.NDArray[np.int64]], npt.ArrayLike] | None = None,
         pads: bool = False,
         speeds: Sequence[float] | None = None,
+        loss_lengths: Sequence[int] | None = None,
         shuffle: bool = True,
         drop_last: bool = False,
         seed: int = 0,
     ) -> None:
         self._lengths = np.asarray(lengths, dtype=np.int64)
+        counted = lengths if loss_lengths is None else loss_lengths
+        self._loss_lengths = np.asarray(counted, dtype=np.int64)
         self._rank, self._ranks = rank, ranks
         self._batch_size, self._max_tokens = batch_size, max_tokens
         self._cost, self._pads = cost or Cost(), pads
@@ -81,8 +85,8 @@ class BalancedBatches(Sampler[list[int]]):
         self._epoch = self._first = 0
         self._begun: Position = (0, 0)
         self._check()
-        self._plan: Callable[[Position], list[list[int]]] = lru_cache(maxsize=4)(self._updates)
-        self._dealt: Callable[[Position, int], Parts] = lru_cache(maxsize=64)(self._deal)
+        self._plan = lru_cache(maxsize=4)(self._updates)
+        self._dealt = lru_cache(maxsize=64)(self._deal)
 
     def __len__(self) -> int:
         """Batches of the next iteration; the same on every rank."""
@@ -124,16 +128,10 @@ class BalancedBatches(Sampler[list[int]]):
         return {"epoch": begun[0], "seed": self._seed, "samples": samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where the state was taken.
-
-        Raises:
-            UsageError: it was taken under another seed.
-        """
-        if state["seed"] != self._seed:
-            raise UsageError(
-                f"the state was taken with seed {state['seed']}, this sampler has {self._seed}; "
-                "samples would come twice: give the same seed"
-            )
+        """Continue where the state was taken, with its seed, so that no sample comes twice."""
+        self._seed = state["seed"]
+        self._plan.cache_clear()
+        self._dealt.cache_clear()
         self.set_epoch(state["epoch"], start=state["samples"])
 
     def weight(
@@ -142,14 +140,14 @@ class BalancedBatches(Sampler[list[int]]):
         """What this rank's mean loss in the ``step``-th batch of an iteration must be multiplied
         with, so that the mean over ranks is the mean over all samples, or tokens, of the update.
 
-        ``ranks * own / all``; no communication, as every rank knows all lengths. ``position`` is
-        that at which the iteration began; None: that of the latest one, or of the next one in
-        another epoch.
+        ``ranks * own / all``; no communication, as every rank knows all lengths. Tokens are those
+        that the loss counts. ``position`` is that at which the iteration began; None: that of the
+        latest one, or of the next one in another epoch.
         """
         begun = position or (self._begun if self._begun[0] == self._epoch else self.position)
         parts = self._dealt(begun, step)
         amounts = [self._amount(part, per) for part in parts]
-        return self._ranks * amounts[self._rank] / sum(amounts)
+        return self._ranks * amounts[self._rank] / max(sum(amounts), 1)
 
     def idle(self, epoch: int | None = None) -> float:
         """The predicted share of the ranks' time that is spent waiting for the slowest, in the
@@ -182,7 +180,7 @@ class BalancedBatches(Sampler[list[int]]):
         """As many samples each as can be dealt so that no rank has more than ``max_tokens``."""
         start = 0
         while start < len(order):
-            low = high = min(self._ranks, len(order) - start)
+            low, high = 1, min(self._ranks, len(order) - start)
             while start + high < len(order) and self._fits(order[start : start + high]):
                 low, high = high, min(2 * high, len(order) - start)
             if self._fits(order[start : start + high]):
@@ -222,7 +220,7 @@ class BalancedBatches(Sampler[list[int]]):
         return int(len(part) * lengths.max() if self._pads else lengths.sum()) if part else 0
 
     def _amount(self, part: list[int], per: Literal["samples", "tokens"]) -> int:
-        return len(part) if per == "samples" else int(self._lengths[part].sum())
+        return len(part) if per == "samples" else int(self._loss_lengths[part].sum())
 
     def _check(self) -> None:
         count, ranks = len(self._lengths), self._ranks
@@ -248,6 +246,12 @@ class BalancedBatches(Sampler[list[int]]):
             raise UsageError(
                 f"batch_size is {self._batch_size}, for {ranks} ranks together; allowed: {ranks} "
                 "or more"
+            )
+        counted = len(self._loss_lengths), min(self._loss_lengths, default=0)
+        if counted[0] != count or counted[1] < 0:
+            raise UsageError(
+                f"loss_lengths has {counted[0]} numbers, the smallest {counted[1]}; allowed: one "
+                f"for each of {count} samples, 0 or more"
             )
         shortest, longest = int(self._lengths.argmin()), int(self._lengths.argmax())
         if self._lengths[shortest] < 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
+import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -73,6 +73,7 @@ class SampleBalance:
         tokens = config.max_tokens
         self._batches = BalancedBatches(
             _lengths(loader.dataset, config.speeds is not None),
+            loss_lengths=_numbers(loader.dataset, "loss_lengths", "loss_length"),
             rank=rank,
             ranks=ranks,
             batch_size=loader.batch_size * ranks if tokens is None else None,
@@ -82,7 +83,7 @@ class SampleBalance:
             speeds=speeds,
             shuffle=bool(shuffles),
             drop_last=loader.drop_last,
-            seed=int(getattr(sampler, "seed", 0)),
+            seed=_seed(loader),
         )
         self._position: Position = (0, 0)
         """Of the iteration that is under way, or of the next one."""
@@ -148,11 +149,7 @@ class SampleBalance:
         return self._batches.state_dict(self._taken, position=self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on there, on any number of ranks, once the epoch is that of the state.
-
-        Raises:
-            UsageError: it was taken under another seed.
-        """
+        """Go on there, on any number of ranks, once the epoch is that of the state."""
         self._batches.load_state_dict(state)
         self._position = self._batches.position
         self._taken, self._running = 0, False
@@ -254,6 +251,15 @@ def _checked_sampler(loader: Any, rank: int, ranks: int) -> Any:
     return sampler
 
 
+def _seed(loader: DataLoader[Any]) -> int:
+    """What the user's order of samples depends on; on several ranks it is the sampler's."""
+    sampler: Any = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        return int(sampler.seed)
+    generator = getattr(sampler, "generator", None) or loader.generator or torch.default_generator
+    return int(generator.initial_seed())
+
+
 def _lengths(dataset: Any, equal: bool) -> Sequence[int]:
     """How long each sample of a dataset is, as its ``lengths`` or its column ``length`` say.
 
@@ -264,23 +270,33 @@ def _lengths(dataset: Any, equal: bool) -> Sequence[int]:
     Raises:
         ModelError: it says nothing, or has another number of samples.
     """
-    if isinstance(dataset, Subset):
-        found = np.asarray(_lengths(dataset.dataset, equal))[list(dataset.indices)]
-        return [int(length) for length in found]
-    lengths = getattr(dataset, "lengths", None)
-    if lengths is None and "length" in (getattr(dataset, "column_names", None) or ()):
-        lengths = dataset["length"]
-    if lengths is None and equal:
-        return [1] * len(dataset)
-    if lengths is None:
+    found = _numbers(dataset, "lengths", "length")
+    if found is None and not equal:
         raise ModelError(
             f"data.balance: {type(dataset).__name__} does not say how long its samples are; give "
             "it an attribute lengths, a number for each sample (or a column length), or leave "
             "data.balance out"
         )
-    if len(lengths) != len(dataset):
+    return [1] * len(dataset) if found is None else found
+
+
+def _numbers(dataset: Any, attribute: str, column: str) -> list[int] | None:
+    """A number for each sample, as an attribute or a column says; None: neither is there.
+
+    Raises:
+        ModelError: they are those of another number of samples.
+    """
+    if isinstance(dataset, Subset):
+        found = _numbers(dataset.dataset, attribute, column)
+        return None if found is None else [found[index] for index in dataset.indices]
+    numbers = getattr(dataset, attribute, None)
+    if numbers is None and column in (getattr(dataset, "column_names", None) or ()):
+        numbers = dataset[column]
+    if numbers is None:
+        return None
+    if len(numbers) != len(dataset):
         raise ModelError(
             f"data.balance: {type(dataset).__name__} has {len(dataset)} samples and "
-            f"{len(lengths)} lengths; allowed: one for each sample"
+            f"{len(numbers)} {attribute}; allowed: one for each sample"
         )
-    return [int(length) for length in lengths]
+    return [int(number) for number in numbers]

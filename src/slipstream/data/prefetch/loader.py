@@ -27,6 +27,7 @@ def prefetch(
     *,
     device: torch.device | None = None,
     cores: int | None = None,
+    sharers: int = 1,
 ) -> PrefetchLoader:
     """Read the batches of a ``DataLoader`` ahead, across the borders of its epochs.
 
@@ -42,6 +43,7 @@ def prefetch(
         device: where the training computes; a CUDA device gets pinned memory and, with
             ``to_device``, copies on a stream of their own.
         cores: that workers may use; None: those of this process.
+        sharers: ranks of this host, which read ahead in the same memory.
 
     Exactness: bitwise; the batches and their order are those of the loader. Random numbers that a
     dataset draws itself differ, as they do with another number of workers.
@@ -59,7 +61,7 @@ def prefetch(
         [[0.0, 1.0], [2.0, 3.0]]
         >>> loader.close()
     """
-    return PrefetchLoader(loader, config, device=device, cores=cores)
+    return PrefetchLoader(loader, config, device=device, cores=cores, sharers=sharers)
 
 
 def is_prefetchable(loader: Any, *, streams: bool = True) -> bool:
@@ -90,6 +92,7 @@ class PrefetchLoader:
         *,
         device: torch.device | None,
         cores: int | None,
+        sharers: int,
     ) -> None:
         if not isinstance(loader, DataLoader) or _iterates_itself(loader):
             raise ModelError(
@@ -110,7 +113,7 @@ class PrefetchLoader:
             self._reader = StreamReader(loader, config, pin=cuda)
         else:
             cores = cores or len(os.sched_getaffinity(0))
-            self._reader = MapReader(loader, config, pin=cuda, cores=cores)
+            self._reader = MapReader(loader, config, pin=cuda, cores=cores, sharers=sharers)
         self._running: ReferenceType[Iterator[Any]] | None = None
         self._delivered, self._waited = 0, 0.0
         finalize(self, self._reader.close)  # for loops of one's own, which may forget to

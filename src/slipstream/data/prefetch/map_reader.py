@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from slipstream.data.prefetch.passes import Batch, Passes
 from slipstream.data.prefetch.sources import Inline, Source, Threads, Workers
 from slipstream.errors import DataError, ModelError, UsageError
+from slipstream.memory.offload.free_space import free_host_bytes
 from slipstream.pytree import tensors
 from slipstream.strategy import Prefetch
 
@@ -30,7 +31,7 @@ SPARE = 1.5
 EACH = 2
 """Batches that a worker reads ahead, where memory allows it."""
 SHARE = 0.5
-"""The part of free memory that batches read ahead may take."""
+"""The part of free memory that batches read ahead may take, those of all ranks of the host."""
 SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -42,6 +43,7 @@ class MapReader:
         config: how many workers or threads, and how far ahead.
         pin: whether batches are copied to pinned memory.
         cores: most workers.
+        sharers: ranks of this host.
 
     Raises:
         ModelError: the loader prepares its workers, and there are to be threads.
@@ -51,13 +53,21 @@ class MapReader:
         gave_all: whether the present pass has given its last batch.
     """
 
-    def __init__(self, loader: DataLoader[Any], config: Prefetch, *, pin: bool, cores: int) -> None:
-        self._loader, self._config, self._pin, self._cores = loader, config, pin, cores
-        if config.threads and loader.worker_init_fn is not None:
+    def __init__(
+        self, loader: DataLoader[Any], config: Prefetch, *, pin: bool, cores: int, sharers: int
+    ) -> None:
+        self._loader, self._config, self._pin = loader, config, pin
+        self._cores, self._sharers = cores, sharers
+        prepares = loader.worker_init_fn is not None
+        if config.threads is True and prepares:
             raise ModelError(
                 "data.prefetch.threads: the loader has a worker_init_fn, which prepares worker "
                 "processes; use workers, or leave worker_init_fn out"
             )
+        self._threads = bool(config.threads) and not prepares
+        self._threads_are_tried = config.threads == "auto" and not prepares
+        self._step_by_threads: float | None = None
+        """While processes are tried in their place."""
         self._timing = _Timing()
         self._source: Source | None = None
         self._reads_itself = self._is_judging = self._is_judged = False
@@ -81,7 +91,9 @@ class MapReader:
         """The next pass; None: it has no batch."""
         if self._starts_anew:  # this process reads from a copy, too
             self.close()
-        if not self._is_judged and not self._is_judging and self._timing.doubts_workers:
+        if self._threads_are_tried and self._timing.knows_others:
+            self._try_others()
+        elif not self._is_judged and not self._is_judging and self._timing.doubts_workers:
             self.close()  # what is under way ends with its workers
             self._timing.begin_anew()
             self._is_judging, self.value = True, "comparing"
@@ -95,6 +107,18 @@ class MapReader:
             self._source.close()
             self._source = None
             self._passes = self._new_passes(self._passes)
+
+    def _try_others(self) -> None:
+        """Processes, after threads; then threads again, if their steps were the shorter ones."""
+        step = self._timing.step_by_others
+        if self._step_by_threads is None:
+            self._step_by_threads, self._threads = step, False
+        else:
+            self._threads_are_tried, self._threads = False, self._step_by_threads < step
+            if not self._threads:
+                return
+        self.close()
+        self._timing.forget_others()
 
     def _new_passes(self, earlier: Passes | None = None) -> Passes:
         passes = Passes(self._loader, earlier)
@@ -162,6 +186,8 @@ class MapReader:
             return self._started(self._config.workers)
         if self._loader.num_workers and not self._config.threads:  # the user knows
             return self._started(self._loader.num_workers)
+        if self._timing.has_read(MEASURED):
+            return self._chosen_source()
         self.value = "measuring"
         return Inline(self._loader, self._passes, pin=self._pin)
 
@@ -171,32 +197,32 @@ class MapReader:
         return self._started(max(1, min(math.ceil(needed), self._cores)))
 
     def _started(self, count: int) -> Source:
-        pin, timeout, ahead = self._pin, self._config.timeout, self._ahead(count)
-        kind = "thread" if self._config.threads else "worker"
-        each = max(1, ahead // count)
-        ahead = ahead if self._config.threads else each * count
+        count, ahead = self._within_memory(count)
+        kind, each = "thread" if self._threads else "worker", max(1, ahead // count)
+        settings: dict[str, Any] = {"pin": self._pin, "timeout": self._config.timeout}
+        ahead = ahead if self._threads else each * count
         self.value = f"{count} {kind}{'s' * (count > 1)}, {ahead} batches ahead"
-        if self._config.threads:
-            return Threads(
-                self._loader, self._passes, count=count, ahead=ahead, pin=pin, timeout=timeout
-            )
-        return Workers(self._loader, self._passes, count=count, each=each, pin=pin, timeout=timeout)
+        if self._threads:
+            return Threads(self._loader, self._passes, count=count, ahead=ahead, **settings)
+        return Workers(self._loader, self._passes, count=count, each=each, **settings)
 
-    def _ahead(self, count: int) -> int:
-        """Batches to read ahead, within memory."""
-        if self._config.depth != "auto":
-            return self._config.depth
-        ahead, size = EACH * count, self._timing.num_bytes
-        if not size or self._config.threads or not SHARED_MEMORY.is_dir():
-            return ahead
-        free = shutil.disk_usage(SHARED_MEMORY).free
-        if size > free:
+    def _within_memory(self, count: int) -> tuple[int, int]:
+        """Workers and batches ahead that there is room for, one batch a worker at least."""
+        depth, size = self._config.depth, self._timing.num_bytes
+        if depth != "auto":
+            return min(count, depth), depth
+        ahead = EACH * count
+        if not size or not (self._threads or SHARED_MEMORY.is_dir()):
+            return count, ahead
+        free = free_host_bytes() if self._threads else shutil.disk_usage(SHARED_MEMORY).free
+        if size > free and not self._threads:
             raise DataError(
                 f"a batch has {size / 2**20:.1f} MiB, {SHARED_MEMORY} has "
                 f"{free / 2**20:.1f} MiB free, through which workers hand batches over; make it "
                 "larger, or set data.prefetch.threads"
             )
-        return max(count, min(ahead, int(SHARE * free / size)))
+        room = max(1, int(SHARE * free / self._sharers / size))
+        return min(count, room), min(ahead, room)
 
 
 class _Timing:
@@ -230,6 +256,22 @@ class _Timing:
             self._others.append(end - self._ended)
         self._ended = end
 
+    def forget_others(self) -> None:
+        """Others read from now on."""
+        self._waits.clear()
+        self._others.clear()
+        self._ended = None
+
+    @property
+    def knows_others(self) -> bool:
+        """Whether others have read for long enough."""
+        return len(self._others) == SEEN
+
+    @property
+    def step_by_others(self) -> float:
+        """From batch to batch, where others read."""
+        return median(self._others)
+
     def has_read(self, count: int) -> bool:
         """Whether this process has read so many batches."""
         return len(self._reads) >= count
@@ -237,13 +279,13 @@ class _Timing:
     @property
     def doubts_workers(self) -> bool:
         """Whether steps with their batches are to be compared with steps without."""
-        known = len(self._others) == SEEN and self.has_read(MEASURED)
+        known = self.knows_others and self.has_read(MEASURED)
         return known and median(self._waits) > WAITED * self.read
 
     @property
     def workers_are_slower(self) -> bool:
         """Whether a step with a batch of theirs takes longer than one with a batch read here."""
-        return median(self._others) > self.read + median(_later_half(self._steps))
+        return self.step_by_others > self.read + median(_later_half(self._steps))
 
     @property
     def read(self) -> float:

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from slipstream.data.pickled import pickled
 from slipstream.data.prefetch.passes import Passes
@@ -54,7 +54,10 @@ class Source(Protocol):
 
 
 class Samples(Dataset[Any]):
-    """A dataset whose errors name the sample; attributes are those of the user's dataset."""
+    """A dataset whose errors name the sample; attributes are those of the user's dataset.
+
+    Make it by `named`.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.__dict__["_dataset"] = dataset
@@ -70,12 +73,31 @@ class Samples(Dataset[Any]):
         return len(self._dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataset":  # pickle asks before there is one
+        if name in ("_dataset", "__getitems__"):  # pickle asks before there is one; torch's loader
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._dataset, name, value)
+
+
+class SamplesOfBatches(Samples):
+    """One that reads all samples of a batch at once, as those of ``datasets`` do."""
+
+    def __getitems__(self, indices: Any) -> Any:
+        try:
+            return self._dataset.__getitems__(indices)
+        except Exception as error:
+            error.add_note(f"while samples {_few(indices)} of the dataset were read at once")
+            raise
+
+
+def named(dataset: Any) -> Samples:
+    """A dataset whose errors name the sample, or those of the batch if it reads them at once."""
+    read = dataset
+    while type(read) is Subset:  # reads at once if what it is a part of does
+        read = read.dataset
+    return SamplesOfBatches(dataset) if hasattr(read, "__getitems__") else Samples(dataset)
 
 
 def with_workers(loader: DataLoader[Any], dataset: Any, **settings: Any) -> DataLoader[Any]:
@@ -160,7 +182,6 @@ class Workers:
         timeout: float,
     ) -> None:
         batched = loader.batch_sampler is not None
-        fetches_all = hasattr(loader.dataset, "__getitems__")  # torch then asks for all at once
         context = loader.multiprocessing_context or multiprocessing.get_context()
         counts = context.RawArray("L", count)
         pins = loader.pin_memory or pin
@@ -169,7 +190,7 @@ class Workers:
             indices = {"sampler": passes, "batch_size": None}
         self._loader: DataLoader[Any] | None = with_workers(
             loader,
-            loader.dataset if fetches_all else Samples(loader.dataset),
+            named(loader.dataset),
             num_workers=count,
             prefetch_factor=each,
             pin_memory=pins,
@@ -337,14 +358,13 @@ class Reader:
 
     def __init__(self, loader: DataLoader[Any], pin: bool, dataset: Any = None) -> None:
         self._batched = loader.batch_sampler is not None
-        dataset = loader.dataset if dataset is None else dataset
-        self._all_at_once = getattr(dataset, "__getitems__", None) if self._batched else None
-        self._samples, self._collate = Samples(dataset), loader.collate_fn
+        self._samples = named(loader.dataset if dataset is None else dataset)
+        self._collate = loader.collate_fn
         self._pin = (loader.pin_memory or pin) and torch.cuda.is_available()
 
     def __call__(self, indices: Any) -> Any:
-        if self._all_at_once is not None:
-            samples = self._all_at_once(indices)
+        if self._batched and isinstance(self._samples, SamplesOfBatches):
+            samples = self._samples.__getitems__(indices)
         elif self._batched:
             samples = [self._samples[index] for index in indices]
         else:
