@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -229,17 +228,26 @@ def test_a_trace_says_whether_samples_can_be_dealt(three, tmp_path) -> None:
     assert not three.run(traced, str(tmp_path / "dealt"), {})[0], "they are already"
 
 
-def slow_piece(device: torch.device) -> Callable[[], None]:
-    """A piece of compute that takes twice as long on rank 1."""
-    seconds = 0.02 if dist.get_rank() == 1 else 0.01
-    return lambda: time.sleep(seconds)
+class Clock:
+    """Goes on with each piece of compute alone, by twice as much on rank 1."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def piece(self, device: torch.device) -> Callable[[], None]:
+        return self._compute
+
+    def _compute(self) -> None:
+        self.now += 0.25 if dist.get_rank() == 1 else 0.125
 
 
 def measured() -> tuple[str, list[int]]:
     """The report, and the tokens of each batch."""
     balance = {"speeds": "measured", "pads": False}
+    clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_speed, "piece_of_compute", slow_piece)
+        patch.setattr(rank_speed, "piece_of_compute", clock.piece)
+        patch.setattr(rank_speed, "perf_counter", lambda: clock.now)
         run = train({"data": {"balance": balance}}, epochs=1)
     return run[3], [sum(LENGTHS[i] for i in part) for _, part in run[0]]
 

@@ -388,7 +388,7 @@ class SlowIn(Numbers):
     def __getitem__(self, index: int) -> int:
         here = "processes" if get_worker_info() is not None else "threads"
         if threading.current_thread() is not threading.main_thread() or here == "processes":
-            time.sleep(0.03 if self.slow == here else 0.001)
+            time.sleep(0.1 if self.slow == here else 0.001)
         else:
             time.sleep(0.1)
         return index
