@@ -75,8 +75,10 @@ EXCHANGE_COLUMNS = (
 
 def exchange(entry: Mapping[str, Any]) -> str:
     """The table of one model: every variant against the best DDP and the bound."""
-    codecs = entry.get("codecs") or ()
-    what = f" with {'16-bit ' * ({*codecs} <= {'bf16', 'fp16'})}codecs" if codecs else ""
+    codecs = set(entry.get("codecs") or ())
+    what = " with codecs" if codecs else ""
+    if codecs and codecs <= {"bf16", "fp16"}:
+        what = " with 16-bit codecs"
     if any(row["name"] == "FSDP2, default" for row in entry["rows"]):
         what = " beside FSDP2 in all settings"
     who = " beside an accelerator" if _on_accelerator(entry) else ""

@@ -205,7 +205,8 @@ def test_an_epoch_goes_on_on_another_number_of_ranks(three) -> None:
     whole = three.run(train, strategy, 1)
     state = three.run(train, strategy, 1, 4, 3)[0][2]
     left, *_ = train(strategy, 1, 12, None, state)
-    updates = [{i for _, part in step for i in part} for step in zip(*(r[0] for r in whole))]  # noqa: B905
+    steps = zip(*(run[0] for run in whole), strict=True)
+    updates = [{i for _, part in step for i in part} for step in steps]
     assert [set(indices) for _, indices in left] == updates[3:]
 
 

@@ -408,10 +408,10 @@ def test_threads_and_processes_take_turns_and_the_faster_ones_stay(slow: str, st
 
 @pytest.mark.process
 def test_a_loader_that_prepares_its_workers_keeps_them() -> None:
-    loading = DataLoader(Numbers(4), worker_init_fn=print)
-    loader = prefetch(loading, Prefetch(threads="auto", workers=1))
+    loading = DataLoader(Numbers(4), num_workers=2, worker_init_fn=print)
+    loader = prefetch(loading, Prefetch(threads="auto"))
     assert len(list(loader)) == 4
-    assert loader.report_rows()[0].value.startswith("1 worker,")
+    assert loader.report_rows()[0].value.startswith("2 workers,")
     loader.close()
 
 

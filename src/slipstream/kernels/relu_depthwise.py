@@ -109,7 +109,7 @@ class ReluDepthwise(torch.autograd.Function):
 
 
 def _samples(x: Tensor) -> int:
-    """Those of a part of the batch; all of them where it is not computed in parts."""
+    """How many samples are computed at a time."""
     if x.device.type != "cpu" or x.numel() < LARGE or not x.is_contiguous():
         return max(len(x), 1)
     return max(1, PART * len(x) // x.numel())

@@ -20,7 +20,8 @@ class Balance(Setting):
     """
 
     mean: Literal["samples", "tokens"] = "samples"
-    """What the loss of a batch is a mean of: a rank's loss counts by how many of them it has."""
+    """What the loss of a batch is a mean of: a rank's loss counts by how many of them it has.
+    tokens: those that the dataset's ``loss_lengths`` say, if it has them, else all."""
 
     pads: bool = True
     """Whether samples of a batch are padded to the longest."""

@@ -184,7 +184,7 @@ class MapReader:
             return Inline(self._loader, self._passes, pin=self._pin)
         if self._config.workers != "auto":
             return self._started(self._config.workers)
-        if self._loader.num_workers and not self._config.threads:  # the user knows
+        if self._loader.num_workers and not self._threads:  # the user knows
             return self._started(self._loader.num_workers)
         if self._timing.has_read(MEASURED):
             return self._chosen_source()

@@ -73,7 +73,8 @@ class Samples(Dataset[Any]):
         return len(self._dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_dataset", "__getitems__"):  # pickle asks before there is one; torch's loader
+        # pickle asks before there is a dataset; torch would read batches past `__getitem__`
+        if name in ("_dataset", "__getitems__"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
