@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
 
-from slipstream.data.prefetch.sources import (
-    LEAVE_SECONDS,
+from slipstream.data.prefetch.samples import named
+from slipstream.data.prefetch.sources import LEAVE_SECONDS
+from slipstream.data.prefetch.workers import (
     WorkerCollate,
+    begun,
+    failure_of_workers,
     unpacked,
     with_workers,
 )
@@ -132,14 +135,14 @@ class StreamReader:
             self._loader = self._given if self.keeps_state else self._with_workers()
         loader: Any = self._loader
         state_of = loader.state_dict if self.keeps_state else None
-        return _Reading(iter(loader), state_of, self._depth)  # iter() may draw random numbers
+        return _Reading(begun(loader), state_of, self._depth)
 
     def _with_workers(self) -> DataLoader[Any]:
         given = self._given
         pins = given.pin_memory or self._pin
         return with_workers(
             given,
-            given.dataset,
+            named(given.dataset),
             num_workers=self._count,
             prefetch_factor=given.prefetch_factor,
             pin_memory=pins,
@@ -161,7 +164,7 @@ class _Read(NamedTuple):
     batch: Any = None
     state: Any = None
     ended: bool = False
-    error: BaseException | None = None
+    error: Exception | None = None
 
 
 class _Reading:
@@ -175,7 +178,7 @@ class _Reading:
     def __init__(
         self, batches: Iterator[Any], state_of: Callable[[], Any] | None, depth: int
     ) -> None:
-        self._batches, self._state_of = batches, state_of
+        self._batches, self._state_of, self._number = batches, state_of, 0
         self._queue: Queue[_Read] = Queue(depth)
         self._stopped = threading.Event()
         self.begun = self.is_over = False
@@ -237,11 +240,21 @@ class _Reading:
                 state = self._state_of() if self._state_of is not None else None
                 if not self._put(_Read(unpacked(batch), state)):
                     return
+                self._number += 1
             self.is_over = True
             state = self._state_of() if self._state_of is not None else None
             self._put(_Read(state=state, ended=True))
-        except BaseException as error:
-            self._put(_Read(error=error))
+        except Exception as error:
+            self._put(_Read(error=self._explained(error)))
+
+    def _explained(self, error: Exception) -> Exception:
+        awaited = f"batch {self._number} of the pass, counted from 0, was awaited"
+        failure = failure_of_workers(error, awaited)
+        if failure is None:
+            error.add_note(f"while {awaited}")
+            return error
+        failure.__cause__ = error.with_traceback(None)  # which holds the iterator
+        return failure
 
     def _put(self, read: _Read) -> bool:
         while not self._stopped.is_set():
