@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import active_children
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ def test_an_error_names_the_sample_and_the_next_pass_begins_anew(config: Config)
         said = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
         assert "while sample 5 of the dataset was read" in said
     loader.close()
+    assert not active_children()  # at once, not when the garbage collector comes
 
 
 class BrokenAtOnce(Broken):
@@ -205,6 +207,7 @@ def test_an_error_in_a_stream_is_raised_and_the_next_pass_begins_anew() -> None:
         assert "while batch 5 of the pass, counted from 0, was awaited" in said
         assert seen == [0, 1, 2, 3, 4]
     loader.close()
+    assert not active_children()
 
 
 class Filtered(DataLoader[int]):

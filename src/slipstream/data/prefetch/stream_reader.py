@@ -178,11 +178,14 @@ class _Reading:
     def __init__(
         self, batches: Iterator[Any], state_of: Callable[[], Any] | None, depth: int
     ) -> None:
-        self._batches, self._state_of, self._number = batches, state_of, 0
+        self._state_of, self._number = state_of, 0
         self._queue: Queue[_Read] = Queue(depth)
         self._stopped = threading.Event()
         self.begun = self.is_over = False
-        self._thread = threading.Thread(target=self._read, name="slipstream-data", daemon=True)
+        # The thread alone holds the iterator: with it the workers end.
+        self._thread = threading.Thread(
+            target=self._read, args=(batches,), name="slipstream-data", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -201,7 +204,10 @@ class _Reading:
         while True:
             read = self._next(timeout)
             if read.error is not None:
-                raise read.error
+                try:
+                    raise read.error
+                finally:
+                    del read  # else the error holds itself
             yield read
             if read.ended:
                 return
@@ -234,9 +240,9 @@ class _Reading:
                 "dataset waits for, or raise data.prefetch.timeout"
             )
 
-    def _read(self) -> None:
+    def _read(self, batches: Iterator[Any]) -> None:
         try:
-            for batch in self._batches:
+            for batch in batches:
                 state = self._state_of() if self._state_of is not None else None
                 if not self._put(_Read(unpacked(batch), state)):
                     return
@@ -249,11 +255,9 @@ class _Reading:
 
     def _explained(self, error: Exception) -> Exception:
         awaited = f"batch {self._number} of the pass, counted from 0, was awaited"
-        failure = failure_of_workers(error, awaited)
-        if failure is None:
-            error.add_note(f"while {awaited}")
-            return error
-        failure.__cause__ = error.with_traceback(None)  # which holds the iterator
+        failure = failure_of_workers(error, awaited) or error
+        if not isinstance(failure, DataError):
+            failure.add_note(f"while {awaited}")
         return failure
 
     def _put(self, read: _Read) -> bool:

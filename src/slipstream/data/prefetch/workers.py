@@ -92,15 +92,16 @@ class Workers:
             self._taken += 1
             return unpacked(batch)
         except Exception as error:
-            if not self._passes.sent:
-                raise
-            awaited = f"samples {few(self._passes.sent[0].indices)} were awaited"
-            failure = failure_of_workers(error, awaited)
+            failure = None
+            if self._passes.sent:
+                awaited = f"samples {few(self._passes.sent[0].indices)} were awaited"
+                failure = failure_of_workers(error, awaited)
             if failure is None:
                 raise
+        # out there, as torch's own error holds its iterator, with which the workers end
+        if isinstance(failure, DataError):
             self.close()
-            # the traceback holds the iterator, whose end stops the workers
-            raise failure from error.with_traceback(None)
+        raise failure
 
     def _awaited(self, batches: Iterator[Any]) -> Any:
         """The next one; between two looks torch sees whether a worker has ended."""
@@ -111,9 +112,8 @@ class Workers:
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader timed out"):
                     raise
-                if time.monotonic() > deadline:
-                    said = f"DataLoader workers have sent no batch for {self._timeout:g} s"
-                    raise RuntimeError(said) from None
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"DataLoader workers have sent no batch for {self._timeout:g} s")
 
     def close(self) -> None:
         self._batches = self._loader = None  # the end of their iterator stops the workers
@@ -144,16 +144,24 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
     return made.result()
 
 
-def failure_of_workers(error: Exception, awaited: str) -> DataError | None:
-    """What the workers have come to while something was awaited; None: the error is the
-    dataset's."""
+def failure_of_workers(error: Exception, awaited: str) -> Exception | None:
+    """What torch's loader has raised while something was awaited, to be raised in its place.
+
+    None: nothing that workers have come to. One that a worker has caught, whose text has the
+    worker's traceback, is that error without its own: this holds the error (in
+    ``ExceptionWrapper.reraise``) and torch's iterator, with which the workers end. They end at once
+    where it is let go; but where the garbage collector finds it in that circle their queues are
+    closed first, and five seconds pass for each worker.
+    """
     text = str(error).strip().partition("\n")[0]
     if "No space left on device" in str(error) and "shared memory" in str(error):
         return DataError(
             f"/dev/shm, through which workers hand batches over, is full while {awaited}; make it "
             "larger, read fewer batches ahead (data.prefetch.depth), or set data.prefetch.threads"
         )
-    if isinstance(error, OSError | EOFError) and not text.startswith("Caught "):
+    if text.startswith("Caught "):
+        return error.with_traceback(None)
+    if isinstance(error, OSError | EOFError):
         # One that dies takes the memory with it that it was about to hand over.
         text = f"DataLoader worker has ended ({error!r})"
     elif not (isinstance(error, RuntimeError) and text.startswith("DataLoader ")):
