@@ -58,6 +58,11 @@ def commands() -> Iterator[tuple[str, str]]:
     yield "fsdp-resnet50-1gbit", f"exchange.py --model resnet50 --ddp 2 4 {FSDP} --no-memory"
     for model in MODELS:
         yield f"memory-{model}", f"exchange.py --model {model} --only-memory {RIVALS} {ROADS}"
+    for model, parts in CODECS.items():
+        some = (names for pairs in parts.values() for names in pairs)
+        codecs, hooks = (" ".join(names) for names in zip(*some, strict=True))
+        coded = f"--ddp 4 --splits default --codecs {codecs} --hooks {hooks}"
+        yield f"memory-codecs-{model}", f"exchange.py --model {model} --only-memory {coded}"
     for model in MODELS:
         options = f"auto.py --model {model} --rounds 3 --finals 10 --more 0 --splits {GRID}"
         yield f"auto-{model}-1gbit", f"{options} --compute accelerator"

@@ -353,6 +353,7 @@ def write_memory(args: argparse.Namespace, case: Case, peaks: Mapping[str, int])
     if args.json:
         rows = [{"name": name, "peak_bytes": peak} for name, peak in peaks.items()]
         entry = {"model": args.model, "megabytes": case.num_bytes / 2**20, "nodes": args.nodes}
+        entry["codecs"] = args.codecs
         save(args.json, "exchange", {"benchmark": "memory", **entry, "rows": rows})
 
 

@@ -205,8 +205,9 @@ def compiled(entry: Mapping[str, Any]) -> str:
 
 def memory(entry: Mapping[str, Any]) -> str:
     """The peak memory of every variant of an exchange."""
+    coded = " with codecs" if entry.get("codecs") else ""
     lines = [
-        f"## Peak memory, {entry['model']}, {entry['date']}",
+        f"## Peak memory{coded}, {entry['model']}, {entry['date']}",
         "",
         f"{entry['megabytes']:.0f} MB of gradients, {entry['nodes']} ranks; each variant alone in "
         f"its processes. torch {_versions(entry)}. `{entry['command']}`",

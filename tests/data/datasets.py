@@ -8,12 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    get_worker_info,
-)
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 Config = dict[str, Any]
 
@@ -79,22 +74,3 @@ class Stream(IterableDataset[int]):
             if number == self.fails_at:
                 raise ValueError("a bad sample")
             yield number
-
-
-class Stateful(DataLoader[int]):
-    """A loader with a state, as torchdata's: how many batches it has read."""
-
-    read = start = 0
-
-    def __iter__(self) -> Any:
-        first, self.start = self.start, 0
-        self.read = first
-        for batch in islice(super().__iter__(), first, None):
-            self.read += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"read": self.read}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.start = state["read"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import slipstream
 from slipstream.data.prefetch import PrefetchLoader, map_reader, prefetch
@@ -20,7 +21,7 @@ from slipstream.data.prefetch.map_reader import MEASURED, SEEN, _Timing
 from slipstream.errors import UsageError
 from slipstream.strategy import Prefetch
 from slipstream.trace import read
-from tests.data.datasets import Numbers, Stateful, Stream, generator
+from tests.data.datasets import Numbers, Stream, generator
 
 
 def pids(loader: PrefetchLoader) -> set[int]:
@@ -104,15 +105,28 @@ def test_as_many_threads_as_reading_takes_of_computing_and_no_more_than_cores() 
 
 
 @pytest.mark.process
-def test_the_state_of_a_loader_is_that_after_the_batch_which_was_given_out() -> None:
-    loader = prefetch(Stateful(Numbers(10), batch_size=1, num_workers=1), Prefetch(depth=4))
-    for batch in loader:
-        if int(batch) == 3:
-            break
-    state = loader.state_dict()
-    loader.close()
-    assert state == {"read": 4}
-    resumed = prefetch(Stateful(Numbers(10), batch_size=1, num_workers=1))
+@pytest.mark.parametrize("dataset", [Numbers(10), Stream(10)], ids=["samples", "stream"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_state_of_a_loader_is_that_after_the_batch_which_was_given_out(
+    dataset: Any, persistent: bool
+) -> None:
+    def loader() -> StatefulDataLoader[int]:
+        return StatefulDataLoader(
+            dataset, batch_size=1, num_workers=1, persistent_workers=persistent
+        )
+
+    def left_at_3(loader: Any) -> Any:
+        torch.manual_seed(0)  # of which the state holds a draw
+        for batch in loader:
+            if int(batch) == 3:
+                return loader.state_dict()
+        return None
+
+    ahead, plain = prefetch(loader(), Prefetch(depth=4)), loader()
+    state = left_at_3(ahead)
+    assert state == left_at_3(plain)
+    ahead.close()
+    resumed = prefetch(loader())
     resumed.load_state_dict(state)
     assert [int(batch) for batch in resumed] == [4, 5, 6, 7, 8, 9]
     assert [int(batch) for batch in resumed] == [*range(10)]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import Phase, example, given, settings, strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -20,6 +22,7 @@ from torch.utils.data import (
 
 from slipstream.data.balance import BalancedBatches
 from slipstream.data.prefetch import prefetch
+from slipstream.errors import DataError
 from slipstream.strategy import Prefetch
 from tests.data.datasets import Config, Numbers, Stream, generator, run
 
@@ -111,6 +114,110 @@ def test_workers_give_the_same_batches(kind: str, persistent: bool) -> None:
         assert run(ahead, lengths, **options) == expected
     finally:
         ahead.close()
+
+
+class Crashing(Numbers):
+    """A sample of it cannot be read: an exception, or the end of the process that reads it."""
+
+    def __init__(self, size: int, bad: int | None, kills: bool = False) -> None:
+        super().__init__(size)
+        self.bad, self.kills = bad, kills
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.bad:
+            if self.kills:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("a bad sample")
+        return index
+
+
+def passes(loader: Any, lengths: list[int | None]) -> list[Any]:
+    """What a training sees that goes on with the next epoch after a crash, and the random numbers
+    that it would draw then."""
+    torch.manual_seed(0)
+    seen: list[Any] = []
+    said: list[str] = []
+    for epoch, length in enumerate(lengths):
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch)
+        seen.append([])
+        try:
+            for batch in islice(loader, length):
+                seen[-1].append(batch.tolist())
+        except ValueError:
+            seen[-1].append("crash")
+        except DataError as error:
+            seen[-1].append("crash")
+            said.append(str(error))
+    seen.append(torch.rand(()).item())
+    own = getattr(loader.sampler, "generator", None)
+    seen.append(None if own is None else own.get_state().tolist())
+    assert all("DataLoader worker" in text for text in said)
+    assert all("were awaited" in text for text in said)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def no_plain_loader() -> Iterator[None]:
+    """As if no plain loader had had workers in this process: with its first ones torch has its say
+    wherever the main thread is when a worker ends."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+LEFT_BEFORE = {"kind": "in order", "size": 6, "batch_size": 1, "workers": 1, "lengths": [1, 1]}
+IN_THE_MIDDLE = {"size": 6, "batch_size": 1, "workers": 1, "lengths": [None], "bad": 2}
+
+
+@pytest.mark.process
+@pytest.mark.usefixtures("no_plain_loader")
+@settings(max_examples=30, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # a crash is slow
+@example(**LEFT_BEFORE, threads=True, bad=2, kills=False)
+@example(**LEFT_BEFORE, threads=False, bad=2, kills=False)
+@example(**IN_THE_MIDDLE, kind="shuffled, own generator", threads=True, kills=False)
+@given(
+    kind=st.sampled_from(
+        ["in order", "shuffled", "shuffled, own generator", "weighted", "a share"]
+    ),
+    size=st.integers(2, 30),
+    batch_size=st.integers(1, 7),
+    workers=st.integers(1, 2),
+    threads=st.booleans(),
+    lengths=st.lists(st.none() | st.integers(1, 3), min_size=1, max_size=4),
+    bad=st.none() | st.integers(0, 29),
+    kills=st.booleans(),
+)
+def test_batches_come_in_order_up_to_the_one_that_a_crash_takes(
+    kind: str,
+    size: int,
+    batch_size: int,
+    workers: int,
+    threads: bool,
+    lengths: list[int | None],
+    bad: int | None,
+    kills: bool,
+) -> None:
+    """In every pass, also after others that were left early or crashed.
+
+    A worker that is killed takes batches with it that it has read and not sent yet.
+    """
+    how: Config = {"batch_size": batch_size}
+    expected = passes(LOADERS[kind](Crashing(size, bad), how), lengths)
+    data = Crashing(size, bad, kills=kills and not threads)
+    ahead = prefetch(LOADERS[kind](data, how), Prefetch(workers=workers, threads=threads))
+    try:
+        seen = passes(ahead, lengths)
+    finally:
+        ahead.close()
+    if data.kills:
+        for index, batches in enumerate(seen[:-2]):
+            if batches[-1:] == ["crash"]:
+                expected[index] = [*expected[index][: len(batches) - 1], "crash"]
+                if kind not in ("in order", "a share"):  # how far it was drawn differs from here
+                    seen, expected = seen[: index + 1], expected[: index + 1]
+                    break
+    assert seen == expected
 
 
 def test_two_iterators_at_once_are_two_passes() -> None:

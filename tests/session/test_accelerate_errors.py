@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 import slipstream
 from slipstream.errors import MismatchError, ModelError, SlipstreamError, StrategyError, UsageError
@@ -26,6 +27,11 @@ def small(*, width: int = 3, dtype: torch.dtype = torch.float32) -> nn.Module:
 def accelerate_with(**gradients: object) -> None:
     """Accelerate under a strategy with these settings of ``gradients``."""
     accelerate_and_close(small(), strategy={"gradients": gradients})
+
+
+def with_loader(loader: DataLoader[int]) -> None:
+    model = small()
+    slipstream.accelerate(model, sgd(model), loader)
 
 
 def frozen() -> nn.Module:
@@ -185,6 +191,16 @@ MODELS: dict[str, Case] = {
         optimizer_of_an_older_model,
         ModelError,
         ["group 0", "(3, 4)", "number 0"],
+    ),
+    "no sample": (
+        lambda: with_loader(DataLoader([], batch_size=4)),
+        ModelError,
+        ["no batch on this rank", "0 samples", "4 at a time;"],
+    ),
+    "no full batch": (
+        lambda: with_loader(DataLoader([1, 2], batch_size=4, drop_last=True)),
+        ModelError,
+        ["2 samples", "4 at a time, drops the last batch unless it is full;", "at least one"],
     ),
     "twice": (
         accelerate_twice_with(itself, itself),

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset
+
 from slipstream.calibration.rank_speed import rank_speeds
 from slipstream.cluster.connect import Cluster
 from slipstream.data.balance import SampleBalance, is_balanceable
 from slipstream.data.cache import cached_loader
 from slipstream.data.prefetch import is_prefetchable, prefetch
 from slipstream.data.uneven_inputs import UnevenInputLoader
-from slipstream.errors import UsageError
+from slipstream.errors import ModelError, UsageError
 from slipstream.parallel.dims import ParallelDims
 from slipstream.session.handles import HandleStack
 from slipstream.session.tracing import Tracer
@@ -67,9 +69,14 @@ def install_loader(
     tracer: Tracer,
     handles: HandleStack,
 ) -> UnevenInputLoader | None:
-    """What the session iterates over: each technique reads from the one before it."""
+    """What the session iterates over: each technique reads from the one before it.
+
+    Raises:
+        ModelError: the loader has no batch.
+    """
     if loader is None:
         return None
+    _check_has_batches(loader)
     # First, as it says what a batch is.
     loader = loader if balance is None else balance.loader
     if data.cache is not None:
@@ -96,3 +103,18 @@ def install_loader(
     )
     handles.callback(session_loader.detach)
     return session_loader
+
+
+def _check_has_batches(loader: Iterable[Any]) -> None:
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return
+    try:
+        batches, samples = len(loader), len(loader.dataset)  # type: ignore[arg-type]
+    except TypeError:  # of a dataset or sampler without a length
+        return
+    if not batches:
+        drops = ", drops the last batch unless it is full" * loader.drop_last
+        raise ModelError(
+            f"the loader has no batch on this rank: its dataset has {samples} samples, it takes "
+            f"{loader.batch_size} at a time{drops}; give every rank at least one batch"
+        )

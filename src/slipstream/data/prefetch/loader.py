@@ -81,8 +81,8 @@ def is_prefetchable(loader: Any, *, streams: bool = True) -> bool:
 class PrefetchLoader:
     """What `prefetch` returns. Attributes that it lacks are those of the loader.
 
-    Leaving a loop early drops what was read of that pass. A second iterator, while the first one is
-    not over, reads for itself, as one of the loader does.
+    Leaving a loop early drops what was read of that pass, and an error ends the pass. A second
+    iterator, while the first one is not over, reads for itself, as one of the loader does.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from slipstream.data.prefetch.passes import Batch, Passes
-from slipstream.data.prefetch.sources import Inline, Source, Threads, Workers
+from slipstream.data.prefetch.sources import Inline, Source, Threads
+from slipstream.data.prefetch.workers import Workers
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.memory.offload.free_space import free_host_bytes
 from slipstream.pytree import tensors
@@ -132,7 +133,7 @@ class MapReader:
             while not self.gave_all:
                 if passes is not self._passes:
                     raise UsageError("the loader was closed while it was iterated over")
-                batch, sent = self._next()
+                batch, sent = self._next(number)
                 if sent.number == number:  # else of a pass that was left early
                     self.gave_all = sent.last
                     yield batch
@@ -141,8 +142,9 @@ class MapReader:
             raise
         passes.end()
 
-    def _next(self) -> tuple[Any, Batch]:
-        """The next batch that was sent for, and what was asked."""
+    def _next(self, number: int) -> tuple[Any, Batch]:
+        """The next batch that was sent for in pass ``number`` or one before it, and what was
+        asked."""
         try:
             if self._source is None:
                 self._source = self._first_source()
@@ -158,7 +160,12 @@ class MapReader:
             elif not self._reads_itself:
                 self._timing.read_here(start, end, sum(t.nbytes for t in tensors(batch)))
             return batch, self._passes.received()
-        except BaseException:
+        except BaseException as error:
+            sent = self._passes.received() if self._passes.sent else None
+            is_of_dataset = isinstance(error, Exception) and not isinstance(error, DataError)
+            if is_of_dataset and sent is not None and sent.number != number:
+                return None, sent  # nobody asked for that batch
+            self._passes.leave()
             self.close()
             raise
 

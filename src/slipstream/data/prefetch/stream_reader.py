@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterDataPipe
 
-from slipstream.data.prefetch.sources import (
-    LEAVE_SECONDS,
+from slipstream.data.prefetch.samples import named
+from slipstream.data.prefetch.sources import LEAVE_SECONDS
+from slipstream.data.prefetch.workers import (
     WorkerCollate,
+    begun,
+    failure_of_workers,
     unpacked,
     with_workers,
 )
@@ -132,14 +135,14 @@ class StreamReader:
             self._loader = self._given if self.keeps_state else self._with_workers()
         loader: Any = self._loader
         state_of = loader.state_dict if self.keeps_state else None
-        return _Reading(iter(loader), state_of, self._depth)  # iter() may draw random numbers
+        return _Reading(begun(loader), state_of, self._depth)
 
     def _with_workers(self) -> DataLoader[Any]:
         given = self._given
         pins = given.pin_memory or self._pin
         return with_workers(
             given,
-            given.dataset,
+            named(given.dataset),
             num_workers=self._count,
             prefetch_factor=given.prefetch_factor,
             pin_memory=pins,
@@ -161,7 +164,7 @@ class _Read(NamedTuple):
     batch: Any = None
     state: Any = None
     ended: bool = False
-    error: BaseException | None = None
+    error: Exception | None = None
 
 
 class _Reading:
@@ -175,11 +178,14 @@ class _Reading:
     def __init__(
         self, batches: Iterator[Any], state_of: Callable[[], Any] | None, depth: int
     ) -> None:
-        self._batches, self._state_of = batches, state_of
+        self._state_of, self._number = state_of, 0
         self._queue: Queue[_Read] = Queue(depth)
         self._stopped = threading.Event()
         self.begun = self.is_over = False
-        self._thread = threading.Thread(target=self._read, name="slipstream-data", daemon=True)
+        # The thread alone holds the iterator: with it the workers end.
+        self._thread = threading.Thread(
+            target=self._read, args=(batches,), name="slipstream-data", daemon=True
+        )
         self._thread.start()
 
     @property
@@ -198,7 +204,10 @@ class _Reading:
         while True:
             read = self._next(timeout)
             if read.error is not None:
-                raise read.error
+                try:
+                    raise read.error
+                finally:
+                    del read  # else the error holds itself
             yield read
             if read.ended:
                 return
@@ -231,17 +240,25 @@ class _Reading:
                 "dataset waits for, or raise data.prefetch.timeout"
             )
 
-    def _read(self) -> None:
+    def _read(self, batches: Iterator[Any]) -> None:
         try:
-            for batch in self._batches:
+            for batch in batches:
                 state = self._state_of() if self._state_of is not None else None
                 if not self._put(_Read(unpacked(batch), state)):
                     return
+                self._number += 1
             self.is_over = True
             state = self._state_of() if self._state_of is not None else None
             self._put(_Read(state=state, ended=True))
-        except BaseException as error:
-            self._put(_Read(error=error))
+        except Exception as error:
+            self._put(_Read(error=self._explained(error)))
+
+    def _explained(self, error: Exception) -> Exception:
+        awaited = f"batch {self._number} of the pass, counted from 0, was awaited"
+        failure = failure_of_workers(error, awaited) or error
+        if not isinstance(failure, DataError):
+            failure.add_note(f"while {awaited}")
+        return failure
 
     def _put(self, read: _Read) -> bool:
         while not self._stopped.is_set():
