@@ -108,6 +108,9 @@ def variants(workers: int, depth: int) -> dict[str, Callable[[Dataset[Any]], Any
             loader(data), Prefetch(workers=workers, threads=True, depth=depth)
         ),
         "prefetch, auto": lambda data: prefetch(loader(data)),
+        "prefetch, auto, threads auto": lambda data: prefetch(
+            loader(data), Prefetch(threads="auto")
+        ),
         "DataLoader, persistent workers, cache": lambda data: loader(
             cached(data), num_workers=workers, persistent_workers=True
         ),
