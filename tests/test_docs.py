@@ -1,11 +1,20 @@
-"""README and docs: links lead somewhere, every room has a page, README stays short."""
+"""README and docs: links lead somewhere, strategies and options are valid, README stays short."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from typer.main import get_command
+
+from slipstream.cli.main import app
+from slipstream.errors import StrategyError
+from slipstream.strategy import Strategy
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -69,3 +78,62 @@ def test_every_page_is_in_the_index() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def strategies(text: str) -> list[dict[str, Any]]:
+    """What a page shows of strategy files: blocks of YAML, and settings between backticks.
+
+    A block that names a group again shows another strategy from there on.
+    """
+    groups = "|".join(Strategy.model_fields)
+    shown = re.findall(rf"`((?:{groups}): [^`]+)`", text)
+    for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
+        lines: list[str] = []
+        named: set[str] = set()
+        for line in block.splitlines():
+            group = re.match(r"\w+(?=:)", line)
+            if group and group[0] in named:
+                shown.append("\n".join(lines))
+                lines, named = [], set()
+            named |= {group[0]} if group else set()
+            lines.append(line)
+        if named <= set(Strategy.model_fields):
+            shown.append("\n".join(lines))
+    return [yaml.safe_load(one) for one in shown if "..." not in one]
+
+
+def wrong_options(text: str) -> list[str]:
+    """Options of ``slipstream`` commands on a page that they do not have."""
+    wrong = []
+    for line in re.findall(r"^(?:    |\$ )(?:\w.* )?(slipstream .*)$", text, re.MULTILINE):
+        _, *words = shlex.split(line, comments=True)
+        command: Any = get_command(app)
+        while words and words[0] in getattr(command, "commands", ()):
+            command = command.commands[words.pop(0)]
+        known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
+        own = takewhile(lambda word: word not in ("--", "-m") and ".py" not in word, words)
+        wrong += [f"{line}: {word}" for word in own if word[0] == "-" and word not in known]
+    return wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_strategies_and_options_are_those_of_the_code(page: Path) -> None:
+    text = page.read_text()
+    for strategy in strategies(text):
+        Strategy.load(strategy)
+    assert wrong_options(text) == []
+
+
+def test_a_stale_strategy_and_a_stale_option_are_found() -> None:
+    text = (
+        "`data: {cash: {}}`\n```yaml\ngradients: {codec: half}\ngradients: {split: single}\n```\n"
+    )
+    assert strategies(text) == [
+        {"data": {"cash": {}}},
+        {"gradients": {"codec": "half"}},
+        {"gradients": {"split": "single"}},
+    ]
+    with pytest.raises(StrategyError, match="cash"):
+        Strategy.load(strategies(text)[0])
+    shown = "$ srun slipstream doctor network --node 4\n$ slipstream launch --nproc 2 a.py --node 3"
+    assert wrong_options(shown) == ["slipstream doctor network --node 4: --node"]

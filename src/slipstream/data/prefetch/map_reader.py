@@ -29,6 +29,9 @@ WAITED = 0.25
 """That comparison is made if a batch is waited for longer than this part of what reading takes."""
 SPARE = 1.5
 """Workers that are started for each that is needed on average."""
+CLEARLY = 1.05
+"""Workers end if steps with their batches take so many times as long as others: less may be
+chance."""
 EACH = 2
 """Batches that a worker reads ahead, where memory allows it."""
 SHARE = 0.5
@@ -292,7 +295,7 @@ class _Timing:
     @property
     def workers_are_slower(self) -> bool:
         """Whether a step with a batch of theirs takes longer than one with a batch read here."""
-        return self.step_by_others > self.read + median(_later_half(self._steps))
+        return self.step_by_others > CLEARLY * (self.read + median(_later_half(self._steps)))
 
     @property
     def read(self) -> float:
