@@ -59,8 +59,8 @@ def commands() -> Iterator[tuple[str, str]]:
     for model in MODELS:
         yield f"memory-{model}", f"exchange.py --model {model} --only-memory {RIVALS} {ROADS}"
     for model, parts in CODECS.items():
-        some = (names for pairs in parts.values() for names in pairs)
-        codecs, hooks = (" ".join(names) for names in zip(*some, strict=True))
+        ends = (names for pairs in parts.values() for names in pairs)
+        codecs, hooks = (" ".join(names) for names in zip(*ends, strict=True))
         coded = f"--ddp 4 --splits default --codecs {codecs} --hooks {hooks}"
         yield f"memory-codecs-{model}", f"exchange.py --model {model} --only-memory {coded}"
     for model in MODELS:
