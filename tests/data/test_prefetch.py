@@ -421,11 +421,24 @@ def test_threads_and_processes_take_turns_and_the_faster_ones_stay(slow: str, st
     loader.close()
 
 
+class Prepared(Numbers):
+    """Its samples tell which worker was prepared to read them."""
+
+    prepared = -1
+
+    def __getitem__(self, index: int) -> int:
+        return self.prepared
+
+
+def prepare(worker: int) -> None:
+    Prepared.prepared = worker
+
+
 @pytest.mark.process
 def test_a_loader_that_prepares_its_workers_keeps_them() -> None:
-    loading = DataLoader(Numbers(4), num_workers=2, worker_init_fn=print)
+    loading = DataLoader(Prepared(4), num_workers=2, worker_init_fn=prepare)
     loader = prefetch(loading, Prefetch(threads="auto"))
-    assert len(list(loader)) == 4
+    assert [int(batch) for batch in loader] == [0, 1, 0, 1]
     assert loader.report_rows()[0].value.startswith("2 workers,")
     loader.close()
 

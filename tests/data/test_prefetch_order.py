@@ -90,8 +90,6 @@ def test_batches_and_random_numbers_are_those_of_the_loader(
     if kind == "dealt":
         how["drop_last"] = False
     options: Config = {"sets_epoch": sets_epoch, "draws": draws, "seeds_at": seeds_at}
-    if kind == "drawn with replacement":  # batch by batch: how far depends on how far it is read
-        lengths = [None for _ in lengths]
     expected = run(LOADERS[kind](Numbers(size), how), lengths, **options)
     config = Prefetch(threads=True, workers=2, depth=depth)
     ahead = prefetch(LOADERS[kind](Numbers(size), how), config)
@@ -263,24 +261,6 @@ def test_single_samples_and_datasets_that_read_whole_batches() -> None:
         loader.close()
 
 
-def test_what_is_set_on_a_sampler_between_epochs_counts() -> None:
-    def epochs(loader: Any) -> list[Any]:
-        seen = []
-        for last in range(3):
-            torch.manual_seed(last)
-            loader.sampler.weights = torch.eye(4)[last]
-            seen += [batch.tolist() for batch in loader]
-        return seen
-
-    def weighted() -> DataLoader[int]:
-        data = Numbers(4)
-        return DataLoader(data, sampler=WeightedRandomSampler([1.0] * 4, 4, generator=None))
-
-    loader = prefetch(weighted(), Prefetch(threads=True, workers=1))
-    assert epochs(loader) == epochs(weighted())
-    loader.close()
-
-
 class EveryOther:
     """A sampler of one's own, that counts its passes."""
 
@@ -333,24 +313,4 @@ def test_a_dataset_that_is_told_its_epoch_tells_it_its_workers(dataset: Any) -> 
     for epoch in range(3):
         dataset.set_epoch(epoch)
         assert [int(batch) - 100 * epoch for batch in loader] == [0, 1, 2]
-    loader.close()
-
-
-class Handle(Numbers):
-    """Opens its file when it is first read from."""
-
-    opened_by: int | None = None
-
-    def __getitem__(self, index: int) -> int:
-        if self.opened_by is None:
-            self.opened_by = os.getpid()
-        return int(self.opened_by == os.getpid())
-
-
-@pytest.mark.process
-def test_workers_do_not_get_what_this_process_has_opened() -> None:
-    loader = prefetch(DataLoader(Handle(12)), cores=1)
-    for _ in range(2):
-        assert all(int(batch) for batch in loader)
-    assert loader.report_rows()[0].value.startswith("1 worker")
     loader.close()

@@ -97,8 +97,11 @@ class BalancedBatches(Sampler[list[int]]):
         return len(self._plan(position))
 
     def __iter__(self) -> Iterator[list[int]]:
-        begun = self._begun = self.position
+        self._begun = self.position
         self._first = 0
+        return self._from(self._begun)
+
+    def _from(self, begun: Position) -> Iterator[list[int]]:
         for step, samples in enumerate(self._plan(begun)):
             yield self._dealt(begun, step)[self._rank] or samples[:1]
 

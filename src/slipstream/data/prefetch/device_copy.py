@@ -9,6 +9,8 @@ import torch
 
 from slipstream.pytree import mapped, tensors
 
+_END = object()
+
 
 class _Copy(NamedTuple):
     """A batch on the device, and the batch in host memory, which must live until it was copied."""
@@ -33,12 +35,22 @@ def copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
             return _Copy(copied, batch, stream.record_event())
 
     following: _Copy | None = None
-    for batch in batches:
-        current, following = following, start(batch)
+    while True:
+        failure: Exception | None = None
+        try:
+            batch = next(batches, _END)
+        except Exception as error:  # after the batch before it
+            batch, failure = _END, error
+        current, following = following, None if batch is _END else start(batch)
         if current is not None:
             yield _arrived(current, device)
-    if following is not None:
-        yield _arrived(following, device)
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # else the error holds itself
+        if batch is _END:
+            return
 
 
 def _arrived(copy: _Copy, device: torch.device) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from slipstream.data.prefetch.passes import Batch, Passes
-from slipstream.data.prefetch.sources import Inline, Source, Threads
+from slipstream.data.prefetch.sources import Failed, Inline, Source, Threads
 from slipstream.data.prefetch.workers import Workers
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.memory.offload.free_space import free_host_bytes
@@ -74,6 +74,7 @@ class MapReader:
         """While processes are tried in their place."""
         self._timing = _Timing()
         self._source: Source | None = None
+        self._starts = 0
         self._reads_itself = self._is_judging = self._is_judged = False
         self.value, self.gave_all = "not begun", False
         # Workers have a copy of the dataset: what is set on it between epochs must reach them.
@@ -110,6 +111,7 @@ class MapReader:
         if self._source is not None:
             self._source.close()
             self._source = None
+            self._passes.leave()
             self._passes = self._new_passes(self._passes)
 
     def _try_others(self) -> None:
@@ -131,19 +133,23 @@ class MapReader:
         return passes
 
     def _pass(self, number: int) -> Iterator[Any]:
-        passes = self._passes
+        passes, gave_all = self._passes, False
         try:
-            while not self.gave_all:
+            while not gave_all:
                 if passes is not self._passes:
                     raise UsageError("the loader was closed while it was iterated over")
+                if passes.current != number:
+                    return  # a later pass has begun
                 batch, sent = self._next(number)
                 if sent.number == number:  # else of a pass that was left early
-                    self.gave_all = sent.last
+                    gave_all = self.gave_all = sent.last
                     yield batch
         except GeneratorExit:
-            passes.leave()
+            if passes.current == number:
+                passes.leave()
             raise
-        passes.end()
+        if passes.current == number:
+            passes.end()
 
     def _next(self, number: int) -> tuple[Any, Batch]:
         """The next batch that was sent for in pass ``number`` or one before it, and what was
@@ -155,22 +161,31 @@ class MapReader:
                 self._source = self._judged_source()
             elif self._is_measuring and self._timing.has_read(MEASURED):
                 self._source = self._chosen_source()
+            if (failure := self._passes.failure) is not None:
+                raise failure
             start = time.perf_counter()
             batch = next(self._source)
+            if isinstance(batch, Failed):
+                return None, self._failed(batch, number)
             end = time.perf_counter()
             if not isinstance(self._source, Inline):
                 self._timing.waited(start, end)
             elif not self._reads_itself:
                 self._timing.read_here(start, end, sum(t.nbytes for t in tensors(batch)))
             return batch, self._passes.received()
-        except BaseException as error:
-            sent = self._passes.received() if self._passes.sent else None
-            is_of_dataset = isinstance(error, Exception) and not isinstance(error, DataError)
-            if is_of_dataset and sent is not None and sent.number != number:
-                return None, sent  # nobody asked for that batch
-            self._passes.leave()
+        except BaseException:
             self.close()
             raise
+
+    def _failed(self, batch: Failed, number: int) -> Batch:
+        """Raises what came instead of a batch, if it is one of pass ``number``."""
+        sent = self._passes.received()
+        if sent.number == number:
+            raise batch.error
+        if batch.ended:  # over a batch that nobody asks for any more
+            self._source = None
+            self._passes.resend()
+        return sent
 
     @property
     def _is_measuring(self) -> bool:
@@ -214,7 +229,9 @@ class MapReader:
         self.value = f"{count} {kind}{'s' * (count > 1)}, {ahead} batches ahead"
         if self._threads:
             return Threads(self._loader, self._passes, count=count, ahead=ahead, **settings)
-        return Workers(self._loader, self._passes, count=count, each=each, **settings)
+        self._starts += 1
+        seed = self._passes.seed + self._starts  # as another epoch, or a new start, draws others
+        return Workers(self._loader, self._passes, count=count, each=each, seed=seed, **settings)
 
     def _within_memory(self, count: int) -> tuple[int, int]:
         """Workers and batches ahead that there is room for, one batch a worker at least."""

@@ -14,17 +14,20 @@ own, or torch's ``DistributedSampler``, can be foreseen. What samplers of other 
 not known: their next pass is drawn when it begins.
 
 A pass that is left early has drawn more than the user's loader would have by then. Where that has
-moved the generator, it is put back.
+moved the generator, it is put back. The next pass is drawn from copies of the samplers, so that the
+user's own are where the training is.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -84,6 +87,8 @@ class _Pass:
     batches: Iterator[Any]
     following: Any = None
     """The batch to come; _END: there is none."""
+    failure: Exception | None = None
+    """What the sampler raised instead of it."""
     count: int = 0
     """How often the sampler was asked."""
 
@@ -107,11 +112,13 @@ class Passes:
     Attributes:
         sent: the batches that were given out and not received yet, oldest first.
         note: why the next pass is not drawn before this one is over; empty: it is.
+        current: the number of the present pass.
+        seed: what was drawn for workers when it began.
     """
 
     def __init__(self, loader: DataLoader[Any], earlier: Passes | None = None) -> None:
         outer = loader.batch_sampler
-        self._sampler: Iterable[Any] = loader.sampler if outer is None else outer
+        self._sampler: Any = loader.sampler if outer is None else outer
         inner = getattr(outer, "sampler", None) if outer is not None else loader.sampler
         self._samplers: list[Any] = [one for one in (outer, inner) if one is not None]
         self._epochs: Any = next(filter(_counts_epochs, self._samplers), None)
@@ -122,11 +129,13 @@ class Passes:
         self._seeds_once = loader.num_workers > 0 and loader.persistent_workers
         self._asks_ahead = loader.num_workers * (loader.prefetch_factor or 0)
         self._passes: deque[_Pass] = deque()
-        self._current = -1
+        self.current = -1
+        self.seed: int = torch.initial_seed() if earlier is None else earlier.seed
         self._last: int = -1 if earlier is None else earlier._last
         self._received, self._is_over, self._is_left = 0, False, False  # of the present pass
         self._step = 1  # by which the epoch grows from pass to pass, as far as is known
         self.sent: deque[Batch] = deque()
+        self._again: deque[Batch] = deque()
         known = all(type(one) in FORESEEN for one in self._samplers)
         self._draws_in_between = not known or any(map(_draws_in_between, self._samplers))
         self.note = "" if known else UNKNOWN
@@ -139,14 +148,15 @@ class Passes:
         """
         position = self._position()
         current = self._passes[0] if self._passes else None
-        coming = deque(p for p in self._passes if p.number > self._current)
+        coming = deque(p for p in self._passes if p.number > self.current)
         if self.leave():
             coming = deque()
         if coming and coming[0].draws and self._has_moved(coming[0].before):
             self.note, coming = UNFORESEEN, deque()
         elif coming and coming[0].position != position:
-            if current is not None and current.position == position:
-                self._step = 0  # nobody calls set_epoch
+            place, before = position[0], None if current is None else current.position[0]
+            if place is not None and before is not None:
+                self._step = place[0] - before[0]  # 0: nobody calls set_epoch
             coming = deque()
         if not coming:
             coming = deque([self._drawn(position)])
@@ -155,18 +165,32 @@ class Passes:
                 self._generator.set_state(coming[0].after)
             if not coming[0].draws or self._seeds is not self._generator:
                 self._draw_seed()
-        self._passes, self._current = coming, coming[0].number
+            if isinstance(self._sampler, BalancedBatches):
+                iter(self._sampler)  # it tells where its latest iteration began
+        self._passes, self.current = coming, coming[0].number
         self._received, self._is_left = 0, False
-        is_empty = coming[0].following is _END and not any(
-            batch.number == self._current for batch in self.sent
+        is_empty = (
+            coming[0].following is _END
+            and coming[0].failure is None
+            and not any(batch.number == self.current for batch in self.sent)
         )
         self._is_over = is_empty
-        return None if is_empty else self._current
+        return None if is_empty else self.current
+
+    @property
+    def failure(self) -> Exception | None:
+        """What the sampler of the present pass has raised, once all before it was received."""
+        return None if self.sent else self._passes[0].failure
+
+    def resend(self) -> None:
+        """What was not received will not come: send it again, but for that of passes before."""
+        self._again = deque(batch for batch in self.sent if batch.number >= self.current)
+        self.sent.clear()
 
     def received(self) -> Batch:
         """The oldest batch that was sent has come."""
         batch = self.sent.popleft()
-        if batch.number == self._current:
+        if batch.number == self.current:
             self._received += 1
             moves = self._passes[0].moves
             while len(moves) > 2 and moves[2][0] <= self._received:
@@ -195,13 +219,18 @@ class Passes:
 
     def __next__(self) -> Any:
         """The indices of the next batch; StopIteration: what comes then is not known yet."""
+        if self._again:
+            self.sent.append(self._again.popleft())
+            return self.sent[-1].indices
         drawn = self._passes[-1]
         if drawn.following is _END:
-            if self.note:
+            if self.note or drawn.failure is not None:
                 raise StopIteration
             try:
                 with self._foreseen(drawn):
                     drawn = self._next_pass(drawn.position)
+                if drawn.failure is not None:
+                    raise drawn.failure
             except Exception:  # of a guess: the user may never come there
                 self.note = UNKNOWN
                 raise StopIteration from None
@@ -209,17 +238,23 @@ class Passes:
         if drawn.following is _END:
             raise StopIteration
         indices = drawn.following
-        if drawn.number == self._current:
+        if drawn.number == self.current:
             self._ask(drawn)
         else:
             with self._foreseen(drawn):
                 self._ask(drawn)
-        self.sent.append(Batch(drawn.number, indices, drawn.following is _END))
+        is_last = drawn.following is _END and drawn.failure is None
+        self.sent.append(Batch(drawn.number, indices, is_last))
         return indices
 
     def _ask(self, drawn: _Pass) -> None:
         """Ask the sampler for a batch."""
-        drawn.following = next(drawn.batches, _END)
+        try:
+            drawn.following = next(drawn.batches, _END)
+        except Exception as error:
+            # Without this frame, which holds its callers: in workers' loaders torch's iterator.
+            trace = error.__traceback__ and error.__traceback__.tb_next
+            drawn.following, drawn.failure = _END, error.with_traceback(trace)
         drawn.count += 1
         # A look at the generator takes a tenth of a millisecond. RandomSampler draws before its
         # first sample, and once more after its last one.
@@ -243,7 +278,7 @@ class Passes:
     def _foreseen(self, last: _Pass) -> Iterator[None]:
         """The generator is where it will be after a pass; then it is as it was."""
         now = self._generator.get_state()
-        if last.number != self._current:
+        if last.number != self.current:
             self._generator.set_state(last.after)
         try:
             yield
@@ -252,25 +287,32 @@ class Passes:
 
     def _next_pass(self, position: _Position) -> _Pass:
         """The pass after one at ``position``, unless the user says otherwise."""
-        epochs, (place, settings) = self._epochs, position
-        if place is None or not self._step:
-            return self._drawn(position, foreseen=True)
-        now, epoch = epochs.epoch, place[0] + self._step
-        epochs.set_epoch(epoch)
-        try:
-            return self._drawn(((epoch, 0), settings), foreseen=True)
-        finally:
-            epochs.set_epoch(now)
+        sampler: Any = copy.copy(self._sampler)
+        inner: Any = getattr(sampler, "sampler", None)
+        if isinstance(sampler, BatchSampler):
+            inner = sampler.sampler = copy.copy(inner)
+        place, settings = position
+        if place is not None:
+            place = place[0] + self._step, 0
+            next(filter(_counts_epochs, (sampler, inner))).set_epoch(place[0])
+        return self._drawn((place, settings), sampler)
 
-    def _drawn(self, position: _Position, foreseen: bool = False) -> _Pass:
-        """A pass with its order: most samplers draw it with their first batch."""
+    def _drawn(self, position: _Position, foreseen: Any = None) -> _Pass:
+        """A pass with its order: most samplers draw it with their first batch.
+
+        Args:
+            position: where it begins.
+            foreseen: the sampler that draws it ahead; None: the user's, as it begins now.
+        """
+        sampler = self._sampler if foreseen is None else foreseen
         before = self._generator.get_state()
-        batches = iter(self._sampler)
-        if not foreseen or self._seeds is self._generator:
+        batches = iter(sampler)
+        if foreseen is None:
             self._draw_seed()
+        elif self._seeds is self._generator:
+            self._drawn_seed()
         self._last += 1
         moves = deque([(0, self._generator.get_state())])
-        sampler: Any = self._sampler
         length = 0 if self._draws_in_between else len(sampler)
         drawn = _Pass(self._last, position, before, length, moves, batches)
         self._ask(drawn)
@@ -278,8 +320,12 @@ class Passes:
 
     def _draw_seed(self) -> None:
         """As iter(loader) does, for its workers."""
-        if self._last < 0 or not self._seeds_once:
-            torch.empty((), dtype=torch.int64).random_(generator=self._seeds_of)
+        self.seed = self._drawn_seed()
+
+    def _drawn_seed(self) -> int:
+        if self._last >= 0 and self._seeds_once:
+            return self.seed
+        return int(torch.empty((), dtype=torch.int64).random_(generator=self._seeds_of))
 
     def _has_moved(self, since: torch.Tensor) -> bool:
         return not torch.equal(self._generator.get_state(), since)
@@ -307,14 +353,27 @@ def _counts_epochs(sampler: Any) -> bool:
 
 
 def _settings(sampler: Any) -> tuple[Any, ...]:
-    """Numbers by their value, all else by what it is, its length and its version."""
-    found: list[Any] = []
-    for name, value in getattr(sampler, "__dict__", {}).items():
-        if name.lstrip("_") in ("epoch", "first", "begun"):  # the place
-            continue
-        if isinstance(value, int | float | str | None):
-            found.append(value)
-        else:
-            size = len(value) if hasattr(value, "__len__") else None
-            found.append((id(value), size, getattr(value, "_version", None)))
-    return tuple(found)
+    """What tells whether anything but the place was set on it."""
+    return tuple(
+        _identity(value) if name in ("data_source", "dataset") else _value(value)
+        for name, value in getattr(sampler, "__dict__", {}).items()
+        if name.lstrip("_") not in ("epoch", "first", "begun")
+    )
+
+
+def _value(value: Any) -> Any:
+    """Numbers, and by their hash sequences of them: they may be changed in place."""
+    if isinstance(value, int | float | str | None):
+        return value
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray):
+        return value.shape, hash(value.tobytes())
+    if isinstance(value, list | tuple | range):
+        with suppress(TypeError):  # of elements without a hash
+            return len(value), hash(tuple(value))
+    return _identity(value)
+
+
+def _identity(value: Any) -> tuple[int, int | None]:
+    return id(value), len(value) if hasattr(value, "__len__") else None

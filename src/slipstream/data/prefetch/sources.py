@@ -11,17 +11,27 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import takewhile
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from slipstream.data.prefetch.passes import Passes
 from slipstream.data.prefetch.samples import SamplesOfBatches, few, named
 from slipstream.errors import DataError
 from slipstream.pytree import mapped
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What comes instead of a batch."""
+
+    error: Exception
+    ended: bool = False
+    """Whether the source has closed itself: nothing comes of what it was asked for."""
 
 
 class Source(Protocol):
@@ -38,7 +48,7 @@ class Source(Protocol):
         """Batches that were read and can be given out at once."""
 
     def __next__(self) -> Any:
-        """The next batch; StopIteration: all that was sent was given back."""
+        """The next batch, or how it `Failed`; StopIteration: all that was sent was given back."""
 
     def close(self) -> None:
         """End what reads."""
@@ -86,21 +96,21 @@ class Threads:
         future = self._futures.popleft()
         self._fill()
         try:
-            return future.result(self._timeout)
-        except TimeoutError as error:
-            if future.done():  # the dataset's own, or it has come just now
-                return future.result()
-            awaited = few(self._passes.sent[0].indices)
+            error = future.exception(self._timeout)
+        except TimeoutError:
             self.close()
-            raise DataError(
-                f"samples {awaited} were not read within {self._timeout:g} s; see what they wait "
-                "for, or raise data.prefetch.timeout"
-            ) from error
+            late = DataError(
+                f"samples {few(self._passes.sent[0].indices)} were not read within "
+                f"{self._timeout:g} s; see what they wait for, or raise data.prefetch.timeout"
+            )
+            return Failed(late, ended=True)
+        return Failed(error) if isinstance(error, Exception) else future.result()
 
     def close(self) -> None:
         self._futures.clear()
-        while not self._asked.empty():  # what nobody reads any more
-            self._asked.get()
+        with suppress(Empty):
+            while True:  # what nobody reads any more
+                self._asked.get_nowait()
         for _ in self._threads:
             self._asked.put(None)
         for thread in self._threads:
@@ -143,16 +153,31 @@ class Inline:
     readers = queued = 0
 
     def __init__(self, loader: DataLoader[Any], passes: Passes, *, pin: bool) -> None:
-        dataset: Any = loader.dataset
-        with suppress(Exception):  # of a class that cannot be copied
-            dataset = copy.copy(dataset)
-        self._read, self._passes = Reader(loader, pin, dataset), passes
+        self._read, self._passes = Reader(loader, pin, _copied(loader.dataset)), passes
 
     def __next__(self) -> Any:
-        return self._read(next(self._passes))
+        indices = next(self._passes)
+        try:
+            return self._read(indices)
+        except Exception as error:
+            return Failed(error)
 
     def close(self) -> None:
         """Nothing runs."""
+
+
+def _copied(dataset: Any) -> Any:
+    """A copy, with copies of the datasets in it (of a ``Subset``, a ``ConcatDataset``)."""
+    try:
+        copied = copy.copy(dataset)
+        for name, value in vars(dataset).items():
+            if isinstance(value, Dataset):
+                setattr(copied, name, _copied(value))
+            elif isinstance(value, list | tuple) and value and isinstance(value[0], Dataset):
+                setattr(copied, name, type(value)(map(_copied, value)))
+    except Exception:  # of a class that cannot be copied
+        return dataset
+    return copied
 
 
 class Reader:
@@ -172,7 +197,11 @@ class Reader:
         else:
             samples = self._samples[indices]
         batch = self._collate(samples)
-        return mapped(batch, _pinned) if self._pin else batch
+        if not self._pin:
+            return batch
+        if hasattr(batch, "pin_memory") and not isinstance(batch, torch.Tensor):
+            return batch.pin_memory()  # of a class of the user's
+        return mapped(batch, _pinned)
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

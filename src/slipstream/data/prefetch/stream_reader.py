@@ -64,7 +64,7 @@ class StreamReader:
         self._depth = 2 * self._count if config.depth == "auto" else config.depth
         self._loader: DataLoader[Any] | None = None
         self._reading: _Reading | None = None
-        self._passes, self._state = 0, None
+        self._passes, self._state, self._seed = 0, None, torch.initial_seed()
         self.value = f"{self._count} worker{'s' * (self._count > 1)}, {self._depth} batches ahead"
         self.note = ""
         has_epochs = hasattr(loader.dataset, "set_epoch")
@@ -92,7 +92,9 @@ class StreamReader:
         if not self.keeps_state:
             self._draw_seed()
         self._passes += 1
-        return self._pass(reading or self._new())
+        self._reading = reading or self._new()
+        self._reading.begun = True
+        return self._pass(self._reading)
 
     def close(self) -> None:
         """End thread and workers."""
@@ -114,7 +116,6 @@ class StreamReader:
         loader.load_state_dict(state)
 
     def _pass(self, reading: _Reading) -> Iterator[Any]:
-        self._reading, reading.begun = reading, True
         try:
             for read in reading.batches(self._config.timeout):
                 self._state = read.state
@@ -143,6 +144,7 @@ class StreamReader:
         return with_workers(
             given,
             named(given.dataset),
+            seed=self._seed + self._passes,
             num_workers=self._count,
             prefetch_factor=given.prefetch_factor,
             pin_memory=pins,
@@ -155,7 +157,8 @@ class StreamReader:
     def _draw_seed(self) -> None:
         """As iter() of the user's loader does, for its workers."""
         if not self._passes or not (self._given.num_workers and self._given.persistent_workers):
-            torch.empty((), dtype=torch.int64).random_(generator=self._given.generator)
+            seed = torch.empty((), dtype=torch.int64).random_(generator=self._given.generator)
+            self._seed = int(seed)
 
 
 class _Read(NamedTuple):
@@ -178,7 +181,7 @@ class _Reading:
     def __init__(
         self, batches: Iterator[Any], state_of: Callable[[], Any] | None, depth: int
     ) -> None:
-        self._state_of, self._number = state_of, 0
+        self._state_of, self._number, self._taken = state_of, 0, 0
         self._queue: Queue[_Read] = Queue(depth)
         self._stopped = threading.Event()
         self.begun = self.is_over = False
@@ -191,7 +194,7 @@ class _Reading:
     @property
     def queued(self) -> int:
         """Batches that were read and not taken yet."""
-        return max(self._queue.qsize() - self.is_over, 0)  # the last one says that it is over
+        return self._number - self._taken
 
     def batches(self, timeout: float) -> Iterator[_Read]:
         """The batches, and at last that there are no more.
@@ -208,6 +211,7 @@ class _Reading:
                     raise read.error
                 finally:
                     del read  # else the error holds itself
+            self._taken += not read.ended
             yield read
             if read.ended:
                 return

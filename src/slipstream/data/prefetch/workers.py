@@ -6,9 +6,9 @@ import multiprocessing
 import pickle
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from slipstream.data.pickled import pickled
 from slipstream.data.prefetch.passes import Passes
 from slipstream.data.prefetch.samples import few, named
+from slipstream.data.prefetch.sources import Failed
 from slipstream.errors import DataError
 from slipstream.pytree import tensors
 
@@ -38,6 +39,7 @@ class Workers:
         each: batches that each reads ahead.
         pin: whether batches are copied to pinned memory.
         timeout: seconds to wait for a batch.
+        seed: what the workers' random numbers start from.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Workers:
         each: int,
         pin: bool,
         timeout: float,
+        seed: int,
     ) -> None:
         batched = loader.batch_sampler is not None
         context = loader.multiprocessing_context or multiprocessing.get_context()
@@ -57,9 +60,11 @@ class Workers:
         indices: dict[str, Any] = {"batch_sampler": passes}
         if not batched:
             indices = {"sampler": passes, "batch_size": None}
-        self._loader: DataLoader[Any] | None = with_workers(
+        self._start = partial(
+            with_workers,
             loader,
             named(loader.dataset),
+            seed=seed,
             num_workers=count,
             prefetch_factor=each,
             pin_memory=pins,
@@ -67,6 +72,7 @@ class Workers:
             collate_fn=WorkerCollate(loader.collate_fn, shares=pins, counts=counts),
             **indices,
         )
+        self._loader: DataLoader[Any] | None = self._start()
         self.readers, self._counts, self._taken = count, counts, 0
         self._counted = [0] * count
         self._passes, self._timeout = passes, timeout
@@ -85,9 +91,7 @@ class Workers:
     def __next__(self) -> Any:
         try:
             if self._batches is None or not self._passes.sent:
-                assert self._loader is not None
-                self._counted, self._taken = list(self._counts), 0
-                self._batches = begun(self._loader)  # the workers stay
+                self._batches = self._resumed()
             batch = self._awaited(self._batches)
             self._taken += 1
             return unpacked(batch)
@@ -98,10 +102,24 @@ class Workers:
                 failure = failure_of_workers(error, awaited)
             if failure is None:
                 raise
-        # out there, as torch's own error holds its iterator, with which the workers end
-        if isinstance(failure, DataError):
-            self.close()
-        raise failure
+        if not isinstance(failure, DataError):
+            return Failed(failure)
+        self.close()
+        return Failed(failure, ended=True)
+
+    def _resumed(self) -> Iterator[Any]:
+        """For batches that were not sent yet; the workers stay, if all answer."""
+        assert self._loader is not None
+        self._counted, self._taken = list(self._counts), 0
+        try:
+            return begun(self._loader)
+        except RuntimeError as error:
+            if self._passes.sent or not str(error).startswith("DataLoader "):
+                raise
+        # One has died meanwhile, or is stopped. Out there, as the error holds torch's iterator.
+        self._batches = None
+        self._loader = self._start()
+        return begun(self._loader)
 
     def _awaited(self, batches: Iterator[Any]) -> Any:
         """The next one; between two looks torch sees whether a worker has ended."""
@@ -126,7 +144,7 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
     worker dies; so it is an error of the batch that does not come. The device is that of the caller
     (torch pins memory for it).
     """
-    made: Future[Iterator[Any]] = Future()
+    outcome: list[Iterator[Any] | BaseException] = []
     pins = loader.pin_memory and torch.accelerator.is_available()
     device = torch.accelerator.current_device_index() if pins else None
 
@@ -134,14 +152,20 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
         try:
             if device is not None:
                 torch.accelerator.set_device_index(device)
-            made.set_result(iter(loader))
+            outcome.append(iter(loader))
         except BaseException as error:
-            made.set_exception(error)
+            outcome.append(error)
 
     thread = Thread(target=begin, name="slipstream-data")
     thread.start()
     thread.join()
-    return made.result()
+    made = outcome.pop()
+    if not isinstance(made, BaseException):
+        return made
+    try:
+        raise made
+    finally:
+        del made  # else the error holds itself, and torch's iterator
 
 
 def failure_of_workers(error: Exception, awaited: str) -> Exception | None:
@@ -159,7 +183,7 @@ def failure_of_workers(error: Exception, awaited: str) -> Exception | None:
             f"/dev/shm, through which workers hand batches over, is full while {awaited}; make it "
             "larger, read fewer batches ahead (data.prefetch.depth), or set data.prefetch.threads"
         )
-    if text.startswith("Caught "):
+    if "\nOriginal Traceback" in str(error):
         return error.with_traceback(None)
     if isinstance(error, OSError | EOFError):
         # One that dies takes the memory with it that it was about to hand over.
@@ -172,14 +196,16 @@ def failure_of_workers(error: Exception, awaited: str) -> Exception | None:
     )
 
 
-def with_workers(loader: DataLoader[Any], dataset: Any, **settings: Any) -> DataLoader[Any]:
+def with_workers(
+    loader: DataLoader[Any], dataset: Any, *, seed: int, **settings: Any
+) -> DataLoader[Any]:
     """A loader like the user's, whose workers stay, with other settings."""
     kept: dict[str, Any] = {
         "collate_fn": loader.collate_fn,
         "worker_init_fn": loader.worker_init_fn,
         "multiprocessing_context": loader.multiprocessing_context,
         # of its own: what the workers start from is no draw of the user's
-        "generator": torch.Generator().manual_seed(torch.initial_seed() % 2**63),
+        "generator": torch.Generator().manual_seed(seed % 2**63),
         "persistent_workers": True,
     }
     return DataLoader(dataset, **kept | settings)
