@@ -23,34 +23,24 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from slipstream.data.balance import BalancedBatches
-
-FORESEEN = (
-    BalancedBatches,
-    BatchSampler,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
+from slipstream.data.prefetch.samplers import (
+    FORESEEN,
+    counts_epochs,
+    draws_in_between,
+    settings_of,
 )
-"""Classes of samplers whose order depends on their attributes and their generator alone."""
+
 UNFORESEEN = (
     "not across epochs: their order is drawn from random numbers that the training draws, too; "
     "give the DataLoader a generator of its own"
@@ -121,7 +111,7 @@ class Passes:
         self._sampler: Any = loader.sampler if outer is None else outer
         inner = getattr(outer, "sampler", None) if outer is not None else loader.sampler
         self._samplers: list[Any] = [one for one in (outer, inner) if one is not None]
-        self._epochs: Any = next(filter(_counts_epochs, self._samplers), None)
+        self._epochs: Any = next(filter(counts_epochs, self._samplers), None)
         own = getattr(inner, "generator", None)
         self._generator: torch.Generator = torch.default_generator if own is None else own
         self._seeds_of = loader.generator
@@ -137,7 +127,7 @@ class Passes:
         self.sent: deque[Batch] = deque()
         self._again: deque[Batch] = deque()
         known = all(type(one) in FORESEEN for one in self._samplers)
-        self._draws_in_between = not known or any(map(_draws_in_between, self._samplers))
+        self._draws_in_between = not known or any(map(draws_in_between, self._samplers))
         self.note = "" if known else UNKNOWN
 
     def begin(self) -> int | None:
@@ -294,7 +284,7 @@ class Passes:
         place, settings = position
         if place is not None:
             place = place[0] + self._step, 0
-            next(filter(_counts_epochs, (sampler, inner))).set_epoch(place[0])
+            next(filter(counts_epochs, (sampler, inner))).set_epoch(place[0])
         return self._drawn((place, settings), sampler)
 
     def _drawn(self, position: _Position, foreseen: Any = None) -> _Pass:
@@ -337,43 +327,4 @@ class Passes:
         if self._epochs is not None:
             place = getattr(self._epochs, "position", (self._epochs.epoch, 0))
         known = self.note != UNKNOWN
-        return place, tuple(map(_settings, self._samplers)) if known else ()
-
-
-def _draws_in_between(sampler: Any) -> bool:
-    """Whether one of FORESEEN draws from its generator between two of its samples."""
-    if type(sampler) is not RandomSampler:
-        return False
-    return sampler.replacement or sampler.num_samples > len(sampler.data_source)
-
-
-def _counts_epochs(sampler: Any) -> bool:
-    counts = isinstance(getattr(sampler, "epoch", None), int)
-    return counts and callable(getattr(sampler, "set_epoch", None))
-
-
-def _settings(sampler: Any) -> tuple[Any, ...]:
-    """What tells whether anything but the place was set on it."""
-    return tuple(
-        _identity(value) if name in ("data_source", "dataset") else _value(value)
-        for name, value in getattr(sampler, "__dict__", {}).items()
-        if name.lstrip("_") not in ("epoch", "first", "begun")
-    )
-
-
-def _value(value: Any) -> Any:
-    """Numbers, and by their hash sequences of them: they may be changed in place."""
-    if isinstance(value, int | float | str | None):
-        return value
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    if isinstance(value, np.ndarray):
-        return value.shape, hash(value.tobytes())
-    if isinstance(value, list | tuple | range):
-        with suppress(TypeError):  # of elements without a hash
-            return len(value), hash(tuple(value))
-    return _identity(value)
-
-
-def _identity(value: Any) -> tuple[int, int | None]:
-    return id(value), len(value) if hasattr(value, "__len__") else None
+        return place, tuple(map(settings_of, self._samplers)) if known else ()

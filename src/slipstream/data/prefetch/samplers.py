@@ -1,0 +1,69 @@
+"""What is known of samplers: when they draw, and whether their order is another one."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from slipstream.data.balance import BalancedBatches
+
+FORESEEN = (
+    BalancedBatches,
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+"""Classes of samplers whose order depends on their attributes and their generator alone."""
+
+
+def draws_in_between(sampler: Any) -> bool:
+    """Whether one of FORESEEN draws from its generator between two of its samples."""
+    if type(sampler) is not RandomSampler:
+        return False
+    return sampler.replacement or sampler.num_samples > len(sampler.data_source)
+
+
+def counts_epochs(sampler: Any) -> bool:
+    counts = isinstance(getattr(sampler, "epoch", None), int)
+    return counts and callable(getattr(sampler, "set_epoch", None))
+
+
+def settings_of(sampler: Any) -> tuple[Any, ...]:
+    """What tells whether anything but the place was set on it."""
+    return tuple(
+        _identity(value) if name in ("data_source", "dataset") else _value(value)
+        for name, value in getattr(sampler, "__dict__", {}).items()
+        if name.lstrip("_") not in ("epoch", "first", "begun")
+    )
+
+
+def _value(value: Any) -> Any:
+    """Numbers, and by their hash sequences of them: they may be changed in place."""
+    if isinstance(value, int | float | str | None):
+        return value
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    if isinstance(value, np.ndarray):
+        return value.shape, hash(value.tobytes())
+    if isinstance(value, list | tuple | range):
+        with suppress(TypeError):  # of elements without a hash
+            return len(value), hash(tuple(value))
+    return _identity(value)
+
+
+def _identity(value: Any) -> tuple[int, int | None]:
+    return id(value), len(value) if hasattr(value, "__len__") else None
