@@ -37,15 +37,6 @@ from tests.data.datasets import Numbers, Stream, generator
 IN_THREADS = Prefetch(threads=True, workers=1, depth=7)
 
 
-@pytest.fixture
-def no_plain_loader() -> Iterator[None]:
-    """As if no plain loader had had workers in this process: with its first ones torch has its say
-    wherever the main thread is when a worker ends."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
 def subset() -> tuple[Sampler[int], Callable[[int], None]]:
     """A sampler, and what a training does with it before an epoch."""
     sampler = SubsetRandomSampler([0, 1, 2], generator())

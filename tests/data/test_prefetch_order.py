@@ -155,15 +155,6 @@ def passes(loader: Any, lengths: list[int | None]) -> list[Any]:
     return seen
 
 
-@pytest.fixture(scope="module")
-def no_plain_loader() -> Iterator[None]:
-    """As if no plain loader had had workers in this process: with its first ones torch has its say
-    wherever the main thread is when a worker ends."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGCHLD, before)
-
-
 LEFT_BEFORE = {"kind": "in order", "size": 6, "batch_size": 1, "workers": 1, "lengths": [1, 1]}
 IN_THE_MIDDLE = {"size": 6, "batch_size": 1, "workers": 1, "lengths": [None], "bad": 2}
 

@@ -38,6 +38,7 @@ def draws_in_between(sampler: Any) -> bool:
 
 
 def counts_epochs(sampler: Any) -> bool:
+    """Whether a training tells it the epoch, and it tells which one it is at."""
     counts = isinstance(getattr(sampler, "epoch", None), int)
     return counts and callable(getattr(sampler, "set_epoch", None))
 
