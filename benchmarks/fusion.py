@@ -190,8 +190,13 @@ class ReluDepthwise(nn.Module):
 
 
 def patterns() -> Cases:
-    """Parts at sizes of ResNet-50 and MobileNet-V2 at batch 16, then whole networks."""
-    size = {"stage 1": (16, 64, 56, 56), "stage 2": (16, 128, 28, 28), "stage 3": (16, 256, 14, 14)}
+    """Chains of ResNet-50, MobileNet-V2 and Xception, all those of a ResNet, and networks."""
+    size = {
+        "stage 1": (16, 64, 56, 56),
+        "stage 2": (16, 128, 28, 28),
+        "stage 3": (16, 256, 14, 14),
+        "stage 4": (16, 512, 7, 7),
+    }
     shape: tuple[int, ...]
     for stage, shape in {"stem": (16, 64, 112, 112), **size}.items():
         unit = Unit(nn.BatchNorm2d(shape[1]), F.relu)
@@ -204,10 +209,50 @@ def patterns() -> Cases:
         shape = (16, 256, 56, 56)
         unit = UnitWithShortcut(nn.Identity(), function)
         yield f"add + {function.__name__}: {shape}", forms(unit, shape, shape)
-    for shape in ((16, 144, 56, 56), (16, 384, 14, 14)):
+    for shape in ((16, 144, 56, 56), (32, 728, 19, 19), (16, 384, 14, 14)):
         yield f"relu + depthwise convolution: {shape}", forms(ReluDepthwise(shape[1]), shape)
+    for name, (norms, sums) in CHAINS.items():
+        number = f"{sum(norms.values())} batch norm + relu, {sum(sums.values())} add + relu"
+        yield f"{name}: its {number}, one after another, 8 images", all_chains(norms, sums)
     for name, build in NETWORKS.items():
         yield f"{name}: 8 images of 224 x 224", forms(build(), (8, 3, 224, 224))
+
+
+Maps = dict[tuple[int, int], int]
+"""How many maps of (channels, side)."""
+CHAINS: dict[str, tuple[Maps, Maps]] = {
+    "ResNet-18": (
+        {(64, 112): 1, (64, 56): 2, (128, 28): 2, (256, 14): 2, (512, 7): 2},
+        {(64, 56): 2, (128, 28): 2, (256, 14): 2, (512, 7): 2},
+    ),
+    "ResNet-50": (
+        {(64, 112): 1, (64, 56): 6, (128, 56): 1, (128, 28): 7, (256, 28): 1, (256, 14): 11}
+        | {(512, 14): 1, (512, 7): 5},
+        {(256, 56): 3, (512, 28): 4, (1024, 14): 6, (2048, 7): 3},
+    ),
+}
+"""Of transformers' ResNets: batch norms before a relu, and sums before one."""
+
+
+def all_chains(norms: Maps, sums: Maps) -> dict[str, Call]:
+    """What the patterns find in a network, without what stands between."""
+    found: list[tuple[int, list[Call]]] = []
+    for maps, terms in ((norms, 1), (sums, 2)):
+        for (channels, side), number in maps.items():
+            layer = nn.BatchNorm2d(channels) if terms == 1 else nn.Identity()
+            unit = (Unit if terms == 1 else UnitWithShortcut)(layer, F.relu)
+            calls = forms(unit, *[(8, channels, side, side)] * terms).values()
+            found.append((number, list(calls)))
+
+    def run(variant: int) -> None:
+        for number, calls in found:
+            for _ in range(number):
+                calls[variant]()
+
+    return {
+        name: partial(run, variant)
+        for variant, name in enumerate(("torch", "torch.compile", "slipstream"))
+    }
 
 
 def forms(module: nn.Module, *shapes: Sequence[int]) -> dict[str, Call]:

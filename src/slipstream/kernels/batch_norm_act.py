@@ -125,7 +125,7 @@ def _forward(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = _wide(x)
-    variance, mean = torch.var_mean(wide, _around_channels(x), correction=0)
+    mean, variance = _statistics(wide)
     rstd = torch.rsqrt(variance + eps)
     total = _normalised(wide, weight, bias, residual, mean, rstd)
     return ACTIVATIONS[activation].forward(total).to(x.dtype), mean, variance, rstd
@@ -163,6 +163,24 @@ def _backward(
     dx = dx * _channelwise(factor, x)
     dresidual = dz.to(x.dtype) if residual_learns else None
     return dx.to(x.dtype), dweight, dbias, dresidual
+
+
+def _statistics(wide: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel.
+
+    On a CPU from two sums in one pass, as torch's algorithm (Welford) divides at every value. What
+    is summed are the distances from the mean of the first sample, which lies so near the mean that
+    the difference of the sums loses at most log2(batch) bits.
+    """
+    around = _around_channels(wide)
+    if wide.device.type != "cpu":
+        variance, mean = torch.var_mean(wide, around, correction=0)
+        return mean, variance
+    near = wide[:1].mean(around)
+    distance, number = wide - _channelwise(near, wide), wide.numel() // wide.shape[1]
+    offset = distance.sum(around) / number
+    variance = (distance * distance).sum(around) / number - offset * offset
+    return near + offset, variance.clamp_min(0)
 
 
 def _normalised(

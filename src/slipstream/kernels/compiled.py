@@ -17,6 +17,14 @@ SMALL = 1 << 16
 """Values below which a compiled kernel costs more than it saves: its checks take 50 us a call."""
 
 
+OPTIONS: dict[str, Any] = {
+    "compile_threads": 1,  # no pool of workers
+    # Each loop computes a chain again: stored, it would be written and read once more.
+    "realize_reads_threshold": 100,
+    "realize_opcount_threshold": 1000,
+}
+
+
 def check_compiler(needed_by: str) -> None:
     """Refuse what needs a compiler on a host without one.
 
@@ -46,7 +54,7 @@ def compiled(function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]
     Calls are not recorded for backward: an autograd function makes them.
     """
     own = own_code(function)
-    made = torch.compile(own, dynamic=True, options={"compile_threads": 1})  # no pool of workers
+    made = torch.compile(own, dynamic=True, options=OPTIONS)
 
     def call(*args: Any) -> Any:
         # torch would compile again for tensors that learn, and read the .grad of results
