@@ -15,7 +15,7 @@ from slipstream.fusion.block_graph import BlockGraph, Untraceable, record
 from slipstream.fusion.chains import CHAIN_PARTS, Chains
 from slipstream.kernels.activations import ACTIVATIONS, ActivationName
 from slipstream.kernels.add_act import is_alike, reference as plain_sum
-from slipstream.kernels.batch_norm_act import batch_norm_act
+from slipstream.kernels.batch_norm_act import batch_norm_act, is_small
 from slipstream.kernels.compiled import check_compiler
 from slipstream.kernels.relu_depthwise import relu_depthwise
 from slipstream.memory.forward_override import ForwardReplacement
@@ -151,7 +151,8 @@ def _batch_norm(
     if activation is None:
         return forward(x)
     fits = x.ndim in _DIMS[type(module)] and x.shape[1] == module.num_features < x.numel()
-    if not (fits and module.training and (residual is None or is_alike(x, residual))):
+    alike = residual is None or is_alike(x, residual)
+    if is_small(x) or not (fits and alike and module.training):
         total = forward(x)
         if residual is not None:
             terms = (residual, total) if into == "residual" else (total, residual)

@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.activations import ACTIVATIONS, ActivationName
-from slipstream.kernels.compiled import SMALL, compiled
+from slipstream.kernels.compiled import compiled
+
+SMALL = 1 << 21
+"""Values below which torch's two functions are faster: in the caches they have no memory to wait
+for, and the checks before a compiled kernel take 50 us a call."""
 
 
 def add_act(

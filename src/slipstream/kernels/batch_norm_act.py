@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.activations import ACTIVATIONS, ActivationName
-from slipstream.kernels.compiled import SMALL, compiled
+from slipstream.kernels.compiled import compiled
+
+SMALL = 1 << 18
+"""Values below which torch's functions are faster, as the checks before a compiled kernel take
+50 us a call."""
 
 
 class BatchNormed(NamedTuple):
@@ -53,10 +57,15 @@ def batch_norm_act(
         >>> batch_norm_act(x, None, None, "relu").values.flatten()
         tensor([0.0000, 1.0000])
     """
-    if x.numel() < SMALL:
+    if is_small(x):
         return reference(x, weight, bias, activation, residual=residual, eps=eps)
     operation: Any = BatchNormAct
     return BatchNormed(*operation.apply(x, weight, bias, residual, activation, eps))
+
+
+def is_small(x: Tensor) -> bool:
+    """Whether torch's functions are faster on this tensor."""
+    return x.numel() < SMALL
 
 
 def reference(

@@ -13,10 +13,6 @@ import torch
 
 from slipstream.errors import UsageError
 
-SMALL = 1 << 16
-"""Values below which a compiled kernel costs more than it saves: its checks take 50 us a call."""
-
-
 OPTIONS: dict[str, Any] = {
     "compile_threads": 1,  # no pool of workers
     # Each loop computes a chain again: stored, it would be written and read once more.
