@@ -35,6 +35,21 @@ def test_values_and_gradients_are_those_of_the_reference(case: str, dtype: torch
         torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * scale)
 
 
+def test_masked_positions_leave_no_denormal_numbers() -> None:
+    """Processors take many times as long for them; a row that is masked whole stays as it is."""
+    (query, key, value, bias, mask), _ = inputs("masks", torch.float32)
+    assert mask is not None
+    mask[0, 0] = -100.0
+    result = window_attention(query, key, value, bias, mask)
+    kept = [t for t in result.grad_fn.saved_tensors if t is not None]  # type: ignore[union-attr]
+    smallest = torch.finfo(torch.float32).tiny
+    (chances,) = (t for t in kept if t.shape[1:] == mask.shape[1:])
+    assert not ((chances > 0) & (chances < smallest)).any()
+    assert (chances == 0).any()
+    torch.testing.assert_close(chances.sum(-1), torch.ones(chances.shape[:2]))
+    torch.testing.assert_close(result, reference(query, key, value, bias, mask))
+
+
 def test_gradcheck() -> None:
     (*given, mask), _ = inputs("masks", torch.float64)
     small: list[Tensor] = [t.detach()[:2, :1, :3].clone().requires_grad_() for t in given[:3]]

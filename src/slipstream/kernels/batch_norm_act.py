@@ -10,7 +10,7 @@ from torch import Tensor
 from slipstream.kernels.activations import ACTIVATIONS, ActivationName
 from slipstream.kernels.compiled import compiled
 
-SMALL = 1 << 18
+SMALL = 1 << 19
 """Values below which torch's functions are faster, as the checks before a compiled kernel take
 50 us a call."""
 
