@@ -443,6 +443,19 @@ def test_nothing_follows_a_broken_update(two: Ranks, strategy: str, error: type)
         assert all(expected in text for text in two.run(broken_step, strategy, error))
 
 
+def test_on_one_process_a_step_is_tried_again() -> None:
+    model = model_of()
+    optimizer = Failing(model.parameters(), lr=0.1, momentum=0.9, error=KeyboardInterrupt)
+    with slipstream.accelerate(model, optimizer) as session:
+        for number, batch in enumerate(batches()):
+            session.backward((loss_of(model, batch[0]) + loss_of(model, batch[1])) / 2)
+            if number == 1:
+                with pytest.raises(KeyboardInterrupt):
+                    session.step()
+            session.step()
+    assert_equal(model, plain([[0], [1], [2], [3]]))
+
+
 def interrupted_exchange() -> str:
     """Rank 0 is interrupted while it waits for the exchange of its second update."""
     model, _, session = opened({})
