@@ -1,4 +1,4 @@
-"""Derivatives of kernels by every way of torch: twice, by ``torch.func``, traced, of some operands."""
+"""Derivatives of kernels by each way of torch: twice, by ``torch.func``, traced, of some inputs."""
 
 from __future__ import annotations
 

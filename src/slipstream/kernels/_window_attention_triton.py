@@ -57,7 +57,7 @@ def _write_kept(
 
 @triton.jit
 def _load(tensor, b, h, rows, d, stride_b, stride_h, stride_n, stride_d, positions, channels):
-    at = b.to(tl.int64) * stride_b + h * stride_h
+    at = tl.cast(b, tl.int64) * stride_b + h * stride_h
     at += rows[:, None] * stride_n + d[None, :] * stride_d
     return tl.load(tensor + at, (rows[:, None] < positions) & (d[None, :] < channels), 0.0)
 
@@ -66,7 +66,7 @@ def _load(tensor, b, h, rows, d, stride_b, stride_h, stride_n, stride_d, positio
 def _store(
     tensor, values, b, h, rows, d, stride_b, stride_h, stride_n, stride_d, positions, channels
 ):
-    at = b.to(tl.int64) * stride_b + h * stride_h
+    at = tl.cast(b, tl.int64) * stride_b + h * stride_h
     at += rows[:, None] * stride_n + d[None, :] * stride_d
     inside = (rows[:, None] < positions) & (d[None, :] < channels)
     tl.store(tensor + at, values.to(tensor.dtype.element_ty), inside)

@@ -22,8 +22,8 @@ def add_act(
     """``activation(left + right)`` in one kernel; backward is one kernel, too.
 
     The sum is not kept: backward needs the result, or for an activation such as gelu adds again. So
-    it keeps two tensors where torch keeps the sum, of which a network mostly keeps one anyway. Second
-    derivatives, transforms of ``torch.func`` and ``torch.jit.trace`` take torch's functions.
+    it keeps two tensors where torch keeps the sum, of which a network mostly keeps one anyway.
+    Second derivatives, transforms of ``torch.func`` and ``torch.jit.trace`` take torch's functions.
 
     Args:
         left, right: of one shape and one floating type; others, and small ones, are computed by

@@ -115,7 +115,7 @@ class _OnCpu(torch.autograd.Function):
         scale: float,
         dropout: float,
     ) -> Tensor:
-        shape = windows, heads, positions, channels = query.shape
+        windows, heads, positions, _ = query.shape
         added = bias if mask is None else bias + mask.unsqueeze(1)
         scores = added.repeat(windows * heads * positions**2 // added.numel(), 1, 1, 1)[:windows]
         scores = scores.view(-1, positions, positions)
@@ -128,7 +128,7 @@ class _OnCpu(torch.autograd.Function):
         out = torch.bmm(chances if kept is None else chances * kept, _flat(value))
         ctx.save_for_backward(query, key, value, bias, mask, chances, kept)
         ctx.scale = scale
-        sides = out.view(shape).transpose(1, 2)
+        sides = out.view(query.shape).transpose(1, 2)
         return sides.contiguous().transpose(1, 2)
 
     @staticmethod
