@@ -83,6 +83,9 @@ class PrefetchLoader:
 
     Leaving a loop early drops what was read of that pass, and an error ends the pass. A second
     iterator, while the first one is not over, reads for itself, as one of the loader does.
+
+    Attributes:
+        source: the loader.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class PrefetchLoader:
                 f"data.prefetch.to_device: a {type(loader).__name__} keeps a state, which would be "
                 "a batch ahead of the training; leave to_device out"
             )
-        self._loader = loader
+        self.source = self._loader = loader
         cuda = device is not None and device.type == "cuda"
         self._device = device if cuda and config.to_device else None
         self._reader: MapReader | StreamReader
