@@ -1,4 +1,4 @@
-"""What people do beside the hook: other settings of DDP, resuming, copies, failures, odd tensors."""
+"""What people do beside the hook: settings of DDP, resuming, copies, failures, odd tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.ddp import DdpCodec, codec_hook
-from slipstream.ddp._groups import Layouts
-from slipstream.errors import ExchangeError, ModelError, UsageError
+from slipstream.ddp._groups import Group, Routes
+from slipstream.errors import ModelError, UsageError
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
 
@@ -88,8 +88,10 @@ def trained(codec: Any, settings: dict[str, Any], resume_at: int | None = None) 
             hook.close()
             file.seek(0)
             ddp, optimizer, hook = begin()
-            for each, state in zip((ddp, optimizer, hook), torch.load(file), strict=True):
-                each.load_state_dict(state)
+            states = torch.load(file)
+            ddp.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
+            hook.load_state_dict(states[2])
             ddp.register_comm_hook(hook, codec_hook)
         ddp(data(step), step).backward()
         optimizer.step()
@@ -139,12 +141,13 @@ def test_all_of_a_complex_gradient_is_exchanged(two) -> None:
 
 def test_parts_that_do_not_cover_a_bucket_are_refused() -> None:
     weight, other = torch.zeros(2, 3), torch.zeros(4)
-    layouts = Layouts({weight: "weight"})
-    assert layouts.slices([weight], torch.zeros(6)) == [slice(0, 6)]
+    group = Group(["weight"], torch.zeros(6), None, 1)
+    routes = Routes({weight: (group, 0)})
+    assert routes.of([weight], torch.zeros(6)) == [(slice(0, 6), group, 0)]
     with pytest.raises(ModelError, match=r"bucket of 8 values for 1 parameters with 6 \(weight\)"):
-        layouts.slices([weight], torch.zeros(8))
-    with pytest.raises(ModelError, match=r"does not have, of shapes \[\(4,\)\]"):
-        layouts.slices([weight, other], torch.zeros(10))
+        routes.of([weight], torch.zeros(8))
+    with pytest.raises(ModelError, match=r"also some of shapes \[\(4,\)\]"):
+        routes.of([weight, other], torch.zeros(10))
 
 
 def owed_while_unused(codec: Any) -> bool:
@@ -155,6 +158,7 @@ def owed_while_unused(codec: Any) -> bool:
     ddp.register_comm_hook(hook, codec_hook)
     owed = []
     for step in (0, 3, 4, 5):
+        ddp.zero_grad()
         ddp(data(step), step).backward()
         owed.append(hook.codec_state()["now_and_then.weight"]["error"])
     hook.close()
@@ -195,21 +199,26 @@ def mistakes() -> None:
     hook = DdpCodec(one, "int8")
     one.register_comm_hook(hook, codec_hook)
     other.register_comm_hook(hook, codec_hook)
-    with pytest.raises(ModelError, match="register the hook on that DDP model"):
+    with pytest.raises(ModelError, match="register it there alone"):
         other(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(UsageError, match="owes to body.weight, which this model does not have"):
+    with pytest.raises(UsageError, match=r"owes to body\.weight, which this model does not have"):
         hook.load_state_dict({**hook.state_dict(), "codec": {"body.weight": {}}})
     with pytest.raises(UsageError, match="cannot be pickled"):
         pickle.dumps(hook)
     one(torch.ones(1, 4)).sum().backward()
+    del one
     layers[0].bias.requires_grad_(False)
     fewer = DistributedDataParallel(layers[0])
     fewer.register_comm_hook(hook, codec_hook)
-    with pytest.raises(ModelError, match="averages other parameters .*: bias; make a new DdpCodec"):
+    with pytest.raises(ModelError, match=r"averages other .*: not bias; make a new"):
         fewer(torch.ones(1, 4)).sum().backward()
     hook.close()
+    del fewer
+    layers[0].bias.requires_grad_(True)
+    again = DistributedDataParallel(layers[0])
+    again.register_comm_hook(hook, codec_hook)
     with pytest.raises(UsageError, match=r"a backward after DdpCodec.close\(\)"):
-        one(torch.ones(1, 4)).sum().backward()
+        again(torch.ones(1, 4)).sum().backward()
 
 
 def test_mistakes_are_named(two) -> None:
@@ -253,12 +262,14 @@ def test_a_parameter_frozen_between_ddp_and_hook(two) -> None:
 
 
 def late_rank() -> list[str]:
-    """Rank 1 leaves out a backward: what the others' next two raise."""
+    """Rank 1 leaves out a backward: what the next two of rank 0 raise."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
     hook = DdpCodec(ddp, "int8")
     ddp.register_comm_hook(hook, codec_hook)
     errors = []
+    for _ in range(2):  # DDP rebuilds its buckets, which would time out by itself
+        ddp(torch.ones(1, 4)).sum().backward()
     for _ in range(2 * (dist.get_rank() == 0)):
         try:
             ddp(torch.ones(1, 4)).sum().backward()
@@ -273,7 +284,4 @@ def test_a_failed_exchange_ends_the_run_within_the_timeout_of_the_group(two) -> 
     (first, second), nothing = two.run(late_rank)
     assert nothing == []
     assert "imed out" in first
-    assert "start the run again from its last checkpoint" in second or "Error" in second
-    assert issubclass(ExchangeError, RuntimeError)
-
-
+    assert "start the run again from its last checkpoint" in second

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,9 +34,10 @@ def checked(
     return config
 
 
-def other_parameters(names: Sequence[str]) -> ModelError:
+def other_parameters(difference: str) -> ModelError:
     """The error where DDP averages more or fewer parameters than before."""
     return ModelError(
-        f"DDP averages other parameters than when this hook began: {', '.join(names)}; make a new "
-        "DdpCodec for each DistributedDataParallel, and load this one's state_dict() into it"
+        f"DDP averages other parameters than when DdpCodec was made: {difference}; make a new "
+        "DdpCodec for each DistributedDataParallel (that of the same model can load this one's "
+        "state_dict()), and register it there alone"
     )

@@ -1,4 +1,4 @@
-"""What DDP's buckets bring in one backward pass, and the groups in which gradients travel.
+"""The groups in which gradients travel, and what DDP's buckets bring in one backward pass.
 
 [Note: Groups of our own]
 DDP lays its buckets out by its settings and, after the first backward, by the order in which
@@ -6,7 +6,7 @@ gradients came. If codecs worked on those, a resumed run would begin with other 
 random numbers than the run that it continues. So gradients travel in groups that depend on the
 parameters and ``bucket_cap_mb`` alone; a group is exchanged once all its gradients are there. They
 are cut as DDP cuts buckets where gradients come in reverse order of registration: then no group
-waits for a second bucket. Which parameters DDP averages, the first backward tells, at its end.
+waits for a second bucket.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from threading import Lock
 import torch
 
 from slipstream.codecs.compressor import slot_slices
+from slipstream.ddp._checks import other_parameters
 from slipstream.errors import ModelError
 from slipstream.gradients.compressed import NamedCompressor
 
@@ -44,28 +45,48 @@ class Arrived:
 class Group:
     """Gradients that travel together, and in this backward where each of them came from."""
 
-    parameters: tuple[torch.Tensor, ...]
+    names: Sequence[str]
     values: torch.Tensor
     codec: NamedCompressor | None
     num_flags: int
     is_finite: bool = True
-    sources: dict[torch.Tensor, tuple[Arrived, torch.Tensor]] = field(default_factory=dict)
+    missing: int = 0
+    sources: list[tuple[Arrived, torch.Tensor]] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Nothing has come yet; keeps no bucket alive."""
+        self.missing, self.sources = len(self.names), []
+
+    def has(self, slot: int) -> bool:
+        """Whether the gradient of a slot has come in this backward."""
+        return not self.missing or (bool(self.sources) and self.sources[slot] is not _NOTHING)
+
+    def not_come(self) -> list[int]:
+        """Slots whose gradient has not come."""
+        return [slot for slot in range(len(self.names)) if not self.has(slot)]
+
+    def put(self, slot: int, arrived: Arrived, row: torch.Tensor) -> None:
+        if not self.sources:
+            self.sources = [_NOTHING] * len(self.names)
+        self.sources[slot] = arrived, row
+        self.missing -= 1
+
+
+_NOTHING = Arrived(torch.empty(0), torch.futures.Future(), 0), torch.empty(0)
 
 
 class Backward:
     """What is under way in one backward pass; two threads use it.
 
     Attributes:
-        early: gradients that came before there were groups.
-        started: groups whose exchange has begun, in order.
+        started: groups whose exchange has begun.
         open: until all groups are exchanged.
         error: of the exchange that failed.
     """
 
-    def __init__(self) -> None:
-        self.early: dict[torch.Tensor, tuple[Arrived, torch.Tensor]] = {}
-        self.started: list[Group] = []
-        self.open = True
+    def __init__(self, *, open: bool = True) -> None:
+        self.started = 0
+        self.open = open
         self.error: Exception | None = None
         self._arrived: list[Arrived] = []
         self._lock = Lock()
@@ -80,7 +101,6 @@ class Backward:
         """All is exchanged: keep no bucket alive."""
         with self._lock:
             self.open = False
-            self.early.clear()
             self._arrived.clear()
 
     def fail(self, error: Exception) -> None:
@@ -115,43 +135,44 @@ def grouped(kinds: Mapping[torch.Tensor, Hashable], most: int) -> list[list[torc
     return groups
 
 
-class Layouts:
-    """Where gradients lie in the buckets of DDP, looked at once for each bucket that it makes.
+class Routes:
+    """From DDP's buckets to groups, found and checked once for each bucket that DDP makes.
 
     Args:
-        names: of all parameters of the model, and keeps them alive.
+        places: group and slot of every parameter, which this keeps alive.
     """
 
-    def __init__(self, names: Mapping[torch.Tensor, str]) -> None:
-        self._names = names
-        self._slices: dict[tuple[int, ...], list[slice]] = {}
+    def __init__(self, places: Mapping[torch.Tensor, tuple[Group, int]]) -> None:
+        self._places = places
+        self._found: dict[tuple[int, ...], list[tuple[slice, Group, int]]] = {}
 
-    def slices(self, parameters: Sequence[torch.Tensor], row: torch.Tensor) -> list[slice]:
-        """The parts of a bucket's ``row`` of real numbers.
+    def of(
+        self, parameters: Sequence[torch.Tensor], row: torch.Tensor
+    ) -> list[tuple[slice, Group, int]]:
+        """The parts of a bucket's ``row`` of real numbers, and the group and slot of each.
 
         Raises:
-            ModelError: a parameter of another model, or parts that do not cover the bucket.
+            ModelError: a parameter without a group, or parts that do not cover the bucket.
         """
         key = tuple(map(id, parameters))
-        slices = self._slices.get(key)
-        if slices is not None and slices[-1].stop == row.numel():
-            return slices
-        unknown = [tuple(p.shape) for p in parameters if p not in self._names]
+        found = self._found.get(key)
+        if found is not None and found[-1][0].stop == row.numel():
+            return found
+        unknown = [tuple(p.shape) for p in parameters if p not in self._places]
         if unknown:
-            raise ModelError(
-                f"a bucket holds parameters that the model given to DdpCodec does not have, of "
-                f"shapes {unknown}: register the hook on that DDP model, and make a new DdpCodec "
-                "where parameters were added or replaced"
-            )
+            raise other_parameters(f"also some of shapes {unknown}")
         slices = slot_slices(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
+        places = [self._places[p] for p in parameters]
         if slices[-1].stop != row.numel():
+            names = ", ".join(group.names[slot] for group, slot in places)
             raise ModelError(
                 f"DDP laid out a bucket of {row.numel()} values for {len(parameters)} parameters "
-                f"with {slices[-1].stop} ({', '.join(self._names[p] for p in parameters)}): "
-                "DdpCodec does not know this layout; use accelerate(), or DDP without the hook"
+                f"with {slices[-1].stop} ({names}): DdpCodec does not know this layout; use "
+                "accelerate(), or DDP without the hook"
             )
-        self._slices[key] = slices
-        return slices
+        found = [(where, *place) for where, place in zip(slices, places, strict=True)]
+        self._found[key] = found
+        return found
 
 
 def real_row(values: torch.Tensor) -> torch.Tensor:

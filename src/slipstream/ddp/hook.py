@@ -26,14 +26,7 @@ from slipstream.cluster.groups import new_group
 from slipstream.codecs import HalfCodec, Ranks
 from slipstream.codecs.compressor import is_finite
 from slipstream.ddp._checks import checked, other_parameters
-from slipstream.ddp._groups import (
-    Arrived,
-    Backward,
-    Group,
-    Layouts,
-    grouped,
-    real_row,
-)
+from slipstream.ddp._groups import Arrived, Backward, Group, Routes, grouped, real_row
 from slipstream.errors import ExchangeError, ModelError, UsageError
 from slipstream.gradients.compressed import (
     CodecStates,
@@ -110,9 +103,14 @@ class DdpCodec:
         config = checked(ddp, codec, transport)
         assert isinstance(ddp, DistributedDataParallel)
         trainables = parameters_of(ddp.module, trainable=True)
-        # In the order in which most models' gradients come. Frozen ones, too: DDP goes by what
-        # required a gradient when it was made.
-        self._names = {p: name for name, p in reversed(list(ddp.module.named_parameters()))}
+        # torch tells nowhere else which parameters DDP averages: those that required a gradient
+        # when it was made.
+        buckets = ddp.reducer._get_zeros_like_grad_buckets()
+        averaged = {p: bucket.buffer().dtype for bucket in buckets for p in bucket.parameters()}
+        del buckets  # as large as all gradients
+        names = {p: name for name, p in reversed(list(ddp.module.named_parameters()))}
+        self._names = {p: name for p, name in names.items() if p in averaged}
+        self._dtypes = averaged
         members = dist.get_process_group_ranks(ddp.process_group)
         self._ranks = Ranks(dist.get_rank(ddp.process_group), len(members))
         self._correction: MomentumCorrection | None = None
@@ -130,11 +128,9 @@ class DdpCodec:
         self._loss_scale = loss_scale
         self._finds_unused = bool(ddp.find_unused_parameters)
         self._bucket_bytes = int(ddp.bucket_bytes_cap)
-        self._layouts = Layouts(self._names)
-        self._groups: list[Group] = []
-        self._group_of: dict[torch.Tensor, Group] = {}
         self._states = CodecStates(self._correction.buffers if self._correction else {})
-        self._backward = Backward()
+        self._lay_out()
+        self._backward = Backward(open=False)
         self._closed = False
         self.step = self.skipped = 0
 
@@ -151,22 +147,29 @@ class DdpCodec:
                 "a backward after DdpCodec.close(): DDP cannot drop a hook; wrap the module in "
                 "DistributedDataParallel anew, with a DdpCodec of its own or none"
             )
-        if bucket.index() == 0:
-            self._begin()
-        buffer = bucket.buffer()
+        buffer, row = bucket.buffer(), real_row(bucket.buffer())
         if buffer.is_sparse:
             names = ", ".join(self._names.get(p, "?") for p in bucket.parameters())
             raise ModelError(
                 f"{names}: sparse gradients, which DdpCodec does not compress; accelerate() does"
             )
+        route = self._routes.of(bucket.parameters(), row)
+        _, group, slot = route[0]
+        # Under static_graph all buckets of the first backward say that they are number 0 (2.15).
+        if not self._backward.open or group.has(slot):
+            self._begin()
         devices: list[int | str | torch.device] | None = [buffer.device] if buffer.is_cuda else None
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        parameters, row = bucket.parameters(), real_row(buffer)
-        slices = self._layouts.slices(parameters, row)
-        arrived = Arrived(buffer, future, missing=len(parameters))
+        arrived = Arrived(buffer, future, missing=len(route))
         self._backward.add(arrived)
-        gradients = {p: (arrived, row[where]) for p, where in zip(parameters, slices, strict=True)}
-        self._take(gradients, bucket.is_last())
+        for where, group, slot in route:
+            group.put(slot, arrived, row[where])
+            if not group.missing:
+                self._backward.started += 1
+                self._start(group)
+        if bucket.is_last() and self._backward.started < len(self._groups):
+            missing = [group.names[i] for group in self._groups for i in group.not_come()]
+            raise other_parameters(f"not {', '.join(missing)}")
         return future
 
     def _begin(self) -> None:
@@ -183,34 +186,11 @@ class DdpCodec:
             self._states.settle(counts=False)
         self._backward = Backward()
         for group in self._groups:
-            group.sources.clear()
+            group.reset()
 
-    def _take(
-        self, gradients: Mapping[torch.Tensor, tuple[Arrived, torch.Tensor]], last: bool
-    ) -> None:
-        """Put gradients into their groups, and exchange the groups that are complete."""
-        backward = self._backward
-        if not self._groups:
-            backward.early.update(gradients)
-            if not last:
-                return
-            gradients = backward.early
-            self._lay_out({p: row.dtype for p, (_, row) in gradients.items()})
-        for parameter, source in gradients.items():
-            group = self._group_of.get(parameter)
-            if group is None:
-                raise other_parameters([self._names[parameter]])
-            group.sources[parameter] = source
-            if len(group.sources) == len(group.parameters):
-                backward.started.append(group)
-                self._start(group, is_last=len(backward.started) == len(self._groups))
-        waiting = set(self._groups) - set(backward.started) if last else ()
-        if waiting:
-            missing = [p for group in waiting for p in group.parameters if p not in group.sources]
-            raise other_parameters([self._names[p] for p in missing])
-
-    def _start(self, group: Group, *, is_last: bool) -> None:
+    def _start(self, group: Group) -> None:
         loss_scale, backward = self._loss_scale(), self._backward
+        number, is_last = backward.started, backward.started == len(self._groups)
 
         def exchange() -> Exchange:
             try:
@@ -218,14 +198,13 @@ class DdpCodec:
                 if is_last:
                     self._settle()
                     backward.finish()
-                for arrived, _ in group.sources.values():
+                sources, group.sources = group.sources, []  # DDP may free its buckets now
+                for arrived, _ in sources:
                     arrived.taken_back()
-                group.sources.clear()  # DDP may free its buckets now
             except Exception as error:
                 backward.fail(error)
                 raise
 
-        number = len(backward.started)
         label = Label("allreduce", lambda: f"rank {self._ranks.rank}, exchange {number}")
         self._channel.start(label, exchange())
 
@@ -233,7 +212,7 @@ class DdpCodec:
         """Average the gradients of a group, in place; only codecs need their true size."""
         if group.codec is None:
             loss_scale = 1.0
-        rows = [group.sources[p][1] for p in group.parameters]
+        rows = [row for _, row in group.sources]
         sizes = [row.numel() for row in rows]
         *pieces, padding = group.values.split([*sizes, group.values.numel() - sum(sizes)])
         for row, piece in zip(rows, pieces, strict=True):
@@ -270,19 +249,21 @@ class DdpCodec:
         self.step += finite
         self.skipped += not finite
 
-    def _lay_out(self, dtypes: Mapping[torch.Tensor, torch.dtype]) -> None:
+    def _lay_out(self) -> None:
         """Make the groups of all parameters that DDP averages."""
         kinds = {
-            p: (self._plan.codec_of(name), p.device, p.dtype, dtypes[p])
+            p: (self._plan.codec_of(name), p.device, p.dtype, self._dtypes[p])
             for p, name in self._names.items()
-            if p in dtypes
         }
         chosen = grouped(kinds, self._bucket_bytes)
-        self._groups = [self._group(parameters, dtypes[parameters[0]]) for parameters in chosen]
-        self._group_of = {p: group for group in self._groups for p in group.parameters}
+        self._groups = [self._group(parameters) for parameters in chosen]
+        pairs = zip(self._groups, chosen, strict=True)
+        places = {p: (group, i) for group, inside in pairs for i, p in enumerate(inside)}
+        self._routes = Routes(places)
         self._states.attach([group.codec for group in self._groups if group.codec is not None])
 
-    def _group(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype) -> Group:
+    def _group(self, parameters: Sequence[torch.Tensor]) -> Group:
+        dtype = self._dtypes[parameters[0]]
         names = [self._names[p] for p in parameters]
         codec, named, num_flags = self._plan.codec_of(names[0]), None, 1
         numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
@@ -300,7 +281,7 @@ class DdpCodec:
             named = self._plan.compressor(codec, names, parameters, num_flags=num_flags, seed=seed)
             numel, dtype = named.compressor.num_values, named.compressor.works_in
         values = torch.zeros(numel, dtype=dtype, device=parameters[0].device)
-        return Group(tuple(parameters), values, named, num_flags)
+        return Group(names, values, named, num_flags)
 
     # State.
 
@@ -344,8 +325,8 @@ class DdpCodec:
             )
         self.step = state["step"]
         self._bucket_bytes = state.get("bucket_bytes", self._bucket_bytes)
-        self._groups, self._group_of = [], {}
         self._states = CodecStates(state["codec"])
+        self._lay_out()
 
     def close(self) -> None:
         """End the thread and give the optimizer its momentum back; DDP must not go on."""
