@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1] / "src" / PACKAGE
 
 LEVELS = (
     ("errors", "pytree", "version"),
-    ("cluster", "kernels", "optim", "strategy", "testbed", "trace"),
+    ("cluster", "kernels", "optim", "plain_copy", "strategy", "testbed", "trace"),
     ("analysis", "memory", "precision", "transport"),
     ("codecs", "comm", "data"),
     ("gradients",),

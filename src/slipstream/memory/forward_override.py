@@ -11,16 +11,17 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import UsageError
+from slipstream.plain_copy import Attached, copy_plainly, detached
 
 Forward = Callable[..., Any]
 
 
-class ForwardOverride:
+class ForwardOverride(Attached):
     """Sets ``module.forward`` to a call of ``wrapper(forward, *args, **kwargs)``, where ``forward``
     is the forward it replaces.
 
-    Overrides stack on one module and come off in reverse order. A copy of the module
-    (``copy.deepcopy``, ``pickle``) has no override: it calls its own forward.
+    Overrides stack on one module and come off in reverse order. A copy of the module has none
+    (`plain_copy`).
 
     Example:
         >>> import copy
@@ -37,9 +38,10 @@ class ForwardOverride:
         self._module, self._wrapper = module, wrapper
         self.forward: Forward = module.forward
         self.__wrapped__ = self.forward  # for inspect.signature
-        self._was_instance_attribute = "forward" in vars(module)
+        self.replaced = vars(module).get("forward", Attached.replaced)
         self._installed = True
         module.forward = self
+        copy_plainly(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapper(self.forward, *args, **kwargs)
@@ -58,14 +60,15 @@ class ForwardOverride:
                 "the later override first"
             )
         self._installed = False
-        if self._was_instance_attribute:
-            self._module.forward = self.forward
-        else:
+        if self.replaced is Attached.replaced:
             del self._module.forward
+        else:
+            self._module.forward = self.replaced
+        detached(self._module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of a module is made before its attributes are copied. When this override is copied
-        # the module's copy has no "forward" of its own yet, so getattr finds that of its class.
+        # Inside of another override of the user's. A copy of a module is made before its attributes
+        # are copied: it has no "forward" of its own yet, so getattr finds that of its class.
         return getattr, (self._module, "forward")
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import StrategyError
+from slipstream.plain_copy import Attached, copy_plainly, detached
 from slipstream.strategy.validate import did_you_mean
 
 Modules = dict[str, nn.Module]
@@ -84,7 +85,7 @@ def check_not_tied(model: nn.Module, floats: Modules) -> None:
                 )
 
 
-class WrappedForward:
+class WrappedForward(Attached):
     """Wraps the forward of one module until ``remove``.
 
     Stored as ``module.forward``. Hooks would not do: a forward hook is skipped when the forward
@@ -93,8 +94,9 @@ class WrappedForward:
     def __init__(self, module: nn.Module, around: Around) -> None:
         self.module = module
         self._around: Around | None = around
-        self._before = vars(module).get("forward")
+        self.replaced = vars(module).get("forward", Attached.replaced)
         vars(module)["forward"] = self
+        copy_plainly(module)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -102,7 +104,10 @@ class WrappedForward:
 
         Looked up on each access: a stored bound method would not survive pickling.
         """
-        return self._before or MethodType(type(self.module).forward, self.module)
+        if self.replaced is Attached.replaced:
+            return MethodType(type(self.module).forward, self.module)
+        forward: Callable[..., Any] = self.replaced
+        return forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._around is None:
@@ -117,8 +122,9 @@ class WrappedForward:
         and removes itself with the next call.
         """
         self._around = None
-        top = vars(self.module).pop("forward", None)
+        top = vars(self.module).pop("forward", Attached.replaced)
         while isinstance(top, WrappedForward) and top._around is None:
-            top = top._before
-        if top is not None:
+            top = top.replaced
+        if top is not Attached.replaced:
             vars(self.module)["forward"] = top
+        detached(self.module)

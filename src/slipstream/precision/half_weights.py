@@ -24,6 +24,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from slipstream.errors import UsageError
+from slipstream.plain_copy import attach, copy_as
 from slipstream.precision.casts import HALF_TYPES, cast
 from slipstream.precision.float_modules import Modules, modules_in_float
 from slipstream.precision.half_checks import check_half_weights
@@ -109,8 +110,9 @@ class HalfWeights:
                     self._change(parameter, self._dtype)
             for name, buffer in module.named_buffers(recurse=False):
                 if buffer.dtype == torch.float32:
-                    self._buffers[module, name] = buffer.detach().clone()
+                    self._buffers[module, name] = kept = buffer.detach().clone()
                     buffer.data = buffer.data.to(self._dtype)
+                    self._undo.append(copy_as(buffer, partial(self._wide, buffer, kept)))
 
     def _widen(self, modules: Iterable[nn.Module]) -> None:
         """Make parameters and buffers of the fp32 modules fp32, if the model was 16-bit before."""
@@ -134,6 +136,7 @@ class HalfWeights:
             self.masters[parameter] = self._share_of(parameter, parameter.data.float()).clone()
             self._halves[parameter] = values
             self._versions[parameter] = parameter._version
+            self._undo.append(copy_as(parameter, partial(self._whole, parameter)))
         parameter.grad = None
         parameter.data = values
         parameter.grad_dtype = torch.float32
@@ -152,10 +155,10 @@ class HalfWeights:
         """Install the hooks that cast and that swap masters; yield how to remove each."""
         model, optimizer = self._model, self._optimizer
         for module in self.floats.values():
-            yield module.register_forward_pre_hook(self._to_float, with_kwargs=True).remove
-            yield module.register_forward_hook(self._to_half).remove
-        yield model.register_forward_pre_hook(self._enter, with_kwargs=True).remove
-        yield model.register_forward_hook(self._leave).remove
+            yield attach(module.register_forward_pre_hook, self._to_float, with_kwargs=True)
+            yield attach(module.register_forward_hook, self._to_half)
+        yield attach(model.register_forward_pre_hook, self._enter, with_kwargs=True)
+        yield attach(model.register_forward_hook, self._leave)
         yield self._watch_others()
         # torch.compile must not trace these: they change the dtype of parameters
         eager: Any = torch.compiler.disable
@@ -164,9 +167,8 @@ class HalfWeights:
         yield optimizer.register_load_state_dict_pre_hook(self._swap_in_masters).remove
         yield optimizer.register_load_state_dict_post_hook(self._swap_in_halves).remove
         for module in self._modules:
-            # partial: torch sets an attribute on the hook, which a bound method refuses
-            yield module.register_state_dict_post_hook(partial(self._save)).remove
-            yield module.register_load_state_dict_pre_hook(self._load).remove
+            yield attach(module.register_state_dict_post_hook, self._save)
+            yield attach(module.register_load_state_dict_pre_hook, self._load)
 
     def _to_float(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast(args, torch.float32), cast(kwargs, torch.float32)

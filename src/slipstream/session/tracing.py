@@ -20,6 +20,7 @@ from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.segments import gradients_of, parameters_of
 from slipstream.parallel.dims import ParallelDims
+from slipstream.plain_copy import attach
 from slipstream.planner.candidates import with_gradients
 from slipstream.sharding.checks import check_sharded
 from slipstream.strategy import Row, Sharded, Strategy
@@ -88,8 +89,10 @@ class SessionTracer:
         self._start: Stamp = 0.0
         self._end: Stamp = 0.0
         self.iteration_begins()  # a collective that may fail: before the hook is installed
-        self._hook = self.model.register_forward_pre_hook(
-            lambda _, args, kwargs: self.forward_begins(args, kwargs), with_kwargs=True
+        self._remove_hook = attach(
+            self.model.register_forward_pre_hook,
+            lambda _, args, kwargs: self.forward_begins(args, kwargs),
+            with_kwargs=True,
         )
 
     def iteration_begins(self) -> None:
@@ -171,7 +174,7 @@ class SessionTracer:
     def drop(self) -> None:
         """Stop recording, without a collective."""
         self._closed = True
-        self._hook.remove()
+        self._remove_hook()
 
     def _window_ends(self) -> None:
         """All iterations of a window are recorded: for the search, or for the user."""
