@@ -12,7 +12,8 @@ import torch.distributed as dist
 from slipstream.errors import ExchangeError, UsageError
 from slipstream.sharding.gather import ParameterGather
 from tests.harness.ranks import RankFailure, Ranks
-from tests.sharding.test_update import OPTIMIZERS, batch, build, pending, session_on, steps
+from tests.sharding.test_reads import pending
+from tests.sharding.test_update import OPTIMIZERS, batch, build, session_on, steps
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,12 @@ def killed(between_phases: bool) -> None:
     session.__exit__(ExchangeError, caught.value, None)
     assert "another rank has ended" in str(caught.value)
     assert not pending(model)
+    if between_phases:
+        for use in (model.state_dict, lambda: model(batch(0, 0))):
+            with pytest.raises(UsageError, match=r"the last update of .* has not arrived"):
+                use()
+        model.load_state_dict(build().state_dict())
+        model.state_dict()
 
 
 @pytest.mark.parametrize("between_phases", [False, True])

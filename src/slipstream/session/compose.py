@@ -62,7 +62,7 @@ from slipstream.strategy import (
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.channel import STAGES, Channel
-from slipstream.transport.consistency import any_of, broadcast_from_first
+from slipstream.transport.consistency import any_of, broadcast_from_first, meet
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.hosts import Rails
 from slipstream.transport.place import Place, find_place
@@ -386,7 +386,9 @@ def _sharded_model(
     precision: ModelPrecision,
 ) -> ShardedModel:
     config, rank = given.strategy.gradients.transport, given.cluster.rank
+    control = given.dims.control
     assert isinstance(config, Sharded)
+    assert control is not None
 
     def forward_order() -> list[NamedParameter]:
         assert engine.order is not None
@@ -399,6 +401,7 @@ def _sharded_model(
         transport=transport,
         gather=ParameterGather(shares, transport, config.gather, f"rank {rank}"),
         order=forward_order,
+        meet=partial(meet, group=control),
         half_weights=precision.masters,
     )
     return given.handles.add(sharded, on_error=sharded.abandon)
