@@ -382,3 +382,5 @@ def test_a_copy_of_the_sessions_loader_is_refused() -> None:
     for make in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(UsageError, match="copy the loader that accelerate"):
             make(loader)
+        with pytest.raises(UsageError, match=r"copy the loader that prefetch\(\) got"):
+            make(prefetch(DataLoader([1])))

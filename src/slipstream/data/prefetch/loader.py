@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ReferenceType, finalize, ref
 
 import torch
@@ -145,6 +145,12 @@ class PrefetchLoader:
         batches = self._timed(self._on_device(batches))
         self._running = ref(batches)
         return batches
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a prefetched loader has workers and threads, so it cannot be copied or pickled; copy "
+            "the loader that prefetch() got"
+        )
 
     def reading(self) -> dict[str, int]:
         """Of a trace: workers or threads that read beside the training, and batches that are
