@@ -58,11 +58,11 @@ class Tuner:
         base: the strategy to start from, and to keep unless another is faster.
         budget: seconds for everything.
         choices: settings of compute and data to try, where the trace says that they have a use.
-        hidden: why the script does not take the strategies of trials, if that is known.
         updates: of the whole training, if known: a codec that begins late counts for the rest.
         notify: called with all trials after each new one.
         doing: called with what happens next, in words.
         clock: seconds; tests give a clock of their own.
+        hidden: why the script does not take the strategies of trials, if that is known.
     """
 
     run: Run
@@ -70,11 +70,11 @@ class Tuner:
     base: Strategy
     budget: float
     choices: Sequence[Mapping[str, Any]] = ()
-    hidden: str | None = None
     updates: int | None = None
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
     clock: Callable[[], float] = time.monotonic
+    hidden: str | None = None
     _log: TrialLog = field(init=False)
     _deadline: float = field(default=0.0, init=False)
     _longest: float = field(default=0.0, init=False)  # seconds of the longest run so far
