@@ -15,12 +15,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from slipstream.gradients.shares import METADATA
+
+_DATA: Any = cast(Any, torch.Tensor).data
+_OF_ITS_CLASS: dict[Any, Callable[..., Any]] = {
+    _DATA.__get__: lambda parameter, *_: parameter.data,
+    _DATA.__set__: lambda parameter, values: setattr(parameter, "data", values),
+    torch.Tensor.detach: lambda parameter: parameter.detach(),
+}
 
 
 def pending_class(arrive: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
@@ -53,6 +60,8 @@ def pending_class(arrive: Callable[[nn.Parameter], None]) -> type[nn.Parameter]:
             if func not in METADATA:
                 for parameter in _those_of(cls, [args, *kwargs.values()]):
                     arrive(parameter)
+                if func in _OF_ITS_CLASS:  # its own class may have another answer
+                    return _OF_ITS_CLASS[func](*args)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
 
