@@ -200,7 +200,7 @@ class HalfWeights:
         if not torch.compiler.is_compiling():
             self._check_types()
             self._masters.depth += 1
-            self._masters.follow()
+            self._masters.refresh()
             self._late.narrow()
         return cast(args, self._dtype), cast(kwargs, self._dtype)
 

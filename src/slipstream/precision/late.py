@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class LateParameters:
         self._cast: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     def _stamp_now(self) -> list[int]:
-        return [id(held) for place in self._places for held in place.values()]
+        return [*map(id, chain.from_iterable(map(dict.values, self._places)))]
 
     def narrow(self) -> None:
         """The model begins to compute."""

@@ -59,7 +59,12 @@ class Masters:
         self.halves: dict[nn.Parameter, torch.Tensor] = {}
         self.stepping: list[nn.Parameter] = []
         self.depth = 0
-        self._versions: dict[nn.Parameter, tuple[int, int, int]] = {}
+        self._versions: dict[nn.Parameter, int] = {}
+        # Of halves and masters that may be written from outside, as somebody has read them.
+        self._shown: dict[nn.Parameter, tuple[int, int]] = {}
+        # Masters that 16-bit values replaced since the last step: if those come back, as after an
+        # evaluation of averages, their masters do, too.
+        self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._kinds: dict[Any, Any] = {}
 
     def add(self, parameter: nn.Parameter, before: torch.Tensor) -> None:
@@ -78,6 +83,7 @@ class Masters:
         """The data of these parameters is the master, until `swap_out`."""
         stepping = [p for p in held if p in self.values]
         self.follow(stepping)
+        self._before.clear()
         self.stepping = stepping
         for parameter in stepping:
             _DATA.__set__(parameter, self.values[parameter])
@@ -95,50 +101,91 @@ class Masters:
             self._is_half(parameter)
         self.stepping = []
 
-    def follow(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make masters and 16-bit values agree, where one of them was written."""
         if self.stepping:
             return
-        for parameter in self.values if parameters is None else parameters:
-            before, now = self._versions[parameter], self._versions_of(parameter)
-            if now == before:
-                continue
-            master, half = self.values[parameter], self.halves[parameter]
-            with torch.no_grad():
-                own = self.share_of(parameter, half)
-                if now[2] != before[2]:
-                    own.copy_(master)
-                else:
-                    master.copy_(wide(own, master, self._dtype))
-            self._versions[parameter] = self._versions_of(parameter)
+        for parameter in parameters:
+            if self._master_written(parameter):
+                self._from_master(parameter)
+            elif self._half_written(parameter):
+                master, newest = self.values[parameter], self._newest(parameter)
+                self._before.setdefault(parameter, master.clone())
+                with torch.no_grad():
+                    master.copy_(newest)
+                self._agree(parameter)
+
+    def _master_written(self, parameter: nn.Parameter) -> bool:
+        shown = self._shown.get(parameter)
+        return shown is not None and self.values[parameter]._version != shown[1]
+
+    def _half_written(self, parameter: nn.Parameter) -> bool:
+        shown = self._shown.get(parameter)
+        written = shown is not None and self.halves[parameter]._version != shown[0]
+        return written or parameter._version != self._versions[parameter]
+
+    def _newest(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The part of this rank in fp32: the master, but for 16-bit values that were written."""
+        master = self.values[parameter]
+        if self.stepping or self._master_written(parameter) or not self._half_written(parameter):
+            return master.detach()
+        own = self.share_of(parameter, self.halves[parameter])
+        newest, before = wide(own, master, self._dtype), self._before.get(parameter)
+        if before is not None:
+            back = (before.to(self._dtype) == own) & (master.to(self._dtype) != own)
+            newest = torch.where(back, before, newest)
+        return newest
+
+    def refresh(self) -> None:
+        """Round masters that were written through ``data``, before the model computes."""
+        for parameter in self._shown:
+            if self._master_written(parameter):
+                self._from_master(parameter)
+
+    @torch.no_grad()
+    def _from_master(self, parameter: nn.Parameter) -> None:
+        self.share_of(parameter, self.halves[parameter]).copy_(self.values[parameter])
+        self._agree(parameter)
+
+    def _agree(self, parameter: nn.Parameter) -> None:
+        self._versions[parameter] = parameter._version
+        if parameter in self._shown:
+            self._show(parameter)
+
+    def _show(self, parameter: nn.Parameter) -> None:
+        versions = self.halves[parameter]._version, self.values[parameter]._version
+        self._shown[parameter] = versions
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """``parameter`` in fp32; of what other ranks update, the rounded values."""
         master = self.values.get(parameter)
         if master is None:
             return parameter.detach().float()
-        self.follow([parameter])
+        newest = self._newest(parameter)
         if master.shape == parameter.shape:
-            return master.detach()
+            return newest
         whole = parameter.detach().float()  # waits for values that are on their way
-        self.share_of(parameter, whole).copy_(master)
+        self.share_of(parameter, whole).copy_(newest)
         return whole
 
     def join(self, gather: Callable[[nn.Parameter, torch.Tensor], torch.Tensor]) -> None:
         """Make all masters whole: ``gather`` returns that of a parameter from this rank's part."""
-        self.follow()
+        self.follow(self.values)
         self.values = {p: gather(p, master) for p, master in self.values.items()}
-        self._versions = {p: self._versions_of(p) for p in self.values}
+        for parameter in self._shown:
+            self._show(parameter)
         self.share_of = everything
 
     # From outside; see the note at the top of the file.
 
     def _read(self, parameter: nn.Parameter) -> torch.Tensor:
         in_backward = torch._C._current_graph_task_id() != -1
-        if self.depth or in_backward or self.share_of is not everything:
-            return self.halves[parameter].detach()
-        self.follow([parameter])
-        return self.values[parameter].detach()
+        outside = not self.depth and not in_backward and self.share_of is everything
+        if outside:
+            self.follow([parameter])
+        if parameter not in self._shown:
+            self._show(parameter)
+        return (self.values if outside else self.halves)[parameter].detach()
 
     @torch.no_grad()
     def _write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -155,19 +202,15 @@ class Masters:
         same = self.share_of(parameter, half).float() == new
         master.copy_(torch.where(same, master, new))
         half.copy_(values)
-        self._versions[parameter] = self._versions_of(parameter)
+        self._agree(parameter)
 
     def _is_half(self, parameter: nn.Parameter) -> None:
         """The data of a parameter are its 16-bit values, which agree with the master."""
-        self._versions[parameter] = self._versions_of(parameter)
+        self._agree(parameter)
         kind = type(parameter)
         if kind not in self._kinds:
             self._kinds[kind] = _seen_from_outside(kind, self._read, self._write)
         parameter.__class__ = self._kinds[kind]
-
-    def _versions_of(self, parameter: nn.Parameter) -> tuple[int, int, int]:
-        half, master = self.halves[parameter], self.values[parameter]
-        return parameter._version, half._version, master._version
 
 
 def _seen_from_outside(
