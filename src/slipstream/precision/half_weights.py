@@ -6,10 +6,12 @@ optimizer steps or loads a state, it is the fp32 master, so the optimizer's stat
 afterwards the masters are rounded into the 16-bit tensors, whose storage never changes. Autograd
 accumulates gradients in fp32 (``Tensor.grad_dtype``), across backward passes and for clipping.
 
-``model.state_dict()`` returns the masters and ``load_state_dict()`` takes them. If user code writes
-into a parameter between steps (clamps, re-initialises, averages), the new 16-bit value no longer
-equals the rounded master and replaces it. A second optimizer that steps the same parameters is
-refused at its first step: updates smaller than the 16-bit rounding would be lost.
+``model.state_dict()`` returns the masters and ``load_state_dict()`` takes them, and outside of the
+model's computing ``parameter.data`` is the master (``masters``). If user code writes into a
+parameter itself between steps, the new 16-bit value no longer equals the rounded master and
+replaces it. Copies of the model are plain fp32 models (``plain_copy``). A second optimizer that
+steps the same parameters is refused at its first step: updates smaller than the 16-bit rounding
+would be lost.
 """
 
 from __future__ import annotations
@@ -300,9 +302,11 @@ def half_weights(
     the model or a module that stays fp32; the model's outputs are fp32. The training loop stays as
     it is; with fp16, scale the loss, e.g. by ``torch.amp.GradScaler`` or by a session's loss scale.
     Name a module in ``float_modules`` if a buffer of it must be exact, e.g. rotary positions.
-    In-place writes to parameters under ``torch.no_grad()`` count. Writes through ``.data`` are lost
-    at the next optimizer step, because torch does not record them. Only ``model`` itself casts: a
-    submodule that is called directly takes and returns 16-bit tensors.
+    Writes to parameters count, in place under ``torch.no_grad()`` or through ``.data``, which is
+    the fp32 master outside of the model's forward and backward, as is ``detach()``; with
+    ``share_of`` it is 16-bit. fp32 parameters that enter the model later are cast while it
+    computes. Only ``model`` itself casts: a submodule that is called directly takes and returns
+    16-bit tensors.
 
     Args:
         model: any module; ``close()`` restores fp32.
@@ -317,7 +321,8 @@ def half_weights(
         StrategyError: a pattern matches no module, or one of two tied parameters.
         ModelError: the optimizer is not a torch.optim.Optimizer, computes gradients itself or holds
             no parameter of the model; or no parameter would change, e.g. because all are fp64.
-        UsageError: later, at ``step(closure)`` or the step of another optimizer.
+        UsageError: later, at ``step(closure)``, at the step of another optimizer or with late
+            16-bit parameters, and after ``model.half()`` or the like.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 1))
