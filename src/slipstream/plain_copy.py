@@ -127,7 +127,7 @@ def copy_as(tensor: torch.Tensor, plain: Callable[[], torch.Tensor]) -> Callable
     def value() -> torch.Tensor:
         values = plain().detach().clone()
         if isinstance(tensor, nn.Parameter):
-            values = kind(values, tensor.requires_grad)  # type: ignore[call-arg]
+            values = kind(values, tensor.requires_grad)
         own = {name: kept for name, kept in vars(tensor).items() if name not in _METHODS}
         vars(values).update(own)
         return values

@@ -157,7 +157,7 @@ def test_what_is_written_into_a_parameter_counts(write: str, then: str) -> None:
     net, optimizer, half = small()
     update(net, optimizer)
     weight = net.first.weight
-    before, master = weight.detach().clone(), half.masters[weight].clone()
+    before, master = weight.clone().detach(), half.masters[weight].clone()
     with torch.no_grad():
         WRITES[write](weight)
     assert (before != weight).any()

@@ -50,6 +50,11 @@ def _problem(model: nn.Module, optimizer: object) -> str | None:
             ": it computes losses inside its step, where the parameters are the fp32 masters; use "
             "another optimizer, or precision autocast"
         )
+    if callable(getattr(optimizer, "eval", None)):
+        return (
+            ": its eval() and train() change parameters outside of step(), where these are 16-bit; "
+            "use another optimizer, or precision autocast"
+        )
     own = {*model.parameters()}
     if any(p in own for group in optimizer.param_groups for p in group["params"]):
         return None

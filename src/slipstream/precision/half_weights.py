@@ -6,10 +6,12 @@ optimizer steps or loads a state, it is the fp32 master, so the optimizer's stat
 afterwards the masters are rounded into the 16-bit tensors, whose storage never changes. Autograd
 accumulates gradients in fp32 (``Tensor.grad_dtype``), across backward passes and for clipping.
 
-``model.state_dict()`` returns the masters and ``load_state_dict()`` takes them. If user code writes
-into a parameter between steps (clamps, re-initialises, averages), the new 16-bit value no longer
-equals the rounded master and replaces it. A second optimizer that steps the same parameters is
-refused at its first step: updates smaller than the 16-bit rounding would be lost.
+``model.state_dict()`` returns the masters and ``load_state_dict()`` takes them, and outside of the
+model's computing ``parameter.data`` is the master (``masters``). If user code writes into a
+parameter itself between steps, the new 16-bit value no longer equals the rounded master and
+replaces it. Copies of the model are plain fp32 models (``plain_copy``). A second optimizer that
+steps the same parameters is refused at its first step: updates smaller than the 16-bit rounding
+would be lost.
 """
 
 from __future__ import annotations
@@ -28,15 +30,9 @@ from slipstream.plain_copy import attach, copy_as
 from slipstream.precision.casts import HALF_TYPES, cast
 from slipstream.precision.float_modules import Modules, modules_in_float
 from slipstream.precision.half_checks import check_half_weights
+from slipstream.precision.late import LateParameters
+from slipstream.precision.masters import Masters, ShareOf, everything, wide
 from slipstream.strategy import HalfType
-
-ShareOf = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
-"""From a parameter, and a tensor laid out like it, to a view of the part that this rank updates."""
-
-
-def everything(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-    """This rank updates the whole parameter."""
-    return tensor.detach()
 
 
 class HalfWeights:
@@ -46,7 +42,6 @@ class HalfWeights:
         share_of: what this rank updates; it has the masters of that alone.
 
     Attributes:
-        masters: fp32 values by parameter.
         floats: the modules that stay fp32, by path.
         num_half: number of 16-bit parameter values.
         master_bytes: memory of the masters.
@@ -61,45 +56,51 @@ class HalfWeights:
         share_of: ShareOf = everything,
     ) -> None:
         self._model, self._optimizer, self._dtype, self.floats = model, optimizer, dtype, floats
-        self._share_of = share_of
         inside = {m for module in floats.values() for m in module.modules()}
         self._modules = [m for m in model.modules() if m not in inside]
         self._former: dict[nn.Parameter, torch.dtype] = {}
-        self.masters: dict[nn.Parameter, torch.Tensor] = {}
-        self._halves: dict[nn.Parameter, torch.Tensor] = {}
-        self._versions: dict[nn.Parameter, int] = {}
+        self._masters = Masters(dtype, share_of)
         self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self._widened: list[tuple[nn.Module, str]] = []
-        self._stepping: list[nn.Parameter] = []  # parameters whose data is the master now
         self._undo: list[Callable[[], None]] = []
         try:
             self._narrow()
             self._widen(inside)
+            self._late = LateParameters(model, inside, dtype)
+            self._float_types = {p: p.dtype for m in inside for p in m.parameters(recurse=False)}
             self._undo.extend(self._hooks())
         except BaseException:  # most often out of memory
             self.close()
             raise
-        self.num_half = sum(half.numel() for half in self._halves.values())
+        self.num_half = sum(half.numel() for half in self._masters.halves.values())
         self.master_bytes = sum(master.nbytes for master in self.masters.values())
+
+    @property
+    def masters(self) -> dict[nn.Parameter, torch.Tensor]:
+        """fp32 values by parameter."""
+        return self._masters.values
 
     def close(self) -> None:
         """Restore parameters from their masters, in their former dtypes; idempotent."""
+        self._masters.swap_out()
         while self._undo:
             self._undo.pop()()
+        for parameter in self._masters.halves:
+            self._masters.release(parameter)
         for (module, name), former in self._buffers.items():
             buffer = module.get_buffer(name)
-            buffer.data = self._wide(buffer, former)
+            buffer.data = wide(buffer, former, self._dtype)
         for module, name in self._widened:
             buffer = module.get_buffer(name)
             buffer.data = buffer.data.to(self._dtype)
         for parameter, dtype in self._former.items():
             gradient, parameter.grad = parameter.grad, None
             self._recast(parameter, dtype)
-            parameter.data = self._whole(parameter).to(dtype)
+            parameter.data = self._masters.whole(parameter).to(dtype)
             parameter.grad_dtype = dtype
             parameter.grad = None if gradient is None else gradient.to(dtype)
-        self.masters, self._halves, self._versions, self._former = {}, {}, {}, {}
-        self._buffers, self._widened = {}, []
+        self._masters = Masters(self._dtype, everything)
+        self._former, self._buffers, self._widened = {}, {}, []
 
     def _narrow(self) -> None:
         """Make parameters and buffers of the 16-bit modules 16-bit."""
@@ -112,7 +113,7 @@ class HalfWeights:
                 if buffer.dtype == torch.float32:
                     self._buffers[module, name] = kept = buffer.detach().clone()
                     buffer.data = buffer.data.to(self._dtype)
-                    self._undo.append(copy_as(buffer, partial(self._wide, buffer, kept)))
+                    self._undo.append(copy_as(buffer, partial(wide, buffer, kept, self._dtype)))
 
     def _widen(self, modules: Iterable[nn.Module]) -> None:
         """Make parameters and buffers of the fp32 modules fp32, if the model was 16-bit before."""
@@ -131,16 +132,14 @@ class HalfWeights:
         self._former[parameter] = parameter.dtype
         self._recast(parameter, torch.float32)
         gradient = None if parameter.grad is None else parameter.grad.float()
-        values = parameter.data.to(dtype)
-        if dtype != torch.float32:
-            self.masters[parameter] = self._share_of(parameter, parameter.data.float()).clone()
-            self._halves[parameter] = values
-            self._versions[parameter] = parameter._version
-            self._undo.append(copy_as(parameter, partial(self._whole, parameter)))
+        before, values = parameter.data, parameter.data.to(dtype)
         parameter.grad = None
         parameter.data = values
         parameter.grad_dtype = torch.float32
         parameter.grad = gradient
+        if dtype != torch.float32:
+            self._undo.append(copy_as(parameter, partial(self._masters.whole, parameter)))
+            self._masters.add(parameter, before)
 
     def _recast(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
         """Cast the optimizer state of a parameter that was 16-bit before ``half_weights``."""
@@ -158,7 +157,7 @@ class HalfWeights:
             yield attach(module.register_forward_pre_hook, self._to_float, with_kwargs=True)
             yield attach(module.register_forward_hook, self._to_half)
         yield attach(model.register_forward_pre_hook, self._enter, with_kwargs=True)
-        yield attach(model.register_forward_hook, self._leave)
+        yield attach(model.register_forward_hook, self._leave, always_call=True)
         yield self._watch_others()
         # torch.compile must not trace these: they change the dtype of parameters
         eager: Any = torch.compiler.disable
@@ -170,6 +169,28 @@ class HalfWeights:
             yield attach(module.register_state_dict_post_hook, self._save)
             yield attach(module.register_load_state_dict_pre_hook, self._load)
 
+    def _check_masters(self, held: Iterable[nn.Parameter]) -> None:
+        """Refuse to step on 16-bit parameters without masters."""
+        late = {p for p in held if p.dtype == self._dtype and p not in self._former}
+        if late:
+            names = [name for name, p in self._model.named_parameters() if p in late]
+            raise UsageError(
+                f"the optimizer got {', '.join(names[:3]) or 'a parameter'} in {self._dtype} after "
+                "half_weights or accelerate(), without an fp32 master; add it before, or make it "
+                "fp32, so that it is cast while the model computes"
+            )
+
+    def _check_types(self) -> None:
+        """Refuse to compute after ``model.half()`` and the like."""
+        for parameter, dtype in self._float_types.items():
+            if parameter.dtype is not dtype:
+                names = [name for name, p in self._model.named_parameters() if p is parameter]
+                raise UsageError(
+                    f"{names[0] if names else 'a parameter'} was made {parameter.dtype}, by "
+                    "model.half() or the like; with half weights this module is fp32: leave it "
+                    "out, or call it before accelerate() or after close()"
+                )
+
     def _to_float(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast(args, torch.float32), cast(kwargs, torch.float32)
 
@@ -178,9 +199,17 @@ class HalfWeights:
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._swap_in_halves()  # the last step may have raised
+        if not torch.compiler.is_compiling():
+            self._check_types()
+            self._masters.depth += 1
+            self._masters.refresh()
+            self._late.narrow()
         return cast(args, self._dtype), cast(kwargs, self._dtype)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.compiler.is_compiling() and self._masters.depth:
+            self._masters.depth -= 1
+            self._late.widen()
         return cast(output, torch.float32)
 
     def _watch_others(self) -> Callable[[], None]:
@@ -190,7 +219,7 @@ class HalfWeights:
 
         def begins(optimizer: Optimizer, *_: object) -> None:
             half = me()
-            if half is not None and optimizer is not half._optimizer and not half._stepping:
+            if half is not None and optimizer is not half._optimizer and not half._masters.stepping:
                 half._refuse(optimizer)
 
         hook = register_optimizer_step_pre_hook(torch.compiler.disable(begins))
@@ -215,35 +244,22 @@ class HalfWeights:
             )
         self._swap_in_masters()
 
-    @torch.no_grad()
     def _swap_in_masters(self, *_: object) -> None:
-        self._swap_in_halves()  # the last step may have raised
-        held = (p for group in self._optimizer.param_groups for p in group["params"])
-        self._stepping = [p for p in held if p in self.masters]
-        for parameter in self._stepping:
-            master = self.masters[parameter]
-            if parameter._version != self._versions[parameter]:
-                master.copy_(self._wide(self._share_of(parameter, parameter), master))
-            parameter.data = master
+        self._masters.swap_out()  # the last step may have raised
+        held = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._check_masters(held)
+        self._masters.swap_in(held)
 
-    @torch.no_grad()
     def _swap_in_halves(self, *_: object) -> None:
-        if not self._stepping:
-            return
-        halves = [self._share_of(p, self._halves[p]) for p in self._stepping]
-        torch._foreach_copy_(halves, [self.masters[p] for p in self._stepping])
-        for parameter in self._stepping:
-            parameter.data = self._halves[parameter]
-            self._versions[parameter] = parameter._version
-        self._stepping = []
+        self._masters.swap_out()
 
     def _save(self, module: nn.Module, state: Any, prefix: str, _: object) -> None:
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in self.masters:
-                state[prefix + name] = self._whole(parameter)
+                state[prefix + name] = self._masters.whole(parameter)
         for name, buffer in module.named_buffers(recurse=False):
             if (module, name) in self._buffers and prefix + name in state:
-                state[prefix + name] = self._wide(buffer, self._buffers[module, name])
+                state[prefix + name] = wide(buffer, self._buffers[module, name], self._dtype)
 
     def _load(
         self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *_: object
@@ -259,35 +275,16 @@ class HalfWeights:
                 continue
             if parameter in self.masters:
                 like = torch.empty_like(parameter, dtype=torch.float32).copy_(value.detach())
-                self.masters[parameter].copy_(self._share_of(parameter, like))
+                master = self.masters[parameter]
+                master.copy_(self._masters.share_of(parameter, like))
         for (owner, name), kept in self._buffers.items():
             value = state.get(prefix + name)
             if owner is module and isinstance(value, torch.Tensor) and value.shape == kept.shape:
                 kept.copy_(value.detach())
 
-    def _whole(self, parameter: nn.Parameter) -> torch.Tensor:
-        """``parameter`` in fp32; of what other ranks update, the rounded values."""
-        master = self.masters.get(parameter)
-        if master is None or master.shape == parameter.shape:
-            return self._wide(parameter, master)
-        whole = parameter.detach().float()
-        self._share_of(parameter, whole).copy_(
-            self._wide(self._share_of(parameter, parameter), master)
-        )
-        return whole
-
     def join(self, gather: Callable[[nn.Parameter, torch.Tensor], torch.Tensor]) -> None:
         """Make all masters whole: ``gather`` returns that of a parameter from this rank's part."""
-        self.masters = {p: gather(p, master) for p, master in self.masters.items()}
-        self._share_of = everything
-
-    def _wide(self, tensor: torch.Tensor, former: torch.Tensor | None) -> torch.Tensor:
-        """``tensor`` in fp32: ``former``, except where ``tensor`` differs from its rounding."""
-        current = tensor.detach()
-        if former is None or former.shape != current.shape:
-            return current.float()
-        same = former.to(self._dtype) == current
-        return former.detach() if same.all() else torch.where(same, former, current.float())
+        self._masters.join(gather)
 
 
 def half_weights(
@@ -305,9 +302,11 @@ def half_weights(
     the model or a module that stays fp32; the model's outputs are fp32. The training loop stays as
     it is; with fp16, scale the loss, e.g. by ``torch.amp.GradScaler`` or by a session's loss scale.
     Name a module in ``float_modules`` if a buffer of it must be exact, e.g. rotary positions.
-    In-place writes to parameters under ``torch.no_grad()`` count. Writes through ``.data`` are lost
-    at the next optimizer step, because torch does not record them. Only ``model`` itself casts: a
-    submodule that is called directly takes and returns 16-bit tensors.
+    Writes to parameters count, in place under ``torch.no_grad()`` or through ``.data``, which is
+    the fp32 master outside of the model's forward and backward, as is ``detach()``; with
+    ``share_of`` it is 16-bit. fp32 parameters that enter the model later are cast while it
+    computes. Only ``model`` itself casts: a submodule that is called directly takes and returns
+    16-bit tensors.
 
     Args:
         model: any module; ``close()`` restores fp32.
@@ -322,7 +321,8 @@ def half_weights(
         StrategyError: a pattern matches no module, or one of two tied parameters.
         ModelError: the optimizer is not a torch.optim.Optimizer, computes gradients itself or holds
             no parameter of the model; or no parameter would change, e.g. because all are fp64.
-        UsageError: later, at ``step(closure)`` or the step of another optimizer.
+        UsageError: later, at ``step(closure)``, at the step of another optimizer or with late
+            16-bit parameters, and after ``model.half()`` or the like.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 1))

@@ -12,8 +12,8 @@ from slipstream import precision
 from slipstream.errors import StrategyError, UsageError
 from slipstream.precision.float_modules import modules_in_float
 from slipstream.precision.half_checks import check_half_weights
-from slipstream.precision.half_weights import ShareOf, everything
 from slipstream.precision.loss_scale import LossScaler, ScaleState
+from slipstream.precision.masters import ShareOf, everything
 from slipstream.precision.op_casts import check_ops
 from slipstream.precision.tf32 import allow_tf32
 from slipstream.strategy import Autocast, Compute, HalfWeights, Precision, Row

@@ -34,7 +34,7 @@ from slipstream.memory import offload, recompute
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.full_state import FullState
 from slipstream.parallel.model import ModelParallel
-from slipstream.precision.half_weights import everything
+from slipstream.precision.masters import everything
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.computing import install_compute

@@ -60,7 +60,7 @@ def check_sharded(
         problem = ""
         if not is_dense(t.parameter):
             problem = "has holes in its memory or is expanded; make it contiguous"
-        elif type(t.parameter) is not nn.Parameter:
+        elif not _is_plain(t.parameter):
             problem = f"is a {type(t.parameter).__name__}; allowed: a plain torch.nn.Parameter"
         if problem:
             text = f"gradients.transport sharded: parameter {t.name} {problem}"
@@ -71,3 +71,10 @@ def check_sharded(
                 f"gradients.transport sharded: module {path} has sparse gradients, of which ranks "
                 f"cannot take shares; build it with sparse=False, or {_FIX}"
             )
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    """By its names, as half weights put a class of the same names in its place."""
+    kind = type(parameter)
+    names = nn.Parameter.__module__, nn.Parameter.__qualname__
+    return (kind.__module__, kind.__qualname__) == names

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,13 @@ from torch.utils._pytree import register_pytree_node
 
 from slipstream.errors import UsageError
 from slipstream.gradients.shares import METADATA
+
+_DATA: Any = cast(Any, torch.Tensor).data
+_OF_ITS_CLASS: dict[Any, Callable[..., Any]] = {
+    _DATA.__get__: lambda parameter, *_: parameter.data,
+    _DATA.__set__: lambda parameter, values: setattr(parameter, "data", values),
+    torch.Tensor.detach: lambda parameter: parameter.detach(),
+}
 
 
 class PendingParameter(nn.Parameter):
@@ -44,6 +51,8 @@ class PendingParameter(nn.Parameter):
     arrive: Callable[[], None]
     """Returns when the values are there and the parameter has its own class again; or raises."""
 
+    own_class: type[nn.Parameter]
+
     @classmethod
     def __torch_function__(
         cls,
@@ -57,6 +66,8 @@ class PendingParameter(nn.Parameter):
             for parameter in _pending([args, *kwargs.values()]):
                 parameter.arrive()
                 _refuse_trace()
+            if func in _OF_ITS_CLASS:  # its own class may have another answer
+                return _OF_ITS_CLASS[func](*args)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -71,14 +82,14 @@ class PendingParameter(nn.Parameter):
 
 def suspend(parameter: nn.Parameter, arrive: Callable[[], None]) -> None:
     """Make whoever reads ``parameter`` call ``arrive`` first."""
+    parameter.__dict__.update(arrive=arrive, own_class=type(parameter))
     parameter.__class__ = PendingParameter
-    parameter.__dict__["arrive"] = arrive
 
 
 def resume(parameter: nn.Parameter) -> None:
     """Give ``parameter`` its own class back."""
-    parameter.__class__ = nn.Parameter
-    parameter.__dict__.pop("arrive", None)
+    parameter.__class__ = parameter.__dict__.pop("own_class")
+    del parameter.__dict__["arrive"]
 
 
 def _pending(values: Iterable[Any]) -> Iterator[PendingParameter]:

@@ -1,0 +1,244 @@
+"""16-bit parameters and their fp32 masters: which of the two a parameter is, and that they agree.
+
+[Note: Reading and writing from outside]
+A parameter that has a master is of a subclass of its class. Outside of the model's own computing
+(its forward and backward), ``parameter.data`` and ``parameter.detach()``, by which averages,
+clippings and initialisations read and write, are the master. torch counts no writes through
+``parameter.data``; through these tensors it does, so master and 16-bit values can follow each
+other. Optimizers see parameters of their own class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from slipstream.errors import UsageError
+
+ShareOf = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+"""From a parameter, and a tensor laid out like it, to a view of the part that this rank updates."""
+
+_DATA: Any = cast(Any, torch.Tensor).data
+_GRAD: Any = cast(Any, torch.Tensor).grad
+
+
+def everything(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank updates the whole parameter."""
+    return tensor.detach()
+
+
+def wide(tensor: torch.Tensor, former: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """``tensor`` in fp32: ``former``, except where ``tensor`` differs from its rounding."""
+    current = tensor.detach()
+    if former is None or former.shape != current.shape:
+        return current.float()
+    same = former.to(dtype) == current
+    return former.detach() if same.all() else torch.where(same, former, current.float())
+
+
+class Masters:
+    """The 16-bit parameters of a model.
+
+    Args:
+        dtype: with 16 bits.
+        share_of: what this rank updates; it has the masters of that alone.
+
+    Attributes:
+        values: masters by parameter.
+        halves: 16-bit values by parameter; their memory never changes.
+        stepping: parameters whose data is the master now.
+        depth: of calls of the model that are under way.
+    """
+
+    def __init__(self, dtype: torch.dtype, share_of: ShareOf) -> None:
+        self._dtype, self.share_of = dtype, share_of
+        self.values: dict[nn.Parameter, torch.Tensor] = {}
+        self.halves: dict[nn.Parameter, torch.Tensor] = {}
+        self.stepping: list[nn.Parameter] = []
+        self.depth = 0
+        self._versions: dict[nn.Parameter, int] = {}
+        # Of halves and masters that may be written from outside, as somebody has read them.
+        self._shown: dict[nn.Parameter, tuple[int, int]] = {}
+        # Masters that 16-bit values replaced since the last step: if those come back, as after an
+        # evaluation of averages, their masters do, too.
+        self._before: dict[nn.Parameter, torch.Tensor] = {}
+        self._kinds: dict[Any, Any] = {}
+
+    def add(self, parameter: nn.Parameter, before: torch.Tensor) -> None:
+        """A parameter is 16-bit from now on; ``before``: its values until now."""
+        self.values[parameter] = self.share_of(parameter, before.float()).clone()
+        self.halves[parameter] = _DATA.__get__(parameter)
+        self._is_half(parameter)
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """Give a parameter its own class back."""
+        if type(parameter) in self._kinds.values():
+            parameter.__class__ = type(parameter).__base__  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def swap_in(self, held: Iterable[nn.Parameter]) -> None:
+        """The data of these parameters is the master, until `swap_out`."""
+        stepping = [p for p in held if p in self.values]
+        self.follow(stepping)
+        self._before.clear()
+        self.stepping = stepping
+        for parameter in stepping:
+            _DATA.__set__(parameter, self.values[parameter])
+            self.release(parameter)
+
+    @torch.no_grad()
+    def swap_out(self) -> None:
+        """Round the masters into the 16-bit values."""
+        if not self.stepping:
+            return
+        halves = [self.share_of(p, self.halves[p]) for p in self.stepping]
+        torch._foreach_copy_(halves, [self.values[p] for p in self.stepping])
+        for parameter in self.stepping:
+            _DATA.__set__(parameter, self.halves[parameter])
+            self._is_half(parameter)
+        self.stepping = []
+
+    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make masters and 16-bit values agree, where one of them was written."""
+        if self.stepping:
+            return
+        for parameter in parameters:
+            if self._master_written(parameter):
+                self._from_master(parameter)
+            elif self._half_written(parameter):
+                master, newest = self.values[parameter], self._newest(parameter)
+                self._before.setdefault(parameter, master.clone())
+                with torch.no_grad():
+                    master.copy_(newest)
+                self._agree(parameter)
+
+    def _master_written(self, parameter: nn.Parameter) -> bool:
+        shown = self._shown.get(parameter)
+        return shown is not None and self.values[parameter]._version != shown[1]
+
+    def _half_written(self, parameter: nn.Parameter) -> bool:
+        shown = self._shown.get(parameter)
+        written = shown is not None and self.halves[parameter]._version != shown[0]
+        return written or parameter._version != self._versions[parameter]
+
+    def _newest(self, parameter: nn.Parameter) -> torch.Tensor:
+        """The part of this rank in fp32: the master, but for 16-bit values that were written."""
+        master = self.values[parameter]
+        if self.stepping or self._master_written(parameter) or not self._half_written(parameter):
+            return master.detach()
+        own = self.share_of(parameter, self.halves[parameter])
+        newest, before = wide(own, master, self._dtype), self._before.get(parameter)
+        if before is not None:
+            back = (before.to(self._dtype) == own) & (master.to(self._dtype) != own)
+            newest = torch.where(back, before, newest)
+        return newest
+
+    def refresh(self) -> None:
+        """Round masters that were written through ``data``, before the model computes."""
+        for parameter in self._shown:
+            if self._master_written(parameter):
+                self._from_master(parameter)
+
+    @torch.no_grad()
+    def _from_master(self, parameter: nn.Parameter) -> None:
+        self.share_of(parameter, self.halves[parameter]).copy_(self.values[parameter])
+        self._agree(parameter)
+
+    def _agree(self, parameter: nn.Parameter) -> None:
+        self._versions[parameter] = parameter._version
+        if parameter in self._shown:
+            self._show(parameter)
+
+    def _show(self, parameter: nn.Parameter) -> None:
+        versions = self.halves[parameter]._version, self.values[parameter]._version
+        self._shown[parameter] = versions
+
+    def whole(self, parameter: nn.Parameter) -> torch.Tensor:
+        """``parameter`` in fp32; of what other ranks update, the rounded values."""
+        master = self.values.get(parameter)
+        if master is None:
+            return parameter.detach().float()
+        newest = self._newest(parameter)
+        if master.shape == parameter.shape:
+            return newest
+        whole = parameter.detach().float()  # waits for values that are on their way
+        self.share_of(parameter, whole).copy_(newest)
+        return whole
+
+    def join(self, gather: Callable[[nn.Parameter, torch.Tensor], torch.Tensor]) -> None:
+        """Make all masters whole: ``gather`` returns that of a parameter from this rank's part."""
+        self.follow(self.values)
+        self.values = {p: gather(p, master) for p, master in self.values.items()}
+        for parameter in self._shown:
+            self._show(parameter)
+        self.share_of = everything
+
+    # From outside; see the note at the top of the file.
+
+    def _read(self, parameter: nn.Parameter) -> torch.Tensor:
+        in_backward = torch._C._current_graph_task_id() != -1
+        outside = not self.depth and not in_backward and self.share_of is everything
+        if outside:
+            self.follow([parameter])
+        if parameter not in self._shown:
+            self._show(parameter)
+        return (self.values if outside else self.halves)[parameter].detach()
+
+    @torch.no_grad()
+    def _write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
+        """``parameter.data = values``: its memory stays, and what is new counts."""
+        half, master = self.halves[parameter], self.values[parameter]
+        if values.shape != half.shape or values.device != half.device:
+            raise UsageError(
+                f"the data of a parameter was set to a tensor of shape {tuple(values.shape)} on "
+                f"{values.device}; allowed with half weights: {tuple(half.shape)} on {half.device}"
+                "; do it before half_weights or accelerate(), or after close()"
+            )
+        self.follow([parameter])
+        new = self.share_of(parameter, torch.empty_like(half, dtype=torch.float32).copy_(values))
+        same = self.share_of(parameter, half).float() == new
+        master.copy_(torch.where(same, master, new))
+        half.copy_(values)
+        self._agree(parameter)
+
+    def _is_half(self, parameter: nn.Parameter) -> None:
+        """The data of a parameter are its 16-bit values, which agree with the master."""
+        self._agree(parameter)
+        kind = type(parameter)
+        if kind not in self._kinds:
+            self._kinds[kind] = _seen_from_outside(kind, self._read, self._write)
+        parameter.__class__ = self._kinds[kind]
+
+
+def _seen_from_outside(
+    kind: type[nn.Parameter],
+    read: Callable[[nn.Parameter], torch.Tensor],
+    write: Callable[[nn.Parameter, torch.Tensor], None],
+) -> Any:
+    """A subclass of ``kind`` whose ``data`` is what ``read`` returns and ``write`` takes."""
+
+    def data(self: nn.Parameter) -> torch.Tensor:
+        return read(self)
+
+    def grad(self: nn.Parameter) -> Any:
+        return _GRAD.__get__(self)
+
+    def set_grad(self: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and gradient.dtype == self.dtype:
+            gradient = gradient.float()  # made like the parameter
+        _GRAD.__set__(self, gradient)
+
+    def delete_grad(self: nn.Parameter) -> None:
+        _GRAD.__delete__(self)
+
+    members = {
+        "data": property(data, write),
+        "detach": data,
+        "grad": property(grad, set_grad, delete_grad),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+    }
+    return type(kind.__name__, (kind,), members)
