@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -143,9 +144,11 @@ class FusedOptimizer:
         fresh: list[Tensor] = []  # torch's fused momentum begins in all of a call or in none
         others: list[Tensor] = []
         has_momentum = bool(group.get("momentum"))
-        for parameter in having:
-            state = self._optimizer.state.get(parameter, {})
-            if not self._lie_side_by_side(parameter, state):
+        find = self._optimizer.state.get
+        states = [find(p, {}) for p in having]
+        alike = _all_lie_side_by_side(having, states)
+        for parameter, state in zip(having, states, strict=True):
+            if not alike and not self._lie_side_by_side(parameter, state):
                 others.append(parameter)
             elif has_momentum and state.get("momentum_buffer") is None:
                 fresh.append(parameter)
@@ -154,7 +157,10 @@ class FusedOptimizer:
         fused = [part for part in (begun, fresh) if part]
         self._calls += len(fused) + len(others)
         groups = [{**group, "params": part, "fused": True, "foreach": False} for part in fused]
-        return [*groups, {**group, "params": others}] if others else groups
+        if others:  # GradScaler leaves scales to a fused form alone
+            scaled = getattr(self._optimizer, "grad_scale", None) is not None
+            groups.append({**group, "params": others, "fused": group["fused"] and scaled})
+        return groups
 
     def _lie_side_by_side(self, parameter: Tensor, state: dict[str, Any]) -> bool:
         """Whether torch's kernels can go through a parameter, its gradient and its state by their
@@ -165,7 +171,7 @@ class FusedOptimizer:
             gradient.layout is not torch.strided
             or gradient.dtype is not dtype
             or not parameter.is_floating_point()
-            or not (parameter.is_contiguous() or is_dense(parameter))
+            or not is_dense(parameter)
         ):
             return False
         for key, value in state.items():
@@ -219,6 +225,39 @@ OPERANDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
 
 COUNTED_IN = (torch.float32, torch.float64)
 """Types of a number of steps that torch's kernels read."""
+
+
+def _all_lie_side_by_side(
+    parameters: Sequence[Tensor], states: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Whether torch's kernels can go through all of them as they are; in few calls, as almost
+    always they can."""
+    first, length = states[0], len(states[0])
+    gradients = [gradient_of(p) for p in parameters]
+    counts = [s.get(key) for key in first if key in COUNTERS for s in states]
+    kept = [[s.get(key) for s in states] for key in first if key in OPERANDS]
+    if (
+        not all(p.is_cpu and (p.is_contiguous() or _has_no_holes(p)) for p in parameters)
+        or not all(g.layout is torch.strided for g in gradients)
+        or not all(len(s) == length for s in states)
+        or not all(isinstance(n, Tensor) and n.dtype in COUNTED_IN for n in counts)
+        or not all(isinstance(v, Tensor) for values in kept for v in values)
+    ):
+        return False
+    layouts = [(p.dtype, p.numel(), p.stride()) for p in parameters]
+    if not all(dtype.is_floating_point for dtype in {dtype for dtype, _, _ in layouts}):
+        return False
+    beside: list[list[Any]] = [gradients, *kept]
+    return all([(t.dtype, t.numel(), t.stride()) for t in part] == layouts for part in beside)
+
+
+def _has_no_holes(parameter: Tensor) -> bool:
+    return _is_dense(parameter.shape, parameter.stride())
+
+
+@lru_cache(maxsize=4096)
+def _is_dense(shape: torch.Size, stride: tuple[int, ...]) -> bool:
+    return is_dense(torch.empty_strided(shape, stride, device="meta"))
 
 
 def _move_step(parameter: Tensor, state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ has its shape and its names (views of the blocks' state), so ``state_dict()`` ne
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -55,17 +55,22 @@ class SmallParameters:
         self._others: list[Tensor] = []
         small: dict[Hashable, list[Tensor]] = {}
         shared = _sharing_memory(having)
-        for parameter in having:
+        states = [optimizer.state.get(parameter, {}) for parameter in having]
+        shaped = _shaped_names(having, states)
+        for parameter, state in zip(having, states, strict=True):
             if _is_small(parameter) and id(parameter) not in shared:
-                numbers = _numbers(optimizer.state.get(parameter, {}), parameter)
-                kind = (parameter.dtype, parameter.device, _ones(parameter), numbers)
+                kinds = tuple(
+                    (key, _kind(value, parameter, is_shaped=key in shaped, counts=key in COUNTERS))
+                    for key, value in sorted(state.items())
+                )
+                kind = (parameter.dtype, parameter.device, _ones(parameter), kinds)
                 small.setdefault(kind, []).append(parameter)
             else:
                 self._others.append(parameter)
         self._blocks: list[_Block] = []
         for alike in small.values():
             if len(alike) > 1:
-                self._blocks += [_Block(part, optimizer) for part in _parts(alike)]
+                self._blocks += [_Block(part, optimizer, shaped) for part in _parts(alike)]
             else:
                 self._others += alike
 
@@ -103,38 +108,45 @@ class _Block:
     Args:
         parameters: at least two.
         optimizer: has their states, which become views of the block's.
+        shaped: names of the states that have one value for each of a parameter's.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: Optimizer) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], optimizer: Optimizer, shaped: Container[str]
+    ) -> None:
         self._parameters, self._optimizer = parameters, optimizer
         total = sum(p.numel() for p in parameters)
         ones = _ones(parameters[0])
         self.values = parameters[0].detach().new_empty(total).view(*ones, total)
         self._layouts = [*map(_layout, parameters)]
+        self._orders = [(p.stride(), p.is_contiguous()) for p in parameters]
         self._places = self._views(self.values)
         self._state: dict[str, Any] = {}
         self._whole: dict[str, Tensor] = {}  # what the parameters' states are views of
         self._versions: dict[str, int] = {}  # of these, where they hold numbers
-        self._shown: list[dict[str, Any]] = [{} for _ in parameters]  # the state of each
-        self._adopt()
+        self._shown: dict[str, Sequence[Any]] = {}  # the parameters' states, by name
+        self._pointers: dict[str, list[int]] = {}  # where their memory was
+        self._adopt(shaped)
 
     def fits(self) -> bool:
         """Whether the parameters are laid out as they were, and have the states that they were
         given."""
-        states = self._optimizer.state
-        for parameter, layout, shown in zip(
-            self._parameters, self._layouts, self._shown, strict=True
-        ):
-            state = states.get(parameter, {})
-            if _layout(parameter) != layout or len(state) != len(shown):
-                return False
-            if not has_plain_gradient(parameter):
-                return False
-            for key, value in shown.items():
-                if state.get(key) is not value:
-                    return False
-        numbers_fit = all(map(self._fits_number, self._versions))
-        return numbers_fit and self._pointers == [v.data_ptr() for v in self._tensors]
+        find, length = self._optimizer.state.get, len(self._shown)
+        states = [find(p, {}) for p in self._parameters]
+        return (
+            all(len(state) == length for state in states)
+            and all(
+                all(map(is_, [state.get(key) for state in states], values))
+                for key, values in self._shown.items()
+            )
+            and all(
+                [value.data_ptr() for value in self._shown[key]] == pointers
+                for key, pointers in self._pointers.items()
+            )
+            and self._layouts == [*map(_layout, self._parameters)]
+            and all(map(has_plain_gradient, self._parameters))
+            and all(map(self._fits_number, self._versions))
+        )
 
     def _fits_number(self, key: str) -> bool:
         """Whether nobody has written to the numbers of the parameters."""
@@ -145,16 +157,20 @@ class _Block:
 
     def begins(self, states: States) -> None:
         """Copy values and gradients in."""
-        torch._foreach_copy_(self._places, [p.detach() for p in self._parameters])
-        gradients = [flat(laid_like(gradient_of(p), p)) for p in self._parameters]
-        gradient = torch.cat(gradients).view_as(self.values)
+        torch._foreach_copy_(self._places, list(self._parameters))
+        gradients = [gradient_of(p) for p in self._parameters]
+        parts = [
+            g.view(-1) if (g.stride(), True) == order else flat(laid_like(g, place))
+            for g, order, place in zip(gradients, self._orders, self._places, strict=True)
+        ]
+        gradient = torch.cat(parts).view_as(self.values)
         self.values.grad, self._gradient = gradient, (gradient, gradient._version)
         if self._state:
             states[self.values] = self._state
 
     def ends(self, states: States) -> None:
         """Copy values out, and show the parameters their states."""
-        torch._foreach_copy_([p.detach() for p in self._parameters], self._places)
+        torch._foreach_copy_(list(self._parameters), self._places)
         self._return_gradients()
         if self.values in states:
             self._state = states.pop(self.values)
@@ -162,9 +178,9 @@ class _Block:
 
     def part(self) -> None:
         """Give each parameter a state of its own."""
-        for parameter, shown in zip(self._parameters, self._shown, strict=True):
-            state = self._optimizer.state.get(parameter, {})
-            for key, value in shown.items():
+        for key, values in self._shown.items():
+            for parameter, value in zip(self._parameters, values, strict=True):
+                state = self._optimizer.state.get(parameter, {})
                 if isinstance(value, Tensor) and state.get(key) is value:
                     state[key] = value.clone()
 
@@ -175,14 +191,20 @@ class _Block:
             for parameter in self._parameters:
                 parameter.grad = None
         elif gradient is not self._gradient[0] or gradient._version != self._gradient[1]:
-            theirs = [gradient_of(p).detach() for p in self._parameters]
-            torch._foreach_copy_(theirs, self._views(gradient.contiguous()))
+            for parameter, changed in zip(
+                self._parameters, self._views(gradient.contiguous()), strict=True
+            ):
+                theirs = gradient_of(parameter)
+                if is_dense(theirs):
+                    theirs.copy_(changed)
+                else:  # expanded from fewer values
+                    parameter.grad = changed.clone()
 
-    def _adopt(self) -> None:
+    def _adopt(self, shaped: Container[str]) -> None:
         """Go on from the states that the parameters have."""
         states = [self._optimizer.state.get(p, {}) for p in self._parameters]
         for key, value in states[0].items():
-            if _is_shaped(key, value, self._parameters[0]):
+            if key in shaped and isinstance(value, Tensor):
                 whole = torch.empty_like(self.values, dtype=value.dtype)
                 torch._foreach_copy_(self._views(whole), [state[key] for state in states])
                 self._state[key] = whole
@@ -192,21 +214,21 @@ class _Block:
 
     def _show(self) -> None:
         """Give each parameter its part of every state, or a number of its own."""
-        for key in [*self._shown[0]]:
+        for key in [*self._shown]:
             if key not in self._state:
                 self._drop(key)
         for key, value in self._state.items():
+            parts: Sequence[Any] = []
             if isinstance(value, Tensor):
                 parts = self._parts_of(key, value)
-            else:
-                parts = [] if value is self._shown[0].get(key) else [value] * len(self._shown)
+            elif value is not self._shown.get(key, [None])[0]:
+                parts = [value] * len(self._parameters)
             if parts:
-                for parameter, shown, part in zip(
-                    self._parameters, self._shown, parts, strict=True
-                ):
-                    shown[key] = self._optimizer.state[parameter][key] = part
-        self._tensors = [v for shown in self._shown for v in shown.values() if _is_tensor(v)]
-        self._pointers = [value.data_ptr() for value in self._tensors]
+                self._shown[key] = parts
+                if isinstance(value, Tensor):
+                    self._pointers[key] = [part.data_ptr() for part in parts]
+                for parameter, part in zip(self._parameters, parts, strict=True):
+                    self._optimizer.state[parameter][key] = part
 
     def _parts_of(self, key: str, value: Tensor) -> Sequence[Tensor]:
         """What the parameters are to be shown of a state; nothing: what they see is up to date."""
@@ -230,17 +252,17 @@ class _Block:
 
     def _drop(self, key: str) -> None:
         """A state that the optimizer's class has taken away."""
-        self._whole.pop(key, None)
-        self._versions.pop(key, None)
-        for parameter, shown in zip(self._parameters, self._shown, strict=True):
-            del shown[key], self._optimizer.state[parameter][key]
+        for kept in (self._shown, self._pointers, self._whole, self._versions):
+            kept.pop(key, None)
+        for parameter in self._parameters:
+            del self._optimizer.state[parameter][key]
 
     def _views(self, whole: Tensor) -> list[Tensor]:
-        """The part of each parameter, laid out like it."""
+        """The part of each parameter, laid out as it was."""
         views, start = [], whole.storage_offset()
-        for parameter in self._parameters:
-            views.append(whole.as_strided(parameter.size(), parameter.stride(), start))
-            start += parameter.numel()
+        for (*_, shape), (stride, _) in zip(self._layouts, self._orders, strict=True):
+            views.append(whole.as_strided(shape, stride, start))
+            start += shape.numel()
         return views
 
 
@@ -273,8 +295,8 @@ def has_plain_gradient(parameter: Tensor) -> bool:
     return gradient.layout is torch.strided and gradient.dtype is parameter.dtype
 
 
-def _layout(parameter: Tensor) -> tuple[object, ...]:
-    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+def _layout(parameter: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    return parameter.dtype, parameter.device, parameter.shape
 
 
 def _pointers(parameters: Sequence[Tensor]) -> list[int]:
@@ -307,32 +329,33 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
-
-
 def _alike(one: Tensor, other: Tensor) -> bool:
     """Whether one can be copied to the other without a change."""
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
-def _is_shaped(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether a state has one value for each of the parameter's."""
-    shaped = isinstance(value, Tensor) and value.shape == parameter.shape
-    return shaped and (parameter.ndim > 0 or key not in COUNTERS)
+def _shaped_names(
+    parameters: Sequence[Tensor], states: Sequence[Mapping[str, Any]]
+) -> frozenset[str]:
+    """States with one value for each of a parameter's. Those of a parameter of one value look like
+    numbers, so others tell."""
+    both = zip(parameters, states, strict=True)
+    return frozenset(
+        key
+        for parameter, state in both
+        if parameter.numel() > 1
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+    )
 
 
-def _numbers(state: dict[str, Any], parameter: Tensor) -> Hashable:
-    """The names and types of a parameter's states, and the values of those that are one number."""
-    return tuple((key, _number(key, value, parameter)) for key, value in sorted(state.items()))
-
-
-def _number(key: str, value: Any, parameter: Tensor) -> Hashable:
+def _kind(value: Any, parameter: Tensor, *, is_shaped: bool, counts: bool) -> Hashable:
+    """Equal for states that can be one state of a block: the type of values, or a number."""
     if not isinstance(value, Tensor):
         return (type(value), value if isinstance(value, Hashable) else id(value))
     beside = value.layout is torch.strided and value.device == parameter.device
-    if beside and _is_shaped(key, value, parameter):
-        return value.dtype
-    if value.numel() == 1:
+    if is_shaped:
+        return value.dtype if beside and value.shape == parameter.shape else id(value)
+    if value.numel() == 1 and (parameter.numel() != 1 or counts):
         return (value.dtype, value.device, value.shape, value.item())
     return id(value)

@@ -51,6 +51,7 @@ class StandIn:
     ) -> None:
         self._optimizer, self._prepare, self._stage_ends = optimizer, prepare, ends
         self._stage: Stage | None = None  # of the step that runs, or that raised
+        self._inner_ended = False
         self._class: Any = type(
             type(optimizer).__name__,
             (type(optimizer),),
@@ -68,7 +69,9 @@ class StandIn:
             self._hooks.pop().remove()
 
     def _begins(self, optimizer: object, args: Any, kwargs: Any) -> Any:
+        self._inner_ended = False
         if optimizer is not self._optimizer:
+            self._give_back()
             return None  # super().step() in a step, which is on the stand-in already
         self._stage = None
         if any(x is not None for x in (*args[1:], *kwargs.values())):
@@ -78,11 +81,17 @@ class StandIn:
         return (stand_in, *args[1:]), kwargs
 
     def _ends(self, optimizer: object, *_: object) -> None:
-        if optimizer is self._optimizer and self._stage is not None:
+        self._give_back()
+        self._inner_ended = optimizer is not self._optimizer
+
+    def _give_back(self) -> None:
+        if self._stage is not None:
             stage, self._stage = self._stage, None
             self._stage_ends(stage)
 
     def _staged(self) -> Stage:
+        if self._inner_ended:  # hooks come next, and what a class does after super().step()
+            return Stage(self._optimizer.param_groups, self._optimizer.state)
         if self._stage is None:
             self._stage = self._prepare()
         return self._stage

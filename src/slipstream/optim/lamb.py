@@ -204,7 +204,8 @@ class Lamb(Layerwise):
         adam(
             directions,
             [laid_like(g, d) for g, d in zip(gradients, directions, strict=True)],
-            *([state[name] for state in states] for name in MOMENTS),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             max_exp_avg_sqs=[],
             state_steps=list(steps.unbind()),
             fused=True,
