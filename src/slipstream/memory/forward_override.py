@@ -35,11 +35,18 @@ class ForwardOverride:
 
     def __init__(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
         self._module, self._wrapper = module, wrapper
-        self.forward: Forward = module.forward
-        self.__wrapped__ = self.forward  # for inspect.signature
         self._was_instance_attribute = "forward" in vars(module)
+        self._replaced: Forward = module.forward
+        self.__wrapped__ = self._replaced  # for inspect.signature
         self._installed = True
         module.forward = self
+
+    @property
+    def forward(self) -> Forward:
+        """The forward that is replaced: that of the class, as it is now."""
+        if self._was_instance_attribute:
+            return self._replaced
+        return type(self._module).forward.__get__(self._module)  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapper(self.forward, *args, **kwargs)
@@ -59,7 +66,7 @@ class ForwardOverride:
             )
         self._installed = False
         if self._was_instance_attribute:
-            self._module.forward = self.forward
+            self._module.forward = self._replaced
         else:
             del self._module.forward
 
