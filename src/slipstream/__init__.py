@@ -1,12 +1,13 @@
 """slipstream: data-parallel training for PyTorch that is faster, and says why.
 
-Public names are resolved when they are first used, so ``import slipstream`` alone does not import
-torch.
+Public names and rooms are resolved when they are first used, so ``import slipstream`` alone does
+not import torch.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from slipstream.version import __version__
@@ -29,9 +30,11 @@ __all__ = ["Session", "SlipstreamError", "Strategy", "__version__", "accelerate"
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")  # slipstream.fusion.fuse_swin(model)
+    raise AttributeError(f"module 'slipstream' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,8 @@
-"""Recording the forward of a block: what is refused, and for which calls a record stands."""
+"""Recording the forward of a block: what is refused, and that it leaves no trace."""
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable
 from typing import Any
@@ -37,14 +38,6 @@ def asks_for_type(self: Any, x: Tensor) -> Tensor:
     return self.layer(x) if isinstance(x, Tensor) else x  # type: ignore[no-any-return]
 
 
-def draws(self: Any, x: Tensor) -> Tensor:
-    return x * random.random()
-
-
-def draws_from_numpy(self: Any, x: Tensor) -> Tensor:
-    return x * float(np.random.rand())
-
-
 def makes_a_tensor(self: Any, x: Tensor) -> Tensor:
     return x + torch.rand(4)
 
@@ -76,8 +69,6 @@ def iterates(self: Any, x: Tensor) -> Tensor:
     [
         (branches, "control flow"),
         (asks_for_type, "asks for the type of a value"),
-        (draws, "draws random numbers in Python"),
-        (draws_from_numpy, "draws random numbers in Python"),
         (makes_a_tensor, "makes a tensor of its own"),
         (counts, "sets self.factor"),
         (appends, "reads self.seen"),
@@ -103,64 +94,27 @@ def usual(self: Any, x: Tensor, other: Tensor | None = None, sign: int = 1) -> T
     return sign * self.factor * y if self.training else y
 
 
-def test_a_record_computes_the_same() -> None:
-    block, x = block_with(usual), torch.randn(3, 4)
-    graph = record(block)
-    assert graph.function()(block, x).equal(block(x))
-    with torch.no_grad():
-        block.scale.mul_(3)
-        block.get_buffer("offset").mul_(3)
-    assert graph.function()(block, x).equal(block(x)), "parameters are read anew"
+def test_children_are_calls() -> None:
+    graph = record(block_with(usual))
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["layer"]
 
 
-def test_hooks_of_children_fire() -> None:
-    block, seen = block_with(usual), []
-    block.layer.register_forward_hook(lambda *given: seen.append(given))
-    record(block).function()(block, torch.randn(3, 4))
-    assert len(seen) == 1
+def draws(self: Any, x: Tensor) -> Tensor:
+    return x * random.random() * float(np.random.rand()) + float(torch.rand(()))
 
 
-def test_a_record_stands_for_calls_of_tensors_with_the_defaults() -> None:
-    x, graph = torch.zeros(3, 4), record(block_with(usual))
-    for args, kwargs in ([(x,), {}], [(), {"x": x}], [(x, None), {"sign": 1}]):
-        assert graph.tensors_of(args, kwargs) == [x]
-    others: Any = ([(x, x), {}], [(x,), {"sign": 2}], [(x,), {"sign": True}], [(3,), {}], [(), {}])
-    for args, kwargs in others:
-        assert graph.tensors_of(args, kwargs) is None
-
-
-def change_factor(block: Block) -> None:
-    block.factor = 3.0
-
-
-def change_child(block: Block) -> None:
-    block.layer = nn.Linear(4, 4)
-
-
-def change_grandchild(block: Block) -> None:
-    block.nested[0] = nn.Tanh()
-
-
-def drop_factor(block: Block) -> None:
-    del block.factor
-
-
-@pytest.mark.parametrize(
-    "change", [change_factor, change_child, change_grandchild, drop_factor, nn.Module.eval]
-)
-def test_a_record_ends_with_what_it_read(change: Callable[[Any], object]) -> None:
-    block = block_with(usual)
-    graph = record(block)
-    block.seen = [7]  # was not read
-    assert graph.holds()
-    change(block)
-    assert not graph.holds()
+def test_random_states_stay() -> None:
+    block = block_with(draws)
+    before = random.getstate(), np.random.get_state()[2], torch.get_rng_state()
+    record(block)
+    assert random.getstate() == before[0]
+    assert np.random.get_state()[2] == before[1]
+    assert torch.get_rng_state().equal(before[2])
 
 
 def test_a_block_is_recorded_as_in_training() -> None:
     graph = record(block_with(usual).eval())
-    assert graph.read["training"] is True
-    assert not graph.holds()
+    assert any(node.target is operator.mul for node in graph.nodes)
 
 
 def padded(x: Tensor, layer: nn.Module, by: int) -> Tensor:
@@ -172,7 +126,5 @@ def calls_a_helper(self: Any, x: Tensor) -> Tensor:
 
 
 def test_a_function_that_torch_cannot_follow_stays_a_call() -> None:
-    block, x = block_with(calls_a_helper), torch.randn(3, 4)
-    graph = record(block)
-    assert any(node.target is padded for node in graph.graph.nodes)
-    assert graph.function()(block, x).equal(block(x))
+    graph = record(block_with(calls_a_helper))
+    assert any(node.target is padded for node in graph.nodes)

@@ -104,17 +104,24 @@ def broadcast_sum(m: Unit, x: Tensor) -> Tensor:
     return torch.relu(m.conv(x) + m.other(x).mean((2, 3), keepdim=True))
 
 
+def change_between(m: Unit, x: Tensor) -> Tensor:
+    y, z = m.bn(x), m.conv(x)
+    z.mul_(2)
+    return torch.relu(y + z)
+
+
 FOUND: dict[Step, dict[str, int]] = {
     resnet: {NORM: 1, BOTH: 1},
     added_to_the_residual: {BOTH: 1},
     after_the_residual: {BOTH: 1},
     methods: {SUM: 1, NORM: 1},
-    others: {NORM: 3, SUM: 2},
+    others: {NORM: 3, SUM: 1},  # the other sum is of results of functions
     inner_block: {NORM: 1},
     twice: {NORM: 2},
     xception: {DEPTHWISE: 1},
     depthwise_after_norm: {NORM: 1},
     broadcast_sum: {SUM: 1},
+    change_between: {BOTH: 1},
 }
 
 
@@ -149,12 +156,6 @@ def sum_into_an_alias(m: Unit, x: Tensor) -> Tensor:
     return torch.relu(z) + y
 
 
-def change_between(m: Unit, x: Tensor) -> Tensor:
-    y, z = m.bn(x), m.conv(x)
-    z.mul_(2)
-    return torch.relu(y + z)
-
-
 def whole_convolution(m: Unit, x: Tensor) -> Tensor:
     return m.conv(m.relu(x))  # type: ignore[no-any-return]
 
@@ -166,7 +167,6 @@ LEFT_ALONE: dict[Step, dict[str, int]] = {
     sum_with_a_number: {},
     relu_of_the_input_in_place: {},
     sum_into_an_alias: {},
-    change_between: {SUM: 1},
     whole_convolution: {},
 }
 ALL = {**FOUND, **LEFT_ALONE}
@@ -201,8 +201,9 @@ def test_found_and_equal(step: Step) -> None:
         found -= Counter({NORM: 1})  # that of ``whole``, which is a block of its own
     assert found == ALL[step]
     with torch.no_grad():
-        assert unit.eval()(x).equal(plain.eval()(x)), "in evaluation"
+        torch.testing.assert_close(unit.eval()(x), plain.eval()(x), rtol=1e-9, atol=1e-9)
     for now, then in zip(trained(unit.train(), x), trained(plain.train(), x), strict=True):
+        assert type(now) is Tensor
         torch.testing.assert_close(now, then, rtol=1e-9, atol=1e-9)
     assert list(unit.state_dict()) == names
     fused.close()
@@ -310,7 +311,7 @@ SWIN = SwinConfig(
 )
 BERT = BertConfig(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=32)
 MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int], float]] = {
-    "ResNet-50": (lambda: ResNetModel(RESNET), {NORM: 33, SUM: 16}, 1.0),
+    "ResNet-50": (lambda: ResNetModel(RESNET), {NORM: 33, BOTH: 16}, 1.0),
     "MobileNet-V2": (lambda: MobileNetV2Model(MobileNetV2Config(image_size=64)), {NORM: 35}, 0.75),
     "Swin": (lambda: SwinModel(SWIN), {}, 1.0),
     "BERT": (lambda: BertModel(BERT), {}, 1.0),
@@ -328,7 +329,7 @@ def test_real_models(name: str) -> None:
     fused = fuse_patterns(model)
     assert found_in(fused) == expected
     fewer_nodes, kept_now = cost(model, tokens)
-    assert fewer_nodes == nodes - sum(expected.values())
+    assert fewer_nodes == nodes - sum(expected.values()) - expected.get(BOTH, 0)
     assert kept_now <= share * kept
 
 

@@ -1,9 +1,8 @@
 """The operations of one module's own ``forward``, with its children as they are.
 
-``torch.fx`` records a forward by running it once with stand-ins for tensors. Whatever else it reads
-then is taken as it is at that moment, so each such thing is either checked in every later call or
-refused here. Recording module by module keeps every child a call, with its hooks; a forward that
-cannot be recorded leaves the others alone.
+``torch.fx`` records a forward by running it once with stand-ins for tensors. The record says where
+chains are to be expected and is never run itself, so it may grow stale. A forward that cannot be
+recorded, or that leaves traces, is not looked into.
 """
 
 from __future__ import annotations
@@ -12,111 +11,58 @@ import copy
 import inspect
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
-from slipstream.memory.recompute.rng_state import get_rng_state
+from slipstream.memory.recompute.rng_state import get_rng_state, set_rng_state
 
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that every module has, and that a forward may read unnoticed."""
-IN_PLACE = (
-    *(operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv),
-    *(operator.imatmul, operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor),
-    *(operator.ilshift, operator.irshift),
-)
-"""The functions of ``a += b`` and the like."""
 
 
 class Untraceable(Exception):
     """A forward that cannot be recorded; says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockGraph:
-    """The recorded forward of ``block``, for calls with tensors for the arguments without default,
-    and with the defaults for the others."""
-
-    block: nn.Module
-    graph: fx.Graph
-    read: dict[str, Any]
-    """The attributes that forward read, with their values."""
-    _modules: list[nn.Module]
-    _signature: inspect.Signature
-
-    def function(self) -> Callable[..., Any]:
-        """``graph`` as a function of the block and its tensors."""
-        code = self.graph.python_code("self")
-        namespace = dict(code.globals)
-        exec(compile(code.src, f"<{type(self.block).__name__} fused>", "exec"), namespace)
-        made: Callable[..., Any] = namespace["forward"]
-        return made
-
-    def tensors_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor] | None:
-        """The tensors of a call as it was recorded; None for any other call."""
-        try:
-            given = self._signature.bind(*args, **kwargs).arguments
-        except TypeError:
-            return None
-        tensors = []
-        for name, parameter in self._signature.parameters.items():
-            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                if name in given:
-                    return None
-            elif parameter.default is not parameter.empty:
-                if name in given and not _same(given[name], parameter.default):
-                    return None
-            elif isinstance(given[name], Tensor):
-                tensors.append(given[name])
-            else:
-                return None
-        return tensors
-
-    def holds(self) -> bool:
-        """Whether the block is as it was when it was recorded."""
-        now = vars(self.block)
-        return [*self.block.modules()] == self._modules and all(
-            name in now and _same(now[name], value) for name, value in self.read.items()
-        )
-
-
-def record(block: nn.Module) -> BlockGraph:
-    """Record the forward of a block, in training.
+def record(block: nn.Module) -> fx.Graph:
+    """Record the forward of a block, in training; random states stay as they were.
 
     Raises:
-        Untraceable: it branches on a tensor, asks for the type of one, draws random numbers in
-            Python, makes tensors of its own, sets attributes, or reads lists and the like; or
-            torch.fx cannot follow it.
+        Untraceable: it branches on a tensor, asks for the type of one, makes tensors of its own,
+            sets attributes, or reads lists and the like; or torch.fx cannot follow it.
     """
-    signature = inspect.signature(block.forward)
-    names = _names_of_tensors(signature)
+    names = _names_of_tensors(inspect.signature(block.forward))
     try:
-        graph, read = _run(block, names, ())
+        return _run(block, names, ())
     except Untraceable:  # once more, with functions of the model's own file as they are
         helpers = _helpers(block)
         if not helpers:
             raise
-        graph, read = _run(block, names, helpers)
-    return BlockGraph(block, graph, read, [*block.modules()], signature)
+        return _run(block, names, helpers)
 
 
 def _run(
     block: nn.Module, names: Sequence[str], helpers: tuple[Callable[..., Any], ...]
-) -> tuple[fx.Graph, dict[str, Any]]:
-    read: dict[str, Any] = {}
+) -> fx.Graph:
     before = get_rng_state()
     try:
-        graph = _Recorder(autowrap_functions=helpers).trace(_probe(block, names, read))
+        with torch.random.fork_rng(_devices_of(block)):
+            return _Recorder(autowrap_functions=helpers).trace(_probe(block, names))
     except Untraceable:
         raise
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise Untraceable(f"torch.fx: {first or type(error).__name__}") from error
-    if get_rng_state() != before:
-        raise Untraceable("its forward draws random numbers in Python")
-    return graph, read
+    finally:
+        if get_rng_state() != before:
+            set_rng_state(before)
+
+
+def _devices_of(block: nn.Module) -> list[torch.device]:
+    return list({p.device for p in block.parameters() if p.device.type == "cuda"})
 
 
 class _Value(fx.Proxy):
@@ -126,16 +72,9 @@ class _Value(fx.Proxy):
     def __class__(self) -> type:  # isinstance() reads it
         raise Untraceable("its forward asks for the type of a value")
 
-
-def _in_place(function: Callable[..., Any]) -> Callable[[fx.Proxy, Any], fx.Proxy]:
-    return lambda value, other: value.tracer.create_proxy(
-        "call_function", function, (value, other), {}
-    )
-
-
-# Without these, Python computes ``a += b`` as ``a = a + b``, and fx would record that.
-for _function in IN_PLACE:
-    setattr(_Value, f"__{_function.__name__}__", _in_place(_function))
+    def __iadd__(self, other: Any) -> fx.Proxy:
+        """Without it, Python computes ``a += b`` as ``a = a + b``."""
+        return self.tracer.create_proxy("call_function", operator.iadd, (self, other), {})
 
 
 class _Recorder(fx.Tracer):
@@ -175,16 +114,15 @@ def _names_of_tensors(signature: inspect.Signature) -> list[str]:
     return names
 
 
-def _probe(block: nn.Module, names: Sequence[str], read: dict[str, Any]) -> nn.Module:
-    """A shallow copy of the block that notes what its forward reads, and refuses that it writes."""
+def _probe(block: nn.Module, names: Sequence[str]) -> nn.Module:
+    """A shallow copy of the block that refuses that its forward changes it."""
     kind = type(block)
 
     def getter(self: Any, name: str) -> Any:
         value = kind.__getattribute__(self, name)
-        if name not in _OF_MODULES and name in object.__getattribute__(self, "__dict__"):
-            if isinstance(value, list | dict | set):
-                raise Untraceable(f"its forward reads self.{name}, which may change inside")
-            read[name] = value
+        own = name not in _OF_MODULES and name in object.__getattribute__(self, "__dict__")
+        if own and isinstance(value, list | dict | set):
+            raise Untraceable(f"its forward reads self.{name}, which it may change")
         return value
 
     def setter(self: Any, name: str, value: Any) -> None:
@@ -213,10 +151,3 @@ def _code_of(block: nn.Module) -> FunctionType:
     if not isinstance(function, FunctionType):
         raise Untraceable("its forward is no function of Python")
     return function
-
-
-def _same(now: Any, then: Any) -> bool:
-    if now is then:
-        return True
-    plain = (bool, int, float, str, tuple)
-    return type(now) is type(then) and isinstance(now, plain) and bool(now == then)

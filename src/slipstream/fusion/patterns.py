@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import fx, nn
 
 from slipstream.errors import UsageError
-from slipstream.fusion.block_graph import BlockGraph, Untraceable, record
+from slipstream.fusion.block_graph import Untraceable, record
 from slipstream.fusion.chains import CHAIN_PARTS, Chains
-from slipstream.kernels.activations import ACTIVATIONS, ActivationName
-from slipstream.kernels.add_act import is_alike, reference as plain_sum
-from slipstream.kernels.batch_norm_act import batch_norm_act, is_small
+from slipstream.fusion.steps import Role, Start, may_start
 from slipstream.kernels.compiled import check_compiler
-from slipstream.kernels.relu_depthwise import relu_depthwise
 from slipstream.memory.forward_override import ForwardReplacement
 from slipstream.strategy import Row
 from slipstream.strategy.compute import Pattern
 
-_DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 
 
@@ -33,18 +28,21 @@ def fuse_patterns(model: nn.Module, patterns: Iterable[Pattern] = PATTERNS) -> F
     - ``add_act``: a sum and an activation.
     - ``relu_depthwise``: ReLU and a depthwise convolution.
 
-    The activations are relu, relu6, sigmoid, tanh, gelu, silu and hardswish. Blocks are recorded
-    one by one (``block_graph``): a block whose forward torch.fx cannot follow stays as it is, and
-    the report says why. So does a call with other arguments, or after a setting of the block has
-    changed. Names of parameters, hooks and ``state_dict()`` do not change; hooks on activations
-    added later do not fire.
+    The activations are relu, relu6, sigmoid, tanh, gelu, silu and hardswish. Where a chain is
+    expected, its first layer returns a tensor that is computed when it is asked for (``late``); the
+    forwards of all modules run as they are, so settings, hooks and methods may change at any time.
+    Blocks are recorded once by torch.fx to see where chains may be; a block that it cannot follow
+    is left alone, and the report says why. Names of parameters, hooks and ``state_dict()`` do not
+    change.
 
     Exactness: reordered; in evaluation batch norm and activation are torch's.
 
     Raises:
         UsageError: an unknown pattern, or no compiler on a host without CUDA.
+        ModelError: in a later forward, an input of a chain is changed in place before its end.
 
     Example:
+        >>> import torch
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
         >>> fused = fuse_patterns(model)
         >>> fused.report_rows()[0].value
@@ -69,25 +67,26 @@ class FusedPatterns:
     def __init__(self, model: nn.Module, patterns: frozenset[Pattern]) -> None:
         self._overrides: list[ForwardReplacement] = []
         self._found: Counter[str] = Counter()
+        self._ran: Counter[str] = Counter()
         self._num_blocks = 0
         self._skipped: dict[str, str] = {}
-        owners: dict[nn.Module, None] = {}
+        graphs: dict[nn.Module, fx.Graph] = {}
         for block in _blocks(model):
             try:
-                graph = record(block)
+                graphs[block] = record(block)
             except Untraceable as reason:
                 if _may_hold_chains(block):
                     self._skipped.setdefault(type(block).__name__, str(reason))
-                continue
-            chains = Chains(block, graph.graph, patterns)
-            if chains.found:
-                self._num_blocks += 1
-                self._found.update(chains.found)
-                owners.update(dict.fromkeys(chains.owners))
-                self._override(block, partial(_forward, graph, graph.function()))
-        for owner in owners:
-            run: Any = _convolution if hasattr(owner, "kernel_size") else _batch_norm
-            self._override(owner, partial(run, owner))
+        starts: dict[nn.Module, set[Role]] = {}
+        for block in graphs:
+            chains = Chains(block, graphs, patterns)
+            self._num_blocks += bool(chains.found)
+            self._found.update(chains.found)
+            for layer, role in chains.starts:
+                starts.setdefault(layer, set()).add(role)
+        for layer, roles in starts.items():
+            call = partial(_call, layer, roles, self._count)
+            self._overrides.append(ForwardReplacement(layer, call))
 
     def close(self) -> None:
         """Restore the model; idempotent."""
@@ -103,14 +102,21 @@ class FusedPatterns:
         """How many chains were found, and which blocks were left alone."""
         found = ", ".join(f"{count} {name}" for name, count in self._found.items()) or "none found"
         blocks = f"in {self._num_blocks} blocks" if self._num_blocks else ""
+        if blocks and self._ran:
+            blocks += f"; {self._ran.total()} ran as one operation so far"
         skipped = "; ".join(f"{name}: {reason}" for name, reason in self._skipped.items())
         rows = [Row("fused chains", found, blocks)]
         return (
             [*rows, Row("not looked into", str(len(self._skipped)), skipped)] if skipped else rows
         )
 
-    def _override(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
-        self._overrides.append(ForwardReplacement(module, wrapper))
+    @property
+    def ran(self) -> dict[str, int]:
+        """How often a chain ran as one operation, by its name."""
+        return dict(self._ran)
+
+    def _count(self, name: str) -> None:
+        self._ran[name] += 1
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -127,74 +133,15 @@ def _may_hold_chains(block: nn.Module) -> bool:
     return any(isinstance(child, CHAIN_PARTS) for child in block.children())
 
 
-def _forward(
-    graph: BlockGraph,
-    fused: Callable[..., Any],
+def _call(
+    layer: nn.Module,
+    roles: set[Role],
+    ran: Callable[[str], None],
     forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The fused forward, for calls like the recorded one."""
-    tensors = graph.tensors_of(args, kwargs) if graph.holds() else None
-    return forward(*args, **kwargs) if tensors is None else fused(graph.block, *tensors)
-
-
-def _batch_norm(
-    module: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d,
-    forward: Callable[[Tensor], Tensor],
-    x: Tensor,
-    residual: Tensor | None = None,
-    activation: ActivationName | None = None,
-    into: Literal["normal", "residual"] | None = None,
-) -> Tensor:
-    """A batch norm with the rest of its chain; ``into``: the operand that the model adds to."""
-    if activation is None:
-        return forward(x)
-    fits = x.ndim in _DIMS[type(module)] and x.shape[1] == module.num_features < x.numel()
-    alike = residual is None or is_alike(x, residual)
-    if is_small(x) or not (fits and alike and module.training):
-        total = forward(x)
-        if residual is not None:
-            terms = (residual, total) if into == "residual" else (total, residual)
-            return plain_sum(*terms, activation, in_place=into is not None)
-        return ACTIVATIONS[activation].forward(total)
-    normed = batch_norm_act(
-        x, module.weight, module.bias, activation, residual=residual, eps=module.eps
-    )
-    _update_statistics(module, normed.mean, normed.variance, x.numel() // x.shape[1])
-    return normed.values
-
-
-@torch.no_grad()
-def _update_statistics(
-    module: nn.modules.batchnorm._BatchNorm, mean: Tensor, variance: Tensor, count: int
-) -> None:
-    """As torch's batch norm does in training."""
-    if module.running_mean is None or module.running_var is None:
-        return
-    factor = module.momentum
-    if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
-        if factor is None:
-            factor = 1.0 / float(module.num_batches_tracked)
-    unbiased = variance * (count / (count - 1))
-    for running, batch in ((module.running_mean, mean), (module.running_var, unbiased)):
-        running.mul_(1 - (factor or 0.0)).add_(batch.to(running.dtype), alpha=factor or 0.0)
-
-
-def _convolution(
-    module: nn.Conv2d, forward: Callable[[Tensor], Tensor], x: Tensor, relu: bool = False
-) -> Tensor:
-    """A depthwise convolution, and the ReLU before it."""
-    if not relu:
-        return forward(x)
-    if not torch.is_grad_enabled() or x.ndim != module.weight.ndim:
-        return forward(torch.relu(x))
-    return relu_depthwise(
-        x,
-        module.weight,
-        module.bias,
-        stride=list(module.stride),
-        padding=[int(side) for side in module.padding],
-        dilation=list(module.dilation),
-    )
+    """A layer at the start of a chain."""
+    if not kwargs and may_start(layer, args):
+        return forward(Start(args[0], roles, ran))
+    return forward(*args, **kwargs)

@@ -92,3 +92,8 @@ def is_alike(left: object, right: object) -> bool:
         and left.dtype == right.dtype
         and left.is_floating_point()
     )
+
+
+def is_small(values: Tensor) -> bool:
+    """Whether torch's two functions are faster on this tensor."""
+    return values.numel() < SMALL

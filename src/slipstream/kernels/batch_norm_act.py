@@ -16,6 +16,10 @@ SMALL = 1 << 19
 50 us a call."""
 
 
+Statistics = tuple[Tensor, Tensor]
+"""Mean and biased variance of each channel of a batch."""
+
+
 class BatchNormed(NamedTuple):
     """The result of `batch_norm_act`, and the statistics of the batch, without gradient."""
 
@@ -34,6 +38,7 @@ def batch_norm_act(
     *,
     residual: Tensor | None = None,
     eps: float = 1e-5,
+    statistics: Statistics | None = None,
 ) -> BatchNormed:
     """``activation((x - mean) / sqrt(variance + eps) * weight + bias + residual)``.
 
@@ -48,6 +53,7 @@ def batch_norm_act(
             computed in fp32.
         weight, bias: (channels,); None: 1 and 0.
         residual: of the shape and type of ``x``.
+        statistics: those of x, where they are known already (`batch_statistics`).
 
     Exactness: reordered.
 
@@ -62,12 +68,27 @@ def batch_norm_act(
     if is_small(x) or needs_plain_functions():
         return reference(x, weight, bias, activation, residual=residual, eps=eps)
     operation: Any = BatchNormAct
-    return BatchNormed(*operation.apply(x, weight, bias, residual, activation, eps))
+    return BatchNormed(*operation.apply(x, weight, bias, residual, activation, eps, statistics))
 
 
 def is_small(x: Tensor) -> bool:
     """Whether torch's functions are faster on this tensor."""
     return x.numel() < SMALL
+
+
+def batch_statistics(x: Tensor) -> Statistics:
+    """Of x: (batch, channels, ...), in fp32, or fp64 for fp64; without gradient.
+
+    Example:
+        >>> batch_statistics(torch.tensor([[1.0], [3.0]]))
+        (tensor([2.]), tensor([1.]))
+    """
+    mean, variance = compiled(_statistics_of, x.dtype, x.ndim)(x)
+    return mean, variance
+
+
+def _statistics_of(x: Tensor) -> Statistics:
+    return _statistics(_wide(x))
 
 
 def reference(
@@ -100,10 +121,11 @@ class BatchNormAct(torch.autograd.Function):
         residual: Tensor | None,
         activation: ActivationName,
         eps: float,
+        statistics: Statistics | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.key = activation, x.dtype, x.ndim, weight is None, bias is None, residual is None
-        values, mean, variance, rstd = compiled(_forward, *ctx.key)(
-            x, weight, bias, residual, activation, eps
+        values, mean, variance, rstd = compiled(_forward, *ctx.key, statistics is None)(
+            x, weight, bias, residual, activation, eps, *(statistics or ())
         )
         keeps_output = residual is not None and ACTIVATIONS[activation].keeps_output
         kept = (values, None) if keeps_output else (None, residual)
@@ -127,7 +149,7 @@ class BatchNormAct(torch.autograd.Function):
             moved,
             dweight if ctx.needs_input_grad[1] else None,
             dbias if ctx.needs_input_grad[2] else None,
-            *(dresidual, None, None),
+            *(dresidual, None, None, None),
         )
 
 
@@ -138,9 +160,10 @@ def _forward(
     residual: Tensor | None,
     activation: ActivationName,
     eps: float,
+    *statistics: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = _wide(x)
-    mean, variance = _statistics(wide)
+    mean, variance = statistics or _statistics(wide)
     rstd = torch.rsqrt(variance + eps)
     total = _normalised(wide, weight, bias, residual, mean, rstd)
     return ACTIVATIONS[activation].forward(total).to(x.dtype), mean, variance, rstd

@@ -36,12 +36,18 @@ class ForwardOverride(Attached):
 
     def __init__(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:
         self._module, self._wrapper = module, wrapper
-        self.forward: Forward = module.forward
-        self.__wrapped__ = self.forward  # for inspect.signature
         self.replaced = vars(module).get("forward", Attached.replaced)
+        self.__wrapped__ = self.forward  # for inspect.signature
         self._installed = True
         module.forward = self
         copy_plainly(module)
+
+    @property
+    def forward(self) -> Forward:
+        """The forward that is replaced: that of the class, as it is now."""
+        if self.replaced is not Attached.replaced:
+            return self.replaced  # type: ignore[no-any-return]
+        return type(self._module).forward.__get__(self._module)  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapper(self.forward, *args, **kwargs)
