@@ -1,0 +1,46 @@
+"""python -m tests.conformance [--write] [--rows sharded,flat] [--columns EMA]"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+
+from tests.conformance.habit import all_habits
+from tests.conformance.rows import every, run_matrix
+from tests.conformance.techniques import TECHNIQUES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write docs/conformance.md")
+    parser.add_argument("--rows", default="", help="parts of names, with commas between them")
+    parser.add_argument("--columns", default="")
+    parser.add_argument("--pools", type=int, default=3)
+    parser.add_argument("--red", help="write wrong cells to this file")
+    parser.add_argument("-v", action="store_true", help="print every cell")
+    given = parser.parse_args()
+
+    def chosen(name: str, parts: str) -> bool:
+        return any(part in name for part in parts.split(","))
+
+    techniques = [t for t in TECHNIQUES if chosen(t.name, given.rows)]
+    habits = [h for h in all_habits() if chosen(h.name, given.columns)]
+    start = time.monotonic()
+    outcomes = run_matrix(techniques, habits, given.pools)
+    lines = []
+    for technique, habit, verdict in every(outcomes):
+        if verdict.outcome == "wrong":
+            lines.append(f"- **{technique}** | {habit} | {verdict.text}")
+        if given.v:
+            print(f"{technique:24} | {habit:50} | {verdict.outcome:10} | {verdict.text[:160]}")
+    counts = Counter(verdict.outcome for _, _, verdict in every(outcomes))
+    print("\n".join(lines))
+    print(f"{dict(counts)} in {time.monotonic() - start:.0f} s")
+    if given.red:
+        with open(given.red, "w") as file:
+            file.write(f"{dict(counts)}\n\n" + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Exceptions in the middle of an update that a script catches, to go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from tests.conformance.habit import habit
+from tests.conformance.loop import Batch, Loop, mse
+
+
+class Stopped(Exception):
+    """What a script catches."""
+
+
+def _in_forward(run: Loop, kind: type[BaseException]) -> None:
+    raised: set[int] = set()
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        loss = mse(model, batch)
+        if batch.rank not in raised:
+            raised.add(batch.rank)
+            raise kind("in forward")
+        return loss
+
+    run.start()
+    run.update()
+    try:
+        run.update(loss_of)
+    except kind:
+        run.optimizer.zero_grad()
+    run.update(times=2)
+
+
+def _in_backward(run: Loop, kind: type[BaseException]) -> None:
+    raised: set[int] = set()
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        def fail(gradient: Tensor) -> None:
+            if batch.rank not in raised:
+                raised.add(batch.rank)
+                raise kind("in backward")
+
+        hidden = run.model.body(batch.x)
+        hidden.register_hook(fail)  # when the head's gradients are there, the body's are not
+        output = run.model.head(run.model.plugs(hidden)).to(batch.y.dtype)
+        return nn.functional.mse_loss(output, batch.y)
+
+    run.start()
+    run.update()
+    try:
+        run.update(loss_of)
+    except kind:
+        run.optimizer.zero_grad()
+    run.update(times=2)
+
+
+def _in_step(run: Loop, kind: type[BaseException]) -> None:
+    raised: list[int] = []
+
+    def fail(*_: Any) -> None:
+        if not raised:
+            raised.append(1)
+            raise kind("in step")
+
+    run.start()
+    run.update()
+    run.optimizer.register_step_pre_hook(fail)
+    run.gradients()
+    try:
+        run.step()
+    except kind:
+        run.optimizer.zero_grad()
+    run.update(times=2)
+
+
+def _in_exchange(run: Loop, kind: type[BaseException]) -> None:
+    """The first rank is interrupted while it waits for the second, which comes after that."""
+    if run.plain:  # nothing is awaited, so nothing is interrupted
+        run.start()
+        run.update(times=3)
+        return
+    import torch.distributed as dist
+
+    store = dist.distributed_c10d._get_default_store()
+    previous = signal.getsignal(signal.SIGINT)
+    if kind is not KeyboardInterrupt:
+        signal.signal(signal.SIGINT, _raises(kind))
+    once: list[bool] = []
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        loss = mse(model, batch)
+        if not once:
+            once.append(True)
+            if run.rank == 0:
+                threading.Thread(target=_interrupt_later, daemon=True).start()
+            else:
+                store.wait(["interrupted"])
+        return loss
+
+    run.start()
+    run.update()
+    try:
+        run.update(loss_of)
+        if run.rank == 0:  # it came where Python could not see it before
+            time.sleep(1)
+    except kind:
+        run.note("caught", True)
+    finally:
+        if run.rank == 0:
+            store.set("interrupted", "1")
+    signal.signal(signal.SIGINT, previous)
+    run.noted.clear()
+    run.update()
+
+
+def _interrupt_later() -> None:
+    time.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def _raises(kind: type[BaseException]) -> Callable[..., None]:
+    def handler(*_: Any) -> None:
+        raise kind("a signal")
+
+    return handler
+
+
+for _kind, _name in ((Stopped, "exception"), (KeyboardInterrupt, "KeyboardInterrupt")):
+    for _where, _run in (
+        ("forward", _in_forward),
+        ("backward", _in_backward),
+        ("exchange", _in_exchange),
+        ("step", _in_step),
+    ):
+        habit(f"{_name} in {_where}, then on", apart=_where == "exchange")(
+            lambda run, do=_run, kind=_kind: do(run, kind)
+        )

@@ -1,0 +1,77 @@
+"""Loaders that are uneven, endless or say a wrong length."""
+
+from __future__ import annotations
+
+from tests.conformance.habit import habit
+from tests.conformance.loop import Loader, Loop
+
+NEEDS = ("session", "own batches")
+
+
+@habit("the session's loader, two epochs", "session")
+def own_loader(run: Loop) -> None:
+    run.loader = Loader((2, 2))
+    run.start()
+    for _ in range(2):
+        run.epoch()
+
+
+@habit("uneven loaders", *NEEDS)
+def uneven(run: Loop) -> None:
+    run.loader = Loader((3, 2))
+    run.start()
+    for _ in range(2):
+        run.epoch()
+
+
+@habit("uneven streams without a length", *NEEDS)
+def uneven_streams(run: Loop) -> None:
+    run.loader = Loader((2, 3), stream=True)
+    run.start()
+    for _ in range(2):
+        run.epoch()
+
+
+@habit("endless stream, left by break", *NEEDS)
+def endless(run: Loop) -> None:
+    run.loader = Loader((None, None), stream=True)
+    run.start()
+    for _ in range(2):
+        run.epoch(limit=2)
+
+
+@habit("epoch left by break", "session")
+def left(run: Loop) -> None:
+    run.loader = Loader((4, 4))
+    run.start()
+    for _ in range(2):
+        run.epoch(limit=2)
+
+
+@habit("length says too much on one rank", *NEEDS, apart=True)
+def says_too_much(run: Loop) -> None:
+    run.loader = Loader((4, 2), says=4)
+    run.start()
+    run.epoch()
+
+
+@habit("length says too little on one rank", *NEEDS, apart=True)
+def says_too_little(run: Loop) -> None:
+    run.loader = Loader((3, 5), says=3)
+    run.start()
+    run.epoch()
+
+
+@habit("length says too little on all ranks", *NEEDS, apart=True)
+def says_too_little_everywhere(run: Loop) -> None:
+    run.loader = Loader((4, 4), says=2)
+    run.start()
+    run.epoch()
+
+
+@habit("uneven loaders, clipping and accumulation", *NEEDS)
+def uneven_clipped(run: Loop) -> None:
+    run.loader = Loader((3, 2))
+    run.start(accumulate=2)
+    for _ in range(2):
+        run.epoch()
