@@ -7,6 +7,7 @@ import time
 from collections import Counter
 
 from tests.conformance.habit import all_habits
+from tests.conformance.page import PAGE, render
 from tests.conformance.rows import every, run_matrix
 from tests.conformance.techniques import TECHNIQUES
 
@@ -36,6 +37,8 @@ def main() -> None:
             print(f"{technique:24} | {habit:50} | {verdict.outcome:10} | {verdict.text[:160]}")
     counts = Counter(verdict.outcome for _, _, verdict in every(outcomes))
     print("\n".join(lines))
+    if given.write:
+        PAGE.write_text(render(outcomes, habits))
     print(f"{dict(counts)} in {time.monotonic() - start:.0f} s")
     if given.red:
         with open(given.red, "w") as file:

@@ -7,7 +7,6 @@ import gc
 import signal
 import traceback
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +40,7 @@ class Verdict(NamedTuple):
 def judge(technique: Technique, habit: Habit, rank: int) -> Verdict:
     """Run a habit on both sides; leaves no session open."""
     with technique.around(), _as_before():
-        plain = Plain(technique, rank, RANKS)
-        with technique.around_plain():
-            habit.run(plain)
-        plain.remember()
-        torch.set_default_dtype(torch.float32)
+        plain = _plain_side(technique, habit, rank)
         ours = technique.loop(technique, rank, RANKS)
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -64,6 +59,22 @@ def judge(technique: Technique, habit: Habit, rank: int) -> Verdict:
         if problem:
             return Verdict("wrong", problem)
         return Verdict("equal", digest=digest(ours.model))
+
+
+def _plain_side(technique: Technique, habit: Habit, rank: int) -> Plain:
+    """What plain torch makes of a habit; the same for many techniques."""
+    key = habit.name, *technique.plain_key
+    if key not in _plain_sides:
+        plain = Plain(technique, rank, RANKS)
+        with technique.around_plain():
+            habit.run(plain)
+        plain.remember()
+        torch.set_default_dtype(torch.float32)
+        _plain_sides[key] = plain
+    return _plain_sides[key]
+
+
+_plain_sides: dict[tuple[object, ...], Plain] = {}
 
 
 def _of_error(error: BaseException, ours: Loop, plain: Plain) -> Verdict:
@@ -162,5 +173,3 @@ def _as_before() -> Any:
         signal.signal(signal.SIGINT, handler)
         gc.collect(0)
 
-
-Judge = Callable[[Technique, Habit, int], Verdict]

@@ -21,7 +21,6 @@ from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
 
 from tests.conformance.applies import not_applicable
 from tests.conformance.cell import RANKS, Verdict, judge
@@ -122,10 +121,12 @@ def serve(name: str, habit_names: Sequence[str], folder: str) -> None:
     technique = next(t for t in TECHNIQUES if t.name == name)
     by_name = {habit.name: habit for habit in all_habits()}
     store = f"{folder}/store"
+    gc.freeze()  # what is there stays; collecting is cheap
     with _peer(rank, f"{folder}/socket") as peer, open(f"{folder}/rank{rank}", "a") as file:
         technique.run_in_one_process()
         group = 0
         for number, habit in enumerate(by_name[name] for name in habit_names):
+            t0 = time.monotonic(); c0=time.process_time()
             if habit.apart:
                 verdict = _forked(technique, habit, rank, f"{store}-apart{number}")
                 clean = True
@@ -139,6 +140,7 @@ def serve(name: str, habit_names: Sequence[str], folder: str) -> None:
                 clean = verdict.outcome == "equal"
             if not clean:
                 _disconnect()
+            if os.environ.get("MX_TIMES"): print(f"{rank} {time.monotonic()-t0:.3f} {time.process_time()-c0:.3f} {habit.name}", flush=True)
             file.write(json.dumps(verdict) + "\n")
             file.flush()
             if not _agree(peer, clean):
@@ -228,5 +230,3 @@ def every(outcomes: Outcomes) -> Iterator[tuple[str, str, Verdict]]:
         for habit, verdict in row.items():
             yield technique, habit, verdict
 
-
-Anything = Any

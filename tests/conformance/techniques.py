@@ -129,6 +129,13 @@ class Technique:
     def accumulate(self) -> int:
         return int(self.strategy.get("gradients", {}).get("accumulate", 1))
 
+    @property
+    def plain_key(self) -> tuple[object, ...]:
+        """Techniques with the same one have the same plain side."""
+        assert isinstance(self.body, partial)
+        made = self.body.func, self.body.args, self.shape, self.optimizer, self.accumulate
+        return (*made, self.shares_batches, self.deals, self.around_plain)
+
     def loader(self, loop: InSession) -> DataLoader[Any]:
         """What ``accelerate()`` gets."""
         rank = 0 if self.shares_batches else loop.rank

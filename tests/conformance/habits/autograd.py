@@ -28,6 +28,9 @@ def _module_hooks(run: Loop) -> list[int]:
     run.model.head.register_forward_pre_hook(before)
     for layer in [m for m in run.model.body.modules() if not [*m.children()]][:3]:
         layer.register_forward_hook(double)
+    run.model.head.register_full_backward_hook(
+        lambda module, inputs, outputs: tuple(None if g is None else 0.5 * g for g in inputs)
+    )
     return calls
 
 
@@ -48,52 +51,32 @@ def module_hooks_after(run: Loop) -> None:
     run.note("calls", calls[1])
 
 
-def _backward_hooks(run: Loop) -> None:
-    def halve(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-        return tuple(None if g is None else 0.5 * g for g in inputs)
+def _parameter_hooks(run: Loop) -> list[int]:
+    calls: list[int] = []
 
-    run.model.head.register_full_backward_hook(halve)
+    def count(parameter: Tensor) -> None:
+        calls.extend([1] * (run._computing in (None, run.rank)))
 
-
-@habit("backward hooks on modules before")
-def backward_hooks_before(run: Loop) -> None:
-    _backward_hooks(run)
-    run.start()
-    run.update(times=3)
-
-
-@habit("backward hooks on modules after")
-def backward_hooks_after(run: Loop) -> None:
-    run.start()
-    run.update()
-    _backward_hooks(run)
-    run.update(times=2)
+    for parameter in run.model.parameters():
+        parameter.register_hook(lambda gradient: 0.5 * gradient)
+        parameter.register_post_accumulate_grad_hook(count)
+    return calls
 
 
 @habit("hooks on parameters before")
 def parameter_hooks_before(run: Loop) -> None:
-    for parameter in run.model.parameters():
-        parameter.register_hook(lambda gradient: 0.5 * gradient)
+    calls = _parameter_hooks(run)
     run.start()
     run.update(times=3)
+    run.note("calls", len(calls))
 
 
 @habit("hooks on parameters after")
 def parameter_hooks_after(run: Loop) -> None:
     run.start()
     run.update()
-    for parameter in run.model.parameters():
-        parameter.register_hook(lambda gradient: 0.5 * gradient)
+    calls = _parameter_hooks(run)
     run.update(times=2)
-
-
-@habit("post-accumulate hooks on parameters before")
-def accumulate_hooks_before(run: Loop) -> None:
-    calls: list[int] = []
-    hook = lambda p: calls.append(1) if run._computing in (None, run.rank) else None  # noqa: E731
-    run.model.head.weight.register_post_accumulate_grad_hook(hook)
-    run.start()
-    run.update(times=3)
     run.note("calls", len(calls))
 
 
@@ -162,7 +145,7 @@ def func_grad(run: Loop) -> None:
     run.update()
 
 
-@habit("torch.func.vjp over inputs after a step")
+@habit("torch.func.vjp and vmap over inputs after a step")
 def func_vjp(run: Loop) -> None:
     run.start()
     run.update(times=2)
@@ -170,15 +153,6 @@ def func_vjp(run: Loop) -> None:
     output, pull = vjp(lambda x: run.model(x).float().square().sum(), _probe(run))
     run.note("output", output)
     run.note("pulled", *pull(torch.ones_like(output)))
-    run.model.train()
-    run.update()
-
-
-@habit("torch.func.vmap after a step")
-def func_vmap(run: Loop) -> None:
-    run.start()
-    run.update(times=2)
-    run.model.eval()
     run.note("outputs", torch.func.vmap(lambda x: run.model(x.unsqueeze(0))[0])(_probe(run)))
     run.model.train()
     run.update()
@@ -251,22 +225,12 @@ def no_grad(run: Loop) -> None:
 def inference_mode(run: Loop) -> None:
     run.start()
     for _ in range(3):
-        run.update()
         run.model.eval()
         with torch.inference_mode():
             found = run.model(_probe(run)).double().sum().item()
         run.note("output", found)
         run.model.train()
-
-
-@habit("inference_mode before the first step")
-def inference_mode_first(run: Loop) -> None:
-    run.start()
-    run.model.eval()
-    with torch.inference_mode():
-        run.note("output", run.model(_probe(run)).double().sum().item())
-    run.model.train()
-    run.update(times=3)
+        run.update()
 
 
 @habit("autocast inside the loss")
@@ -284,14 +248,3 @@ def autocast_outside(run: Loop) -> None:
     run.start()
     with torch.autocast("cpu", torch.bfloat16):
         run.update(times=3)
-
-
-@habit("anomaly detection")
-def anomalies(run: Loop) -> None:
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with torch.autograd.detect_anomaly():
-            run.start()
-            run.update(times=3)

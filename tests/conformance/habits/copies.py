@@ -15,49 +15,34 @@ from tests.conformance.habit import habit
 from tests.conformance.loop import Batch, Loop, mse
 
 
-def _averaged(run: Loop, average: AveragedModel) -> None:
+def _averages(run: Loop) -> tuple[AveragedModel, ...]:
+    return (
+        AveragedModel(run.model),  # SWA
+        AveragedModel(run.model, avg_fn=get_ema_avg_fn(0.7)),
+        AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.7)),
+    )
+
+
+def _averaged(run: Loop, averages: tuple[AveragedModel, ...]) -> None:
     for _ in range(3):
         run.update()
-        average.update_parameters(run.model)
-    run.note("average", *average.module.parameters())
+        for average in averages:
+            average.update_parameters(run.model)
+    for average in averages:
+        run.note("average", *average.module.parameters())
 
 
-@habit("EMA made before")
-def ema_before(run: Loop) -> None:
-    average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+@habit("EMA and SWA made before")
+def averages_before(run: Loop) -> None:
+    averages = _averages(run)
     run.start()
-    _averaged(run, average)
+    _averaged(run, averages)
 
 
-@habit("EMA made after")
-def ema_after(run: Loop) -> None:
+@habit("EMA and SWA made after")
+def averages_after(run: Loop) -> None:
     run.start()
-    _averaged(run, AveragedModel(run.model, avg_fn=get_ema_avg_fn(0.7)))
-
-
-@habit("EMA by hand")
-def ema_by_hand(run: Loop) -> None:
-    run.start()
-    average = copy.deepcopy(run.model)
-    for _ in range(3):
-        run.update()
-        with torch.no_grad():
-            for mine, theirs in zip(average.parameters(), run.model.parameters(), strict=True):
-                mine.lerp_(theirs.to(mine.dtype), 0.3)
-    run.note("average", *average.parameters())
-
-
-@habit("SWA made before")
-def swa_before(run: Loop) -> None:
-    average = AveragedModel(run.model)
-    run.start()
-    _averaged(run, average)
-
-
-@habit("SWA made after")
-def swa_after(run: Loop) -> None:
-    run.start()
-    _averaged(run, AveragedModel(run.model))
+    _averaged(run, _averages(run))
 
 
 @habit("the average's weights loaded for a test, and back")
@@ -80,6 +65,7 @@ def _copied(run: Loop, make: Callable[[nn.Module], nn.Module]) -> None:
     run.update(times=2)
     made = make(run.model)
     run.note_model("copy", made)
+    run.note_model("head", copy.deepcopy(run.model.head))
     own = torch.optim.SGD(made.parameters(), lr=0.1)
     x, y = run._samples(0)[0]
     mse(made, Batch(torch.stack([x, -x]), torch.stack([y, y]), run.rank)).backward()
@@ -120,12 +106,3 @@ def state_saved(run: Loop) -> None:
         return other
 
     _copied(run, make)
-
-
-@habit("deepcopy of a part of the model")
-def part_copied(run: Loop) -> None:
-    run.start()
-    run.update(times=2)
-    head = copy.deepcopy(run.model.head)
-    run.update()
-    run.note_model("head", head)

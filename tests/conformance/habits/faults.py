@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -89,9 +90,7 @@ def _in_exchange(run: Loop, kind: type[BaseException]) -> None:
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
-    previous = signal.getsignal(signal.SIGINT)
-    if kind is not KeyboardInterrupt:
-        signal.signal(signal.SIGINT, _raises(kind))
+    signal.signal(signal.SIGINT, _raises(kind))
     once: list[bool] = []
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -99,7 +98,8 @@ def _in_exchange(run: Loop, kind: type[BaseException]) -> None:
         if not once:
             once.append(True)
             if run.rank == 0:
-                threading.Thread(target=_interrupt_later, daemon=True).start()
+                waiting = (store, threading.get_native_id())
+                threading.Thread(target=_interrupt, args=waiting, daemon=True).start()
             else:
                 store.wait(["interrupted"])
         return loss
@@ -108,21 +108,20 @@ def _in_exchange(run: Loop, kind: type[BaseException]) -> None:
     run.update()
     try:
         run.update(loss_of)
-        if run.rank == 0:  # it came where Python could not see it before
-            time.sleep(1)
     except kind:
-        run.note("caught", True)
-    finally:
-        if run.rank == 0:
-            store.set("interrupted", "1")
-    signal.signal(signal.SIGINT, previous)
-    run.noted.clear()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     run.update()
 
 
-def _interrupt_later() -> None:
-    time.sleep(0.1)
+def _interrupt(store: Any, main: int) -> None:
+    """Once the main thread waits for something, and does not just wait for a core."""
+    waits = 0
+    while waits < 5:
+        time.sleep(0.01)
+        stat = Path(f"/proc/self/task/{main}/stat").read_text()
+        waits = waits + 1 if stat.rpartition(")")[2].split()[0] == "S" else 0
     os.kill(os.getpid(), signal.SIGINT)
+    store.set("interrupted", "1")  # where it waits in C++, it sees that when the other has come
 
 
 def _raises(kind: type[BaseException]) -> Callable[..., None]:

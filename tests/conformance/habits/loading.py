@@ -8,12 +8,12 @@ from tests.conformance.loop import Loader, Loop
 NEEDS = ("session", "own batches")
 
 
-@habit("the session's loader, two epochs", "session")
+@habit("the session's loader, whole or left by break", "session")
 def own_loader(run: Loop) -> None:
-    run.loader = Loader((2, 2))
+    run.loader = Loader((3, 3))
     run.start()
-    for _ in range(2):
-        run.epoch()
+    for limit in (None, 2, None):
+        run.epoch(limit)
 
 
 @habit("uneven loaders", *NEEDS)
@@ -40,14 +40,6 @@ def endless(run: Loop) -> None:
         run.epoch(limit=2)
 
 
-@habit("epoch left by break", "session")
-def left(run: Loop) -> None:
-    run.loader = Loader((4, 4))
-    run.start()
-    for _ in range(2):
-        run.epoch(limit=2)
-
-
 @habit("length says too much on one rank", *NEEDS, apart=True)
 def says_too_much(run: Loop) -> None:
     run.loader = Loader((4, 2), says=4)
@@ -69,8 +61,8 @@ def says_too_little_everywhere(run: Loop) -> None:
     run.epoch()
 
 
-@habit("uneven loaders, clipping and accumulation", *NEEDS)
-def uneven_clipped(run: Loop) -> None:
+@habit("uneven loaders, accumulation across epochs", *NEEDS)
+def uneven_windows(run: Loop) -> None:
     run.loader = Loader((3, 2))
     run.start(accumulate=2)
     for _ in range(2):

@@ -13,7 +13,7 @@ from tests.conformance.models import WIDTH, Plug, Single, Tied
 
 def _layer() -> nn.Linear:
     """A new layer, alike on both sides and on all ranks."""
-    torch.manual_seed(7)
+    torch.default_generator.manual_seed(7)
     return nn.Linear(WIDTH, WIDTH)
 
 
@@ -74,15 +74,6 @@ def assigned(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("data of a parameter assigned")
-def data_assigned(run: Loop) -> None:
-    run.start()
-    run.update(times=2)
-    for parameter in run.model.parameters():
-        parameter.data = 0.5 * parameter.data
-    run.update(times=2)
-
-
 @habit("a parameter removed later", "unused")
 def parameter_removed(run: Loop) -> None:
     run.model.plugs.append(Plug(_layer()))
@@ -97,14 +88,6 @@ def frozen(run: Loop) -> None:
     run.model.head.weight.requires_grad_(False)
     run.start()
     run.update(times=3)
-
-
-@habit("frozen later")
-def frozen_later(run: Loop) -> None:
-    run.start(unused=True)
-    run.update(times=2)
-    run.model.head.weight.requires_grad_(False)
-    run.update(times=2)
 
 
 @habit("frozen for a while")
@@ -133,10 +116,11 @@ def tied(run: Loop) -> None:
     run.update(times=3)
 
 
-@habit("unused for a while")
+@habit("unused for a while, or never used")
 def unused_for_a_while(run: Loop) -> None:
-    plug = Plug(_layer())
-    run.model.plugs.append(plug)
+    plug, never = Plug(_layer()), Plug(_layer())
+    never.on = False
+    run.model.plugs.extend([plug, never])
     run.start(unused=True)
     for on in (True, False, True, False):
         plug.on = on
@@ -154,15 +138,6 @@ def unused_on_one_rank(run: Loop) -> None:
 
     run.start(unused=True)
     run.update(loss_of, times=3)
-
-
-@habit("never used")
-def never_used(run: Loop) -> None:
-    plug = Plug(_layer())
-    plug.on = False
-    run.model.plugs.append(plug)
-    run.start(unused=True)
-    run.update(times=3)
 
 
 def _single(run: Loop, value: torch.Tensor) -> None:
@@ -195,13 +170,8 @@ def mixed_dtypes(run: Loop) -> None:
 
 @habit("not contiguous")
 def not_contiguous(run: Loop) -> None:
-    run.model  # noqa: B018
-    _single(run, torch.randn(WIDTH, WIDTH).t())
-
-
-@habit("with holes in memory")
-def with_holes(run: Loop) -> None:
-    run.model  # noqa: B018
+    """Turned, and with holes in memory."""
+    run.model.plugs.append(Single(torch.randn(WIDTH, WIDTH).t()))
     _single(run, torch.randn(WIDTH, 2 * WIDTH)[:, ::2])
 
 

@@ -36,10 +36,10 @@ def twice(run: Loop) -> None:
     run.update()
 
 
-@habit("closed, plain loop after it")
+@habit("closed in an epoch, plain loop after it", "session")
 def plain_after(run: Loop) -> None:
     run.start()
-    run.update(times=2)
+    run.epoch(limit=2)
     run.close()
     run.alone(times=2)
 
@@ -47,22 +47,5 @@ def plain_after(run: Loop) -> None:
 @habit("plain loop, then accelerated")
 def plain_before(run: Loop) -> None:
     run.alone(times=2)
-    run.start()
-    run.update(times=2)
-
-
-@habit("closed in the middle of an epoch", "session")
-def closed_in_epoch(run: Loop) -> None:
-    run.start()
-    run.epoch(limit=2)
-    run.close()
-    run.alone()
-
-
-@habit("accelerated inside an open window of gradients")
-def started_with_gradients(run: Loop) -> None:
-    """Gradients of before, which plain torch would add to."""
-    run.model.head(run.model.head.weight.detach()).sum().backward()
-    run.optimizer.zero_grad()
     run.start()
     run.update(times=2)

@@ -96,14 +96,6 @@ def group_dict_replaced(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("state of a parameter cleared")
-def state_cleared(run: Loop) -> None:
-    run.start()
-    run.update(times=2)
-    run.optimizer.state.clear()
-    run.update(times=2)
-
-
 @habit("group added: parameters that were there")
 def group_added(run: Loop) -> None:
     head = [*run.model.head.parameters()]
@@ -113,16 +105,6 @@ def group_added(run: Loop) -> None:
     run.update(times=2)
     run.optimizer.add_param_group({"params": head, "lr": 0.02})
     run.update(times=2)
-
-
-@habit("two groups with settings of their own")
-def two_groups(run: Loop) -> None:
-    group = run.optimizer.param_groups[0]
-    head = [*run.model.head.parameters()]
-    group["params"] = [p for p in group["params"] if not any(p is h for h in head)]
-    run.optimizer.add_param_group({"params": head, "lr": 0.5 * group["lr"]})
-    run.start()
-    run.update(times=3)
 
 
 @habit("state_dict() of the model loaded in the middle")
@@ -137,11 +119,14 @@ def model_loaded(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("weights written under no_grad")
+@habit("weights written by hand")
 def weights_written(run: Loop) -> None:
     run.start()
     run.update(times=2)
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.clamp_(-0.2, 0.2)
-    run.update(times=2)
+    run.update()
+    for parameter in run.model.parameters():
+        parameter.data = 0.5 * parameter.data
+    run.update()

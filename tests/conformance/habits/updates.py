@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from tests.conformance.habit import habit
 from tests.conformance.loop import Batch, Loop, mse
@@ -14,17 +14,8 @@ from tests.conformance.models import WIDTH
 @habit("two forwards of one loss")
 def two_forwards(run: Loop) -> None:
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        model(2.0 * batch.x)  # and one without a backward
         return mse(model, batch) + 0.5 * mse(model, batch._replace(x=0.5 * batch.x))
-
-    run.start()
-    run.update(loss_of, times=3)
-
-
-@habit("a forward without a backward")
-def forward_only(run: Loop) -> None:
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        model(0.5 * batch.x)
-        return mse(model, batch)
 
     run.start()
     run.update(loss_of, times=3)
@@ -75,14 +66,6 @@ def partial_window_flushed(run: Loop) -> None:
         run.flush()
 
 
-@habit("accumulate: a window goes on after the epoch")
-def window_across_epochs(run: Loop) -> None:
-    run.loader = run.loader._replace(batches=(3, 3))
-    run.start(accumulate=2)
-    for _ in range(2):
-        run.epoch()
-
-
 @habit("accumulate: a window open at close() is told")
 def window_left_open(run: Loop) -> None:
     run.start(accumulate=2)
@@ -93,17 +76,6 @@ def window_left_open(run: Loop) -> None:
     for parameter in run.model.parameters() if run.plain else ():
         parameter.grad = None
     run.note("told", run.plain or any("window" in text for text in run.warned))
-
-
-@habit("accumulate: state_dict() of the model in a window")
-def state_in_window(run: Loop) -> None:
-    run.start(accumulate=2)
-    run.update()
-    run.backward()
-    run.step()
-    run.note_model("in the window", run.model)
-    run.backward()
-    run.step()
 
 
 @habit("clipping after backward")
@@ -121,15 +93,6 @@ def clipping_by_torch(run: Loop) -> None:
     for _ in range(3):
         run.gradients()
         run.note("norm", nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
-        run.step()
-
-
-@habit("clipping by value")
-def clipping_by_value(run: Loop) -> None:
-    run.start()
-    for _ in range(3):
-        run.gradients()
-        nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
         run.step()
 
 
@@ -173,6 +136,7 @@ def gradients_changed(run: Loop) -> None:
         for parameter in run.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
+        nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
         run.step()
 
 
@@ -199,16 +163,8 @@ def gradients_removed(run: Loop) -> None:
 @habit("gradients zeroed before backward")
 def zeroed_before(run: Loop) -> None:
     run.start()
-    for _ in range(3):
-        run.optimizer.zero_grad()
-        run.update()
-
-
-@habit("gradients zeroed to 0 before backward")
-def zeroed_in_place(run: Loop) -> None:
-    run.start()
-    for _ in range(3):
-        run.optimizer.zero_grad(set_to_none=False)
+    for set_to_none in (True, False, True):
+        run.optimizer.zero_grad(set_to_none=set_to_none)
         run.update()
 
 
@@ -232,16 +188,7 @@ def scheduler_before(run: Loop) -> None:
         schedule.step()
 
 
-@habit("scheduler made after")
-def scheduler_after(run: Loop) -> None:
-    run.start()
-    schedule = CosineAnnealingLR(run.optimizer, 4)
-    for _ in range(3):
-        run.update()
-        schedule.step()
-
-
-@habit("scheduler that changes momentum")
+@habit("scheduler made after, of momentum too")
 def one_cycle(run: Loop) -> None:
     group = run.optimizer.param_groups[0]
     cycles = "momentum" in group or "betas" in group
@@ -252,23 +199,15 @@ def one_cycle(run: Loop) -> None:
         schedule.step()
 
 
-@habit("lr written by hand")
+@habit("lr and weight decay written by hand")
 def lr_by_hand(run: Loop) -> None:
     run.start()
     for factor in (1.0, 0.5, 0.25):
         for group in run.optimizer.param_groups:
             group["lr"] = 0.02 * factor
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.3 * (1 - factor)
         run.update()
-
-
-@habit("weight decay switched on later")
-def weight_decay_by_hand(run: Loop) -> None:
-    run.start()
-    run.update(times=2)
-    for group in run.optimizer.param_groups:
-        if "weight_decay" in group:
-            group["weight_decay"] = 0.3
-    run.update(times=2)
 
 
 @habit("loss scale of one's own")
@@ -367,18 +306,8 @@ def train_and_eval(run: Loop) -> None:
     run.model.eval()
     run.update()
     run.model.train()
-    run.update()
-
-
-@habit("a part in eval mode, later")
-def part_in_eval(run: Loop) -> None:
-    run.start()
-    run.update(times=2)
-    for module in run.model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.eval()
     run.model.body.eval()
-    run.update(times=2)
+    run.update()
 
 
 @habit("setting of a module changed later")
@@ -389,19 +318,13 @@ def setting_changed(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("forward of a module replaced later")
-def forward_replaced(run: Loop) -> None:
-    run.start()
-    run.update(times=2)
-    head = run.model.head
-    head.forward = lambda h: nn.functional.linear(0.5 * h, head.weight, head.bias)
-    run.update(times=2)
-
-
-@habit("a module of the body replaced later")
+@habit("modules and forwards replaced later")
 def module_replaced(run: Loop) -> None:
     run.start()
-    run.update(times=2)
+    run.update()
+    head = run.model.head
+    head.forward = lambda h: nn.functional.linear(0.5 * h, head.weight, head.bias)
+    run.update()
     for module in run.model.body.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.BatchNorm2d | nn.Tanh):
