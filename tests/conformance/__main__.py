@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections import Counter
 
+from tests.conformance.cell import Verdict
 from tests.conformance.habit import all_habits
 from tests.conformance.page import PAGE, render
 from tests.conformance.rows import every, run_matrix
@@ -18,7 +20,7 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="parts of names, with commas between them")
     parser.add_argument("--columns", default="")
     parser.add_argument("--pools", type=int, default=3)
-    parser.add_argument("--red", help="write wrong cells to this file")
+    parser.add_argument("--keep", help="a file to which the cells of each row are added")
     parser.add_argument("-v", action="store_true", help="print every cell")
     given = parser.parse_args()
 
@@ -28,7 +30,13 @@ def main() -> None:
     techniques = [t for t in TECHNIQUES if chosen(t.name, given.rows)]
     habits = [h for h in all_habits() if chosen(h.name, given.columns)]
     start = time.monotonic()
-    outcomes = run_matrix(techniques, habits, given.pools)
+
+    def keep(name: str, row: dict[str, Verdict]) -> None:
+        if given.keep:
+            with open(given.keep, "a") as file:
+                file.write(json.dumps([name, row]) + "\n")
+
+    outcomes = run_matrix(techniques, habits, given.pools, keep)
     lines = []
     for technique, habit, verdict in every(outcomes):
         if verdict.outcome == "wrong":
@@ -40,9 +48,6 @@ def main() -> None:
     if given.write:
         PAGE.write_text(render(outcomes, habits))
     print(f"{dict(counts)} in {time.monotonic() - start:.0f} s")
-    if given.red:
-        with open(given.red, "w") as file:
-            file.write(f"{dict(counts)}\n\n" + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -36,7 +36,10 @@ Outcomes = dict[str, dict[str, Verdict]]
 
 
 def run_matrix(
-    techniques: Sequence[Technique] = TECHNIQUES, habits: Sequence[Habit] | None = None, pools: int = 3
+    techniques: Sequence[Technique] = TECHNIQUES,
+    habits: Sequence[Habit] | None = None,
+    pools: int = 3,
+    on_row: Callable[[str, dict[str, Verdict]], None] = lambda name, row: None,
 ) -> Outcomes:
     """Every cell of these rows and columns. Several pools of ranks work side by side, since ranks
     wait for each other more than they compute."""
@@ -54,6 +57,7 @@ def run_matrix(
                 except Empty:
                     return
                 outcomes[technique.name] = run_row(ranks, technique, habits)
+                on_row(technique.name, outcomes[technique.name])
 
     threads = [threading.Thread(target=work) for _ in range(min(pools, len(techniques)))]
     for thread in threads:
