@@ -278,6 +278,7 @@ class Plain(Loop):
 
     def _backward(self, batches: Sequence[Batch], loss_of: LossOf, times: int = 1) -> None:
         """Gradients of the mean over these batches, ``times`` as large as a part of a window."""
+        self.remember()  # what the user has written
         before = {id(m): dict(m._buffers) for m in self.model.modules()}
         errors: list[BaseException] = []
         for batch in reversed(batches):  # so that buffers are the first rank's in the end

@@ -81,7 +81,7 @@ def run_row(ranks: Ranks, technique: Technique, habits: Sequence[Habit]) -> dict
             names = [habit.name for habit in waiting]
             problem = ""
             try:
-                ranks.run(serve, technique.name, names, folder, connect=False, timeout=300)
+                ranks.run(serve, technique, names, folder, connect=False, timeout=600)
             except RankFailure as failure:
                 problem = " ".join(str(e) for e in failure.errors.values())
             files = [Path(folder, f"rank{rank}") for rank in range(RANKS)]
@@ -120,9 +120,9 @@ def joined(verdicts: Sequence[Verdict]) -> Verdict:
 # In a rank.
 
 
-def serve(name: str, habit_names: Sequence[str], folder: str) -> None:
+def serve(technique: Technique, habit_names: Sequence[str], folder: str) -> None:
+    """The cells of a row, each verdict a line in a file: what is there survives a rank's death."""
     rank = int(os.environ["RANK"])
-    technique = next(t for t in TECHNIQUES if t.name == name)
     by_name = {habit.name: habit for habit in all_habits()}
     store = f"{folder}/store"
     gc.freeze()  # what is there stays; collecting is cheap
