@@ -48,8 +48,7 @@ def judge(technique: Technique, habit: Habit, rank: int) -> Verdict:
                 warnings.showwarning = lambda message, *_, **__: ours.warned.append(str(message))  # type: ignore[assignment]
                 habit.run(ours)
                 del caught
-                if getattr(ours, "session", None) is None or not ours.session._closed:
-                    ours.close()
+                ours.end()
         except (Exception, KeyboardInterrupt) as error:
             verdict = _of_error(error, ours, plain)
             with contextlib.suppress(Exception):
@@ -172,4 +171,3 @@ def _as_before() -> Any:
         torch.set_default_dtype(torch.float32)
         signal.signal(signal.SIGINT, handler)
         gc.collect(0)
-

@@ -36,7 +36,9 @@ class Habit:
 _habits: list[Habit] = []
 
 
-def habit(name: str, *needs: str, apart: bool = False) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
+def habit(
+    name: str, *needs: str, apart: bool = False
+) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
     """Adds a function to the columns."""
 
     def add(function: Callable[[Loop], None]) -> Callable[[Loop], None]:

@@ -1,8 +1,8 @@
 """The loop that habits are written against, and its two sides: plain torch and a technique.
 
-A habit is one function of a `Loop`. It is run twice, with the same batches: by `Plain`, which is one
-process that trains on the batches of all ranks, and by a loop of a technique on each rank. What the
-two have noted, and the model in the end, must be equal.
+A habit is one function of a `Loop`. It is run twice, with the same batches: by `Plain`, which is
+one process that trains on the batches of all ranks, and by a loop of a technique on each rank. What
+the two have noted, and the model in the end, must be equal.
 """
 
 from __future__ import annotations
@@ -203,12 +203,11 @@ class Loop:
     def note_model(self, name: str, model: nn.Module) -> None:
         self.note(name, *model.state_dict().values())
 
-    # What only some sides have.
+    # What the matrix calls.
 
-    @property
-    def sees(self) -> nn.Module:
-        """What a habit calls as its model."""
-        return self.model
+    def end(self) -> None:
+        """Close what a habit has left open."""
+        self.close()
 
     def abandon(self, error: BaseException) -> None:
         """The training has failed."""
@@ -333,7 +332,8 @@ class Plain(Loop):
                 batches = []
                 for rank in list(iterators):
                     try:
-                        batches.append(Batch(*next(iterators[rank]), rank))
+                        x, y = next(iterators[rank])
+                        batches.append(Batch(x, y, rank))
                     except StopIteration:
                         del iterators[rank]
                 if not batches:
@@ -375,6 +375,10 @@ class InSession(Loop):
         self._feeds.clear()
         self.session.close()
         self.technique.undo(self)
+
+    def end(self) -> None:
+        if not self.session._closed:
+            self.close()
 
     def abandon(self, error: BaseException) -> None:
         self._feeds.clear()
@@ -479,7 +483,9 @@ class UnderDdp(Loop):
         self._micro += 1
         if self._micro % self.accumulate:
             return False
-        finite = all(bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None)
+        finite = all(
+            bool(p.grad.isfinite().all()) for p in self.model.parameters() if p.grad is not None
+        )
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad()

@@ -1,7 +1,7 @@
 """The models of the matrix: a body that a technique works on, places for habits, and a head.
 
-    net = Net(mlp())               # one output row of four numbers a sample
-    net.plugs.append(Scale())      # a habit's own parameters, between body and head
+net = Net(mlp())               # one output row of four numbers a sample
+net.plugs.append(Scale())      # a habit's own parameters, between body and head
 """
 
 from __future__ import annotations

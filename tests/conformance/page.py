@@ -33,8 +33,8 @@ tiny model on a CPU, and compared with plain torch in one process on the batches
 parameters, the buffers and what the habit looks at. This page is made by the test
 (`{command}`), which fails where a cell is wrong, missing, or another than here.
 
-- `=` **equal**: within what the technique promises. Exact ones to {exact} of fp32, the order of sums
-  aside; lossy ones within the bound in their row, of the way that a parameter has gone.
+- `=` **equal**: within what the technique promises. Exact ones to {exact}, as far as the order of
+  sums goes in fp32; lossy ones within their bound, a part of the way that a parameter has gone.
 - `R1` **refused**: an error of slipstream on every rank, before the first wrong number. The
   [list of errors](#errors) has its words.
 - `a` **not applicable**: declared beforehand, [with the reason](#not-applicable).

@@ -114,7 +114,9 @@ def joined(verdicts: Sequence[Verdict]) -> Verdict:
         if first is None:
             return Verdict("wrong", f"no rank says why: {verdicts[0].text}")
         return Verdict("refused", first.text)
-    return Verdict("wrong", "one rank refuses, the other goes on: " + " | ".join(v.text for v in verdicts))
+    return Verdict(
+        "wrong", "one rank refuses, the other goes on: " + " | ".join(v.text for v in verdicts)
+    )
 
 
 # In a rank.
@@ -130,7 +132,6 @@ def serve(technique: Technique, habit_names: Sequence[str], folder: str) -> None
         technique.run_in_one_process()
         group = 0
         for number, habit in enumerate(by_name[name] for name in habit_names):
-            t0 = time.monotonic(); c0=time.process_time()
             if habit.apart:
                 verdict = _forked(technique, habit, rank, f"{store}-apart{number}")
                 clean = True
@@ -144,7 +145,6 @@ def serve(technique: Technique, habit_names: Sequence[str], folder: str) -> None
                 clean = verdict.outcome == "equal"
             if not clean:
                 _disconnect()
-            if os.environ.get("MX_TIMES"): print(f"{rank} {time.monotonic()-t0:.3f} {time.process_time()-c0:.3f} {habit.name}", flush=True)
             file.write(json.dumps(verdict) + "\n")
             file.flush()
             if not _agree(peer, clean):
@@ -233,4 +233,3 @@ def every(outcomes: Outcomes) -> Iterator[tuple[str, str, Verdict]]:
     for technique, row in outcomes.items():
         for habit, verdict in row.items():
             yield technique, habit, verdict
-

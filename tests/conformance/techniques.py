@@ -89,6 +89,10 @@ def kernel_body(kind: type[nn.Module], names: tuple[str, ...], fast: bool) -> nn
     return kind(tuple(found) if len(found) > 1 else found[0])
 
 
+MLP = partial(plain_body, models.Mlp)
+CONVOLUTIONS = partial(plain_body, models.Convolutions)
+
+
 @dataclass(frozen=True)
 class Technique:
     """A row.
@@ -112,7 +116,7 @@ class Technique:
 
     name: str
     strategy: Mapping[str, Any] = field(default_factory=dict)
-    body: Callable[..., nn.Module] = partial(plain_body, models.Mlp)
+    body: partial[nn.Module] = MLP
     shape: tuple[int, ...] = models.Mlp.shape
     optimizer: Callable[[nn.Module], Optimizer] = sgd
     bound: float | None = None
@@ -132,7 +136,6 @@ class Technique:
     @property
     def plain_key(self) -> tuple[object, ...]:
         """Techniques with the same one have the same plain side."""
-        assert isinstance(self.body, partial)
         made = self.body.func, self.body.args, self.shape, self.optimizer, self.accumulate
         return (*made, self.shares_batches, self.deals, self.around_plain)
 
@@ -212,7 +215,7 @@ def chains(name: str, **settings: Any) -> Technique:
     return Technique(
         name,
         {"compute": settings},
-        partial(plain_body, models.Convolutions),
+        CONVOLUTIONS,
         models.Convolutions.shape,
         around=uncompiled,
     )
@@ -283,11 +286,18 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("overlap off", {"gradients": {"overlap": False}}),
     Technique("accumulate", {"gradients": {"accumulate": 2}}),
     Technique("autocast", {"precision": "autocast"}, bound=0.05, around_plain=bf16),
-    Technique("half_weights bf16", {"precision": {"kind": "half_weights", "dtype": "bf16"}}, bound=0.1),
-    Technique("half_weights fp16", {"precision": {"kind": "half_weights", "dtype": "fp16"}}, bound=0.1),
+    Technique(
+        "half_weights bf16", {"precision": {"kind": "half_weights", "dtype": "bf16"}}, bound=0.1
+    ),
+    Technique(
+        "half_weights fp16", {"precision": {"kind": "half_weights", "dtype": "fp16"}}, bound=0.1
+    ),
     Technique(
         "half_weights sharded",
-        {"precision": {"kind": "half_weights", "dtype": "bf16"}, "gradients": {"transport": "sharded"}},
+        {
+            "precision": {"kind": "half_weights", "dtype": "bf16"},
+            "gradients": {"transport": "sharded"},
+        },
         bound=0.1,
     ),
     memory("recompute every", recompute={"every": 1}),
@@ -313,7 +323,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         "channels_last fuse_optimizer",
         {"compute": {"channels_last": True, "fuse_optimizer": True}},
-        partial(plain_body, models.Convolutions),
+        CONVOLUTIONS,
         models.Convolutions.shape,
         adamw,
         around=uncompiled,

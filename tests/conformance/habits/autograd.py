@@ -25,12 +25,13 @@ def _module_hooks(run: Loop) -> list[int]:
         calls[1] += run._computing in (None, run.rank)
         return (0.5 * args[0],)
 
+    def halve(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return tuple(None if gradient is None else 0.5 * gradient for gradient in inputs)
+
     run.model.head.register_forward_pre_hook(before)
     for layer in [m for m in run.model.body.modules() if not [*m.children()]][:3]:
         layer.register_forward_hook(double)
-    run.model.head.register_full_backward_hook(
-        lambda module, inputs, outputs: tuple(None if g is None else 0.5 * g for g in inputs)
-    )
+    run.model.head.register_full_backward_hook(halve)
     return calls
 
 

@@ -229,14 +229,17 @@ def overflow_on_one_rank(run: Loop) -> None:
 
 def _by_scaler(run: Loop, *, clips: bool, overflow: bool = False) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+    def finite(model: nn.Module, batch: Batch) -> Tensor:
+        return scaler.scale(mse(model, batch))
+
+    def overflows(model: nn.Module, batch: Batch) -> Tensor:
+        return finite(model, batch) * (float("inf") if batch.rank == 1 else 1.0)
+
     run.start()
     for number in range(4):
 
-        def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-            factor = float("inf") if overflow and number == 1 and batch.rank == 1 else 1.0
-            return scaler.scale(mse(model, batch) * factor)
-
-        run.gradients(loss_of)
+        run.gradients(overflows if overflow and number == 1 else finite)
         if clips:
             scaler.unscale_(run.optimizer)
             run.note("norm", nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
@@ -339,7 +342,8 @@ def other_sizes(run: Loop) -> None:
 
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         times = 1 + batch.rank
-        return mse(model, Batch(*(torch.cat([t] * times) for t in batch[:2]), batch.rank))
+        x, y = (torch.cat([part] * times) for part in batch[:2])
+        return mse(model, Batch(x, y, batch.rank))
 
     run.start()
     run.update(loss_of, times=3)
