@@ -141,20 +141,27 @@ def _difference(technique: Technique, ours: Loop, plain: Plain) -> str | None:
 
 
 def _moved(technique: Technique, ours: Loop, plain: Plain) -> str | None:
-    """A lossy technique must have moved every parameter about as plain torch has."""
+    """A lossy technique must have moved the parameters about as plain torch has, and each of
+    them."""
     if technique.bound is None:
         return None
-    start = plain.trajectory[0]
+    start, now = plain.trajectory[0], dict(ours.model.named_parameters())
+    off = way = 0.0
     for name, end in plain.model.named_parameters():
         if name not in start or start[name].shape != end.shape or not end.numel():
             continue
-        kind = torch.complex128
-        way = (end.detach().to(kind) - start[name].to(kind)).norm()
-        now = dict(ours.model.named_parameters())[name].detach().to(kind)
-        off = (now - end.detach().to(kind)).norm()
-        if way > 1e-6 and off > technique.bound * way:
-            return f"{name} is off by {float(off / way):.2f} of its way; allowed: {technique.bound}"
+        from_, to, got = (_wide(t) for t in (start[name], end, now[name]))
+        of_this = float((to - from_).norm())
+        if of_this > 1e-6 and float((got - from_).norm()) < 0.1 * of_this:
+            return f"{name} has hardly moved"
+        off, way = off + float((got - to).norm()) ** 2, way + of_this**2
+    if off > technique.bound**2 * way:
+        return f"off by {(off / way) ** 0.5:.2f} of the way; allowed: {technique.bound}"
     return None
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.complex128)
 
 
 def _line(error: BaseException) -> str:
