@@ -363,7 +363,7 @@ class InSession(Loop):
         import slipstream
 
         self.accumulate = accumulate or self.technique.accumulate
-        strategy = copy.deepcopy(dict(self.technique.strategy))
+        strategy = self.technique.strategy_for(self.model)
         if self.accumulate > 1:
             strategy["gradients"] = {**strategy.get("gradients", {}), "accumulate": self.accumulate}
         loader = self.technique.loader(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -109,6 +110,8 @@ class Technique:
         loop: how one trains with it.
         around: holds while a cell runs, on both sides.
         around_plain: holds while the plain side runs.
+        deals: samples of an update are dealt to the ranks anew.
+        ends_with_last: the strategy names the model's last gradient.
         prepares: installs what is no setting of a strategy; its ``close()`` ends it.
         public: names of the package that this row stands for.
         unavailable: why no cell of this row can run here.
@@ -126,12 +129,21 @@ class Technique:
     around_plain: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepares: Callable[[nn.Module], Any] | None = None
     deals: bool = False
+    ends_with_last: bool = False
     public: tuple[str, ...] = ()
     unavailable: str | None = None
 
     @property
     def accumulate(self) -> int:
         return int(self.strategy.get("gradients", {}).get("accumulate", 1))
+
+    def strategy_for(self, model: nn.Module) -> dict[str, Any]:
+        """The strategy; a split by index ends with the last gradient of this model."""
+        strategy = copy.deepcopy(dict(self.strategy))
+        if self.ends_with_last:
+            last = sum(p.requires_grad for p in model.parameters()) - 1
+            strategy["gradients"]["split"]["last"][-1] = last
+        return strategy
 
     @property
     def plain_key(self) -> tuple[object, ...]:
@@ -203,8 +215,8 @@ def codec(name: str, kind: Any, bound: float | None, **more: Any) -> Technique:
     return Technique(name, {"gradients": {"codec": kind}}, bound=bound, **more)
 
 
-def split(name: str, kind: Any) -> Technique:
-    return Technique(name, {"gradients": {"split": kind}})
+def split(name: str, kind: Any, **more: Any) -> Technique:
+    return Technique(name, {"gradients": {"split": kind}}, **more)
 
 
 def memory(name: str, **settings: Any) -> Technique:
@@ -277,7 +289,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     codec("adaptive", {"kind": "adaptive", "codec": "half"}, 0.02),
     split("split by_bytes", {"kind": "by_bytes", "megabytes": 0.001}),
     split("split by_percent", {"kind": "by_percent", "percents": [60, 40]}),
-    split("split by_index", {"kind": "by_index", "last": [3, 15]}),
+    split("split by_index", {"kind": "by_index", "last": [3, 15]}, ends_with_last=True),
     split("split by_layers", {"kind": "by_layers", "layers": 2}),
     split("split per_layer", "per_layer"),
     split("split per_gradient", "per_gradient"),

@@ -238,7 +238,6 @@ def _by_scaler(run: Loop, *, clips: bool, overflow: bool = False) -> None:
 
     run.start()
     for number in range(4):
-
         run.gradients(overflows if overflow and number == 1 else finite)
         if clips:
             scaler.unscale_(run.optimizer)
