@@ -65,8 +65,7 @@ def _plain_side(technique: Technique, habit: Habit, rank: int) -> Plain:
     key = habit.name, *technique.plain_key
     if key not in _plain_sides:
         plain = Plain(technique, rank, RANKS)
-        with technique.around_plain():
-            habit.run(plain)
+        habit.run(plain)
         plain.remember()
         torch.set_default_dtype(torch.float32)
         _plain_sides[key] = plain

@@ -24,7 +24,7 @@ from tests.conformance.models import Net
 if TYPE_CHECKING:
     from tests.conformance.techniques import Technique
 
-BATCH, BATCHES = 2, 8
+BATCH, BATCHES = 4, 8
 """Samples of a batch, and batches of a rank's epoch."""
 
 
@@ -287,7 +287,8 @@ class Plain(Loop):
             own = batch._replace(rank=self.rank) if self.technique.shares_batches else batch
             self._computing = own.rank
             try:
-                losses = loss_of(self.model, own)
+                with self.technique.around_forward():
+                    losses = loss_of(self.model, own)
                 total = torch.stack(losses).sum() if isinstance(losses, tuple) else losses
                 self._overflowed |= not bool(total.isfinite())
                 (total * times / len(batches) / self.accumulate).backward()

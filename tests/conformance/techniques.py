@@ -109,7 +109,7 @@ class Technique:
         shares_batches: all ranks train on the same batches.
         loop: how one trains with it.
         around: holds while a cell runs, on both sides.
-        around_plain: holds while the plain side runs.
+        around_forward: holds in each forward and loss of the plain side.
         deals: samples of an update are dealt to the ranks anew.
         ends_with_last: the strategy names the model's last gradient.
         prepares: installs what is no setting of a strategy; its ``close()`` ends it.
@@ -126,7 +126,7 @@ class Technique:
     shares_batches: bool = False
     loop: type[Loop] = InSession
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    around_plain: Callable[[], AbstractContextManager[Any]] = nullcontext
+    around_forward: Callable[[], AbstractContextManager[Any]] = nullcontext
     prepares: Callable[[nn.Module], Any] | None = None
     deals: bool = False
     ends_with_last: bool = False
@@ -149,7 +149,7 @@ class Technique:
     def plain_key(self) -> tuple[object, ...]:
         """Techniques with the same one have the same plain side."""
         made = self.body.func, self.body.args, self.shape, self.optimizer, self.accumulate
-        return (*made, self.shares_batches, self.deals, self.around_plain)
+        return (*made, self.shares_batches, self.deals, self.around_forward)
 
     def loader(self, loop: InSession) -> DataLoader[Any]:
         """What ``accelerate()`` gets."""
@@ -267,6 +267,9 @@ ALL_VALUES = {"kind": "dgc", "density": 1.0, "warmup_steps": 0}
 FULL_RANK = {"kind": "powersgd", "rank": 8, "start_step": 1, "min_compression_rate": 1.0}
 TWO_BY_NAME = {"kind": "by_name", "rules": [{"match": "*.bias"}, {"match": "*", "codec": "half"}]}
 
+FP16 = {"kind": "half_weights", "dtype": "fp16", "emulate": True}
+"""With a loss scale; a CPU computes in fp32 and rounds."""
+
 TECHNIQUES: tuple[Technique, ...] = (
     transport("flat", "flat"),
     transport("direct", "direct"),
@@ -297,13 +300,11 @@ TECHNIQUES: tuple[Technique, ...] = (
     split("split optimal", "optimal"),
     Technique("overlap off", {"gradients": {"overlap": False}}),
     Technique("accumulate", {"gradients": {"accumulate": 2}}),
-    Technique("autocast", {"precision": "autocast"}, bound=0.05, around_plain=bf16),
+    Technique("autocast", {"precision": "autocast"}, bound=0.05, around_forward=bf16),
     Technique(
         "half_weights bf16", {"precision": {"kind": "half_weights", "dtype": "bf16"}}, bound=0.1
     ),
-    Technique(
-        "half_weights fp16", {"precision": {"kind": "half_weights", "dtype": "fp16"}}, bound=0.1
-    ),
+    Technique("half_weights fp16", {"precision": FP16}, bound=0.1),
     Technique(
         "half_weights sharded",
         {

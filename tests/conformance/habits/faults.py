@@ -40,23 +40,27 @@ def _in_forward(run: Loop, kind: type[BaseException]) -> None:
 
 
 def _in_backward(run: Loop, kind: type[BaseException]) -> None:
-    raised: set[int] = set()
+    """When the gradients of the head are there, and those of the body are not."""
+    raised: set[int | None] = set()
+    armed: list[bool] = []
 
-    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    def watch(module: nn.Module, args: Any, hidden: Tensor) -> None:
+        whose = run._computing
+
         def fail(gradient: Tensor) -> None:
-            if batch.rank not in raised:
-                raised.add(batch.rank)
+            if armed and whose not in raised:
+                raised.add(whose)
                 raise kind("in backward")
 
-        hidden = run.model.body(batch.x)
-        hidden.register_hook(fail)  # when the head's gradients are there, the body's are not
-        output = run.model.head(run.model.plugs(hidden)).to(batch.y.dtype)
-        return nn.functional.mse_loss(output, batch.y)
+        hidden.register_hook(fail)
 
+    run.model.plugs.append(nn.Identity())
+    run.model.plugs.register_forward_hook(watch)
     run.start()
     run.update()
+    armed.append(True)
     try:
-        run.update(loss_of)
+        run.update()
     except kind:
         run.optimizer.zero_grad()
     run.update(times=2)
