@@ -1,0 +1,26 @@
+"""Cells that mean nothing, declared with the reason before any is run."""
+
+from __future__ import annotations
+
+from tests.conformance.habit import Habit
+from tests.conformance.loop import UnderDdp
+from tests.conformance.techniques import Technique
+
+LACKS = {
+    "session": "the hook of DDP has no session: loader, window and end are the script's own",
+    "own batches": "ranks that share a model train on the same batches, so none differs",
+}
+
+
+def not_applicable(technique: Technique, habit: Habit) -> str | None:
+    """Why a cell means nothing; None: it must end equal or refused."""
+    if technique.unavailable is not None:
+        return technique.unavailable
+    lacking = set()
+    if technique.loop is UnderDdp:
+        lacking.add("session")
+    if technique.shares_batches:
+        lacking.add("own batches")
+    for need in sorted(habit.needs & lacking):
+        return LACKS[need]
+    return None

@@ -1,0 +1,348 @@
+"""What happens between two updates: forwards, backwards, gradients, windows, scales, schedules."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
+
+from tests.conformance.habit import habit
+from tests.conformance.loop import Batch, Loop, mse
+from tests.conformance.models import WIDTH
+
+
+@habit("two forwards of one loss")
+def two_forwards(run: Loop) -> None:
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        model(2.0 * batch.x)  # and one without a backward
+        return mse(model, batch) + 0.5 * mse(model, batch._replace(x=0.5 * batch.x))
+
+    run.start()
+    run.update(loss_of, times=3)
+
+
+@habit("two backwards before a step")
+def two_backwards(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        for _ in range(run.accumulate):
+            run.backward()
+            run.backward()
+            run.step()
+
+
+def _two_losses(model: nn.Module, batch: Batch) -> tuple[Tensor, ...]:
+    output = model(batch.x).to(batch.y.dtype)
+    return (output - batch.y).square().mean(), 0.1 * output.abs().mean()
+
+
+@habit("two losses of one forward")
+def two_losses(run: Loop) -> None:
+    run.start()
+    run.update(_two_losses, times=3)
+
+
+@habit("two losses of one forward, batch norm")
+def two_losses_batch_norm(run: Loop) -> None:
+    run.model.plugs.append(nn.BatchNorm1d(WIDTH))
+    run.start()
+    run.update(_two_losses, times=3)
+
+
+@habit("batch norm")
+def batch_norm(run: Loop) -> None:
+    run.model.plugs.append(nn.BatchNorm1d(WIDTH))
+    run.start()
+    run.update(times=3)
+
+
+@habit("accumulate: an epoch's last window is partial, flushed")
+def partial_window_flushed(run: Loop) -> None:
+    run.start(accumulate=2)
+    for _ in range(2):
+        run.update()
+        run.backward()
+        run.step()
+        run.flush()
+
+
+@habit("accumulate: a window open at close() is told")
+def window_left_open(run: Loop) -> None:
+    run.start(accumulate=2)
+    run.update(times=2)
+    run.backward()
+    run.step()
+    run.close()
+    for parameter in run.model.parameters() if run.plain else ():
+        parameter.grad = None
+    run.note("told", run.plain or any("window" in text for text in run.warned))
+
+
+@habit("clipping after backward")
+def clipping(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        run.clip(0.1)
+        run.step()
+
+
+@habit("clipping by torch after backward")
+def clipping_by_torch(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        run.note("norm", nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
+        run.step()
+
+
+@habit("clipping inside a window")
+def clipping_inside(run: Loop) -> None:
+    """Plain torch clips the sum of the joined batches; partial sums of ranks are none."""
+    run.start(accumulate=2)
+    for _ in range(2):
+        run.backward()
+        run.clip(0.1)
+        run.step()
+        run.backward()
+        run.step()
+
+
+@habit("clipping inside a window by torch")
+def clipping_inside_by_torch(run: Loop) -> None:
+    run.start(accumulate=2)
+    for _ in range(2):
+        run.backward()
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+        run.step()
+        run.backward()
+        run.step()
+
+
+@habit("gradients read")
+def gradients_read(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        run.note("gradients", *[p.grad for p in run.model.parameters() if p.grad is not None])
+        run.step()
+
+
+@habit("gradients changed in place")
+def gradients_changed(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        for parameter in run.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        nn.utils.clip_grad_value_(run.model.parameters(), 0.01)
+        run.step()
+
+
+@habit("gradients assigned")
+def gradients_assigned(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        for parameter in run.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = torch.full_like(parameter, 0.01)
+        run.step()
+
+
+@habit("some gradients set to None")
+def gradients_removed(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        run.model.head.bias.grad = None
+        run.step()
+
+
+@habit("gradients zeroed before backward")
+def zeroed_before(run: Loop) -> None:
+    run.start()
+    for set_to_none in (True, False, True):
+        run.optimizer.zero_grad(set_to_none=set_to_none)
+        run.update()
+
+
+@habit("gradients zeroed after backward")
+def zeroed_after(run: Loop) -> None:
+    """As a script does that throws a batch away."""
+    run.start()
+    run.update(times=2)
+    run.gradients()
+    run.optimizer.zero_grad()
+    run.step()
+    run.update()
+
+
+@habit("scheduler made before")
+def scheduler_before(run: Loop) -> None:
+    schedule = StepLR(run.optimizer, 1, 0.5)
+    run.start()
+    for _ in range(3):
+        run.update()
+        schedule.step()
+
+
+@habit("scheduler made after, of momentum too")
+def one_cycle(run: Loop) -> None:
+    group = run.optimizer.param_groups[0]
+    cycles = "momentum" in group or "betas" in group
+    run.start()
+    schedule = OneCycleLR(run.optimizer, 0.05, total_steps=5, cycle_momentum=cycles)
+    for _ in range(3):
+        run.update()
+        schedule.step()
+
+
+@habit("lr and weight decay written by hand")
+def lr_by_hand(run: Loop) -> None:
+    run.start()
+    for factor in (1.0, 0.5, 0.25):
+        for group in run.optimizer.param_groups:
+            group["lr"] = 0.02 * factor
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.3 * (1 - factor)
+        run.update()
+
+
+@habit("loss scale of one's own")
+def own_scale(run: Loop) -> None:
+    run.start()
+    run.update(times=3, scale=8.0)
+
+
+@habit("loss scale, overflow on one rank", "own batches")
+def overflow_on_one_rank(run: Loop) -> None:
+    def overflows(model: nn.Module, batch: Batch) -> Tensor:
+        return mse(model, batch) * (float("inf") if batch.rank == 1 else 1.0)
+
+    run.start()
+    run.update(scale=8.0)
+    run.update(overflows, scale=8.0)
+    run.update(times=2, scale=8.0)
+
+
+def _by_scaler(run: Loop, *, clips: bool, overflow: bool = False) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+    def finite(model: nn.Module, batch: Batch) -> Tensor:
+        return scaler.scale(mse(model, batch))
+
+    def overflows(model: nn.Module, batch: Batch) -> Tensor:
+        return finite(model, batch) * (float("inf") if batch.rank == 1 else 1.0)
+
+    run.start()
+    for number in range(4):
+        run.gradients(overflows if overflow and number == 1 else finite)
+        if clips:
+            scaler.unscale_(run.optimizer)
+            run.note("norm", nn.utils.clip_grad_norm_(run.model.parameters(), 0.1))
+        scaler.step(run.optimizer)
+        scaler.update()
+        run.optimizer.zero_grad()
+        run.note("scale", scaler.get_scale())
+
+
+@habit("torch's GradScaler loop")
+def grad_scaler(run: Loop) -> None:
+    _by_scaler(run, clips=False)
+
+
+@habit("torch's GradScaler loop with clipping")
+def grad_scaler_clips(run: Loop) -> None:
+    _by_scaler(run, clips=True)
+
+
+@habit("torch's GradScaler loop, overflow on one rank", "own batches")
+def grad_scaler_overflow(run: Loop) -> None:
+    _by_scaler(run, clips=False, overflow=True)
+
+
+@habit("optimizer.step() by hand")
+def step_by_hand(run: Loop) -> None:
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+
+@habit("optimizer.step() by hand, session.step() besides", "session")
+def both_steps(run: Loop) -> None:
+    """A loop that keeps the old verb by mistake; plain torch has no second one."""
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        if not run.plain:
+            run.optimizer.step()
+        run.step()
+
+
+@habit("zero_grad() forgotten, step() by hand")
+def never_zeroed(run: Loop) -> None:
+    """Plain torch adds up gradients, and so must this, or be refused."""
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        run.optimizer.step()
+
+
+@habit("no step() at all", "session")
+def never_stepped(run: Loop) -> None:
+    """Each backward adds to the last; nothing trains."""
+    run.start()
+    for _ in range(3):
+        run.backward()
+
+
+@habit("train and eval switched")
+def train_and_eval(run: Loop) -> None:
+    run.model.plugs.append(nn.BatchNorm1d(WIDTH))
+    run.start()
+    run.update()
+    run.model.eval()
+    run.update()
+    run.model.train()
+    run.model.body.eval()
+    run.update()
+
+
+@habit("setting of a module changed later")
+def setting_changed(run: Loop) -> None:
+    run.start()
+    run.update(times=2)
+    run.model.body.change_setting()
+    run.update(times=2)
+
+
+@habit("modules and forwards replaced later")
+def module_replaced(run: Loop) -> None:
+    run.start()
+    run.update()
+    head = run.model.head
+    head.forward = lambda h: nn.functional.linear(0.5 * h, head.weight, head.bias)
+    run.update()
+    for module in run.model.body.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.BatchNorm2d | nn.Tanh):
+                setattr(module, name, nn.Identity())
+    run.model.plugs.append(nn.Tanh())
+    run.update(times=2)
+
+
+@habit("batches of other sizes on each rank", "own batches")
+def other_sizes(run: Loop) -> None:
+    """Losses are means, and so is that of all ranks: of batches, not of samples."""
+
+    def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+        times = 1 + batch.rank
+        x, y = (torch.cat([part] * times) for part in batch[:2])
+        return mse(model, Batch(x, y, batch.rank))
+
+    run.start()
+    run.update(loss_of, times=3)

@@ -1,0 +1,108 @@
+"""docs/conformance.md: the matrix as tables, one for each section of habits."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.conformance.cell import Verdict
+from tests.conformance.habit import SECTIONS, Habit
+from tests.conformance.rows import Outcomes, every
+
+PAGE = Path(__file__).parents[2] / "docs/conformance.md"
+COMMAND = "python -m tests.conformance --write"
+
+TITLES = {
+    "state": "State of the optimizer, groups",
+    "parameters": "Parameters",
+    "copies": "Averages and copies",
+    "autograd": "Hooks, derivatives, modes",
+    "updates": "Between two updates",
+    "loading": "Loaders",
+    "sessions": "Sessions",
+    "faults": "Exceptions that a script catches, to go on",
+}
+
+HEAD = """\
+# Conformance: every technique under every habit
+
+Each technique was trained on two ranks beside each habit of users below, three or four updates of a
+tiny model on a CPU, and compared with plain torch in one process on the batches of all ranks: the
+parameters, the buffers and what the habit looks at. This page is made by the test
+(`{command}`), which fails where a cell is wrong, missing, or another than here.
+
+- `=` **equal**: within what the technique promises. Exact ones to {exact}, as far as the order of
+  sums goes in fp32; lossy ones within their bound, a part of the way that a parameter has gone.
+- `R1` **refused**: an error of slipstream on every rank, before the first wrong number. The
+  [list of errors](#errors) has its words.
+- `a` **not applicable**: declared beforehand, [with the reason](#not-applicable).
+
+{total} cells: {counts}.
+"""
+
+
+def render(outcomes: Outcomes, habits: Sequence[Habit]) -> str:
+    """The page, without wrong cells."""
+    counts = Counter(verdict.outcome for _, _, verdict in every(outcomes))
+    order = ("equal", "refused", "not applicable")
+    words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in order)
+    total = sum(counts.values())
+    head = HEAD.format(command=COMMAND, exact="2e-5", total=total, counts=words)
+    errors, reasons = _Notes("R"), _Notes("")
+    parts = [head, *(_section(s, outcomes, habits, errors, reasons) for s in SECTIONS)]
+    parts.append("## Errors\n\n" + errors.listed())
+    parts.append("## Not applicable\n\n" + reasons.listed())
+    return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+class _Notes:
+    """Texts with numbers or letters, in the order in which they come up."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._texts = prefix, dict[str, str]()
+
+    def mark(self, text: str) -> str:
+        count = len(self._texts)
+        new = f"{self._prefix}{count + 1}" if self._prefix else "abcdefghij"[count]
+        return self._texts.setdefault(text, new)
+
+    def listed(self) -> str:
+        return "".join(f"- `{mark}` {text}\n" for text, mark in self._texts.items())
+
+
+def _section(
+    section: str, outcomes: Outcomes, habits: Sequence[Habit], errors: _Notes, reasons: _Notes
+) -> str:
+    inside = [habit for habit in habits if habit.section == section]
+    lines = [f"## {TITLES[section]}", ""]
+    lines += [f"{number}. {habit.name}" for number, habit in enumerate(inside, 1)]
+    width = max(map(len, outcomes))
+    cells = [str(number) for number in range(1, len(inside) + 1)]
+    lines += ["", _row("technique".ljust(width), cells), _row("-" * width, ["---"] * len(inside))]
+    for name, row in outcomes.items():
+        marks = [_mark(row[habit.name], errors, reasons) for habit in inside]
+        lines.append(_row(name.ljust(width), marks))
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, cells: Sequence[str]) -> str:
+    return f"| {name} | " + " | ".join(cell.ljust(3) for cell in cells) + " |"
+
+
+def _mark(verdict: Verdict, errors: _Notes, reasons: _Notes) -> str:
+    if verdict.outcome == "equal":
+        return "="
+    if verdict.outcome == "refused":
+        return errors.mark(words_of(verdict.text))
+    if verdict.outcome == "not applicable":
+        return reasons.mark(verdict.text)
+    return "**X**"
+
+
+def words_of(text: str) -> str:
+    """An error's words on a page: one line, nothing that differs from run to run."""
+    text = " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
+    text = re.sub(r"/tmp/\S+", "/tmp/...", text)
+    return re.sub(r"0x[0-9a-f]+", "0x...", text)

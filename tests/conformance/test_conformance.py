@@ -1,0 +1,122 @@
+"""The matrix: every technique under every habit is equal to plain torch, or refused in time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from tests.conformance.cell import Verdict
+from tests.conformance.habit import all_habits
+from tests.conformance.models import Mlp
+from tests.conformance.page import COMMAND, PAGE, render
+from tests.conformance.required import missing, required
+from tests.conformance.rows import Outcomes, joined, run_matrix, run_row
+from tests.conformance.techniques import TECHNIQUES
+from tests.harness.ranks import Ranks
+
+pytestmark = pytest.mark.timeout(900)
+
+NAMES = [technique.name for technique in TECHNIQUES]
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
+    return run_matrix()
+
+
+def test_every_setting_kernel_and_hook_has_a_row() -> None:
+    assert missing(TECHNIQUES) == []
+
+
+def test_what_has_no_row_is_named() -> None:
+    """As a new technique would be."""
+    without = tuple(t for t in TECHNIQUES if not t.name.startswith(("ring", "kernel sim_ota")))
+    assert missing(without) == ["gradients.transport=ring", "kernels.sim_ota"]
+    assert len(required()) > 50
+
+
+def test_names_are_there_once() -> None:
+    habits = [habit.name for habit in all_habits()]
+    assert len(set(NAMES)) == len(NAMES)
+    assert len(set(habits)) == len(habits)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_cell_is_wrong_or_empty(outcomes: Outcomes, name: str) -> None:
+    row = outcomes[name]
+    assert [*row] == [habit.name for habit in all_habits()]
+    assert {habit: v.text for habit, v in row.items() if v.outcome == "wrong"} == {}
+
+
+def test_the_page_shows_this_run(outcomes: Outcomes) -> None:
+    page = render(outcomes, all_habits())
+    assert PAGE.read_text() == page, f"docs/conformance.md is stale; run {COMMAND}"
+
+
+EQUAL = Verdict("equal", digest="a")
+REFUSED = Verdict("refused", "UsageError: a reason")
+FOLLOWS = Verdict("refused", "ExchangeError: another rank is gone", follows=True)
+WRONG = Verdict("wrong", "head.weight is off by 0.1")
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "outcome", "text"),
+    [
+        ([EQUAL, EQUAL], "equal", ""),
+        ([EQUAL, EQUAL._replace(digest="b")], "wrong", "the ranks' models differ"),
+        ([REFUSED, REFUSED], "refused", "UsageError: a reason"),
+        ([FOLLOWS, REFUSED], "refused", "UsageError: a reason"),
+        ([FOLLOWS, FOLLOWS], "wrong", "no rank says why"),
+        ([EQUAL, REFUSED], "wrong", "one rank refuses, the other goes on"),
+        ([REFUSED, WRONG], "wrong", "head.weight is off by 0.1"),
+    ],
+    ids=["equal", "differ", "refused", "one follows", "nobody says why", "one goes on", "wrong"],
+)
+def test_what_becomes_of_a_cell_on_all_ranks(
+    verdicts: list[Verdict], outcome: str, text: str
+) -> None:
+    found = joined(verdicts)
+    assert (found.outcome, found.text[: len(text)]) == (outcome, text)
+
+
+def quick_on_one_rank(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.05 * (1 + int(os.environ["RANK"])), momentum=0.9)
+
+
+def other_body(*, fast: bool) -> nn.Module:
+    return Mlp(3 if fast else 2)
+
+
+def fails(*, fast: bool) -> nn.Module:
+    if fast:
+        raise KeyError("a bug")
+    return Mlp()
+
+
+FLAT = next(technique for technique in TECHNIQUES if technique.name == "flat")
+FAULTY = {
+    "the same": (FLAT, "equal", ""),
+    "rank by rank": (replace(FLAT, optimizer=quick_on_one_rank), "wrong", "off by"),
+    "another model": (replace(FLAT, body=partial(other_body)), "wrong", "other names"),
+    "a bug": (replace(FLAT, body=partial(fails)), "wrong", "KeyError: 'a bug'"),
+}
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_fault_is_found(two: Ranks, name: str) -> None:
+    technique, outcome, text = FAULTY[name]
+    (verdict,) = run_row(two, technique, all_habits()[:1]).values()
+    assert verdict.outcome == outcome
+    assert text in verdict.text
