@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import multiprocessing
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -107,14 +106,10 @@ LOADERS: dict[str, Callable[[Sequence[Any], int], Iterable[Any]]] = {
 }
 
 
-def trained(
-    make: str, length: int, says: int, accumulate: int = 1, data: dict[str, Any] | None = None
-) -> list[float]:
-    # Ranks of the tests are daemons, which may not start workers: those that read a stream ahead.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+def trained(make: str, length: int, says: int, accumulate: int = 1) -> list[float]:
     model, optimizer, scheduler = model_and_optimizer()
     loader = LOADERS[make](batches(dist.get_rank(), length), says)
-    strategy = {"gradients": {"accumulate": accumulate}, "data": data or {}}
+    strategy = {"gradients": {"accumulate": accumulate}}
     with slipstream.accelerate(model, optimizer, loader, strategy) as session:
         for _ in range(2):
             for batch in session.loader:
@@ -146,11 +141,6 @@ def test_unequal_lengths_that_are_not_true(
     check(runs, lengths, accumulate=2)
 
 
-def test_a_stream_that_is_read_ahead(two: Ranks) -> None:
-    runs = two.run(trained, "a stream", PerRank(3, 5), 3, 1, {"prefetch": {}}, timeout=60)
-    check(runs, (3, 5))
-
-
 def counted(known: bool) -> list[int]:
     """Comparisons by step, of an epoch of four batches."""
     loader = UnevenInputLoader(
@@ -178,6 +168,8 @@ def test_which_lengths_are_certain() -> None:
     ahead = prefetch(DataLoader(rows), Prefetch(threads=True, workers=1))
     assert certain_length(ahead) == 3
     ahead.close()
+    stream = single(SaysStream([1, 2], 3))
+    assert certain_length(prefetch(stream)) is None
     for make in LOADERS.values():
         assert certain_length(make([], 3)) is None
 
