@@ -174,6 +174,22 @@ def clip_in_no_sync(session: Any, optimizer: Any, batch: torch.Tensor) -> None:
         session.clip_grad_norm_(1.0)
 
 
+def clip_sums_by_torch(session: Any, optimizer: Any, batch: torch.Tensor) -> None:
+    for _ in range(2):
+        session.backward(loss_of(session.model, batch))
+        nn.utils.clip_grad_norm_(session.model.parameters(), 1e-3)
+        session.step()
+
+
+def gradients_kept(session: Any, optimizer: Any, batch: torch.Tensor) -> None:
+    for _ in range(4):
+        session.backward(loss_of(session.model, batch))
+        if session.sync_gradients:
+            optimizer.step()
+        else:
+            session.step()
+
+
 def with_closure(session: Any, optimizer: Any, batch: torch.Tensor) -> None:
     optimizer.step(lambda: loss_of(session.model, batch))
 
@@ -187,6 +203,8 @@ REFUSED: dict[str, tuple[Callable[..., None], list[str]]] = {
     "both verbs": (by_hand_first, ["step() without a backward()", "leave one of the two out"]),
     "clip in a window": (clip_in_a_window, ["clip_grad_norm_() inside an", "sync_gradients"]),
     "clip in no_sync": (clip_in_no_sync, ["clip_grad_norm_() inside no_sync()"]),
+    "torch clips in a window": (clip_sums_by_torch, ["0.weight was changed inside", "ends the"]),
+    "no zero_grad()": (gradients_kept, ["still there", "optimizer.zero_grad()"]),
     "closure": (with_closure, ["optimizer.step(closure)", "without a closure"]),
 }
 

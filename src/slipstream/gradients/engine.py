@@ -38,6 +38,7 @@ from slipstream.gradients.messages import (
     gradient_outside,
     gradient_repeated,
     out_of_step,
+    sum_changed,
     unfrozen,
 )
 from slipstream.gradients.ready_order import Observer, ReadyOrder
@@ -129,6 +130,7 @@ class Engine(GradientEngine):
         self._averaged = False
         self._failure: str | None = None
         self._observer: Observer | None = None  # until the first exchange
+        self._sums: list[tuple[NamedParameter, torch.Tensor, int]] = []  # and their versions
         self.overflowed = False
         self.step = 0
         self._hooks = [
@@ -158,6 +160,7 @@ class Engine(GradientEngine):
             raise out_of_step(self._failure)
         if exchange and self._averaged and self._compresses:
             raise backward_repeated()
+        self._check_sums()
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
         if thawed:
             raise unfrozen(thawed)
@@ -195,7 +198,21 @@ class Engine(GradientEngine):
             self._observer = backward.observer
         if backward.exchange:
             self._exchange(backward)
+        else:
+            with_gradient = ((t, t.parameter.grad) for t in self._trainables)
+            self._sums = [(t, g, g._version) for t, g in with_gradient if g is not None]
         self._backward = None
+
+    def _check_sums(self) -> None:
+        """Refuse sums of this rank that were changed inside a window: clipped, say, by a norm that
+        is another one on each rank."""
+        sums, self._sums = self._sums, []
+        for trainable, before, version in sums:
+            now = trainable.parameter.grad
+            if now is None or (now is before and now._version == version):
+                continue
+            if (now._values() if now.is_sparse else now).any():  # else they begin anew
+                raise sum_changed(trainable.name)
 
     def _exchange(self, backward: _Backward) -> None:
         """Send what was not sent under backward, and wait for everything."""
@@ -218,7 +235,7 @@ class Engine(GradientEngine):
         """
         before, now = (bisect(self._first_steps, at) for at in (self.step, step))
         self.step, self._plan = step, replace(self._plan, step=step)
-        self._averaged = False
+        self._averaged, self._sums = False, []
         self._buffers.restore()
         if self._shares is not None:
             self._shares.clear()
@@ -371,6 +388,7 @@ class Engine(GradientEngine):
         if backward is None:
             if not self._local_only:
                 raise gradient_outside(self._trainables[index].name)
+            self._sums = []
         elif backward.observer is not None:
             assert parameter.grad is not None
             backward.observer.saw(index, parameter.grad)

@@ -49,6 +49,16 @@ def backward_repeated() -> UsageError:
     )
 
 
+def sum_changed(name: str) -> UsageError:
+    """The gradient of an unfinished window was clipped or replaced."""
+    return UsageError(
+        f"the gradient of parameter {name} was changed inside an accumulation window or no_sync(), "
+        "where it is the sum of this rank so far, so that each rank would change it in its own "
+        "way; clip or change gradients after the backward() that ends the window, where "
+        "session.sync_gradients is True"
+    )
+
+
 def sparse_without_momentum(name: str) -> ModelError:
     """DGC applies the momentum of a parameter whose gradients it cannot compress."""
     return ModelError(

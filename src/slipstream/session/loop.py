@@ -69,6 +69,7 @@ class TrainingLoop:
         self._backward_done = self._local_only = self._compared = False
         self._updating = False  # inside an update of step()
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
+        self._used = False  # by one by hand, which leaves the gradients
         self._broken_off = False  # an update has begun and not ended
         self._parameters = tuple(self.model.parameters())
 
@@ -141,7 +142,14 @@ class TrainingLoop:
         Ranks that share a model need the same batches; the first ones are compared.
         """
         self._must_be_whole()
-        if self.update_due and all(map(_is_zeroed, self._parameters)):
+        if self._used and not self._is_zeroed():
+            raise UsageError(
+                "the gradients of the last optimizer.step() are still there, and backward() would "
+                "add to them; call optimizer.zero_grad() before the next backward(), or "
+                "session.step() instead of optimizer.step(): it does both"
+            )
+        self._used = False
+        if self.update_due and self._is_zeroed():
             self._end_update(None)
         loss_scale = self.precision.take(given)
         self.window.check_scale(loss_scale)
@@ -291,6 +299,18 @@ class TrainingLoop:
         skip, self._by_hand = self._by_hand, None
         if skip is not None:
             self._end_update(skip)
+            self._used = True
+            held = self._held()
+            for parameter in self._parameters:
+                if parameter not in held:  # which optimizer.zero_grad() leaves alone
+                    parameter.grad = None
+
+    def _held(self) -> set[torch.Tensor]:
+        return {p for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _is_zeroed(self) -> bool:
+        """Whether the script has zeroed the gradients of the optimizer's parameters."""
+        return all(map(_is_zero, self._held()))
 
     def _overflowed(self) -> bool:
         """Whether the update must be skipped; the same on every rank."""
@@ -352,7 +372,7 @@ class TrainingLoop:
             )
 
 
-def _is_zeroed(parameter: nn.Parameter) -> bool:
+def _is_zero(parameter: torch.Tensor) -> bool:
     gradient = parameter.grad
     if gradient is None:
         return True
