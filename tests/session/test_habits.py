@@ -67,13 +67,13 @@ def assert_equal(model: nn.Module, expected: list[torch.Tensor], lossy: bool = F
 # The old verbs.
 
 
-def old_verbs(name: str) -> None:
+def old_verbs(name: str, to_none: bool) -> None:
     model, optimizer, session = opened(STRATEGIES[name])
     with session:
         for batch in batches():
             session.backward(loss_of(model, batch[dist.get_rank()]))
             optimizer.step()
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none=to_none)
         assert session.report()
         assert session.state_dict()["steps"] == 4
     assert_equal(model, plain([[0], [1], [2], [3]]), lossy=name == "half")
@@ -101,9 +101,30 @@ def grad_scaler(name: str, inf_at: int) -> None:
         assert scaler.get_scale() < 32
 
 
+@pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_old_verbs_after_backward_are_an_update(two: Ranks, name: str) -> None:
-    two.run(old_verbs, name)
+def test_old_verbs_after_backward_are_an_update(two: Ranks, name: str, to_none: bool) -> None:
+    two.run(old_verbs, name, to_none)
+
+
+def discarded(name: str, to_none: bool) -> None:
+    """The script zeroes the gradients of a batch, and skips its update."""
+    model, optimizer, session = opened(STRATEGIES[name])
+    with session:
+        for number, batch in enumerate(batches()):
+            session.backward(loss_of(model, batch[dist.get_rank()]))
+            if number == 1:
+                optimizer.zero_grad(set_to_none=to_none)
+            else:
+                session.step()
+        assert session.state_dict()["steps"] == 3
+    assert_equal(model, plain([[0], [1], [2], [3]], skipped=(1,)), lossy=name == "half")
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_gradients_that_are_zeroed_are_no_update(two: Ranks, name: str, to_none: bool) -> None:
+    two.run(discarded, name, to_none)
 
 
 @pytest.mark.parametrize("inf_at", [-1, 0, 2, 3])

@@ -267,8 +267,10 @@ class Engine(GradientEngine):
             self._shares.clear()
         if self._layout is not None:
             for trainable in self._trainables:
-                if trainable.parameter.grad is not None:
-                    trainable.parameter.grad = trainable.parameter.grad.clone()
+                gradient = trainable.parameter.grad
+                if gradient is not None:  # not what stands for shares of which nobody has the whole
+                    whole = type(gradient) is torch.Tensor
+                    trainable.parameter.grad = gradient.clone() if whole else None
         self._layout, self._codecs = None, CodecStates()
 
     @property

@@ -177,6 +177,8 @@ class Shares:
             given = parameter.grad
             if given is None:
                 self.gradients.pop(parameter, None)
+            elif isinstance(given, ShardedGradient) and given.zeroed and given.of == name:
+                self.gradients[parameter].zero_()
             elif not isinstance(given, ShardedGradient) or given.of != name:
                 _, size, strides = self._forms[parameter]  # half weights may be exchanged by now
                 like = torch.empty_strided(size, strides, dtype=given.dtype, device=given.device)
@@ -242,11 +244,16 @@ METADATA = frozenset(
 """Functions that ask a tensor for anything but its values."""
 
 
+_ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch._foreach_zero_])
+
+
 class ShardedGradient(torch.Tensor):
     """Stands in ``parameter.grad`` for an average of which every rank has a share: it has a shape
-    and a type, but whoever asks for its values gets an error instead of wrong ones."""
+    and a type, and can be zeroed, but whoever asks for its values gets an error instead of wrong
+    ones."""
 
     of: str
+    zeroed = False
 
     @classmethod
     def __torch_function__(
@@ -259,6 +266,10 @@ class ShardedGradient(torch.Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _ZEROING:
+            for guard in args[0] if isinstance(args[0], list | tuple) else args[:1]:
+                guard.zeroed = True
+            return args[0]
         names = [arg.of for arg in args if isinstance(arg, ShardedGradient)]
         raise UsageError(
             f"the gradient of {names[0] if names else 'a parameter'} was read between backward() "

@@ -148,7 +148,8 @@ class TrainingLoop:
                 "add to them; call optimizer.zero_grad() before the next backward(), or "
                 "session.step() instead of optimizer.step(): it does both"
             )
-        self._used = False
+        if self._used:
+            self._clear()
         if self.update_due and self._is_zeroed():
             self._end_update(None)
         loss_scale = self.precision.take(given)
@@ -241,11 +242,15 @@ class TrainingLoop:
                 raise
             finally:
                 self._updating = False
+        self._clear()
+        self._end_update(skip)
+        return not skip
+
+    def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:  # also those that the optimizer does not hold
             parameter.grad = None
-        self._end_update(skip)
-        return not skip
+        self._used = False
 
     def _begin_update(self) -> bool:
         """All that precedes ``optimizer.step()``; whether it must be skipped."""
@@ -297,13 +302,14 @@ class TrainingLoop:
 
     def _step_ends(self) -> None:
         skip, self._by_hand = self._by_hand, None
-        if skip is not None:
-            self._end_update(skip)
-            self._used = True
-            held = self._held()
-            for parameter in self._parameters:
-                if parameter not in held:  # which optimizer.zero_grad() leaves alone
-                    parameter.grad = None
+        if skip is None:
+            return
+        held = self._held()
+        left = [(p, p.grad if p in held else None) for p in self._parameters]
+        self._end_update(skip)
+        self._used = True
+        for parameter, gradient in left:  # until the script zeroes them
+            parameter.grad = gradient
 
     def _held(self) -> set[torch.Tensor]:
         return {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -377,5 +383,5 @@ def _is_zero(parameter: torch.Tensor) -> bool:
     if gradient is None:
         return True
     if type(gradient) is not torch.Tensor:  # a gradient of which this rank has a shard alone
-        return False
+        return bool(getattr(gradient, "zeroed", False))
     return not (gradient._values() if gradient.is_sparse else gradient).any()
