@@ -243,7 +243,7 @@ BROKEN = {
     ),
     "a hook that imports a collective": (
         "past_the_transport",
-        {"ddp.py": "from torch.distributed import all_gather"},
+        {"ddp/a.py": "from torch.distributed import all_gather"},
     ),
     "gradients that send themselves": (
         "past_the_transport",

@@ -100,7 +100,7 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
 @pytest.mark.parametrize(
     ("argument", "error", "message"),
     [
-        ("never", "TraceError", "the script never steps: it ended without"),
+        ("never", "TraceError", "the baseline run: it ended without"),
         ("", "LaunchError", "too small for one trial: the baseline run took"),
     ],
     ids=["a script that never steps", "a budget for the baseline only"],

@@ -14,6 +14,14 @@ import slipstream
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import ModelError
 from slipstream.trace.recorder import Recorder
+from tests.data.uneven_training import (
+    RowStream,
+    batches,
+    loss_of,
+    model_and_optimizer,
+    reference,
+    values_of,
+)
 from tests.harness.ranks import PerRank, Ranks
 
 
@@ -47,7 +55,7 @@ def epochs(length: int, known: bool, number: int = 2) -> list[list[tuple[int, bo
     """Of every batch: its value, whether it is a dummy batch, and the number of active ranks."""
     loader = UnevenInputLoader(loader_of(length, known), group=dist.group.WORLD)
     seen = [[(int(b), loader.dummy_batch, loader.active) for b in loader] for _ in range(number)]
-    assert (loader.dummy_batch, loader.active) == (False, 3)
+    assert (loader.active, loader.dummy_batch) == (3, False)
     return seen
 
 
@@ -97,17 +105,17 @@ def test_an_empty_loader_among_others_is_refused_on_every_rank(
 def break_off(length: int, known: bool) -> list[Any]:
     loader = UnevenInputLoader(loader_of(length, known), group=dist.group.WORLD)
     for step, _ in enumerate(loader):
+        during = loader.dummy_batch, loader.active
         if step == 2:
-            during = loader.dummy_batch, loader.active
             break
-    after = loader.dummy_batch, loader.active
+    after = loader.active, loader.dummy_batch
     return [during, after, [int(batch) for batch in loader]]
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["lengths known", "lengths unknown"])
 def test_the_epoch_after_a_break_starts_afresh(three: Ranks, known: bool) -> None:
-    long = [(False, 1), (False, 3), [0, 1, 2, 3]]
-    short = [(True, 1), (False, 3), [0, 0, 0, 0]]
+    long = [(False, 1), (3, False), [0, 1, 2, 3]]
+    short = [(True, 1), (3, False), [0, 0, 0, 0]]
     assert three.run(break_off, PerRank(4, 1, 1), known) == [long, short, short]
 
 
@@ -166,44 +174,13 @@ def test_on_start_is_called_and_every_wait_is_recorded() -> None:
 
 # With a session: training on the batches of all ranks.
 
-FEATURES = 3
-Rows = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def batches(rank: int, length: int) -> Rows:
-    """Batches of different sizes, other ones on each rank."""
-    generator = torch.Generator().manual_seed(rank)
-    return [
-        (
-            torch.randn(1 + index % 3, FEATURES, generator=generator, dtype=torch.float64),
-            torch.randn(1 + index % 3, 1, generator=generator, dtype=torch.float64),
-        )
-        for index in range(length)
-    ]
-
-
-def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
-    torch.manual_seed(1)
-    layers = [torch.nn.Linear(FEATURES, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)]
-    model = torch.nn.Sequential(*layers).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-
-
-def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
-
-
-def values_of(model: torch.nn.Module) -> list[float]:
-    return [float(v) for p in model.parameters() for v in p.detach().flatten()]
-
 
 def trained(
     length: int, known: bool, accumulate: int, num_epochs: int, num_losses: int = 1
 ) -> list[float]:
     model, optimizer, scheduler = model_and_optimizer()
     rows = batches(dist.get_rank(), length)
-    loader = rows if known else DataLoader(_Rows(rows), batch_size=None)
+    loader = rows if known else DataLoader(RowStream(rows), batch_size=None)
     strategy = {"gradients": {"accumulate": accumulate, "split": "per_gradient"}}
     with slipstream.accelerate(model, optimizer, loader, strategy) as session:
         for _ in range(num_epochs):
@@ -212,30 +189,6 @@ def trained(
                     session.backward(loss_of(session.model, batch) / num_losses)
                 if session.step():
                     scheduler.step()
-    return values_of(model)
-
-
-class _Rows(IterableDataset[Any]):
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
-
-
-def reference(lengths: tuple[int, ...], accumulate: int, num_epochs: int) -> list[float]:
-    """One process: an update sees the mean over all batches of all ranks in its window."""
-    model, optimizer, scheduler = model_and_optimizer()
-    by_rank = [batches(rank, length) for rank, length in enumerate(lengths)]
-    steps = [
-        [rows[step] for rows in by_rank if step < len(rows)] for step in range(max(lengths))
-    ] * num_epochs
-    for first in range(0, len(steps) - len(steps) % accumulate, accumulate):
-        window = [batch for step in steps[first : first + accumulate] for batch in step]
-        torch.stack([loss_of(model, batch) for batch in window]).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
     return values_of(model)
 
 

@@ -27,6 +27,8 @@ def main() -> None:
         print(case)
     check_dropout(WindowAttention)
     print("dropout")
+    check_second_derivatives(WindowAttention)
+    print("second derivatives")
 
 
 def check_dropout(kernel: type[torch.autograd.Function]) -> None:
@@ -48,6 +50,32 @@ def check_dropout(kernel: type[torch.autograd.Function]) -> None:
     theirs = torch.autograd.grad(again, (query, key, value, bias), gradient)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5 * float(b.abs().max()))
+
+
+def check_second_derivatives(kernel: type[torch.autograd.Function]) -> None:
+    """Of the kernel, with what dropout kept, beside the reference with the same."""
+    (*given, mask), _ = inputs("masks", torch.float32)
+    assert mask is not None
+    eye = torch.eye(9, 20).expand(4, 3, 9, 20)  # shows the probabilities
+    for dropout in (0.0, 0.25):
+        torch.manual_seed(1)
+        kept = kernel.apply(*given[:2], eye, given[3], mask, 0.2, dropout)[..., :9] != 0
+        torch.manual_seed(1)
+        ours = kernel.apply(*given, mask, 0.2, dropout)
+        query, key, value, bias = given
+        scores = 0.2 * query @ key.transpose(2, 3) + bias + mask.repeat(2, 1, 1).unsqueeze(1)
+        chances = scores.softmax(-1)
+        # what is masked shows as 0 without having been dropped, and weighs nothing
+        theirs = (chances * (kept if dropout else 1) / (1 - dropout)) @ value
+        found, wanted = (penalised(result, given) for result in (ours, theirs))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.abs().max()))
+
+
+def penalised(result: torch.Tensor, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The gradient of the size of a gradient."""
+    first = torch.autograd.grad(result.square().sum(), given, create_graph=True)
+    return torch.autograd.grad(torch.stack([g.square().sum() for g in first]).sum(), given)
 
 
 if __name__ == "__main__":

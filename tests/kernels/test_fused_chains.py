@@ -179,14 +179,6 @@ class TestEquations:
         result = NORM.apply(x, weight, bias, other, activation, 1e-5)[0]
         assert kept_bytes(result) == kept * x.nbytes + 4 * 4 * x.itemsize
 
-    def test_a_gradient_of_a_gradient_is_refused(self) -> None:
-        x = drawn(4, 3)
-        (first,) = torch.autograd.grad(
-            ADD.apply(x, x * 2, "relu").square().sum(), x, create_graph=True
-        )
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            first.sum().backward()
-
 
 @pytest.mark.process  # a compiler
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])

@@ -43,7 +43,7 @@ def test_masked_positions_leave_no_denormal_numbers() -> None:
     result = window_attention(query, key, value, bias, mask)
     kept = [t for t in result.grad_fn.saved_tensors if t is not None]  # type: ignore[union-attr]
     smallest = torch.finfo(torch.float32).tiny
-    (chances,) = (t for t in kept if t.shape[1:] == mask.shape[1:])
+    chances = max((t for t in kept if t.shape[1:] == mask.shape[1:]), key=len)
     assert not ((chances > 0) & (chances < smallest)).any()
     assert (chances == 0).any()
     torch.testing.assert_close(chances.sum(-1), torch.ones(chances.shape[:2]))
@@ -111,4 +111,4 @@ def test_the_kernels_of_triton_under_its_interpreter() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [*CASES, "dropout"]
+    assert done.stdout.splitlines() == [*CASES, "dropout", "second derivatives"]

@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.errors import ExchangeError
+from slipstream.errors import ExchangeError, UsageError
 from slipstream.sharding.gather import ParameterGather
 from tests.harness.ranks import RankFailure, Ranks
-from tests.sharding.test_update import OPTIMIZERS, batch, build, pending, session_on, steps
+from tests.sharding.test_reads import pending
+from tests.sharding.test_update import OPTIMIZERS, batch, build, session_on, steps
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,12 @@ def killed(between_phases: bool) -> None:
     session.__exit__(ExchangeError, caught.value, None)
     assert "another rank has ended" in str(caught.value)
     assert not pending(model)
+    if between_phases:
+        for use in (model.state_dict, lambda: model(batch(0, 0))):
+            with pytest.raises(UsageError, match=r"the last update of .* has not arrived"):
+                use()
+        model.load_state_dict(build().state_dict())
+        model.state_dict()
 
 
 @pytest.mark.parametrize("between_phases", [False, True])
@@ -57,18 +64,18 @@ def test_a_rank_that_dies_ends_the_others(three: Ranks, between_phases: bool) ->
 
 
 def failing_step() -> None:
-    """An optimizer that raises leaves whole parameters behind, and the next step goes on."""
+    """An optimizer that raises leaves whole parameters behind; other ranks may have gone on."""
     model = build()
     update = OPTIMIZERS["sgd"](model.parameters())
     shapes = [p.shape for p in model.parameters()]
     with session_on(model, update, "sharded") as session:
         session.backward(model(batch(0, session.rank)))
-        rate, update.param_groups[0]["lr"] = update.param_groups[0]["lr"], "fast"
+        update.param_groups[0]["lr"] = "fast"
         with pytest.raises((TypeError, RuntimeError)):
             session.step()
-        update.param_groups[0]["lr"] = rate
-        steps(session, 1, 1)  # adds to the averages that were not used
-        assert session.state_dict()["steps"] == 1
+        assert [p.shape for p in model.parameters()] == shapes
+        with pytest.raises(UsageError, match="update 1 was broken off"):
+            steps(session, 1, 1)
     assert [p.shape for p in model.parameters()] == shapes
 
 

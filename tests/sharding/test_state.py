@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from slipstream.errors import UsageError
-from slipstream.sharding.model import join_shares
+from slipstream.sharding.state import join_shares
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
 from tests.sharding.test_update import OPTIMIZERS, build, session_on, steps
@@ -112,7 +117,7 @@ def load_another_share() -> None:
     update = OPTIMIZERS["adam"](model.parameters())
     with session_on(model, update, "sharded") as session:
         steps(session, 0, 1)
-        state = update.state_dict()
+        state = session.full_optimizer_state_dict()
         state["state"][0]["exp_avg"] = torch.zeros(3)
         with pytest.raises(UsageError, match="load_sharded_optimizer_state_dict"):
             update.load_state_dict(state)
@@ -120,3 +125,130 @@ def load_another_share() -> None:
 
 def test_a_share_of_another_size_is_refused(two: Ranks) -> None:
     two.run(load_another_share)
+
+
+def dense() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Every rank has an equal share, as in most models."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def train(session: Any, model: nn.Module) -> None:
+    torch.manual_seed(session.rank)
+    session.backward(model(torch.randn(4, 16)).square().mean())
+    session.step()
+
+
+def a_part_is_not_given_out() -> None:
+    model, update = dense()
+    with session_on(model, update, "sharded") as session:
+        train(session, model)
+        for give_out in (
+            update.state_dict,
+            lambda: copy.deepcopy(update),
+            lambda: copy.deepcopy(update.state),
+            lambda: pickle.dumps(update),
+            lambda: torch.save(update, io.BytesIO()),
+        ):
+            with pytest.raises(UsageError, match=rf"part of rank {session.rank} of 2") as caught:
+                give_out()
+            assert "session.full_optimizer_state_dict() on every rank" in str(caught.value)
+        train(session, model)
+    copy.deepcopy(update).load_state_dict(update.state_dict())  # closed: the whole
+
+
+def test_a_part_that_looks_whole_is_not_given_out(two: Ranks) -> None:
+    two.run(a_part_is_not_given_out)
+
+
+def through_a_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(state), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def the_part_of_another_rank() -> None:
+    model, update = dense()
+    with session_on(model, update, "sharded") as session:
+        train(session, model)
+        mine = through_a_file(session.sharded_optimizer_state_dict())
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, mine)
+        theirs = every[1 - session.rank]
+        right = session.full_optimizer_state_dict()["state"][0]["momentum_buffer"].clone()
+        for part in (theirs["optimizer"], theirs, mine):
+            for load in (update.load_state_dict, session.load_full_optimizer_state_dict):
+                with pytest.raises(
+                    UsageError, match=r"load_sharded_optimizer_state_dict\(states\)"
+                ):
+                    load(part)
+        with pytest.raises(UsageError, match="is the part of rank"):
+            session.load_full_optimizer_state_dict(mine["optimizer"])
+        for load, state in (
+            (update.load_state_dict, mine["optimizer"]),
+            (session.load_sharded_optimizer_state_dict, every),
+        ):
+            load(state)
+            now = session.full_optimizer_state_dict()["state"][0]["momentum_buffer"]
+            assert torch.equal(now, right)
+    assert "slipstream_share" not in update.state_dict()
+    session = session_on(*dense(), "direct")
+    with pytest.raises(UsageError, match="allowed here: a whole state;"):
+        session.load_full_optimizer_state_dict(theirs["optimizer"])
+    session.close()
+
+
+def test_the_part_of_another_rank_is_refused(two: Ranks) -> None:
+    two.run(the_part_of_another_rank)
+
+
+def after_an_error() -> None:
+    """Its part is refused where it is saved, and goes on in a session of the same ranks."""
+    model, update = dense()
+    session = session_on(model, update, "sharded")
+    train(session, model)
+    model(torch.ones(1, 16))  # all has arrived
+    session.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+    with pytest.raises(UsageError, match="the other parts are lost"):
+        update.state_dict()
+    assert model.state_dict()
+    with session_on(model, update, "sharded") as session:
+        session.full_optimizer_state_dict()
+        train(session, model)
+    update.state_dict()
+
+
+def test_a_part_that_an_error_has_left_is_refused(two: Ranks) -> None:
+    two.run(after_an_error)
+
+
+def as_docs_show(path: Path, transport: str, steps: int, resume: bool) -> str:
+    """The checkpoint of docs/session.md."""
+    model, update = dense()
+    with session_on(model, update, transport) as session:
+        if resume:
+            state = torch.load(path)
+            session.load_full_state_dict(state["model"])
+            session.load_full_optimizer_state_dict(state["optimizer"])
+            session.load_state_dict(state["session"])
+        for _ in range(steps):
+            train(session, model)
+        state = {
+            "model": session.full_state_dict(),
+            "optimizer": session.full_optimizer_state_dict(),
+            "session": session.state_dict(),
+        }
+        if session.rank == 0:
+            torch.save(state, path)
+        dist.barrier()
+    return digest(model)
+
+
+def test_the_checkpoint_of_the_docs_goes_on_bit_for_bit(two: Ranks, tmp_path: Path) -> None:
+    for transport in ("sharded", "flat"):
+        path = tmp_path / transport
+        whole = two.run(as_docs_show, path, transport, 4, False)
+        two.run(as_docs_show, path, transport, 2, False)
+        assert two.run(as_docs_show, path, transport, 2, True) == whole

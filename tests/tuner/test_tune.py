@@ -281,7 +281,7 @@ WRONG = {
         LaunchError,
         "a budget of 500 s has room for runs of 167 s",
     ),
-    "a script without a step": ("none", 500, TraceError, "never steps.*session.step"),
+    "a script without a step": ("none", 500, TraceError, "ended without a trace.*session.step"),
 }
 
 

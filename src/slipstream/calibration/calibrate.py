@@ -15,6 +15,7 @@ from slipstream.calibration.collective_timer import COLLECTIVES, CollectiveTimer
 from slipstream.calibration.contention import crowd_slowdown, measure_contention
 from slipstream.calibration.half_speed import half_speed
 from slipstream.cluster.connect import Cluster
+from slipstream.cluster.groups import new_group
 from slipstream.cluster.topology import ranks_by_host
 from slipstream.planner.cost import Collective, Curves, Kind, Network, NetworkProfile
 from slipstream.planner.curve import Curve
@@ -132,8 +133,8 @@ def _groups(
             if kinds is not None and kind not in kinds:
                 continue
             for members in division:  # every rank takes part in making every group
-                group = dist.new_group(list(members))
-                if ranks.rank in members:
+                group = new_group(members, like=ranks.world)
+                if group is not None:
                     made[kind] = group
         yield made | {"world": ranks.world}
     finally:

@@ -18,6 +18,7 @@ from slipstream.cli.ranks import log_folder, threads_per_rank
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, run
 from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy, overview
+from slipstream.tuner.own_strategy import own_strategy
 from slipstream.version import __version__
 
 # stdout carries rank 0's output alone, so that it can be piped.
@@ -72,6 +73,8 @@ def launch(
         console.print(_environment(spec))
         if strategy is not None:
             console.print(overview(config))
+            if not module and (hidden := own_strategy(script)):
+                console.print(Text(f"warning: {hidden}"), style="yellow", soft_wrap=True)
     outcome = run(spec)
     if outcome.failure is not None:
         console.print(_failure(outcome.failure))

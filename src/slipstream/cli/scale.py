@@ -31,6 +31,7 @@ from slipstream.errors import LaunchError
 from slipstream.strategy import Strategy
 from slipstream.trace.event import Trace
 from slipstream.trace.timeline import timeline
+from slipstream.tuner.own_strategy import own_strategy
 from slipstream.tuner.trials import STRATEGY, Failure, Measurement, Trials
 
 BAR = 40
@@ -93,7 +94,7 @@ def scale(
             progress.update(task, description=f"{count} ranks: {steps} steps after {skip}")
             command = _command(words, count, max(counts))
             trials = Trials(command, folder / f"ranks-{count}", steps, skip)
-            traces[count] = _trace(trials.run(base, limit), count)
+            traces[count] = _trace(trials.run(base, limit), count, own_strategy(script))
     points, unit = curve(traces)
     document = {
         "command": words,
@@ -191,7 +192,7 @@ def _command(words: Sequence[str], count: int, most: int) -> Callable[[Path], li
     return command
 
 
-def _trace(outcome: Measurement | Failure, count: int) -> Trace:
+def _trace(outcome: Measurement | Failure, count: int, hidden: str | None) -> Trace:
     if isinstance(outcome, Measurement):
         return outcome.trace
     fix = {
@@ -201,6 +202,8 @@ def _trace(outcome: Measurement | Failure, count: int) -> Trace:
         "hanging": "Raise --limit or lower --steps, and check that it calls "
         "slipstream.accelerate() without a strategy.",
     }[outcome.status]
+    if hidden and outcome.status != "failed":
+        fix = f"The reason: {hidden}."
     raise LaunchError(f"the run with --ranks {count}: {outcome.reason}. {fix}")
 
 

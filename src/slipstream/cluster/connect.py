@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from slipstream.cluster import groups
 from slipstream.cluster._ends import note_leaving
 from slipstream.cluster.environment import Environment
 from slipstream.cluster.topology import ranks_by_host
@@ -71,15 +72,14 @@ class Cluster:
     ) -> dist.ProcessGroup | None:
         """A group of ``ranks`` (default: all); None for a rank outside it, or without a world.
 
-        ``backend`` defaults to that of the world. Every rank of the world must call this, in the
-        same order, as for ``dist.new_group``.
+        ``backend`` defaults to that of the world, whose timeout the group has. Every rank of the
+        world must call this, in the same order, as for ``dist.new_group``.
         """
         if self.world is None:
             return None
-        group = dist.new_group(None if ranks is None else list(ranks), backend=backend)
-        if not isinstance(group, dist.ProcessGroup):  # torch's marker for ranks outside
-            return None
-        self._groups.append(group)
+        group = groups.new_group(ranks, like=self.world, backend=backend)
+        if group is not None:
+            self._groups.append(group)
         return group
 
     def close(self) -> None:

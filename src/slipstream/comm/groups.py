@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from slipstream.cluster.groups import new_group
 from slipstream.errors import CommError
 from slipstream.trace.recorder import Recorder
 
@@ -124,8 +125,8 @@ def group(
         )
     if alone:
         return Group(members, None, check, 0, recorder)
-    process_group = dist.new_group(sorted(members), timeout=timeout, backend=backend)
-    if dist.get_rank() not in members or not isinstance(process_group, dist.ProcessGroup):
+    process_group = new_group(sorted(members), timeout=timeout, backend=backend)
+    if process_group is None:
         return Group(members, None, check, -1, recorder)
     return Group(members, process_group, check, members.index(dist.get_rank()), recorder)
 

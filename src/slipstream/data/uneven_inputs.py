@@ -2,46 +2,59 @@
 
 No batch is dropped or changed: a rank that has run out gets its last batch again, as a *dummy
 batch* that the averaged gradient does not count.
+
+[Note: Who has a batch]
+Ranks promise each other how many batches they have for certain, and agree again when the shortest
+promise is used up. A loader whose length is certain (`certain_length`) promises all it has, so
+ranks with equal lengths agree twice an epoch, at its begin and at its end. Any other one promises
+the batch that it holds, so ranks agree before each one; the answer is awaited in ``backward()``,
+after forward has run beside it. No other ``len()`` is believed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
-from slipstream.errors import ModelError
+from slipstream.data.agreement import Agreement
+from slipstream.data.lengths import certain_length
+from slipstream.errors import DataError, UsageError
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
-from slipstream.transport.consistency import collective_errors
 
-_UNKNOWN = -1
 _END = object()
+_NOT_READ = object()
 
 
 class UnevenInputLoader:
     """The user's loader, iterated in step with all other ranks.
 
-    Lengths are compared once per epoch, when iteration starts (one small collective). If they are
-    equal, nothing else happens. If they differ, a rank that has run out gets its last batch again
-    until the longest loader ends: loops, learning-rate schedules and collectives in the model stay
-    in step on all ranks, and the average counts only the ranks that still have a batch. If a loader
-    has no length, ranks ask each other before every batch (one small collective each).
+    A rank that has run out gets its last batch again until the longest loader ends: loops,
+    learning-rate schedules and collectives in the model stay in step on all ranks, and the average
+    counts only the ranks that still have a batch. How ranks know that is in the note above.
+
+    An error of the loader ends nothing: where its iterator can go on, so can this one.
 
     Other attributes are those of the user's loader: its ``dataset``, its ``sampler``.
 
     Args:
-        loader: any iterable of batches.
+        loader: any iterable of batches; that of another session is followed, so that two sessions
+            can train on the same batches.
         group: the ranks that iterate in step, for CPU tensors; None: this rank alone.
         recorder: gets a span for every wait for a batch.
         on_start: called when an epoch starts.
         reading: what such a span says of those who read.
 
     Attributes:
-        dummy_batch: whether the present batch is a dummy batch.
-        active: the number of ranks that have a batch of their own in this step.
+        before_next: called whenever a batch is asked for; what it raises goes to who asks.
+
+    Raises, while it is iterated, on every rank:
+        ModelError: the loaders of some ranks are empty, those of others are not.
+        MismatchError: ranks are at different batches, as one has left its loop early.
+        ExchangeError: another rank is gone.
+        DataError: a loader whose length is certain has given fewer batches; on this rank.
 
     Exactness: bitwise for ranks with equal lengths.
     """
@@ -55,18 +68,43 @@ class UnevenInputLoader:
         on_start: Callable[[], None] | None = None,
         reading: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        self._loader, self._group, self._reading = loader, group, reading
+        self._followed = loader if isinstance(loader, UnevenInputLoader) else None
+        self._loader, self._reading = loader, reading
+        self._group = group if self._followed is None else None
         self._recorder, self._on_start = recorder, on_start
-        self._world_size = dist.get_world_size(group) if group is not None else 1
-        self.dummy_batch = False
-        self.active = self._world_size
+        self._ranks = dist.get_world_size(group) if group is not None else 1
+        self._passes = 0
+        self._agreement: Agreement | None = None
+        self._broken: DataError | None = None
+        self.before_next: Callable[[], None] | None = None
+
+    @property
+    def dummy_batch(self) -> bool:
+        """Whether the present batch is a dummy batch."""
+        if self._followed is not None:
+            return self._followed.dummy_batch
+        return self._agreement is not None and self._agreement.dummy_batch
+
+    @property
+    def active(self) -> int:
+        """The number of ranks that have a batch of their own in this step. Reading it takes the
+        oldest batch that was given out as used.
+
+        Raises:
+            UsageError: that is not the present batch, and other ranks had one then.
+        """
+        if self._followed is not None:
+            return self._followed.active
+        return self._ranks if self._agreement is None else self._agreement.use()
 
     def detach(self) -> None:
         """Iterate without the other ranks from now on; a group ends with its last reference."""
-        self._group = self._recorder = self._on_start = None
+        if self._agreement is not None:
+            self._agreement.abandon()
+        self._group = self._recorder = self._on_start = self._agreement = self.before_next = None
 
     def __len__(self) -> int:
-        """Length of this rank's own loader; an epoch has that of the longest one."""
+        """What this rank's own loader says; an epoch is as long as the longest one really is."""
         return len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
@@ -74,64 +112,133 @@ class UnevenInputLoader:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "session.loader keeps step with the other ranks of its session, so it cannot be copied "
+            "or pickled; copy the loader that accelerate() got"
+        )
+
     def __iter__(self) -> Iterator[Any]:
+        return _Pass(self)
+
+    def _begin(self) -> tuple[Iterator[Any], Agreement | None]:
+        """A pass begins."""
+        if self._broken is not None:
+            raise self._broken
+        if self._agreement is not None:
+            self._agreement.settle()
         if self._on_start is not None:
             self._on_start()
-        try:
-            lengths = [0] if self._group is None else self._gather(_length(self._loader))
-            if _UNKNOWN not in lengths and len(set(lengths)) == 1:
-                yield from self._timed()
-            else:
-                yield from self._padded(lengths)
-        finally:
-            self.dummy_batch, self.active = False, self._world_size
-
-    def _padded(self, lengths: Sequence[int]) -> Iterator[Any]:
-        """This rank's batches, then dummy batches until every rank has run out."""
-        batches, batch, step = self._timed(), _END, 0
-        known = _UNKNOWN not in lengths
-        while not known or step < max(lengths):
-            following = next(batches, _END)
-            out = following is _END
-            has_batch = [length > step for length in lengths] if known else self._gather(not out)
-            self.active = sum(has_batch)
-            if not self.active:
-                return
-            empty = [rank for rank, has in enumerate(has_batch) if not has]
-            if empty and not step:  # raised on every rank alike
-                raise ModelError(
-                    f"the loaders of ranks {empty} are empty while others hold batches; give every "
-                    "rank at least one batch, for instance with torch's DistributedSampler(dataset)"
-                )
-            self.dummy_batch, batch = out, batch if out else following
-            yield batch
-            step += 1
-
-    def _timed(self) -> Iterator[Any]:
-        """The loader's batches; the wait for each is recorded."""
         batches = iter(self._loader)
-        while True:
-            recorder = self._recorder  # each time: detach() may come between two batches
-            start = 0.0
-            reading: Mapping[str, int] = {}
-            if recorder is not None and recorder.active:
-                start, reading = recorder.now(), self._reading()
-            if (batch := next(batches, _END)) is _END:
-                return
-            if recorder is not None:
-                recorder.add(DATA_WAIT, start, recorder.now(), **reading)
-            yield batch
-
-    def _gather(self, value: int) -> list[int]:
-        """The ``value`` of every rank."""
-        values = torch.empty(self._world_size, dtype=torch.int64)
-        with collective_errors("the comparison of the loaders"):
-            dist.all_gather(list(values.split(1)), torch.tensor([int(value)]), group=self._group)
-        return [int(v) for v in values]
+        if self._group is None:
+            return batches, None
+        self._passes += 1
+        return batches, Agreement(dist.get_rank(self._group), self._ranks, self._passes)
 
 
-def _length(loader: Iterable[Any]) -> int:
-    try:
-        return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # e.g. of an IterableDataset
-        return _UNKNOWN
+class _Pass(Iterator[Any]):
+    """This rank's batches, then dummy batches until every rank has run out.
+
+    No generator, which would end with the first error of the loader.
+    """
+
+    def __init__(self, loader: UnevenInputLoader) -> None:
+        self._loader = loader
+        self._batches: Iterator[Any] | None = None
+        self._agreement: Agreement | None = None
+        self._length: int | None = None
+        self._following: Any = _NOT_READ  # kept where the agreement is interrupted
+        self._last: Any = _END
+        self._given, self._is_over = 0, False
+        self._error = ""  # the last one, in words: it would hold what raised it
+        self._errors = 0
+
+    def __next__(self) -> Any:
+        loader = self._loader
+        if loader.before_next is not None:
+            loader.before_next()
+        if self._is_over:
+            raise StopIteration
+        if self._batches is None:
+            self._length = certain_length(loader._loader)
+            self._batches, self._agreement = loader._begin()
+        if loader._group is None:  # alone, or detached meanwhile
+            self._agreement = None
+        if self._agreement is not None:
+            loader._agreement = self._agreement
+            self._agreement.settle()
+        if self._following is _NOT_READ:
+            self._following = self._read()
+        has_one = self._following is not _END
+        if self._error and not has_one:
+            self._check_went_on()
+        if not (has_one if self._agreement is None else self._agreed(has_one)):
+            self._end()
+            raise StopIteration
+        batch = self._last = self._following if has_one else self._last
+        if has_one:
+            self._following = _NOT_READ
+            self._given += 1
+        return batch
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._last = self._following = _END
+        if self._agreement is not None:
+            self._agreement.end()
+
+    def _check_went_on(self) -> None:
+        """Refuse an iterator that has ended with an error that was caught, as generators do.
+
+        Raises:
+            DataError: batches are left that nobody would read.
+        """
+        left = 0 if self._length is None else self._length - self._given - self._errors
+        if left > 0:
+            self._end()
+            raise DataError(
+                f"the pass has ended with an error that was caught ({self._error}), {left} batches "
+                "before its end; begin another pass, or catch errors of samples in the dataset"
+            )
+
+    def _agreed(self, has_one: bool) -> bool:
+        """Whether there is a step, as a rank has a batch."""
+        assert self._agreement is not None
+        assert self._loader._group is not None
+        if not has_one and self._agreement.promised:
+            self._loader._broken = self._broken_promise()
+            raise self._loader._broken
+        left = 1 if self._length is None or self._error else self._length - self._given
+        promise = max(left, 1) if has_one else 0
+        return self._agreement.next_step(promise, self._loader._group)
+
+    def _broken_promise(self) -> DataError:
+        cause = "its dataset raises StopIteration, or its samples were changed in mid-epoch"
+        if self._error:
+            cause = f"an error was caught, and its batch is lost: {self._error}"
+        return DataError(
+            f"the loader has {self._length} batches, as its sampler says, and gave {self._given}: "
+            f"{cause}; other ranks count on every batch, so close the session. Correct the loader, "
+            "or catch errors of samples in the dataset, or in a generator around the loader"
+        )
+
+    def _read(self) -> Any:
+        """The loader's next batch, or _END; the wait for it is recorded."""
+        assert self._batches is not None
+        recorder = self._loader._recorder
+        start = 0.0
+        reading: Mapping[str, int] = {}
+        if recorder is not None and recorder.active:
+            start, reading = recorder.now(), self._loader._reading()
+        try:
+            batch = next(self._batches, _END)
+        except BaseException as error:
+            self._error = repr(error)
+            self._errors += 1
+            raise
+        if recorder is not None and batch is not _END:
+            recorder.add(DATA_WAIT, start, recorder.now(), **reading)
+        return batch

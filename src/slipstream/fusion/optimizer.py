@@ -11,13 +11,11 @@ from torch.optim import Optimizer
 
 from slipstream.codecs.compressor import is_dense
 from slipstream.errors import ModelError
-from slipstream.fusion.small_parameters import (
-    SmallParameters,
-    gradient_of,
-    lies_like_its_gradient,
-)
-from slipstream.optim.elementwise import ELEMENTWISE, is_elementwise
+from slipstream.fusion.small_parameters import SmallParameters, gradient_of
+from slipstream.fusion.stand_in import Group, Stage, StandIn
+from slipstream.optim.elementwise import COUNTERS, ELEMENTWISE, is_elementwise
 from slipstream.optim.layerwise import Layerwise
+from slipstream.optim.memory_order import laid_like, lies_like
 from slipstream.strategy import Row
 
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
@@ -70,37 +68,29 @@ def fuse_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> FusedO
 class FusedOptimizer:
     """An optimizer whose steps are few calls; made by `fuse_optimizer`.
 
-    Other hooks of a step may exchange the ``data`` of parameters for the time of it: this one is
-    made before theirs and attached after them, so it works inside.
+    Nothing that is the user's is kept from one step to the next unless it is compared first with
+    what is in use: groups, parameters, gradients and states may be replaced at any time.
     """
 
     def __init__(self, optimizer: Optimizer, *, elementwise: bool = False) -> None:
         self._optimizer, self._form = optimizer, check_fusible(optimizer, elementwise=elementwise)
-        self._flags: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._groups: dict[int, SmallParameters] = {}  # by the number of the group
-        self._dense: dict[Tensor, tuple[int, ...]] = {}  # parameters without holes, their strides
+        self._stand_in: StandIn | None = None
+        self._small: dict[int, SmallParameters] = {}  # of the last step, by the number of the group
+        self._stepping = False
+        self._gradients: list[tuple[Tensor, Tensor]] = []  # which another order took the place of
         self._updates = self._calls = 0
-        self._hooks = [optimizer.register_step_post_hook(self._ends)]
         if isinstance(optimizer, Layerwise):
             optimizer.fused = True
 
     def attach(self) -> None:
         """From now on steps are fused."""
-        optimizer = self._optimizer
-        self._hooks += [
-            optimizer.register_step_pre_hook(self._begins),
-            optimizer.register_state_dict_pre_hook(self._restore),  # a step may have raised
-        ]
+        self._stand_in = StandIn(self._optimizer, self._prepare, self._ends)
 
     def close(self) -> None:
         """Leave the optimizer as it was; idempotent."""
-        self._restore()
-        while self._hooks:
-            self._hooks.pop().remove()
-        for group in self._groups.values():
-            group.part()
-        self._groups.clear()
-        self._dense.clear()
+        if self._stand_in is not None:
+            self._stand_in.close()
+        self._forget()
         if isinstance(self._optimizer, Layerwise):
             self._optimizer.fused = False
 
@@ -111,76 +101,131 @@ class FusedOptimizer:
         calls = str(self._calls) if self._calls else "few, counted in the first step"
         return [Row("optimizer", f"{count} {name} updates -> {calls}", self._form)]
 
-    def _begins(self, optimizer: object, args: Any, kwargs: Any) -> None:
-        self._restore()
-        closure = [x for x in (*args[1:], *kwargs.values()) if x is not None]
-        if closure:
-            return  # the gradients are those that the closure will compute
-        self._updates = self._calls = 0
+    @torch.no_grad()
+    def _prepare(self) -> Stage:
+        """What this step is to go through, in place of the user's groups."""
+        if self._stepping:  # the last step raised: states may be ahead of their parameters' numbers
+            self._forget()
+        self._stepping, self._updates, self._calls = True, 0, 0
+        stage = Stage([], self._optimizer.state)
+        if self._form == BY_BLOCK:  # what it adds for blocks is not the user's
+            stage = Stage([], self._optimizer.state.copy())
+        known, self._small = self._small, {}
         for number, group in enumerate(self._optimizer.param_groups):
-            if having := [p for p in group["params"] if p.grad is not None]:
-                self._updates += len(having)
-                self._calls += self._fuse(number, group, having)
+            having = [p for p in group["params"] if p.grad is not None]
+            self._updates += len(having)
+            if not having or self._is_left_to_torch(group, having):
+                stage.groups.append(group)
+                self._calls += min(1, len(having)) if self._form == BY_LAYER else len(having)
+            elif self._form == BY_TORCH:
+                stage.groups.extend(self._by_torch(group, having))
+            else:
+                small = self._fitting(known.pop(number, None), having)
+                self._small[number] = small
+                params = small.begins(stage.states)
+                self._calls += len(params)
+                stage.groups.append({**group, "params": params})
+        for small in known.values():
+            small.part()
+        return stage
 
-    def _fuse(self, number: int, group: dict[str, Any], having: Sequence[Tensor]) -> int:
-        """Prepare a group for this step; how many calls it will take."""
-        if self._form == BY_TORCH:
-            return self._set_flags(group, having)
-        if self._form == BY_BLOCK:
-            return self._put_blocks(number, group, having)
-        return 1
+    def _is_left_to_torch(self, group: Group, having: Sequence[Tensor]) -> bool:
+        """Whether a group is stepped as it is."""
+        if self._form == BY_LAYER:
+            return True
+        captured = self._form == BY_BLOCK and group.get("capturable")  # checks are not replayed
+        twice = len({*map(id, having)}) < len(having)  # stepped one after the other
+        return bool(captured or twice or group.get("differentiable"))
 
-    def _ends(self, *_: object) -> None:
-        for group in self._groups.values():
-            group.ends()
-        self._restore()
-
-    def _restore(self, *_: object) -> None:
-        for group in self._groups.values():
-            group.leave()
-        for settings, flags in self._flags:
-            settings.update(flags)
-        self._flags.clear()
-
-    def _set_flags(self, group: dict[str, Any], having: Sequence[Tensor]) -> int:
-        """As if the optimizer had been made with ``fused=True``."""
-        if group["differentiable"] or not all(map(self._lie_side_by_side, having)):
-            return len(having)
-        self._flags.append((group, {key: group[key] for key in ("fused", "foreach")}))
-        group.update(fused=True, foreach=False)
-        if having[0].device.type != "cpu":
-            self._move_steps(having)
-        return 1
-
-    def _lie_side_by_side(self, parameter: Tensor) -> bool:
-        """Whether torch's kernels can go through parameter and gradient by their memory; a gradient
-        in another order is put in the parameter's."""
-        gradient = gradient_of(parameter)
-        if gradient.layout is not torch.strided or gradient.dtype is not parameter.dtype:
-            return False
-        if self._dense.get(parameter) != parameter.stride():
-            if not is_dense(parameter):
-                return False
-            self._dense[parameter] = parameter.stride()
-        if not lies_like_its_gradient(parameter):
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
-        return True
-
-    def _move_steps(self, having: Sequence[Tensor]) -> None:
-        """Fused kernels count on the device, torch's other forms on the host."""
+    def _by_torch(self, group: Group, having: Sequence[Tensor]) -> list[Group]:
+        """As if the optimizer had been made with ``fused=True``, where torch's kernels can go."""
+        begun: list[Tensor] = []
+        fresh: list[Tensor] = []  # torch's fused momentum begins in all of a call or in none
+        others: list[Tensor] = []
+        has_momentum = bool(group.get("momentum"))
         for parameter in having:
             state = self._optimizer.state.get(parameter, {})
-            step = state.get("step")
-            if isinstance(step, Tensor) and step.device != parameter.device:
-                state["step"] = step.to(parameter.device)
+            if not self._lie_side_by_side(parameter, state):
+                others.append(parameter)
+            elif has_momentum and state.get("momentum_buffer") is None:
+                fresh.append(parameter)
+            else:
+                begun.append(parameter)
+        fused = [part for part in (begun, fresh) if part]
+        self._calls += len(fused) + len(others)
+        groups = [{**group, "params": part, "fused": True, "foreach": False} for part in fused]
+        return [*groups, {**group, "params": others}] if others else groups
 
-    def _put_blocks(self, number: int, group: dict[str, Any], having: Sequence[Tensor]) -> int:
-        known = self._groups.get(number)
-        if known is None or not known.fits(having):
-            if known is not None:
-                known.part()
-            self._groups[number] = SmallParameters(group, having, self._optimizer)
-        return self._groups[number].begins()
+    def _lie_side_by_side(self, parameter: Tensor, state: dict[str, Any]) -> bool:
+        """Whether torch's kernels can go through a parameter, its gradient and its state by their
+        memory; what has another order is put in the parameter's."""
+        gradient = gradient_of(parameter)
+        dtype, stride = parameter.dtype, parameter.stride()
+        if (
+            gradient.layout is not torch.strided
+            or gradient.dtype is not dtype
+            or not parameter.is_floating_point()
+            or not (parameter.is_contiguous() or is_dense(parameter))
+        ):
+            return False
+        for key, value in state.items():
+            if key in COUNTERS:
+                if not isinstance(value, Tensor) or value.dtype not in COUNTED_IN:
+                    return False
+            elif isinstance(value, Tensor) and key in OPERANDS:
+                if value.dtype is not dtype or value.shape != parameter.shape:
+                    return False
+                if value.stride() != stride:
+                    state[key] = laid_like(value, parameter)
+        if gradient.stride() != stride and not lies_like(gradient, parameter):
+            parameter.grad = laid_like(gradient, parameter)
+            self._gradients.append((parameter, gradient))
+        if parameter.device.type != "cpu":
+            _move_step(parameter, state)
+        return True
+
+    def _fitting(self, known: SmallParameters | None, having: Sequence[Tensor]) -> SmallParameters:
+        if known is not None:
+            if known.fits(having):
+                return known
+            known.part()
+        return SmallParameters(having, self._optimizer)
+
+    @torch.no_grad()
+    def _ends(self, stage: Stage) -> None:
+        self._stepping = False
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        self._gradients.clear()
+        if self._form != BY_BLOCK:
+            return
+        for small in self._small.values():
+            small.ends(stage.states)
+        self._optimizer.state.update(stage.states)
+        for group, stepped in zip(self._optimizer.param_groups, stage.groups, strict=True):
+            group.update({**stepped, "params": group["params"]})  # a class may count there
+
+    def _forget(self) -> None:
+        """Start from what is the user's."""
+        for small in self._small.values():
+            small.part()
+        self._small.clear()
+        self._gradients.clear()
+        self._stepping = False
+
+
+OPERANDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "sum")
+"""States that torch's kernels go through by their memory."""
+
+COUNTED_IN = (torch.float32, torch.float64)
+"""Types of a number of steps that torch's kernels read."""
+
+
+def _move_step(parameter: Tensor, state: dict[str, Any]) -> None:
+    """Fused kernels count on the device, torch's other forms on the host."""
+    step = state.get("step")
+    if isinstance(step, Tensor) and step.device != parameter.device:
+        state["step"] = step.to(parameter.device, torch.float32)
 
 
 BY_TORCH = "torch's fused form"

@@ -19,15 +19,20 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from slipstream.codecs.compressor import is_dense
+from slipstream.fusion.stand_in import States
 from slipstream.gradients.shares import flat
 from slipstream.optim.elementwise import COUNTERS
+from slipstream.optim.memory_order import laid_like
 
 SMALL = {"cpu": 2**14}
 """Parameters of fewer values are put together, by device: calls cost more than copying them."""
+
+PLAIN = (Tensor, nn.Parameter)
+"""Types of parameters whose memory is known; subclasses may have any."""
 
 LARGE = 2**20
 """The same for devices with launches."""
@@ -37,24 +42,21 @@ BLOCK = 2**18
 
 
 class SmallParameters:
-    """A group of an optimizer: blocks of its small parameters, and the others.
+    """What a group of an optimizer is stepped as: blocks of its small parameters, and the others.
 
     Args:
-        settings: of the group.
-        having: its parameters that have a gradient.
+        having: the parameters of the group that have a gradient.
         optimizer: has their states.
     """
 
-    def __init__(
-        self, settings: dict[str, Any], having: Sequence[Tensor], optimizer: Optimizer
-    ) -> None:
-        self._settings, self._optimizer = settings, optimizer
+    def __init__(self, having: Sequence[Tensor], optimizer: Optimizer) -> None:
         self._having = list(having)
-        self._users: list[Tensor] | None = None  # while the optimizer steps
+        self._pointers = _pointers(having)
         self._others: list[Tensor] = []
         small: dict[Hashable, list[Tensor]] = {}
+        shared = _sharing_memory(having)
         for parameter in having:
-            if _is_small(parameter):
+            if _is_small(parameter) and id(parameter) not in shared:
                 numbers = _numbers(optimizer.state.get(parameter, {}), parameter)
                 kind = (parameter.dtype, parameter.device, _ones(parameter), numbers)
                 small.setdefault(kind, []).append(parameter)
@@ -68,30 +70,26 @@ class SmallParameters:
                 self._others += alike
 
     def fits(self, having: Sequence[Tensor]) -> bool:
-        """Whether these are the parameters, and their states are where they were."""
-        same = len(having) == len(self._having) and all(map(is_, having, self._having))
-        return same and all(block.fits() for block in self._blocks)
+        """Whether these are the parameters, and their states are what the last step left."""
+        if len(having) != len(self._having) or not all(map(is_, having, self._having)):
+            return False
+        pointers = _pointers(having)
+        if pointers != self._pointers:
+            if _sharing_memory(having):
+                return False
+            self._pointers = pointers
+        return all(block.fits() for block in self._blocks)
 
-    def begins(self) -> int:
-        """Put the blocks in the place of their parameters; how many calls that makes."""
+    def begins(self, states: States) -> list[Tensor]:
+        """Fill the blocks; what is to be stepped, of which ``states`` gets the states."""
         for block in self._blocks:
-            block.begins()
-        self._users = self._settings["params"]
-        self._settings["params"] = [*self._others, *(block.values for block in self._blocks)]
-        return len(self._settings["params"])
+            block.begins(states)
+        return [*self._others, *(block.values for block in self._blocks)]
 
-    def ends(self) -> None:
-        """Give values and states to the parameters, if this step had blocks."""
-        if self._users is not None:
-            for block in self._blocks:
-                block.ends()
-
-    def leave(self) -> None:
-        """Put the parameters back; idempotent."""
+    def ends(self, states: States) -> None:
+        """Give values and states to the parameters, and take those of blocks out of ``states``."""
         for block in self._blocks:
-            block.leave()
-        if self._users is not None:
-            self._settings["params"], self._users = self._users, None
+            block.ends(states)
 
     def part(self) -> None:
         """Give each parameter a state of its own, for what comes after these blocks."""
@@ -112,65 +110,73 @@ class _Block:
         total = sum(p.numel() for p in parameters)
         ones = _ones(parameters[0])
         self.values = parameters[0].detach().new_empty(total).view(*ones, total)
+        self._layouts = [*map(_layout, parameters)]
         self._places = self._views(self.values)
         self._state: dict[str, Any] = {}
-        self._whole: dict[str, Tensor] = {}
-        self._shown: dict[str, list[Tensor]] = {}  # the part of each parameter, a view
+        self._whole: dict[str, Tensor] = {}  # what the parameters' states are views of
+        self._versions: dict[str, int] = {}  # of these, where they hold numbers
+        self._shown: list[dict[str, Any]] = [{} for _ in parameters]  # the state of each
         self._adopt()
 
     def fits(self) -> bool:
         """Whether the parameters are laid out as they were, and have the states that they were
         given."""
-        for number, (parameter, place) in enumerate(
-            zip(self._parameters, self._places, strict=True)
+        states = self._optimizer.state
+        for parameter, layout, shown in zip(
+            self._parameters, self._layouts, self._shown, strict=True
         ):
-            state = self._optimizer.state.get(parameter, {})
-            same = parameter.dtype is place.dtype and parameter.stride() == place.stride()
-            if not same or not lies_like_its_gradient(parameter) or len(state) != len(self._state):
+            state = states.get(parameter, {})
+            if _layout(parameter) != layout or len(state) != len(shown):
                 return False
-            for key, value in state.items():
-                shown = self._shown.get(key)
-                if shown is None:
-                    if value != self._state.get(key):
-                        return False
-                elif value is not shown[number]:
+            if not has_plain_gradient(parameter):
+                return False
+            for key, value in shown.items():
+                if state.get(key) is not value:
                     return False
-        return True
+        numbers_fit = all(map(self._fits_number, self._versions))
+        return numbers_fit and self._pointers == [v.data_ptr() for v in self._tensors]
 
-    def begins(self) -> None:
+    def _fits_number(self, key: str) -> bool:
+        """Whether nobody has written to the numbers of the parameters."""
+        each, number = self._whole[key], self._state[key]
+        if each._version != self._versions[key]:
+            return False
+        return not each.is_cpu or torch.equal(each, number.expand_as(each))  # ``.data`` has none
+
+    def begins(self, states: States) -> None:
         """Copy values and gradients in."""
         torch._foreach_copy_(self._places, [p.detach() for p in self._parameters])
-        gradients = torch.cat([_in_memory_order(gradient_of(p)) for p in self._parameters])
-        self.values.grad = gradients.view_as(self.values)
-        self._optimizer.state[self.values] = self._state
+        gradients = [flat(laid_like(gradient_of(p), p)) for p in self._parameters]
+        gradient = torch.cat(gradients).view_as(self.values)
+        self.values.grad, self._gradient = gradient, (gradient, gradient._version)
+        if self._state:
+            states[self.values] = self._state
 
-    def ends(self) -> None:
+    def ends(self, states: States) -> None:
         """Copy values out, and show the parameters their states."""
         torch._foreach_copy_([p.detach() for p in self._parameters], self._places)
-        for key, value in self._state.items():
-            whole = self._whole.get(key)
-            if not isinstance(value, Tensor):
-                for parameter in self._parameters:
-                    self._optimizer.state[parameter][key] = value
-            elif whole is None:
-                self._show(key, value)
-            elif value.shape != self.values.shape:
-                whole.copy_(value)  # every parameter has a number of its own, which it may count
-            elif value is not whole:
-                self._state[key] = whole.copy_(value)
-
-    def leave(self) -> None:
-        """Take the block out of the optimizer; idempotent."""
-        self._optimizer.state.pop(self.values, None)
-        self.values.grad = None
+        self._return_gradients()
+        if self.values in states:
+            self._state = states.pop(self.values)
+            self._show()
 
     def part(self) -> None:
         """Give each parameter a state of its own."""
-        for number, parameter in enumerate(self._parameters):
+        for parameter, shown in zip(self._parameters, self._shown, strict=True):
             state = self._optimizer.state.get(parameter, {})
-            for key, shown in self._shown.items():
-                if state.get(key) is shown[number]:
-                    state[key] = shown[number].clone()
+            for key, value in shown.items():
+                if isinstance(value, Tensor) and state.get(key) is value:
+                    state[key] = value.clone()
+
+    def _return_gradients(self) -> None:
+        """A class may drop gradients in its step, or change them."""
+        gradient, self.values.grad = self.values.grad, None
+        if gradient is None:
+            for parameter in self._parameters:
+                parameter.grad = None
+        elif gradient is not self._gradient[0] or gradient._version != self._gradient[1]:
+            theirs = [gradient_of(p).detach() for p in self._parameters]
+            torch._foreach_copy_(theirs, self._views(gradient.contiguous()))
 
     def _adopt(self) -> None:
         """Go on from the states that the parameters have."""
@@ -180,23 +186,54 @@ class _Block:
                 whole = torch.empty_like(self.values, dtype=value.dtype)
                 torch._foreach_copy_(self._views(whole), [state[key] for state in states])
                 self._state[key] = whole
-                self._show(key, whole)
-            elif isinstance(value, Tensor):
-                self._state[key] = value.clone()
-                self._show(key, value)
             else:
-                self._state[key] = value
+                self._state[key] = value.clone() if isinstance(value, Tensor) else value
+        self._show()
 
-    def _show(self, key: str, value: Tensor) -> None:
-        """Give each parameter its part of a state, or a number of its own."""
+    def _show(self) -> None:
+        """Give each parameter its part of every state, or a number of its own."""
+        for key in [*self._shown[0]]:
+            if key not in self._state:
+                self._drop(key)
+        for key, value in self._state.items():
+            if isinstance(value, Tensor):
+                parts = self._parts_of(key, value)
+            else:
+                parts = [] if value is self._shown[0].get(key) else [value] * len(self._shown)
+            if parts:
+                for parameter, shown, part in zip(
+                    self._parameters, self._shown, parts, strict=True
+                ):
+                    shown[key] = self._optimizer.state[parameter][key] = part
+        self._tensors = [v for shown in self._shown for v in shown.values() if _is_tensor(v)]
+        self._pointers = [value.data_ptr() for value in self._tensors]
+
+    def _parts_of(self, key: str, value: Tensor) -> Sequence[Tensor]:
+        """What the parameters are to be shown of a state; nothing: what they see is up to date."""
+        whole = self._whole.get(key)
         if value.shape == self.values.shape:
-            self._whole[key], self._shown[key] = value, self._views(value)
-        else:
-            count = len(self._parameters)
-            each = value.expand(count, *value.shape).clone()
-            self._whole[key], self._shown[key] = each, list(each.unbind())
-        for parameter, shown in zip(self._parameters, self._shown[key], strict=True):
-            self._optimizer.state[parameter][key] = shown
+            if value is whole:
+                return []
+            if whole is not None and _alike(whole, value):
+                self._state[key] = whole.copy_(value)
+                return []
+            self._state[key] = self._whole[key] = value = value.contiguous()
+            return self._views(value)
+        each = value.expand(len(self._parameters), *value.shape)
+        if whole is not None and _alike(whole, each):
+            whole.copy_(each)
+            self._versions[key] = whole._version
+            return []
+        self._whole[key] = each = each.clone()
+        self._versions[key] = each._version
+        return each.unbind()
+
+    def _drop(self, key: str) -> None:
+        """A state that the optimizer's class has taken away."""
+        self._whole.pop(key, None)
+        self._versions.pop(key, None)
+        for parameter, shown in zip(self._parameters, self._shown, strict=True):
+            del shown[key], self._optimizer.state[parameter][key]
 
     def _views(self, whole: Tensor) -> list[Tensor]:
         """The part of each parameter, laid out like it."""
@@ -226,23 +263,42 @@ def _ones(parameter: Tensor) -> tuple[int, ...]:
 
 def _is_small(parameter: Tensor) -> bool:
     size = SMALL.get(parameter.device.type, LARGE)
-    return parameter.numel() < size and is_dense(parameter) and lies_like_its_gradient(parameter)
+    dense = parameter.numel() < size and type(parameter) in PLAIN and is_dense(parameter)
+    return dense and has_plain_gradient(parameter)
 
 
-def lies_like_its_gradient(parameter: Tensor) -> bool:
-    """Whether the gradient has its values in the order of the parameter's."""
+def has_plain_gradient(parameter: Tensor) -> bool:
+    """Whether the gradient has a value for each of the parameter's, of the same type."""
     gradient = gradient_of(parameter)
-    return (
-        gradient.layout is torch.strided
-        and gradient.dtype is parameter.dtype
-        and (gradient.stride() == parameter.stride() or _same_order(gradient, parameter))
-    )
+    return gradient.layout is torch.strided and gradient.dtype is parameter.dtype
 
 
-def _same_order(gradient: Tensor, parameter: Tensor) -> bool:
-    """Whether strides differ at most along axes of length 1, where they mean nothing."""
-    both = zip(parameter.shape, gradient.stride(), parameter.stride(), strict=True)
-    return all(length == 1 or one == other for length, one, other in both)
+def _layout(parameter: Tensor) -> tuple[object, ...]:
+    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+
+
+def _pointers(parameters: Sequence[Tensor]) -> list[int]:
+    return [p.data_ptr() for p in parameters if type(p) in PLAIN]
+
+
+def _sharing_memory(parameters: Sequence[Tensor]) -> set[int]:
+    """Which of them, by identity, have values in memory of another: a step of the one counts for
+    the other's, so they are stepped in their order."""
+    spans = []
+    for parameter in parameters:
+        if type(parameter) in PLAIN and parameter.numel():
+            last = sum(
+                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            start = parameter.data_ptr()
+            spans.append((start, start + (last + 1) * parameter.itemsize, id(parameter)))
+    shared, reach, holder = set[int](), 0, 0
+    for start, end, number in sorted(spans):
+        if start < reach:
+            shared |= {number, holder}
+        if end > reach:
+            reach, holder = end, number
+    return shared
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -251,8 +307,13 @@ def gradient_of(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _in_memory_order(gradient: Tensor) -> Tensor:
-    return gradient.view(-1) if gradient.is_contiguous() else flat(gradient)
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether one can be copied to the other without a change."""
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def _is_shaped(key: str, value: Any, parameter: Tensor) -> bool:
@@ -262,14 +323,16 @@ def _is_shaped(key: str, value: Any, parameter: Tensor) -> bool:
 
 
 def _numbers(state: dict[str, Any], parameter: Tensor) -> Hashable:
-    """The names of a parameter's states, and the values of those that are one number."""
-    return tuple(
-        (key, None if _is_shaped(key, value, parameter) else _number(value))
-        for key, value in sorted(state.items())
-    )
+    """The names and types of a parameter's states, and the values of those that are one number."""
+    return tuple((key, _number(key, value, parameter)) for key, value in sorted(state.items()))
 
 
-def _number(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 else id(value)
-    return value if isinstance(value, Hashable) else id(value)
+def _number(key: str, value: Any, parameter: Tensor) -> Hashable:
+    if not isinstance(value, Tensor):
+        return (type(value), value if isinstance(value, Hashable) else id(value))
+    beside = value.layout is torch.strided and value.device == parameter.device
+    if beside and _is_shaped(key, value, parameter):
+        return value.dtype
+    if value.numel() == 1:
+        return (value.dtype, value.device, value.shape, value.item())
+    return id(value)

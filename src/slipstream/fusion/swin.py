@@ -11,10 +11,15 @@ from torch import Tensor, nn
 
 from slipstream.errors import ModelError
 from slipstream.kernels import window_attention, window_merge, window_partition
+from slipstream.kernels.surroundings import needs_plain_functions, product_type
 from slipstream.memory.forward_override import ForwardReplacement
 from slipstream.strategy import Row
 
 _HOME = "transformers.models.swin.modeling_swin"
+_SAME_ATTENTION = ("eager", "sdpa", None)
+"""Implementations of attention that compute what `window_attention` does."""
+_STEPS = frozenset(("set_shift_and_window_size", "get_attn_mask", "maybe_pad", "cyclic_shift"))
+"""Methods of a layer that the fused one stands for."""
 
 
 def fuse_swin(model: nn.Module) -> FusedSwin:
@@ -22,13 +27,15 @@ def fuse_swin(model: nn.Module) -> FusedSwin:
 
     Maps are cut into windows and put together in one pass each (`window_partition`), and attention
     inside them is one operation (`window_attention`); the mask of shifted windows is made once for
-    each size of map. Names of parameters, hooks and ``state_dict()`` do not change. A call that
-    asks for the attention weights runs as without this.
+    each size of map. Names of parameters, hooks and ``state_dict()`` do not change, and settings
+    are read at each call. A call runs as without this where it asks for the attention weights,
+    under transforms of ``torch.func`` and ``torch.jit.trace``, and where the layer's steps or its
+    ``attn_implementation`` are others than those of transformers. So do copies of the model.
 
     Exactness: reordered; dropout of attention draws other values on CUDA.
 
     Raises:
-        ModelError: the model has no such layer.
+        ModelError: the model has no such layer, or the forward of one is replaced already.
 
     Example:
         >>> from transformers import SwinConfig, SwinModel
@@ -58,9 +65,11 @@ class FusedSwin:
                 "SwinModel and the models around it"
             )
         self._count = len(layers)
+        attentions = [m for m in model.modules() if _is(m, "SwinAttention")]
+        _check_own_forwards([*layers, *attentions])
         for layer in layers:
             self._override(layer, partial(_layer, layer, self._mask))
-        for attention in [m for m in model.modules() if _is(m, "SwinAttention")]:
+        for attention in attentions:
             self._override(attention, partial(_attention, attention))
 
     def close(self) -> None:
@@ -78,11 +87,27 @@ class FusedSwin:
 
     def _mask(self, layer: Any, height: int, width: int, like: Tensor) -> Tensor | None:
         """The layer's own mask, made once for each size of map."""
-        key = (height, width, layer.window_size, layer.shift_size, like.dtype, like.device)
-        if key not in self._masks:
-            with torch.no_grad():
-                self._masks[key] = layer.get_attn_mask(height, width, like.dtype, like.device)
-        return self._masks[key]
+        dtype = product_type(like)  # of the scores
+        key = (height, width, layer.window_size, layer.shift_size, dtype, like.device)
+        if key in self._masks:
+            return self._masks[key]
+        with torch.inference_mode(False), torch.no_grad():  # backward may keep it later
+            mask: Tensor | None = layer.get_attn_mask(height, width, dtype, like.device)
+        if mask is None or type(mask) is Tensor:  # not one of a mode that only pretends
+            self._masks[key] = mask
+        return mask
+
+
+def _check_own_forwards(modules: list[nn.Module]) -> None:
+    """Refuse to replace a forward that is not the class's own, as it would not run any more."""
+    for module in modules:
+        found = vars(module).get("forward")
+        if found is not None and getattr(found, "__func__", None) is not type(module).forward:
+            raise ModelError(
+                f"fuse_swin: the forward of a {type(module).__name__} is replaced already, by "
+                f"{getattr(found, '__qualname__', type(found).__name__)}, which would not run any "
+                "more; call fuse_swin once, before accelerate() and all else that wraps a forward"
+            )
 
 
 def _is(module: nn.Module, name: str) -> bool:
@@ -93,13 +118,17 @@ def _is(module: nn.Module, name: str) -> bool:
 def _layer(
     layer: Any,
     mask_of: Callable[[Any, int, int, Tensor], Tensor | None],
-    _forward: Callable[..., Any],
+    forward: Callable[..., Any],
     hidden_states: Tensor,
     input_dimensions: tuple[int, int],
     always_partition: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """``SwinLayer.forward``, with maps cut and put together in one pass."""
+    if needs_plain_functions() or not _STEPS.isdisjoint(vars(layer)):
+        plain: tuple[Tensor, Tensor | None]
+        plain = forward(hidden_states, input_dimensions, always_partition, **kwargs)
+        return plain
     if not always_partition:
         layer.set_shift_and_window_size(input_dimensions)
     height, width = input_dimensions
@@ -124,7 +153,13 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """``SwinAttention.forward`` without its weights."""
-    if kwargs.get("output_attentions") or attention.config.output_attentions:
+    config = attention.config
+    if (
+        kwargs.get("output_attentions")
+        or config.output_attentions
+        or config._attn_implementation not in _SAME_ATTENTION
+        or needs_plain_functions()
+    ):
         weighted: tuple[Tensor, Tensor | None] = forward(hidden_states, attention_mask, **kwargs)
         return weighted
     shape = hidden_states.shape[:-1]

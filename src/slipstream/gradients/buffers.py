@@ -3,45 +3,87 @@
 [Note: When buffers travel]
 DistributedDataParallel broadcasts the buffers of rank 0 before each forward, and every rank waits.
 The last forward was the last to change them, so here they are copied when backward begins, travel
-beside it, and are written back when it ends. The next forward sees the same values, and nobody
-waits. What a recomputed forward (activation checkpointing) adds to them a second time during
-backward is thereby dropped.
+beside it, and are written back after the update: until then another backward may need the graph
+that has saved them. The next forward sees the same values, and nobody waits. What a recomputed
+forward (activation checkpointing) adds to them a second time during backward is thereby dropped;
+what a forward between backward and update changes stays, and travels with the next backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from slipstream.errors import UsageError
 from slipstream.transport.broadcast import pack_bytes, unpack_bytes
 from slipstream.transport.requests import Broadcast
 
+Shape = tuple[str, torch.dtype, torch.Size]
+
 
 class Buffers:
-    """``stage`` before backward, carry out the request beside it, ``restore`` after it.
+    """``stage`` before backward, carry out the request beside it, ``arrived`` when it has ended,
+    ``restore`` after the update.
+
+    Args:
+        current: names and values; read anew each time, as a forward may replace a buffer.
 
     Exactness: bitwise.
     """
 
-    def __init__(self, current: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(self, current: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         self._current = current
+        self._shapes = [(name, b.dtype, b.shape) for name, b in current() if b.nbytes]
         self._staged = torch.empty(0)
-        self.num_bytes = sum(b.nbytes for b in current())
+        self._arrived: list[tuple[torch.Tensor, int]] = []
+        self.num_bytes = sum(b.nbytes for _, b in current())
         """Bytes that a broadcast of all buffers carries."""
 
     def __bool__(self) -> bool:
         return self.num_bytes > 0
 
     def stage(self) -> Broadcast:
-        """Copy the present values; the request replaces the copy by that of the first rank."""
-        self._staged = pack_bytes(self._tensors())
+        """Copy the present values; the request replaces the copy by that of the first rank.
+
+        Raises:
+            UsageError: their sizes are not those that the ranks compared at the start; values of
+                other sizes would shift all behind them.
+        """
+        named = [(name, b) for name, b in self._current() if b.nbytes]
+        shapes = [(name, b.dtype, b.shape) for name, b in named]
+        if shapes != self._shapes:
+            raise _changed(self._shapes, shapes)
+        self._staged = pack_bytes([b for _, b in named])
         return Broadcast(self._staged)
 
-    def restore(self) -> None:
-        """Write the copy back into the buffers."""
-        unpack_bytes(self._staged, self._tensors())
+    def arrived(self) -> None:
+        """The copy holds the first rank's values, and backward has ended."""
+        self._arrived = [(b, _version(b)) for _, b in self._current() if b.nbytes]
 
-    def _tensors(self) -> list[torch.Tensor]:
-        """Read anew each time, as a forward may replace a buffer by another tensor."""
-        return [b for b in self._current() if b.nbytes]
+    def restore(self) -> None:
+        """Write the copy into the buffers that did not change since it arrived."""
+        parts = self._staged.split([b.nbytes for b, _ in self._arrived]) if self._arrived else ()
+        for (buffer, version), part in zip(self._arrived, parts, strict=True):
+            if _version(buffer) == version:
+                unpack_bytes(part, [buffer])
+        self._arrived = []
+
+
+def _version(buffer: torch.Tensor) -> int:
+    """Counts changes; a tensor made in inference mode does not count them."""
+    return 0 if buffer.is_inference() else buffer._version
+
+
+def _changed(before: Sequence[Shape], now: Sequence[Shape]) -> UsageError:
+    then, by_name = {n: (d, s) for n, d, s in before}, {n: (d, s) for n, d, s in now}
+    name = next(n for n in {**then, **by_name} if then.get(n) != by_name.get(n))
+    described = [
+        "absent" if value is None else f"{value[0]} {tuple(value[1])}"
+        for value in (then.get(name), by_name.get(name))
+    ]
+    return UsageError(
+        f"buffer {name} was {described[0]} at accelerate() and is {described[1]} now; buffers are "
+        "those of the first rank on every rank, so their sizes must stay: keep what grows in a "
+        "plain attribute of the module, or accelerate() again after the change"
+    )

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slipstream.errors import ExchangeError
+from slipstream.errors import ExchangeError, SlipstreamError
 from slipstream.gradients.buckets import Bucket
 from slipstream.gradients.buffers import Buffers
 from slipstream.gradients.compressed import CodecStates, CompressionPlan, NamedState
@@ -114,7 +114,7 @@ class Engine(GradientEngine):
     ) -> None:
         self._trainables = list(trainables)
         self._frozen = parameters_of(model, trainable=False)
-        self._buffers = Buffers(model.buffers)
+        self._buffers = Buffers(model.named_buffers)
         self.split, self.overlap, self._plan = split, overlap, compression_plan
         self._channel, self._control, self._any_rank = channel, control, any_rank
         self._shares = compression_plan.shares
@@ -128,6 +128,7 @@ class Engine(GradientEngine):
         self._local_only = False
         self._averaged = False
         self._failure: str | None = None
+        self._observer: Observer | None = None  # until the first exchange
         self.overflowed = False
         self.step = 0
         self._hooks = [
@@ -141,7 +142,8 @@ class Engine(GradientEngine):
         """Open a backward pass; with ``exchange`` it ends in sums over ranks times ``scale``.
 
         A second one before ``updated`` adds to the averages of the first. Where codecs are at work
-        it raises, as they would take those averages for gradients of this rank.
+        it raises, as they would take those averages for gradients of this rank. Without a backward
+        pass before ``end``, the gradients that have accumulated are exchanged.
 
         Args:
             exchange: whether gradients are exchanged; else they accumulate on this rank.
@@ -159,26 +161,27 @@ class Engine(GradientEngine):
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
         if thawed:
             raise unfrozen(thawed)
+        buffers = self._buffers.stage() if exchange and self._buffers else None
         scales = torch.tensor([scale, scale * loss_scale], dtype=torch.float64)
         backward = self._backward = _Backward(exchange, loss_scale, *scales)
         self._stamps = None
         if self._shares is not None:
             self._shares.begin()
+        if self._layout is None:
+            backward.observer = Observer(len(self._trainables))
         if not exchange:
             return
         if self._channel.recording:
             self._stamps = backward.stamps = [None] * len(self._trainables)
         if self._averaged:
             self._undo_average(scale)
-        if self._layout is None:
-            backward.observer = Observer(len(self._trainables))
-        else:
+        if self._layout is not None:
             self._open(backward, self._layout)
             backward.fills = self.overlap
-        if self._buffers:
+        if buffers is not None:
             describe = partial(exchange_failed, self._at, "the broadcast of the buffers")
             label = Label(BUFFERS, describe, {"bytes": self._buffers.num_bytes})
-            self._channel.start(label, self._buffers.stage())
+            self._channel.start(label, buffers)
 
     def end(self) -> None:
         """Close the backward pass: returns when ``parameter.grad`` holds the averages.
@@ -186,25 +189,25 @@ class Engine(GradientEngine):
         Raises:
             ExchangeError: an exchange failed; names rank, step, segment and parameters.
         """
-        backward, self._backward = self._backward, None
+        backward = self._backward
         assert backward is not None
-        if not backward.exchange:
-            return
-        try:
-            if backward.observer is not None:
-                self.install(self._agree(backward.observer))
-                assert self._layout is not None
-                self._open(backward, self._layout)
-            self._send(backward, everything=True)
-            self.overflowed = False
-            self._channel.wait()
-            self.overflowed = self._any_rank(self.overflowed)
-        except Exception as error:
-            self._failure = str(error)
-            raise
+        if backward.observer:
+            self._observer = backward.observer
+        if backward.exchange:
+            self._exchange(backward)
+        self._backward = None
+
+    def _exchange(self, backward: _Backward) -> None:
+        """Send what was not sent under backward, and wait for everything."""
+        if self._layout is None:
+            self._open(backward, self._first_layout())
+        self._send(backward, everything=True)
+        self.overflowed = False
+        self._channel.wait()
+        self.overflowed = self._any_rank(self.overflowed)
         self._codecs.settle(not self.overflowed)
         if self._buffers:
-            self._buffers.restore()
+            self._buffers.arrived()
         self._averaged = True
 
     def updated(self, step: int) -> None:
@@ -216,15 +219,16 @@ class Engine(GradientEngine):
         before, now = (bisect(self._first_steps, at) for at in (self.step, step))
         self.step, self._plan = step, replace(self._plan, step=step)
         self._averaged = False
+        self._buffers.restore()
         if self._shares is not None:
             self._shares.clear()
         if before != now and self._layout is not None:
             self.install(self._layout.order)
 
     def abort(self, error: BaseException) -> None:
-        """Backward itself raised: the ranks are out of step from here on."""
+        """Backward or its exchange raised: the ranks are out of step from here on."""
         if self._backward is not None and self._backward.exchange:
-            self._failure = repr(error)
+            self._failure = str(error) if isinstance(error, SlipstreamError) else repr(error)
         self._backward = None
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
@@ -249,6 +253,11 @@ class Engine(GradientEngine):
                 if trainable.parameter.grad is not None:
                     trainable.parameter.grad = trainable.parameter.grad.clone()
         self._layout, self._codecs = None, CodecStates()
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exchange was broken off, so that the ranks are out of step."""
+        return self._failure is not None
 
     @property
     def in_flight(self) -> bool:
@@ -409,9 +418,13 @@ class Engine(GradientEngine):
         if bucket.may_overflow:
             bucket.unscale(loss_scale)
 
-    def _agree(self, observer: Observer) -> ReadyOrder:
+    def _first_layout(self) -> Layout:
+        observer = self._observer or Observer(len(self._trainables))
         try:
-            return observer.agree(self._control)
+            order = observer.agree(self._control)
         except RuntimeError as error:  # a peer is gone before its first exchange
             what = "the agreement on the order of the gradients"
             raise ExchangeError(f"{exchange_failed(self._at, what)}: {error}") from error
+        self.install(order)
+        assert self._layout is not None
+        return self._layout

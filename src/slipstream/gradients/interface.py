@@ -19,7 +19,8 @@ class GradientEngine:
     """Turns gradients of a backward pass into averages over ranks.
 
     Calls come in this order: ``begin``, the backward pass, ``end`` (or ``abort``), once or several
-    times, then ``updated``. The methods here are those of an engine that exchanges nothing.
+    times, then ``updated``. Without a backward pass in between, ``end`` exchanges what has
+    accumulated. The methods here are those of an engine that exchanges nothing.
     """
 
     split: Split
@@ -83,6 +84,11 @@ class GradientEngine:
         """Continue from ``codec_state()``."""
 
     # The handle.
+
+    @property
+    def failed(self) -> bool:
+        """Whether an exchange was broken off, so that the ranks are out of step."""
+        return False
 
     @property
     def in_flight(self) -> bool:

@@ -37,6 +37,10 @@ class Observer:
         self._seen: list[int] = []
         self._sparse_dims = [0] * num_parameters
 
+    def __bool__(self) -> bool:
+        """Whether any gradient was seen: not in a pass of a dummy batch."""
+        return bool(self._seen)
+
     def saw(self, index: int, gradient: torch.Tensor) -> None:
         """The gradient of parameter ``index`` was accumulated."""
         self._seen.append(index)

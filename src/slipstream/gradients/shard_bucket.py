@@ -105,8 +105,8 @@ class ShardBucket(Bucket):
             flags = self._sums[self._columns[-1].stop :]
             used = [bool(flag) for flag in (flags.real if flags.is_complex() else flags).tolist()]
         for parameter, columns, is_used in zip(self.parameters, self._columns, used, strict=True):
-            own = self._shares.own(parameter)
-            average = self._averages[columns][: own.numel()].view(own.shape)
+            shape = self._shares.shape(parameter)
+            average = self._averages[columns][: shape.numel()].view(shape)
             self._shares.deliver(parameter, average if is_used else None)
 
     def unscale(self, loss_scale: float) -> None:

@@ -80,17 +80,36 @@ class Shares:
         workspace: for all rows of shares.
         gradients: by parameter, this rank's share of the average, with as many axes as the
             parameter; a parameter that got no gradient on any rank is absent.
+        delivered: whether the averages of this update are there, and no later backward has begun.
     """
 
     def __init__(self, ranks: Ranks, names: Mapping[nn.Parameter, str]) -> None:
         self.ranks, self.names = ranks, names
         self._unit = max(min(64, 1024 // ranks.count), 1)
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
+        self.delivered = False
+        self._owned: dict[nn.Parameter, tuple[int, torch.Tensor]] = {}  # where its memory begins
+        self._forms: dict[nn.Parameter, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self.workspace = Workspace(next((p.device for p in names), torch.device("cpu")))
 
     def length(self, parameter: torch.Tensor) -> int:
         """How many values are in a share; the last shares may have fewer."""
-        return -(-parameter.numel() // (self.ranks.count * self._unit)) * self._unit
+        return self._length(parameter.numel())
+
+    def _length(self, numel: int) -> int:
+        return -(-numel // (self.ranks.count * self._unit)) * self._unit
+
+    def size(self, parameter: torch.Tensor) -> torch.Size:
+        """Of the whole parameter, whose data may be a share at the moment."""
+        form = self._forms.get(cast(nn.Parameter, parameter))
+        return parameter.shape if form is None else form[1]
+
+    def shape(self, parameter: torch.Tensor) -> torch.Size:
+        """Of this rank's share."""
+        size = self.size(parameter)
+        length = self._length(size.numel())
+        own = min(max(size.numel() - self.ranks.rank * length, 0), length)
+        return torch.Size([1] * (len(size) - 1) + [own])
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's share of a parameter, or of a tensor laid out like it: a view.
@@ -107,6 +126,30 @@ class Shares:
         part = flat(tensor)[self.ranks.rank * length :][:length]
         return part.view(*[1] * (tensor.ndim - 1), part.numel())
 
+    def own_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """`own` of a parameter, made once: a step of many small layers feels it.
+
+        Raises:
+            UsageError: the parameter has another type or another order in memory than before, in
+                which its state was cut.
+        """
+        at, (known, own) = parameter.data_ptr(), self._owned.get(parameter, (-1, parameter))
+        if at != known:
+            form = parameter.dtype, parameter.shape, parameter.stride()
+            before = self._forms.setdefault(parameter, form)
+            if form != before:
+                now, then = (
+                    f"{d}, {tuple(size)} with strides {s}" for d, size, s in (form, before)
+                )
+                raise UsageError(
+                    f"parameter {self.names[parameter]} is {now}, but was {then} when accelerate() "
+                    "was called, and with gradients.transport sharded ranks share it and its "
+                    "optimizer state in that form; change the model before (model.to, half, double)"
+                )
+            own = self.own(parameter)
+            self._owned[parameter] = at, own
+        return own
+
     def share_of(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank updates of a tensor laid out like ``parameter``: a view."""
         return self.own(tensor) if parameter in self.names else tensor.detach()
@@ -116,23 +159,51 @@ class Shares:
 
         Adds to what an earlier exchange of the same update has left.
         """
+        self.delivered = True
         if average is not None:
             before = self.gradients.get(parameter)
             self.gradients[parameter] = average if before is None else before.add_(average)
         parameter.grad = self._guard(parameter) if parameter in self.gradients else None
 
+    def adopt(self) -> None:
+        """Take what the user has left in ``parameter.grad`` for the average, as a step would.
+
+        All ranks have the same there, as in plain data-parallel training.
+
+        Raises:
+            UsageError: it is the gradient of another parameter, of which a rank has a share alone.
+        """
+        for parameter, name in self.names.items():
+            given = parameter.grad
+            if given is None:
+                self.gradients.pop(parameter, None)
+            elif not isinstance(given, ShardedGradient) or given.of != name:
+                _, size, strides = self._forms[parameter]  # half weights may be exchanged by now
+                like = torch.empty_strided(size, strides, dtype=given.dtype, device=given.device)
+                self.gradients[parameter] = self.own(like.copy_(given)).clone()
+
     def begin(self) -> None:
         """A backward pass begins: gradients of this rank may accumulate, and exchanges overwrite
         the memory in which averages arrived."""
+        if self.delivered:
+            self.adopt()
+        self.delivered = False
         for parameter, gradient in self.gradients.items():
             parameter.grad = None
             self.gradients[parameter] = gradient.clone()
 
     def clear(self) -> None:
         """The averages were used."""
+        self.delivered = False
         for parameter in self.gradients:
             parameter.grad = None
         self.gradients.clear()
+
+    def guard(self) -> None:
+        """Let nobody take a share for the whole average."""
+        for parameter in self.gradients:
+            if parameter.shape == self.size(parameter):
+                parameter.grad = self._guard(parameter)
 
     def _guard(self, parameter: nn.Parameter) -> torch.Tensor:
         blank = torch.zeros((), dtype=parameter.grad_dtype or parameter.dtype)
@@ -191,6 +262,7 @@ class ShardedGradient(torch.Tensor):
         names = [arg.of for arg in args if isinstance(arg, ShardedGradient)]
         raise UsageError(
             f"the gradient of {names[0] if names else 'a parameter'} was read between backward() "
-            "and step(), but with gradients.transport sharded every rank has only a share of the "
-            "average; call session.clip_grad_norm_(max_norm) to clip, or use transport: direct"
+            "and step(), or changed in place, but with gradients.transport sharded every rank has "
+            "only a share of the average; call session.clip_grad_norm_(max_norm) to clip, assign "
+            "a new tensor to parameter.grad, or use transport: direct"
         )

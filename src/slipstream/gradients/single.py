@@ -16,7 +16,7 @@ from slipstream.strategy import Split
 
 
 class SingleReplicaEngine(GradientEngine):
-    """An engine that exchanges nothing, and divides gradients by the loss scale.
+    """An engine that exchanges nothing, and scales gradients to the mean of their window.
 
     Args:
         parameters: all parameters of the model.
@@ -30,24 +30,23 @@ class SingleReplicaEngine(GradientEngine):
     def __init__(self, parameters: Iterable[nn.Parameter], split: Split) -> None:
         self._parameters, self.split = tuple(parameters), split
         self._exchange = False
-        self._loss_scale = 1.0
-        self._unscaled = False  # whether the gradients were divided by the loss scale
+        self._scale = 1.0
+        self._applied = 1.0  # what gradients were multiplied with already
 
     def begin(self, *, exchange: bool, scale: float, loss_scale: float = 1.0) -> None:
-        if self._unscaled:  # autograd adds to these gradients: all must have the loss scale
-            self._multiply(loss_scale)
-            self._unscaled = False
-        self._exchange, self._loss_scale = exchange, loss_scale
+        self._multiply(1 / self._applied)  # autograd adds to these gradients: all need one scale
+        self._applied = 1.0
+        self._exchange, self._scale = exchange, scale
 
     def end(self) -> None:
-        if self._exchange and self._loss_scale != 1.0:
-            self._multiply(1.0 / self._loss_scale)
-            self._unscaled = True
+        if self._exchange:
+            self._multiply(self._scale)
+            self._applied = self._scale
 
     def updated(self, step: int) -> None:
-        self._unscaled = False
+        self._applied = 1.0
 
     def _multiply(self, factor: float) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if gradients:
+        if gradients and factor != 1.0:
             torch._foreach_mul_(gradients, factor)

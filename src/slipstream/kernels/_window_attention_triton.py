@@ -18,6 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from slipstream.kernels._window_attention_plain import gradients as recorded_gradients
+from slipstream.kernels.surroundings import outside_autocast
+
 
 @triton.jit
 def _probabilities(
@@ -41,8 +44,21 @@ def _kept(seed, row, m, n, positions, dropout):
 
 
 @triton.jit
+def _write_kept(
+    kept, seed, positions, dropout, rows: tl.constexpr, columns: tl.constexpr, depth: tl.constexpr
+):
+    row = tl.program_id(0)
+    m, n = tl.program_id(1) * rows + tl.arange(0, rows), tl.arange(0, columns)
+    values = _kept(seed, row, m, n, positions, dropout)
+    at = (row.to(tl.int64) * positions + m[:, None]) * positions + n[None, :]
+    inside = (m[:, None] < positions) & (n[None, :] < positions)
+    tl.store(kept + at, values.to(kept.dtype.element_ty), inside)
+
+
+@triton.jit
 def _load(tensor, b, h, rows, d, stride_b, stride_h, stride_n, stride_d, positions, channels):
-    at = b * stride_b + h * stride_h + rows[:, None] * stride_n + d[None, :] * stride_d
+    at = tl.cast(b, tl.int64) * stride_b + h * stride_h
+    at += rows[:, None] * stride_n + d[None, :] * stride_d
     return tl.load(tensor + at, (rows[:, None] < positions) & (d[None, :] < channels), 0.0)
 
 
@@ -50,7 +66,8 @@ def _load(tensor, b, h, rows, d, stride_b, stride_h, stride_n, stride_d, positio
 def _store(
     tensor, values, b, h, rows, d, stride_b, stride_h, stride_n, stride_d, positions, channels
 ):
-    at = b * stride_b + h * stride_h + rows[:, None] * stride_n + d[None, :] * stride_d
+    at = tl.cast(b, tl.int64) * stride_b + h * stride_h
+    at += rows[:, None] * stride_n + d[None, :] * stride_d
     inside = (rows[:, None] < positions) & (d[None, :] < channels)
     tl.store(tensor + at, values.to(tensor.dtype.element_ty), inside)
 
@@ -181,39 +198,59 @@ class WindowAttention(torch.autograd.Function):
         ctx.seed = int(torch.randint(2**31 - 1, ())) if dropout else 0
         blocks = _blocks(positions, channels)
         grid = (windows * heads, triton.cdiv(positions, blocks["rows"]))
-        _forward[grid](
-            query, key, value, bias, bias if mask is None else mask, out, log_sums, ctx.seed,
-            *query.stride(), *key.stride(), *value.stride(), *out.stride(),
-            heads, 1 if mask is None else len(mask), positions, channels, scale, dropout,
-            has_mask=mask is not None, has_dropout=dropout > 0, **blocks,
-        )  # fmt: skip
+        with torch.cuda.device_of(query):
+            _forward[grid](
+                query, key, value, bias, bias if mask is None else mask, out, log_sums, ctx.seed,
+                *query.stride(), *key.stride(), *value.stride(), *out.stride(),
+                heads, 1 if mask is None else len(mask), positions, channels, scale, dropout,
+                has_mask=mask is not None, has_dropout=dropout > 0, **blocks,
+            )  # fmt: skip
         ctx.save_for_backward(query, key, value, bias, mask, out, log_sums)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, bias, mask, out, log_sums = ctx.saved_tensors
-        windows, heads, positions, channels = query.shape
-        (grad,) = gradients
-        blocks, options = _blocks(positions, channels), {}
-        options = {"has_mask": mask is not None, "has_dropout": ctx.dropout > 0, **blocks}
-        masks = 1 if mask is None else len(mask)
-        # laid out as one projection's q, k and v are
-        packed = query.new_empty(windows, positions, 3, heads, channels)
-        dq, dk, dv = packed.permute(2, 0, 3, 1, 4).unbind()
-        parts = min(windows, max(1, _PROGRAMS // heads))
-        each = triton.cdiv(windows, parts)
-        parts = triton.cdiv(windows, each)
-        dbias = query.new_empty(parts, heads, positions, positions, dtype=torch.float32)
-        given = (query, key, value, bias, bias if mask is None else mask, out, log_sums, grad)
-        strides = [s for t in (query, key, value, out, grad, dq) for s in t.stride()]
-        sizes = (heads, masks, positions, channels, ctx.scale, ctx.dropout)
-        grid = (heads, triton.cdiv(positions, blocks["rows"]), parts)
-        _backward_queries[grid](
-            *given, dq, dbias, ctx.seed, *strides, windows, *sizes, each, **options
-        )
-        _backward_keys[(windows * heads,)](*given, dk, dv, ctx.seed, *strides, *sizes, **options)
-        return dq, dk, dv, dbias.sum(0).to(bias.dtype), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.cuda.device_of(grad), outside_autocast(grad.device):
+            if torch.is_grad_enabled():
+                inputs, kept = ctx.saved_tensors[:5], _what_was_kept(ctx)
+                return *recorded_gradients(inputs, ctx.scale, kept, grad), None, None, None
+            return *_gradients(ctx, grad), None, None, None
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of query, key, value and bias."""
+    query, key, value, bias, mask, out, log_sums = ctx.saved_tensors
+    windows, heads, positions, channels = query.shape
+    blocks = _blocks(positions, channels)
+    options = {"has_mask": mask is not None, "has_dropout": ctx.dropout > 0, **blocks}
+    masks = 1 if mask is None else len(mask)
+    # laid out as one projection's q, k and v are
+    packed = query.new_empty(windows, positions, 3, heads, channels)
+    dq, dk, dv = packed.permute(2, 0, 3, 1, 4).unbind()
+    parts = min(windows, max(1, _PROGRAMS // heads))
+    each = triton.cdiv(windows, parts)
+    parts = triton.cdiv(windows, each)
+    dbias = query.new_empty(parts, heads, positions, positions, dtype=torch.float32)
+    given = (query, key, value, bias, bias if mask is None else mask, out, log_sums, grad)
+    strides = [s for t in (query, key, value, out, grad, dq) for s in t.stride()]
+    sizes = (heads, masks, positions, channels, ctx.scale, ctx.dropout)
+    grid = (heads, triton.cdiv(positions, blocks["rows"]), parts)
+    _backward_queries[grid](*given, dq, dbias, ctx.seed, *strides, windows, *sizes, each, **options)
+    _backward_keys[(windows * heads,)](*given, dk, dv, ctx.seed, *strides, *sizes, **options)
+    return dq, dk, dv, dbias.sum(0).to(bias.dtype)
+
+
+def _what_was_kept(ctx: Any) -> Tensor | None:
+    """What dropout multiplied the probabilities by, drawn again."""
+    if not ctx.dropout:
+        return None
+    query = ctx.saved_tensors[0]
+    windows, heads, positions, channels = query.shape
+    kept = query.new_empty(windows, heads, positions, positions)
+    blocks = _blocks(positions, channels)
+    grid = (windows * heads, triton.cdiv(positions, blocks["rows"]))
+    _write_kept[grid](kept, ctx.seed, positions, ctx.dropout, **blocks)
+    return kept
 
 
 _PROGRAMS = 264

@@ -25,6 +25,14 @@ class Activation(NamedTuple):
     """Whether ``kept`` is the result, which the next layer mostly keeps, too; otherwise z."""
 
 
+def _silu_backward(gradient: Tensor, z: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        moved: Tensor = _aten.silu_backward(gradient, z)
+        return moved
+    sigmoid = torch.sigmoid(z)  # for second derivatives, which torch's function has not
+    return gradient * sigmoid * (1 + z * (1 - sigmoid))
+
+
 ACTIVATIONS: dict[ActivationName, Activation] = {
     "relu": Activation(
         torch.relu, lambda g, y: _aten.threshold_backward(g, y, 0), keeps_output=True
@@ -40,6 +48,6 @@ ACTIVATIONS: dict[ActivationName, Activation] = {
         lambda g, z: _aten.gelu_backward(g, z, approximate="tanh"),
         keeps_output=False,
     ),
-    "silu": Activation(F.silu, _aten.silu_backward.default, keeps_output=False),
+    "silu": Activation(F.silu, _silu_backward, keeps_output=False),
     "hardswish": Activation(F.hardswish, _aten.hardswish_backward.default, keeps_output=False),
 }

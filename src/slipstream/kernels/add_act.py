@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.activations import ACTIVATIONS, ActivationName
 from slipstream.kernels.compiled import compiled
+from slipstream.kernels.surroundings import needs_plain_functions
 
 SMALL = 1 << 21
 """Values below which torch's two functions are faster: in the caches they have no memory to wait
@@ -22,6 +23,7 @@ def add_act(
 
     The sum is not kept: backward needs the result, or for an activation such as gelu adds again. So
     it keeps two tensors where torch keeps the sum, of which a network mostly keeps one anyway.
+    Second derivatives, transforms of ``torch.func`` and ``torch.jit.trace`` take torch's functions.
 
     Args:
         left, right: of one shape and one floating type; others, and small ones, are computed by
@@ -36,7 +38,7 @@ def add_act(
         >>> add_act(torch.tensor([1.0, -3.0]), torch.tensor([1.0, 1.0]), "relu")
         tensor([2., 0.])
     """
-    if not is_alike(left, right) or left.numel() < SMALL:
+    if not is_alike(left, right) or left.numel() < SMALL or needs_plain_functions():
         return reference(left, right, activation, in_place=in_place)
     operation: Any = AddAct
     result: Tensor = operation.apply(left, right, activation)
@@ -63,10 +65,10 @@ class AddAct(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         first, *second = ctx.saved_tensors
-        compute = compiled(_backward, ctx.activation, first.dtype)
+        recorded = torch.is_grad_enabled()  # for second derivatives, of which a kernel has none
+        compute = _backward if recorded else compiled(_backward, ctx.activation, first.dtype)
         moved: Tensor = compute(gradient, ctx.activation, first, *second)
         return moved, moved, None
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.activations import ACTIVATIONS, ActivationName
 from slipstream.kernels.compiled import compiled
+from slipstream.kernels.surroundings import needs_plain_functions
 
 SMALL = 1 << 19
 """Values below which torch's functions are faster, as the checks before a compiled kernel take
@@ -39,7 +40,8 @@ def batch_norm_act(
     Mean and variance are those of each channel of the batch, as in training. Torch's functions read
     and write all values once for each of the three; here one kernel reads them for the statistics
     and one writes the result. Backward computes again what the activation is given, so nothing is
-    kept but x and, with a residual, that or the result.
+    kept but x and, with a residual, that or the result. Second derivatives, transforms of
+    ``torch.func`` and ``torch.jit.trace`` take torch's functions.
 
     Args:
         x: (batch, channels, ...), floating, with more than one value a channel; 16 bits are
@@ -57,7 +59,7 @@ def batch_norm_act(
         >>> batch_norm_act(x, None, None, "relu").values.flatten()
         tensor([0.0000, 1.0000])
     """
-    if is_small(x):
+    if is_small(x) or needs_plain_functions():
         return reference(x, weight, bias, activation, residual=residual, eps=eps)
     operation: Any = BatchNormAct
     return BatchNormed(*operation.apply(x, weight, bias, residual, activation, eps))
@@ -106,17 +108,21 @@ class BatchNormAct(torch.autograd.Function):
         keeps_output = residual is not None and ACTIVATIONS[activation].keeps_output
         kept = (values, None) if keeps_output else (None, residual)
         ctx.save_for_backward(x, weight, bias, mean, rstd, *kept)
-        ctx.activation = activation
+        ctx.activation, ctx.eps = activation, eps
         ctx.mark_non_differentiable(mean, variance)
         return values, mean, variance
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        compute = compiled(_backward, *ctx.key, gradient.dtype)
-        moved, dweight, dbias, dresidual = compute(
-            gradient, *ctx.saved_tensors, ctx.activation, ctx.needs_input_grad[3]
-        )
+        x, weight, bias, mean, rstd, *kept = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for second derivatives, which go through the statistics, too
+            compute: Any = _backward
+            variance, mean = torch.var_mean(_wide(x), _around_channels(x), correction=0)
+            rstd = torch.rsqrt(variance + ctx.eps)
+        else:
+            compute = compiled(_backward, *ctx.key, gradient.dtype)
+        given = (x, weight, bias, mean, rstd, *kept, ctx.activation, ctx.needs_input_grad[3])
+        moved, dweight, dbias, dresidual = compute(gradient, *given)
         return (
             moved,
             dweight if ctx.needs_input_grad[1] else None,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import UsageError
+from slipstream.kernels.surroundings import outside_autocast
 
 OPTIONS: dict[str, Any] = {
     "compile_threads": 1,  # no pool of workers
@@ -47,13 +48,16 @@ def compiled(function: Callable[..., Any], *key: Hashable) -> Callable[..., Any]
     """``torch.compile(function)`` for tensors of any size, apart for each ``key``, which says what
     else the result depends on.
 
-    Calls are not recorded for backward: an autograd function makes them.
+    Calls are not recorded for backward: an autograd function makes them. The first argument is a
+    tensor.
     """
     own = own_code(function)
     made = torch.compile(own, dynamic=True, options=OPTIONS)
 
     def call(*args: Any) -> Any:
-        # torch would compile again for tensors that learn, and read the .grad of results
-        return made(*(a.detach() if isinstance(a, torch.Tensor) else a for a in args))
+        # torch would compile again under autocast, and for tensors that learn, and read the .grad
+        # of results
+        with outside_autocast(args[0].device):
+            return made(*(a.detach() if isinstance(a, torch.Tensor) else a for a in args))
 
     return call

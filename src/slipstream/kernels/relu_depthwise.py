@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.kernels.surroundings import as_in_product, needs_plain_functions
+
 Size = list[int]
 """One number for each spatial dimension."""
 LARGE = 1 << 22
@@ -30,7 +32,9 @@ def relu_depthwise(
     Torch keeps ``relu(x)``. Where another layer keeps x anyway, as in the blocks of Xception, this
     keeps one tensor less. Backward writes the gradient of x over that of ``relu(x)``. On a CPU
     large batches are computed some samples at a time, which fit the caches, and batches below four
-    million values by torch's functions, which are faster there.
+    million values by torch's functions, which are faster there. So are second derivatives,
+    transforms of ``torch.func`` and ``torch.jit.trace``. Autocast casts all three tensors, as it
+    does for torch's convolutions.
 
     Args:
         x: (batch, channels, ...).
@@ -46,7 +50,9 @@ def relu_depthwise(
         >>> relu_depthwise(x, weight, stride=[1], padding=[0], dilation=[1])
         tensor([[[0., 2.]]])
     """
-    if x.device.type == "cpu" and x.numel() < LARGE:
+    x, weight = as_in_product(x), as_in_product(weight)
+    bias = None if bias is None else as_in_product(bias)
+    if (x.device.type == "cpu" and x.numel() < LARGE) or needs_plain_functions():
         return reference(x, weight, bias, stride=stride, padding=padding, dilation=dilation)
     operation: Any = ReluDepthwise
     result: Tensor = operation.apply(x, weight, bias, stride, padding, dilation)
@@ -85,19 +91,20 @@ class ReluDepthwise(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted, size = list(ctx.needs_input_grad[:3]), _samples(x)
+        if torch.is_grad_enabled():  # for second derivatives: nothing is written in place
+            activated = torch.relu(x)
+            moved, *sums = _moved(ctx, gradient, activated, weight, wanted)
+            dx = None if moved is None else torch.ops.aten.threshold_backward(moved, activated, 0)
+            return dx, *sums, None, None, None
         dx = torch.empty_like(x) if wanted[0] and size < len(x) else None
         shared = []
         for start in range(0, max(len(x), 1), size):
             part = slice(start, start + size)
             activated = torch.relu(x[part])
-            moved, *sums = torch.ops.aten.convolution_backward(
-                *(gradient[part], activated, weight, ctx.bias_size, *ctx.numbers),
-                *(False, [0] * (x.ndim - 2), x.shape[1], wanted),  # no transposed convolution
-            )
+            moved, *sums = _moved(ctx, gradient[part], activated, weight, wanted)
             shared.append(sums)
             if moved is not None:
                 into = moved if dx is None else dx[part]
@@ -111,9 +118,20 @@ class ReluDepthwise(torch.autograd.Function):
         return dx, dweight, dbias, None, None, None
 
 
+def _moved(
+    ctx: Any, gradient: Tensor, activated: Tensor, weight: Tensor, wanted: list[bool]
+) -> tuple[Tensor | None, ...]:
+    """The wanted gradients of the activated values, the weight and the bias."""
+    moved: tuple[Tensor | None, ...] = torch.ops.aten.convolution_backward(
+        *(gradient, activated, weight, ctx.bias_size, *ctx.numbers),
+        *(False, [0] * (activated.ndim - 2), activated.shape[1], wanted),  # not transposed
+    )
+    return moved
+
+
 def _samples(x: Tensor) -> int:
     """How many samples are computed at a time."""
-    if x.device.type != "cpu" or x.numel() < LARGE or not x.is_contiguous():
+    if x.device.type != "cpu" or x.numel() < max(LARGE, 1) or not x.is_contiguous():
         return max(len(x), 1)
     return max(1, PART * len(x) // x.numel())
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.errors import UsageError
+from slipstream.kernels.surroundings import needs_plain_functions
 
 
 def window_partition(maps: Tensor, window: int, shift: int = 0) -> Tensor:
@@ -29,6 +30,7 @@ def window_partition(maps: Tensor, window: int, shift: int = 0) -> Tensor:
         (images * windows, window, window, channels), contiguous; zeros where the map was padded.
 
     Exactness: bitwise `reference_partition`, its gradient bitwise too (`window_merge` computes it).
+    Transforms of ``torch.func`` and ``torch.jit.trace`` take that.
 
     Raises:
         UsageError: not four axes, an empty map, or a shift outside the window.
@@ -43,6 +45,8 @@ def window_partition(maps: Tensor, window: int, shift: int = 0) -> Tensor:
                 [7., 8.]])
     """
     _check(maps, window, shift)
+    if needs_plain_functions():
+        return reference_partition(maps, window, shift)
     result: Tensor = _Partition.apply(maps, window, shift)  # type: ignore[no-untyped-call]
     return result
 
@@ -79,6 +83,8 @@ def window_merge(windows: Tensor, window: int, size: tuple[int, int], shift: int
             f"of {height} x {width} with windows of {window} x {window}: multiples of "
             f"{cells // window**2} windows, and a shift from 0 to {window - 1}"
         )
+    if needs_plain_functions():
+        return reference_merge(windows, window, size, shift)
     result: Tensor = _Merge.apply(windows, window, (height, width), shift)  # type: ignore[no-untyped-call]
     return result
 

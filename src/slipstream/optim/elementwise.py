@@ -24,3 +24,26 @@ def is_elementwise(optimizer: Optimizer) -> bool:
         True
     """
     return type(optimizer) in ELEMENTWISE
+
+
+def acts_elsewhere(optimizer: object) -> str | None:
+    """How an optimizer changes parameters outside of its own ``step()``, where hooks of the step
+    cannot exchange their data; None: it does not, as far as one can see.
+
+    Example:
+        >>> acts_elsewhere(torch.optim.SGD([torch.zeros(1)]))
+        >>> class Averaging(torch.optim.SGD):
+        ...     def eval(self): ...
+        >>> acts_elsewhere(Averaging([torch.zeros(1)]))
+        'has a method eval() that changes parameters outside of step()'
+    """
+    if not isinstance(optimizer, Optimizer):
+        return "is no torch.optim.Optimizer, whose step has hooks"
+    for verb in ("eval", "train"):  # schedule-free optimizers: https://arxiv.org/abs/2405.15682
+        if callable(getattr(optimizer, verb, None)):
+            return f"has a method {verb}() that changes parameters outside of step()"
+    for name, value in vars(optimizer).items():
+        inner = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(each, Optimizer) for each in inner):
+            return f"steps another optimizer inside its own step() ({name})"
+    return None

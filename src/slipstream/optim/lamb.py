@@ -17,8 +17,11 @@ from torch.optim.optimizer import ParamsT
 
 from slipstream.errors import UsageError
 from slipstream.optim.layerwise import Bunch, Group, Layerwise, bunches_of
+from slipstream.optim.memory_order import laid_like
 from slipstream.optim.settings import check_bounds, check_flag, check_number
 from slipstream.optim.trust_ratio import descend_, multiply_, norm, one_where_zero
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Lamb(Layerwise):
@@ -162,8 +165,9 @@ class Lamb(Layerwise):
         if total is not None and group["max_grad_norm"] is not None:
             excess = total.to(gradients[0].device) / group["max_grad_norm"]
             gradients = list(torch._foreach_div(gradients, excess.clamp(min=1.0)))
-        if self.fused and group["grad_averaging"]:
-            return self._fused_directions(bunch, gradients, firsts, seconds)
+        dtypes = {t.dtype for t in (*bunch.parameters, *gradients, *firsts, *seconds)}
+        if self.fused and group["grad_averaging"] and len(dtypes) == 1:
+            return self._fused_directions(bunch, gradients, states)
         beta1, beta2 = group["betas"]
         multiply_(firsts, beta1)
         torch._foreach_add_(firsts, gradients, alpha=1 - beta1 if group["grad_averaging"] else 1.0)
@@ -184,27 +188,25 @@ class Lamb(Layerwise):
         return list(directions)
 
     def _fused_directions(
-        self,
-        bunch: Bunch,
-        gradients: list[Tensor],
-        firsts: list[Tensor],
-        seconds: list[Tensor],
+        self, bunch: Bunch, gradients: Sequence[Tensor], states: Sequence[dict[str, Any]]
     ) -> list[Tensor]:
-        """The same by torch's fused Adam: where a parameter is 0, a step of -1 leaves ``d``."""
+        """The same by torch's fused Adam: where a parameter is 0, a step of -1 leaves ``d``. The
+        kernel goes through its operands by their memory, so all get one order."""
         group, parameters = bunch.group, bunch.parameters
         beta1, beta2 = group["betas"]
         directions = self._zeros_like(parameters)
+        for state, direction in zip(states, directions, strict=True):
+            for name in MOMENTS:
+                state[name] = laid_like(state[name], direction)
         # it counts the step itself; after very many its corrections are 1
-        before = [
-            self.state[p]["step"] - 1.0 if group["bias_correction"] else 1e9 for p in parameters
-        ]
+        before = [state["step"] - 1.0 if group["bias_correction"] else 1e9 for state in states]
+        steps = torch.tensor(before, dtype=torch.float32, device=parameters[0].device)
         adam(
             directions,
-            gradients,
-            firsts,
-            seconds,
+            [laid_like(g, d) for g, d in zip(gradients, directions, strict=True)],
+            *([state[name] for state in states] for name in MOMENTS),
             max_exp_avg_sqs=[],
-            state_steps=list(torch.tensor(before, device=parameters[0].device).unbind()),
+            state_steps=list(steps.unbind()),
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -245,7 +247,7 @@ class Lamb(Layerwise):
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state["step"] = 0  # an int: counting needs no kernel
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in MOMENTS:
                 state[name] = torch.zeros_like(parameter)
         state["step"] += 1
         return state

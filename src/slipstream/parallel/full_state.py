@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.optim.share_state import is_part
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.strategy import Row
 
@@ -42,7 +43,12 @@ class FullState:
         return self._optimizer.state_dict()
 
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Load this rank's part of a state of the whole optimizer."""
+        """Load this rank's part of a state of the whole optimizer.
+
+        Raises:
+            UsageError: it is a single rank's part.
+        """
+        is_part(state)
         self._optimizer.load_state_dict(state)
 
     def sharded_optimizer_state_dict(self) -> dict[str, Any]:

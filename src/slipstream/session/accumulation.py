@@ -39,6 +39,11 @@ class AccumulationWindow:
         self.loss_scale = 1.0
 
     @property
+    def passes(self) -> int:
+        """Backward passes of this window so far."""
+        return self._passes + self._counted
+
+    @property
     def last(self) -> bool:
         """Whether the update follows this backward pass."""
         return self._passes == self.accumulate - 1
@@ -88,5 +93,6 @@ class AccumulationWindow:
         return not self._passes
 
     def close(self) -> None:
-        """The update is done."""
-        self.contributions = 0
+        """The update is done, also of a window that was not full."""
+        self._counted = False
+        self._passes = self.contributions = 0

@@ -41,9 +41,11 @@ from slipstream.session.computing import install_compute
 from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loading import install_balance, install_loader, useful_loading
 from slipstream.session.loop import TrainingLoop
+from slipstream.session.members import Members
 from slipstream.session.report import adaptive_rows, hosts_rows
 from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState
+from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import NoTracing, SessionTracer, Tracer
 from slipstream.sharding.gather import ParameterGather
 from slipstream.sharding.model import ShardedModel
@@ -60,7 +62,7 @@ from slipstream.strategy import (
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 from slipstream.transport.channel import STAGES, Channel
-from slipstream.transport.consistency import any_of, broadcast_from_first
+from slipstream.transport.consistency import any_of, broadcast_from_first, meet
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.hosts import Rails
 from slipstream.transport.place import Place, find_place
@@ -115,6 +117,8 @@ def compose(
         given = _Given(model, optimizer, strategy, cluster, dims, recorder, space, handles)
         # Changes the shapes of parameters: before all that looks at them.
         full_state = _model_parallel(given)
+        # Before all that exchanges parameters while the optimizer steps: it works outside.
+        step_hooks = handles.add(StepHooks(optimizer))
         # Before precision: ranks start from values that are not rounded yet.
         groups = _same_start(given, full_state)
         shares = _shares(given)
@@ -177,7 +181,10 @@ def compose(
             full_state,
             any_rank,
             tracer,
+            # After all that changes the model: what changes later is refused.
+            handles.add(Members(model, optimizer)),
         )
+        loop.attach(step_hooks)
         names = [t.name for t in trainables]
         state = SessionState(model, names, engine, dims, search, precision, codec, balance)
         return Session(
@@ -379,7 +386,9 @@ def _sharded_model(
     precision: ModelPrecision,
 ) -> ShardedModel:
     config, rank = given.strategy.gradients.transport, given.cluster.rank
+    control = given.dims.control
     assert isinstance(config, Sharded)
+    assert control is not None
 
     def forward_order() -> list[NamedParameter]:
         assert engine.order is not None
@@ -392,6 +401,7 @@ def _sharded_model(
         transport=transport,
         gather=ParameterGather(shares, transport, config.gather, f"rank {rank}"),
         order=forward_order,
+        meet=partial(meet, group=control),
         half_weights=precision.masters,
     )
     return given.handles.add(sharded, on_error=sharded.abandon)

@@ -21,6 +21,7 @@ from slipstream.session.handles import HandleStack
 from slipstream.session.tracing import Tracer
 from slipstream.strategy import Data
 from slipstream.trace.recorder import Recorder
+from slipstream.transport.consistency import agree
 
 
 def useful_loading(loader: Iterable[Any] | None, data: Data, dims: ParallelDims) -> dict[str, bool]:
@@ -69,14 +70,37 @@ def install_loader(
     tracer: Tracer,
     handles: HandleStack,
 ) -> UnevenInputLoader | None:
-    """What the session iterates over: each technique reads from the one before it.
+    """What the session iterates over: each technique reads from the one before it. Collective.
 
     Raises:
-        ModelError: the loader has no batch.
+        ModelError: the loader has no batch, or is none that a technique takes; on this rank.
+        MismatchError: so it is on another rank, or only some ranks have a loader.
     """
-    if loader is None:
-        return None
-    _check_has_batches(loader)
+    made: UnevenInputLoader | None = None
+    error: Exception | None = None
+    try:
+        if loader is not None:
+            _check_has_batches(loader)
+            made = _installed(loader, balance, data, cluster, dims, recorder, tracer, handles)
+    except Exception as raised:  # which other ranks would wait for
+        error = raised
+    if dims.control is not None:
+        agree({"the loader": "none" if loader is None else "given"}, dims.control, error)
+    if error is not None:
+        raise error
+    return made
+
+
+def _installed(
+    loader: Iterable[Any],
+    balance: SampleBalance | None,
+    data: Data,
+    cluster: Cluster,
+    dims: ParallelDims,
+    recorder: Recorder | None,
+    tracer: Tracer,
+    handles: HandleStack,
+) -> UnevenInputLoader:
     # First, as it says what a batch is.
     loader = loader if balance is None else balance.loader
     if data.cache is not None:

@@ -1,6 +1,11 @@
 """What happens inside a training loop, in one fixed order: backward passes, then an update.
 
 Each part does its own work (engine, precision, tracer, accumulation window); here they are called.
+
+[Note: Who calls optimizer.step()]
+``step()`` does, or the script by hand: old loops, and ``torch.amp.GradScaler``, which skips the
+call where gradients overflowed. Hooks on the optimizer make both the same update. Where backward
+comes again without one, and the gradients were zeroed meanwhile, the script has skipped the update.
 """
 
 from __future__ import annotations
@@ -22,6 +27,8 @@ from slipstream.parallel.full_state import FullState
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.members import Members
+from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import Tracer
 
 
@@ -40,6 +47,7 @@ class TrainingLoop:
         full_state: completes parameters that are still on their way.
         any_rank: whether a flag is up on any rank that holds a part of the gradients.
         tracer: records the spans.
+        members: the parameters that are trained.
         steps: updates so far.
         skipped: updates that were skipped because of gradients that were not finite.
     """
@@ -54,17 +62,39 @@ class TrainingLoop:
     full_state: FullState
     any_rank: Callable[[bool], bool]
     tracer: Tracer
-
-    steps = skipped = 0
-    _backward_done = _local_only = _compared = False
+    members: Members
 
     def __post_init__(self) -> None:
+        self.steps = self.skipped = self.backwards = 0
+        self._backward_done = self._local_only = self._compared = False
+        self._updating = False  # inside an update of step()
+        self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
+        self._broken_off = False  # an update has begun and not ended
         self._parameters = tuple(self.model.parameters())
 
     @property
     def window_open(self) -> bool:
         """Whether gradients were gathered that no update has used yet."""
         return self.window.contributions > 0
+
+    @property
+    def update_follows(self) -> bool:
+        """Whether ``step()`` after this, or the next, backward pass updates."""
+        return self.window.last and not self._local_only
+
+    @property
+    def update_due(self) -> bool:
+        """Whether the gradients of an update are there: ``step()`` is next."""
+        return self._backward_done and self.update_follows
+
+    @property
+    def failed(self) -> bool:
+        """Whether the ranks may be out of step: no collective may follow."""
+        return self._broken_off or self.engine.failed
+
+    def attach(self, hooks: StepHooks) -> None:
+        """Learn of every step of the optimizer."""
+        hooks.attach(self._step_begins, self._step_ends)
 
     # Backward passes.
 
@@ -106,10 +136,13 @@ class TrainingLoop:
         return loss
 
     def _checked_scale(self, given: float, compare: Callable[[Any], None], value: object) -> float:
-        """The loss scale of a backward pass.
+        """The loss scale of a backward pass, which begins here.
 
         Ranks that share a model need the same batches; the first ones are compared.
         """
+        self._must_be_whole()
+        if self.update_due and all(map(_is_zeroed, self._parameters)):
+            self._end_update(None)
         loss_scale = self.precision.take(given)
         self.window.check_scale(loss_scale)
         if not self._compared:
@@ -121,19 +154,21 @@ class TrainingLoop:
         """``run`` a backward pass; average the gradients if an update follows it."""
         dummy_batch = self.window.count()
         self.full_state.complete()
+        self.members.check_model()
         self.tracer.backward_begins(dummy_batch=dummy_batch)
-        exchange = self.window.last and not self._local_only
+        exchange = self.update_follows
         self.engine.begin(exchange=exchange, scale=self.window.scale, loss_scale=loss_scale)
         try:
             if not dummy_batch:  # such a rank takes part in the exchange, with zeros
                 run()
-        except BaseException as error:
+            self.tracer.backward_ends()
+            self.engine.end()
+        except BaseException as error:  # an interrupt, too, which the script may survive
             self.engine.abort(error)
             raise
-        self.tracer.backward_ends()
-        self.engine.end()
-        self.tracer.exchanged(self.engine.ready)
         self._backward_done = True
+        self.backwards += 1
+        self.tracer.exchanged(self.engine.ready)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -154,17 +189,108 @@ class TrainingLoop:
         Raises:
             UsageError: there was no backward pass since the last call.
         """
+        self._must_be_whole()
         if not self._backward_done:
             raise UsageError(
                 "step() without a backward() before it: call session.backward(loss) first, "
-                "then session.step(), once each for every batch"
+                "then session.step(), once each for every batch; where optimizer.step() was "
+                "called, the update is done: leave one of the two out"
             )
-        self._backward_done = False
-        if self._local_only or not self.window.advance():
+        if not self.update_follows:
+            self._backward_done = False
+            if not self._local_only:
+                self.window.advance()
             return False
-        overflowed = self._overflowed()
-        self._update(skip=overflowed)
-        return not overflowed
+        return self._update()
+
+    def flush(self) -> bool:
+        """Update with what an accumulation window has so far; raises as ``Session.flush``."""
+        self._must_be_whole()
+        if self._local_only:
+            raise UsageError("flush() inside no_sync(); call it after the with block")
+        if not self.window_open:
+            return False
+        if not self.update_due:
+            self.full_state.complete()
+            self.engine.begin(
+                exchange=True, scale=self.window.scale, loss_scale=self.window.loss_scale
+            )
+            try:
+                self.engine.end()
+            except BaseException as error:
+                self.engine.abort(error)
+                raise
+        return self._update()
+
+    def _update(self) -> bool:
+        skip = self._begin_update()
+        if not skip:
+            self._updating = True
+            try:
+                self.optimizer.step()
+            except BaseException:
+                self.full_state.complete()
+                raise
+            finally:
+                self._updating = False
+        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:  # also those that the optimizer does not hold
+            parameter.grad = None
+        self._end_update(skip)
+        return not skip
+
+    def _begin_update(self) -> bool:
+        """All that precedes ``optimizer.step()``; whether it must be skipped."""
+        self.members.check_optimizer()
+        skip = self._overflowed()
+        self.tracer.update_begins()
+        if not skip:
+            self.momentum_correction.check()
+        self._broken_off = True
+        return skip
+
+    def _end_update(self, skip: bool | None) -> None:
+        """All that follows; ``skip``: there was an overflow; None: the script skipped it."""
+        self._backward_done = False
+        if skip is False:
+            self.steps += 1
+        else:
+            self.skipped += 1
+        self.window.close()
+        if skip is not None:
+            self.precision.updated(skip)
+        self.engine.updated(self.steps)
+        self.tracer.update_ends()  # last, as it may change the split
+        self._broken_off = False
+
+    def _step_begins(self, closure: object) -> None:
+        """``optimizer.step()`` is called, here or by hand."""
+        if self._updating:
+            return
+        self._by_hand = None
+        self._must_be_whole()
+        if closure is not None:
+            raise UsageError(
+                "optimizer.step(closure): a session averages gradients in backward(), before the "
+                "step; call session.backward(loss), then session.step(), without a closure"
+            )
+        if not self._backward_done and not self.window_open:
+            return  # gradients of the script's own, if any
+        if not self.update_due:
+            raise UsageError(
+                f"optimizer.step() inside {self._window}: the gradients are sums of this rank so "
+                "far; call session.step() after every backward(), or optimizer.step() only where "
+                "session.sync_gradients is True"
+            )
+        skip = self._by_hand = self._begin_update()
+        if skip:
+            for parameter in self._parameters:
+                parameter.grad = None  # an optimizer leaves parameters without a gradient alone
+
+    def _step_ends(self) -> None:
+        skip, self._by_hand = self._by_hand, None
+        if skip is not None:
+            self._end_update(skip)
 
     def _overflowed(self) -> bool:
         """Whether the update must be skipped; the same on every rank."""
@@ -178,22 +304,58 @@ class TrainingLoop:
         # that share a model must agree.
         return self.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
 
-    def _update(self, *, skip: bool) -> None:
-        self.tracer.update_begins()
-        if skip:
-            self.skipped += 1
-        else:
-            self.momentum_correction.check()
-            try:
-                self.optimizer.step()
-            except BaseException:
-                self.full_state.complete()
-                raise
-            self.steps += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        for parameter in self._parameters:  # also those that the optimizer does not hold
-            parameter.grad = None
-        self.window.close()
-        self.precision.updated(skip)
-        self.engine.updated(self.steps)
-        self.tracer.update_ends()  # last, as it may change the split
+    # What is refused.
+
+    @property
+    def _window(self) -> str:
+        if self._local_only:
+            return "no_sync()"
+        return f"an accumulation window of {self.window.accumulate} backward passes"
+
+    def check_clip(self) -> None:
+        """Refuse to clip what is not the gradient of an update.
+
+        Raises:
+            UsageError: says where clipping has a meaning.
+        """
+        self._must_be_whole()
+        if self.update_due:
+            return
+        where = f"inside {self._window}" if self.window_open else "without a backward() before it"
+        raise UsageError(
+            f"clip_grad_norm_() {where}: it clips the average gradient of an update, so it belongs "
+            "between the backward() that ends the window and its step(); call it only where "
+            "session.sync_gradients is True"
+        )
+
+    def complaint(self) -> UsageError | str | None:
+        """At the end: an error where nothing was ever trained, a warning of what is dropped."""
+        if not self.window_open or (self.backwards < 2 and self.window.accumulate == 1):
+            return None
+        if not self.steps + self.skipped and self.backwards >= 2 * self.window.accumulate:
+            return UsageError(
+                f"{self.backwards} backward() and no update in this session: call session.step() "
+                "after every backward() (or optimizer.step() of the optimizer that accelerate() "
+                "got)"
+            )
+        return (
+            "this session closes with gradients that no update has used, of "
+            f"{self.window.passes} of the {self.window.accumulate} backward passes of an "
+            "accumulation window; call session.flush() before close() to update with them"
+        )
+
+    def _must_be_whole(self) -> None:
+        if self._broken_off and self.dims.control is not None:
+            raise UsageError(
+                f"update {self.steps + 1} was broken off by an exception in optimizer.step(), and "
+                "the other ranks may have made it; end this run and resume from a checkpoint"
+            )
+
+
+def _is_zeroed(parameter: nn.Parameter) -> bool:
+    gradient = parameter.grad
+    if gradient is None:
+        return True
+    if type(gradient) is not torch.Tensor:  # a gradient of which this rank has a shard alone
+        return False
+    return not (gradient._values() if gradient.is_sparse else gradient).any()

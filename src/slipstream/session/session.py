@@ -6,6 +6,7 @@ Techniques are installed by ``compose``; what a verb does inside is in ``loop`` 
 from __future__ import annotations
 
 import atexit
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Self, TypeVar
@@ -192,6 +193,41 @@ class Session(Generic[M, O]):
         self.skipped = self._loop.skipped
         return updated
 
+    def flush(self) -> bool:
+        """Update now, with what an accumulation window that is not full has gathered: the mean over
+        its micro-batches. For the end of an epoch whose batches are no multiple of the window, and
+        before a checkpoint. All ranks must call it.
+
+        Returns:
+            Whether parameters were updated: False also where no window is open.
+
+        Raises:
+            UsageError: inside ``no_sync``, or the session is closed.
+
+        Example:
+            >>> import torch, slipstream
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> strategy = {"gradients": {"accumulate": 4}}
+            >>> with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+            ...     for batch in [torch.ones(4, 2)] * 6:
+            ...         session.backward(session.model(batch).square().mean())
+            ...         updated = session.step()
+            ...     updated, session.flush()
+            (False, True)
+        """
+        self._must_be_open("flush")
+        updated = self._loop.flush()
+        self.skipped = self._loop.skipped
+        return updated
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the ``step()`` after this backward, or after the next one, updates: False inside
+        an accumulation window and ``no_sync``."""
+        self._must_be_open("sync_gradients")
+        return self._loop.update_follows
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients stay on this rank and add up; the next backward outside averages them.
@@ -220,7 +256,8 @@ class Session(Generic[M, O]):
         if self._loop.window_open:
             raise UsageError(
                 "state_dict() inside an accumulation window would lose the gradients gathered so "
-                "far; call it after a step() that returned True"
+                "far; call it after a step() that returned True, or after session.flush(), which "
+                "updates with them"
             )
         return self._state.state(self._loop.steps)
 
@@ -300,12 +337,15 @@ class Session(Generic[M, O]):
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of the whole model, also where ranks share it or its
-        updates; call it between ``backward()`` and ``step()``. Returns the norm before clipping.
+        updates; call it between ``backward()`` and the ``step()`` that updates (where
+        `sync_gradients` is True), on all ranks. Returns the norm before clipping.
 
         Raises:
-            UsageError: the session is closed.
+            UsageError: inside an accumulation window, whose gradients are sums of this rank, or the
+                session is closed.
         """
         self._must_be_open("clip_grad_norm_")
+        self._loop.check_clip()
         return self._full_state.clip_grad_norm_(max_norm)
 
     @torch.no_grad()
@@ -338,6 +378,10 @@ class Session(Generic[M, O]):
         """Restore the model and the optimizer, and write an unfinished trace; idempotent.
 
         Where ranks share a model or its updates, or a trace is recorded, all ranks must call it.
+        Warns of gradients that no update has used.
+
+        Raises:
+            UsageError: after several backward passes, none of which was ever followed by an update.
         """
         self.__exit__(None, None, None)
 
@@ -350,16 +394,23 @@ class Session(Generic[M, O]):
             return
         self._closed = True
         atexit.unregister(self.__exit__)
-        cluster, in_flight = self._cluster, self._loop.engine.in_flight
-        self._last_segments = self._loop.engine.segments
+        loop, cluster = self._loop, self._cluster
+        if error[0] is None and loop.failed:  # an error that the script has caught
+            error = (UsageError, UsageError("the ranks are out of step"), None)
+        complaint = loop.complaint() if error[0] is None else None
+        in_flight, self._last_segments = loop.engine.in_flight, loop.engine.segments
         try:
             self._handles.__exit__(*error)
         finally:
             # A gloo group ends its threads when its last reference goes; threads that are still
             # there when the interpreter ends abort the process, after a run that went well.
-            del self._loop, self._state, self._full_state, self._cluster
+            del loop, self._loop, self._state, self._full_state, self._cluster
             if not in_flight:  # freeing a group that waits for a peer hangs
                 cluster.close()
+        if isinstance(complaint, Exception):
+            raise complaint
+        if complaint is not None:
+            warnings.warn(complaint, stacklevel=2)
 
     def _must_be_open(self, verb: str) -> None:
         if self._closed:

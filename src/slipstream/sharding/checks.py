@@ -10,7 +10,7 @@ from torch import nn
 from slipstream.codecs.compressor import is_dense
 from slipstream.errors import ModelError, StrategyError
 from slipstream.gradients.segments import NamedParameter
-from slipstream.optim.elementwise import ELEMENTWISE, is_elementwise
+from slipstream.optim.elementwise import ELEMENTWISE, acts_elsewhere, is_elementwise
 from slipstream.optim.layerwise import Layerwise
 from slipstream.strategy import Dgc, Sharded, Strategy, codec_of
 
@@ -36,6 +36,11 @@ def check_sharded(
         raise StrategyError(
             "gradients.transport sharded with parallel.tensor or parallel.pipeline: ranks share "
             f"the model already; {_FIX}"
+        )
+    if (problem := acts_elsewhere(optimizer)) is not None:
+        raise ModelError(
+            f"gradients.transport sharded with the optimizer {type(optimizer).__name__}, which "
+            f"{problem}: there parameters are whole and its state is a rank's share; {_FIX}"
         )
     known = is_elementwise(optimizer) or isinstance(optimizer, Layerwise)
     if not known and not config.elementwise:

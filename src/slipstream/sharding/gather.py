@@ -1,14 +1,23 @@
 """Gathers updated parameters under the next forward: every rank sends its shares to all others.
 
 Never decides who owns what (``gradients.shares``), nor how it travels (the transport).
+
+[Note: Written as memory]
+A parameter is completed wherever it is read first: inside a transform of ``torch.func``, while
+``torch.jit.trace`` records, under a dispatch mode. There an in-place operation on it would be
+refused, recorded or faked. So on a CPU what arrives is copied as memory, by numpy, which none of
+them sees. It does not count as a write of the parameter's version either: that of the optimizer's
+step on this rank's share has counted already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +28,7 @@ from slipstream.gradients.messages import exchange_failed
 from slipstream.gradients.segments import NamedParameter
 from slipstream.gradients.shard_bucket import in_shares
 from slipstream.gradients.shares import Shares, flat
-from slipstream.sharding.pending import pending_class
+from slipstream.sharding.pending import resume, suspend
 from slipstream.strategy import Split
 from slipstream.transport.requests import AllGather
 from slipstream.transport.transport import Transport
@@ -34,8 +43,15 @@ class _Segment:
     parameters: Sequence[nn.Parameter]
     columns: Sequence[slice]
     rows: torch.Tensor
+    places: list[int] = field(default_factory=list)
+    """Where the parameters' memory began when ``copies`` were made."""
+    copies: Sequence[tuple[Any, Any]] = ()
+    """Memory of the parameters, each with the part of the rows that belongs there."""
     works: Future[Sequence[Work]] = field(default_factory=Future)
+    waits: Iterator[Work] | None = None
+    """The works that nobody has waited for: one that was interrupted is not waited for twice."""
     pending: bool = False
+    failure: RuntimeError | None = None
 
 
 @dataclass(slots=True)
@@ -57,14 +73,10 @@ class ParameterGather:
     at: str
     _segments: Sequence[_Segment] = ()
     _order: tuple[str, ...] = ()
-    _segment_of: dict[nn.Parameter, _Segment] = field(default_factory=dict)
-    _classes: dict[nn.Parameter, type] = field(default_factory=dict)
-    _pending_class: type[nn.Parameter] = nn.Parameter
     _sender: ThreadPoolExecutor = field(init=False)
     """Copies and sends all segments but the first, so that the next forward can begin."""
 
     def __post_init__(self) -> None:
-        self._pending_class = pending_class(self._arrive)
         self._sender = ThreadPoolExecutor(1, "slipstream-gather")
 
     def lay_out(self, parameters: Sequence[NamedParameter]) -> None:
@@ -83,7 +95,6 @@ class ParameterGather:
             for cut in plan_segments(gradients, self.split)
             for part in _by_dtype(parameters[cut.start : cut.stop])
         ]
-        self._segment_of = {p: s for s in self._segments for p in s.parameters}
 
     @property
     def num_bytes(self) -> list[int]:
@@ -97,7 +108,8 @@ class ParameterGather:
         requests = [AllGather(s.rows[rank], s.rows) for s in self._segments]
         self.transport.prepare(requests)
         for number, (segment, request) in enumerate(zip(self._segments, requests, strict=True)):
-            own = [self.shares.own(parameter).view(-1) for parameter in segment.parameters]
+            own = [self.shares.own_of(parameter).view(-1) for parameter in segment.parameters]
+            segment.waits = None
             if number and request.send.device.type == "cpu":
                 segment.works = self._sender.submit(self._send, segment, own, request)
             else:
@@ -106,10 +118,10 @@ class ParameterGather:
                     segment.works.set_result(self._send(segment, own, request))
                 except RuntimeError as error:  # whoever reads a parameter is told
                     segment.works.set_exception(error)
+            _find_memory(segment)
             segment.pending = True
             for parameter in segment.parameters:
-                self._classes[parameter] = type(parameter)
-                parameter.__class__ = self._pending_class
+                suspend(parameter, partial(self._complete, segment))
 
     def _send(
         self, segment: _Segment, own: list[torch.Tensor], request: AllGather
@@ -128,36 +140,38 @@ class ParameterGather:
         for segment in self._segments:
             self._complete(segment)
 
-    def abandon(self) -> None:
-        """Give pending parameters their class back, whatever they hold: ranks are out of step."""
-        for segment in self._segments:
-            self._restore(segment)
-
-    def _arrive(self, parameter: nn.Parameter) -> None:
-        self._complete(self._segment_of[parameter])
-
-    @torch.no_grad()
-    def _complete(self, segment: _Segment) -> None:
-        """Wait for the others' shares, and copy them into the parameters."""
-        if not segment.pending:
-            return
-        self._restore(segment)
-        try:
-            for work in segment.works.result():
-                work.wait()
-        except RuntimeError as error:
-            raise self._failed(segment, error) from error
-        finally:
-            segment.works = Future()
-        for parameter, columns in zip(segment.parameters, segment.columns, strict=True):
-            for row, values in in_shares(segment.rows[:, columns], flat(parameter)):
-                values.copy_(row)
-
-    def _restore(self, segment: _Segment) -> None:
-        if segment.pending:
+    def abandon(self) -> list[str]:
+        """Give pending parameters their class back, whatever they hold: the other ranks may be
+        gone. Returns the names of those whose newest values have not arrived."""
+        pending = [segment for segment in self._segments if segment.pending]
+        for segment in pending:
             segment.pending = False
             for parameter in segment.parameters:
-                parameter.__class__ = self._classes[parameter]
+                resume(parameter)
+        return [name for segment in pending for name in segment.names]
+
+    def _complete(self, segment: _Segment) -> None:
+        """Wait for the others' shares, and copy them into the parameters.
+
+        An exception in between, one of the keyboard above all, leaves the parameters pending.
+        """
+        if not segment.pending:
+            return
+        try:
+            if segment.failure is not None:
+                raise segment.failure
+            if segment.waits is None:
+                segment.waits = iter(segment.works.result())
+            for work in segment.waits:
+                work.wait()
+        except RuntimeError as error:
+            segment.failure = error
+            raise self._failed(segment, error) from error
+        for values, arrived in segment.copies:
+            values[...] = arrived
+        segment.pending = False
+        for parameter in segment.parameters:
+            resume(parameter)
 
     def _segment(self, parameters: Sequence[NamedParameter]) -> _Segment:
         tensors = [p.parameter for p in parameters]
@@ -169,6 +183,26 @@ class ParameterGather:
     def _failed(self, segment: _Segment, error: RuntimeError) -> ExchangeError:
         text = exchange_failed(self.at, "the gathering of updated parameters", segment.names)
         return ExchangeError(f"{text}: {error}")
+
+
+def _find_memory(segment: _Segment) -> None:
+    """Pair the memory of the parameters with that of the rows, unless it is where it was."""
+    places = [parameter.data_ptr() for parameter in segment.parameters]
+    if places == segment.places:
+        return
+    segment.places = places
+    segment.copies = [
+        (_memory(values), _memory(row))
+        for parameter, columns in zip(segment.parameters, segment.columns, strict=True)
+        for row, values in in_shares(segment.rows[:, columns], flat(parameter))
+    ]
+
+
+def _memory(tensor: torch.Tensor) -> Any:
+    """What ``[...] =`` copies: see the note at the top of the file."""
+    if tensor.device.type != "cpu":
+        return tensor
+    return tensor.view(torch.uint8).numpy()
 
 
 def _by_dtype(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:

@@ -8,8 +8,7 @@ state has the size of the shares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,15 +16,21 @@ from torch import nn
 
 from slipstream.errors import UsageError
 from slipstream.gradients.segments import NamedParameter
-from slipstream.gradients.shares import Shares, flat
-from slipstream.optim.elementwise import COUNTERS
+from slipstream.gradients.shares import Shares
 from slipstream.optim.layerwise import Layerwise
+from slipstream.optim.share_state import is_part
 from slipstream.parallel.full_state import FullState
+from slipstream.plain_copy import attach
 from slipstream.precision import HalfWeights
 from slipstream.sharding.gather import ParameterGather
+from slipstream.sharding.state import OptimizerState, join_shares
+from slipstream.sharding.step_hooks import InnerHooks
+from slipstream.sharding.unfinished import refuse_unfinished
 from slipstream.strategy import Row
 from slipstream.transport.requests import AllGather, AllReduce, Request
 from slipstream.transport.transport import Transport
+
+__all__ = ["ShardedModel", "join_shares"]
 
 
 class ShardedModel(FullState):
@@ -38,6 +43,8 @@ class ShardedModel(FullState):
         transport: sums norms, gathers states.
         gather: brings the others' shares.
         order: the parameters in the order in which forward needs them, once known.
+        meet: sums a number over ranks, all of which must have called the same verb; see
+            ``transport.consistency.meet``.
         half_weights: have the fp32 values of this rank's shares.
     """
 
@@ -50,25 +57,25 @@ class ShardedModel(FullState):
         transport: Transport,
         gather: ParameterGather,
         order: Callable[[], Sequence[NamedParameter]],
+        meet: Callable[[str, float], float],
         half_weights: HalfWeights | None = None,
     ) -> None:
         super().__init__(model, optimizer)
         self._names = shares.names
         self._shares, self._transport, self._gather = shares, transport, gather
-        self._order, self._half_weights = order, half_weights
+        self._order, self._meet, self._half_weights = order, meet, half_weights
         self._stepping = False
         self._whole: dict[nn.Parameter, torch.Tensor] = {}  # while the optimizer steps
-        # TorchScript and compiled code read parameters without a call that could be noticed.
-        self._at_once = any(map(_reads_unnoticed, model.modules()))
-        self._cut_state()
+        # Others read parameters without a call that could be noticed.
+        self._at_once = any(map(_reads_unnoticed, model.modules())) or _shares_memory(model)
+        self._state = OptimizerState(optimizer, shares, self._gather_rows)
+        for parameter in self._names:
+            shares.own_of(parameter)  # the form in which the state is cut
         if isinstance(optimizer, Layerwise):
             optimizer.sum_squares = self._sum_squares
-        eager: Any = torch.compiler.disable
-        self._hooks = [
-            optimizer.register_step_pre_hook(eager(self._step_begins)),
-            optimizer.register_step_post_hook(eager(self._step_ends)),
-            optimizer.register_load_state_dict_post_hook(self._cut_state),
-        ]
+        self._hooks = InnerHooks(optimizer, self._step_begins, self._step_ends)
+        self._hooks.arrange()
+        self._leave = attach(model.register_forward_pre_hook, _Entrance(gather.finish))
 
     # The update.
 
@@ -78,68 +85,79 @@ class ShardedModel(FullState):
                 "optimizer.step(closure) with gradients.transport sharded: the closure would "
                 "compute with shares of the parameters; use transport: direct"
             )
+        self._hooks.check()
         self.complete()
+        if not self._state.is_cut:
+            self._state.cut()
+        self._shares.adopt()
+        # All that may refuse comes before the first change.
+        own = {p: self._shares.own_of(p) for p in self._state.held if p not in self._masters}
         self._stepping = True
-        for parameter in self._held():
-            whole, gradient = parameter.data, None
-            if parameter.grad is not None:
-                gradient = self._shares.gradients.get(parameter)
+        for parameter in self._state.held:
             parameter.grad = None
-            if parameter not in self._masters:  # whose hook has put the share there already
-                self._whole[parameter] = whole
-                parameter.data = self._shares.own(whole)
-            parameter.grad = gradient
+            if parameter in own:  # else the hook of half weights has put the share there already
+                self._whole[parameter] = parameter.data
+                parameter.data = own[parameter]
+            parameter.grad = self._shares.gradients.get(parameter)
 
     def _step_ends(self, *_: object) -> None:
         self._restore()
-        held = set(self._held())
+        if not self._state.is_cut:
+            self._state.cut()
+        held = set(self._state.held)
         self._gather.lay_out([p for p in self._order() if p.parameter in held])
         self._gather.start()
         if self._at_once:
             self._gather.finish()
 
     def _restore(self) -> None:
+        """Make parameters whole again; their gradients are guarded as before the step."""
         if not self._stepping:
             return
-        for parameter in self._held():
+        for parameter in self._state.held:
             parameter.grad = None
         for parameter, whole in self._whole.items():
             parameter.data = whole
         self._whole.clear()
         self._stepping = False
+        self._shares.guard()
 
     @property
     def _masters(self) -> Mapping[nn.Parameter, torch.Tensor]:
         return {} if self._half_weights is None else self._half_weights.masters
 
-    def _held(self) -> Iterator[nn.Parameter]:
-        """The optimizer's parameters that are cut."""
-        for group in self._optimizer.param_groups:
-            yield from (p for p in group["params"] if p in self._names)
-
-    @property
-    def _numbered(self) -> list[nn.Parameter]:
-        """All parameters of the optimizer, by their numbers in its ``state_dict()``."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
     def _sum_squares(
         self, parameters: Sequence[torch.Tensor], squares: torch.Tensor
     ) -> torch.Tensor:
         """Sum squared norms over ranks, in place; those of whole parameters are all equal."""
-        count = self._shares.ranks.count
-        squares *= squares.new_tensor([1.0 if p in self._names else 1 / count for p in parameters])
+        squares *= _parts(parameters, self._names, self._shares.ranks.count).to(squares)
         self._run(AllReduce(squares))
         return squares
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        whole = {p: p.grad for p in self._model.parameters() if p.grad is not None}
-        of = {**whole, **self._shares.gradients}
-        gradients = list(of.values())
-        if not gradients:
-            return torch.zeros((), dtype=torch.float64)
-        squares = torch.stack([torch.linalg.vector_norm(g).double().square() for g in gradients])
-        norm = self._sum_squares(list(of), squares).sum().sqrt()
+        """As torch's, of shares.
+
+        Raises:
+            UsageError: the gradients are not averages yet.
+            MismatchError: other ranks have called something else.
+        """
+        having = [p for p in self._model.parameters() if p.grad is not None]
+        if having and not self._shares.delivered:
+            raise UsageError(
+                "session.clip_grad_norm_() of gradients that are not averages yet; call it after "
+                "the session.backward() that an update follows, before session.step()"
+            )
+        self._shares.adopt()
+        self._shares.guard()
+        of = {p: p.grad for p in having if p.grad is not None} | self._shares.gradients
+        gradients, total = list(of.values()), 0.0
+        if gradients:
+            each = [torch.linalg.vector_norm(g).double().square() for g in gradients]
+            count = self._shares.ranks.count
+            total = float(torch.stack(each) @ _parts(of, self._names, count).to(each[0].device))
+        total = self._meet("session.clip_grad_norm_", total)
+        norm = torch.tensor(total, dtype=torch.float64).sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
         for gradient in gradients:
             gradient.mul_(factor.to(gradient.device))
@@ -150,108 +168,76 @@ class ShardedModel(FullState):
         for work in self._transport.start(request):
             work.wait()
 
+    def _gather_rows(self, row: torch.Tensor, rows: torch.Tensor) -> None:
+        self._run(AllGather(row, rows))
+
     # The state.
 
     def complete(self) -> None:
-        self._restore()  # a step may have raised
+        """Return when all parameters hold their newest values, between two steps.
+
+        A step that raised sends what it has left all the same: so messages of ranks stay paired,
+        and the ranks equal, also where it raised on some alone.
+        """
+        self._hooks.arrange()
+        if self._stepping:
+            self._restore()
+            layerwise = isinstance(self._optimizer, Layerwise)  # whose ranks wait inside the step
+            if self._half_weights is None and not layerwise:
+                self._step_ends()
         self._gather.finish()
 
     def full_state_dict(self) -> dict[str, Any]:
+        if self._masters:
+            self._meet("session.full_state_dict", 0.0)
         state = super().full_state_dict()
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if parameter in self._masters and parameter in self._names:
-                state[name] = self._joined(parameter, self._shares.own(state[name]))
+                state[name] = self._state.joined(parameter, self._shares.own(state[name]))
         return state
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
-        parameters, state = self._numbered, self._optimizer.state_dict()
-        joined = {
-            number: {
-                key: self._joined(parameters[number], value)
-                if isinstance(value, torch.Tensor) and parameters[number] in self._names
-                else value
-                for key, value in values.items()
-            }
-            for number, values in state["state"].items()
-        }
-        return {**state, "state": joined}
+        self._meet("session.full_optimizer_state_dict", 0.0)
+        return self._state.whole()
 
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        is_part(state)
         self._optimizer.load_state_dict(state)  # a hook cuts it
 
     def sharded_optimizer_state_dict(self) -> dict[str, Any]:
-        ranks = self._shares.ranks
-        shapes = {
-            number: (tuple(p.shape), tuple(p.stride()))
-            for number, p in enumerate(self._numbered)
-            if p in self._names
-        }
-        state = self._optimizer.state_dict()
-        return {"rank": ranks.rank, "ranks": ranks.count, "shapes": shapes, "optimizer": state}
-
-    def _joined(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor of which this rank has a share, others as they are; collective."""
-        if parameter not in self._names or value.shape != self._shares.own(parameter).shape:
-            return value
-        length = self._shares.length(parameter)
-        rows = value.new_zeros(self._shares.ranks.count, length)
-        row = rows[self._shares.ranks.rank]
-        row[: value.numel()] = value.view(-1)
-        self._run(AllGather(row, rows))
-        whole = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-        flat(whole).copy_(rows.view(-1)[: whole.numel()])
-        return whole
-
-    @torch.no_grad()
-    def _cut_state(self, *_: object) -> None:
-        """Keep this rank's share of whole states, which a checkpoint or earlier steps have left."""
-        for parameter in self._held():
-            own = self._shares.own(parameter)
-            state = self._optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if not isinstance(value, torch.Tensor) or value.shape == own.shape:
-                    continue
-                if value.shape == parameter.shape and (value.ndim or key not in COUNTERS):
-                    like = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-                    state[key] = self._shares.own(like).clone()
-                elif value.numel() > 1:
-                    raise UsageError(
-                        f"the optimizer's {key} of {self._names[parameter]} has shape "
-                        f"{tuple(value.shape)}; allowed: {tuple(parameter.shape)}, that of the "
-                        f"parameter, or {tuple(own.shape)}, that of this rank's share; states of "
-                        "another number of ranks are loaded by "
-                        "session.load_sharded_optimizer_state_dict"
-                    )
+        return self._state.part_with_shapes()
 
     # The end.
 
     def close(self) -> None:
         """Complete the parameters, and give every rank the whole state; collective."""
+        self._meet("session.close", 0.0)
         self._gather.finish()
         if self._half_weights is not None:
-            self._half_weights.join(self._joined)
+            self._half_weights.join(self._state.joined)
+        whole = self._state.whole()["state"]
         self._take_off()
-        whole = self.full_optimizer_state_dict()["state"]
-        for number, parameter in enumerate(self._numbered):
-            if number in whole:
-                self._optimizer.state[parameter] = whole[number]
+        self._state.close(whole)
 
     def abandon(self) -> None:
         """After an error the other ranks may not be there to gather anything."""
-        self._gather.abandon()
+        missing = self._gather.abandon()
         self._take_off()
+        self._state.abandon()
+        if missing:
+            refuse_unfinished(self._model, missing)
 
     def _take_off(self) -> None:
         self._restore()
         self._gather.close()
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
+        self._leave()
         if isinstance(self._optimizer, Layerwise):
             self._optimizer.sum_squares = None
 
     def report_rows(self) -> list[Row]:
         whole = sum(p.nbytes for p in self._names)
-        own = sum(self._shares.own(p).nbytes for p in self._names)
+        own = sum(self._shares.shape(p).numel() * p.element_size() for p in self._names)
         sizes = self._gather.num_bytes
         value = f"{own / 2**20:.1f} of {whole / 2**20:.1f} MB updated here"
         if not sizes:
@@ -260,41 +246,42 @@ class ShardedModel(FullState):
         return [Row("sharded", value, f"the rest arrives in {len(sizes)} segments {under}")]
 
 
-def join_shares(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The whole optimizer state from the share states of all ranks of a run, in any order.
+class _Entrance:
+    """Before a forward of the model that no update follows: waits for all parameters at once.
 
-    Raises:
-        UsageError: a rank's state is missing, or there are two of one rank.
+    ``torch.jit.trace`` compares two traces, which must not differ by where a parameter was waited
+    for; without gradients some modules take a faster path for parameters of the plain class.
     """
-    by_rank = {state["rank"]: state for state in states}
-    count = states[0]["ranks"] if states else 0
-    if sorted(by_rank) != list(range(count)) or len(states) != count or not states:
-        raise UsageError(
-            f"these are the shares of ranks {sorted(s['rank'] for s in states)}; allowed: those of "
-            f"all {count} ranks of the saved run, once each; pass all files that it saved"
-        )
-    first = by_rank[0]
-    state: dict[int, dict[str, Any]] = {}
-    for number, values in first["optimizer"]["state"].items():
-        every = [by_rank[rank]["optimizer"]["state"][number] for rank in range(count)]
-        shape = first["shapes"].get(number)
-        join = partial(_join, every, shape)
-        state[number] = {key: join(key, value) for key, value in values.items()}
-    return {**first["optimizer"], "state": state}
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+
+    def __call__(self, *_: object) -> None:
+        jit: Any = torch.jit
+        if torch.compiler.is_compiling():
+            return
+        if jit.is_tracing() or not torch.is_grad_enabled():
+            self._finish()
 
 
-def _join(
-    every: Sequence[Mapping[str, Any]], shape: tuple[Any, Any] | None, key: str, value: Any
-) -> Any:
-    if shape is None or not isinstance(value, torch.Tensor) or not value.ndim:
-        return value
-    size, stride = shape
-    whole = torch.empty_strided(size, stride, dtype=value.dtype)
-    flat(whole).copy_(torch.cat([values[key].view(-1) for values in every]))
-    return whole
+def _parts(
+    parameters: Iterable[torch.Tensor], cut: Container[torch.Tensor], count: int
+) -> torch.Tensor:
+    """What each parameter's square of a norm counts: whole ones are on every rank."""
+    return torch.tensor([1.0 if p in cut else 1 / count for p in parameters], dtype=torch.float64)
 
 
 def _reads_unnoticed(module: nn.Module) -> bool:
+    """TorchScript and compiled code."""
     scripted = isinstance(module, torch.jit.ScriptModule)
     compiled = getattr(module, "_compiled_call_impl", None) is not None
     return scripted or compiled or hasattr(module, "_orig_mod")
+
+
+def _shares_memory(model: nn.Module) -> bool:
+    """Whether some memory of a parameter is that of another tensor, too, known to the model or as
+    part of a larger one."""
+    tensors = [*model.parameters(), *model.buffers()]
+    storages = [t.untyped_storage().data_ptr() for t in tensors if t.numel()]
+    parts = any(p.untyped_storage().nbytes() > p.nbytes for p in model.parameters())
+    return parts or len(set(storages)) < len(storages)

@@ -136,7 +136,7 @@ class Channel:
         Raises:
             ExchangeError: of the first that failed; none is in flight any more.
         """
-        entries, self._in_flight = self._in_flight, []
+        entries = self._in_flight
         failed = False
         for entry in entries:
             self._await(entry)
@@ -146,6 +146,7 @@ class Channel:
                 except Exception as error:  # the others must come to rest all the same
                     entry.error = error
             failed = failed or entry.error is not None
+        self._in_flight = []  # not before: after an interrupt they still are
         for entry in entries:
             if entry.error is not None:
                 text = f"{entry.label.describe()}: {entry.error}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -72,6 +73,33 @@ def any_of(flag: bool, group: dist.ProcessGroup) -> bool:
     """Whether ``flag`` is set on any rank of a group of CPU tensors."""
     with collective_errors("the comparison of the ranks"):
         return bool(maximum(torch.tensor([flag], dtype=torch.uint8), group))
+
+
+def meet(verb: str, value: float, group: dist.ProcessGroup) -> float:
+    """The sum over ranks of ``value``, the same on all, once all ranks are at the same ``verb``.
+
+    Before a collective whose messages would be taken for those of another one. Costs one collective
+    of 48 bytes a rank.
+
+    Args:
+        verb: what the user has called, of at most 40 letters.
+        value: of this rank.
+        group: a group of CPU tensors.
+
+    Raises:
+        ExchangeError: another rank has ended, or does not come in time.
+        MismatchError: another rank has called something else; on every rank alike.
+    """
+    row = torch.frombuffer(bytearray(struct.pack("40sd", verb.encode(), value)), dtype=torch.uint8)
+    with collective_errors(f"{verb}(), which all ranks must call,"):
+        rows = row.new_empty(dist.get_world_size(group), row.numel())
+        dist.all_gather(list(rows.unbind()), row, group=group)
+    found = [struct.unpack("40sd", bytes(row.tolist())) for row in rows]
+    verbs = [text.rstrip(b"\0").decode() for text, _ in found]
+    if set(verbs) != {verb}:
+        each = ", ".join(f"rank {rank} {verb}()" for rank, verb in enumerate(verbs[:_SHOWN]))
+        raise MismatchError(f"ranks have called different collectives: {each}; call one on all")
+    return float(sum(number for _, number in found))
 
 
 def of_first(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

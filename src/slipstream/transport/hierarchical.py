@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slipstream.cluster.groups import new_group, timeout_of
 from slipstream.errors import ClusterError
 from slipstream.strategy import Direct, Flat, Hierarchical
 from slipstream.transport.ahead import TAGS
@@ -40,7 +41,7 @@ from slipstream.transport.flat import FlatTransport
 from slipstream.transport.host_memory import share_memory
 from slipstream.transport.host_pipeline import Pipeline
 from slipstream.transport.host_shares import Cut, Shares
-from slipstream.transport.hosts import Hosts, Rails, find_hosts, timeout_of
+from slipstream.transport.hosts import Hosts, Rails, find_hosts
 from slipstream.transport.requests import (
     AllReduce,
     BetweenHosts,
@@ -107,7 +108,7 @@ class HierarchicalTransport:
         self._error: Exception | None = None
         self._pipelines = []
         if self._ranks > 1:
-            timeout, slots = timeout_of(group), self._into.slots
+            timeout, slots = timeout_of(group).total_seconds(), self._into.slots
             self._pipelines = [Pipeline(x, 2, slots, timeout, self._fail) for x in hosts.lines]
 
     def prepare(self, requests: Sequence[Request]) -> None:
@@ -278,7 +279,9 @@ def _between(
     if isinstance(config, Direct):
         return DirectTransport(config, group, members, 2 * TAGS * rail)
     world = dist.get_process_group_ranks(group)
-    made = dist.new_group([world[rank] for rank in members], use_local_synchronization=True)
+    inside = [world[rank] for rank in members]
+    made = new_group(inside, like=group, members_alone=True)
+    assert made is not None
     return FlatTransport(config, made)
 
 

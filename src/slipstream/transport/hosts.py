@@ -19,7 +19,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from slipstream.errors import ClusterError
@@ -129,13 +128,6 @@ def find_hosts(group: dist.ProcessGroup, lines: int) -> Hosts:
             error = error or failure
     agree({"hosts": str(nodes)}, group, error)
     return Hosts(tuple(nodes), rank, connected)
-
-
-def timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds after which an operation of the group gives up on a silent peer."""
-    # torch tells a group's timeout nowhere else (2.15).
-    options: Any = group._get_backend(torch.device("cpu")).options
-    return float(options._timeout.total_seconds())
 
 
 def _address(name: bytes) -> str:

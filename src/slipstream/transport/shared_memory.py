@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from slipstream.cluster.groups import timeout_of
 from slipstream.errors import ClusterError
 from slipstream.strategy import Flat, SharedMemory
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.host_memory import share_memory
 from slipstream.transport.host_pipeline import Pipeline, Stage
 from slipstream.transport.host_shares import Cut, Shares
-from slipstream.transport.hosts import find_hosts, timeout_of
+from slipstream.transport.hosts import find_hosts
 from slipstream.transport.requests import AllReduce, Request
 from slipstream.transport.work import ThreadWork, Work
 
@@ -40,7 +41,7 @@ class SharedMemoryTransport:
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         self._owners = 1 if self._ranks == 2 else self._ranks
         [self._memory] = share_memory(hosts, self._owners, [0], [self._ranks], group)
-        timeout, stages = timeout_of(group), 2 if self._ranks == 2 else 3
+        timeout, stages = timeout_of(group).total_seconds(), 2 if self._ranks == 2 else 3
         slots = self._memory.slots
         self._pipeline = Pipeline(hosts.lines[0], stages, slots, timeout, lambda _: None)
 

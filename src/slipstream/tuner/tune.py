@@ -62,6 +62,7 @@ class Tuner:
         notify: called with all trials after each new one.
         doing: called with what happens next, in words.
         clock: seconds; tests give a clock of their own.
+        hidden: why the script does not take the strategies of trials, if that is known.
     """
 
     run: Run
@@ -73,6 +74,7 @@ class Tuner:
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
     doing: Callable[[str], None] = lambda words: None
     clock: Callable[[], float] = time.monotonic
+    hidden: str | None = None
     _log: TrialLog = field(init=False)
     _deadline: float = field(default=0.0, init=False)
     _longest: float = field(default=0.0, init=False)  # seconds of the longest run so far
@@ -108,7 +110,7 @@ class Tuner:
         room = self._left() / ROOM  # if it takes longer, nothing fits behind it
         first = self.run(self.base, min(self._left(), max(room, PATIENCE)))
         if isinstance(first, Failure):
-            raise _baseline_error(first, self.budget, room)
+            raise _baseline_error(first, self.budget, room, self.hidden)
         self._longest = first.wall
         return first
 
@@ -276,19 +278,23 @@ class Tuner:
         return 2 * LEAST_PAIRS * self._longest * RESERVE
 
 
-def _baseline_error(failure: Failure, budget: float, room: float) -> LaunchError | TraceError:
+def _baseline_error(
+    failure: Failure, budget: float, room: float, hidden: str | None
+) -> LaunchError | TraceError:
     """The error of a script whose first run failed."""
+    if hidden and failure.status != "failed":
+        return TraceError(f"the baseline run: {failure.reason}; {hidden}")
     steps = (
         "the script must call slipstream.accelerate() without a strategy of its own (the tuner "
         "gives one in SLIPSTREAM_STRATEGY), and session.step() more than three times"
     )
     if failure.status == "no trace":
-        return TraceError(f"the script never steps: {failure.reason}; {steps}")
+        return TraceError(f"the baseline run: {failure.reason}; {steps}")
     if failure.status == "hanging":
         return LaunchError(
             f"the baseline run took too long: {failure.reason}; a budget of {budget:.0f} s has "
-            f"room for runs of {room:.0f} s. Either give more (--budget), or the script never "
-            f"steps: {steps}"
+            f"room for runs of {room:.0f} s. Either give more (--budget), or it wrote no trace: "
+            f"{steps}"
         )
     return LaunchError(f"the baseline run failed, {failure.reason}; fix the script first")
 

@@ -44,6 +44,7 @@ from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
 from slipstream.tuner.measured_choices import MEASURED_CHOICES
+from slipstream.tuner.own_strategy import own_strategy
 from slipstream.tuner.trial_log import Trial, Tuned
 from slipstream.tuner.trials import STRATEGY, Trials, last_words, started
 from slipstream.tuner.tune import Tuner
@@ -116,6 +117,7 @@ def tune(
             base=base,
             budget=seconds,
             choices=MEASURED_CHOICES,
+            hidden=own_strategy(script),
             updates=updates,
             notify=partial(_notify, log, display),
             doing=display.doing,

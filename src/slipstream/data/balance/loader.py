@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from slipstream.data.balance.batches import BalancedBatches, Position
 from slipstream.data.balance.cost import Cost
-from slipstream.errors import ModelError
+from slipstream.errors import ModelError, UsageError
 from slipstream.strategy import Balance, Row
 
 
@@ -88,6 +88,8 @@ class SampleBalance:
         self._position: Position = (0, 0)
         """Of the iteration that is under way, or of the next one."""
         self._taken, self._running = 0, False
+        self._unweighed = 0
+        """Batches that were taken since a weight was last asked for."""
         self.loader: DataLoader[Any] = DataLoader(
             loader.dataset,
             batch_sampler=self._batches,
@@ -108,7 +110,19 @@ class SampleBalance:
 
     @property
     def weight(self) -> float:
-        """Of the loss of the batch that was given out last; 1 before the first one."""
+        """Of the loss of the batch that was given out last; 1 before the first one.
+
+        Raises:
+            UsageError: a batch before that one was not weighed: which of them the loss is of is not
+                known.
+        """
+        if self._unweighed > self._running:
+            raise UsageError(
+                f"data.balance: {self._unweighed} batches were taken from session.loader since the "
+                "last backward(), and each counts by its own samples: take one batch, call "
+                "backward(), then take the next one; to read ahead, set data.prefetch"
+            )
+        self._unweighed = 0
         if not self._taken:
             return 1.0
         step, mean = self._taken - 1, self._config.mean
@@ -132,12 +146,14 @@ class SampleBalance:
     def begin(self) -> None:
         """The next iteration begins."""
         self._position = epoch, first = self._following
-        self._taken, self._running = 0, True
+        self._taken = self._unweighed = 0
+        self._running = True
         self._batches.set_epoch(epoch, start=first)
 
     def take(self) -> None:
         """A batch is given out."""
         self._taken += 1
+        self._unweighed += 1
 
     def end(self) -> None:
         """A pass is over."""
@@ -152,7 +168,8 @@ class SampleBalance:
         """Go on there, on any number of ranks, once the epoch is that of the state."""
         self._batches.load_state_dict(state)
         self._position = self._batches.position
-        self._taken, self._running = 0, False
+        self._taken = self._unweighed = 0
+        self._running = False
 
     def close(self) -> None:
         """Nothing was changed."""

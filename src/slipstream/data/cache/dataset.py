@@ -21,9 +21,11 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slipstream.data.cache import store
-from slipstream.data.cache.fingerprint import fingerprint
+from slipstream.data.cache.fingerprint import fingerprint, places
 from slipstream.data.cache.store import Store
-from slipstream.errors import ModelError
+from slipstream.data.pickled import pickled
+from slipstream.data.stamp import attributes_of, same, stamp_of
+from slipstream.errors import DataError, ModelError
 from slipstream.strategy import Cache, Row
 
 FOLDER = "slipstream-samples"
@@ -112,6 +114,9 @@ class CachedDataset(Dataset[Any]):
         self._path = self._root / f"{key or fingerprint(dataset)}-{_boot()}-{self._limit >> 20}M"
         self._store: Store | None = None
         self._closed = False
+        self._stamp = stamp_of(dataset)
+        self._attributes = attributes_of(dataset)
+        self._asked: set[Any] = set()
         self._open()
         self._end = weakref.finalize(self, _leave, self._path)
 
@@ -126,11 +131,39 @@ class CachedDataset(Dataset[Any]):
         if len(name) > LONGEST_NAME:
             name = hashlib.sha256(name).digest()
         kept = kept_in.get(name)
+        self._watch(number, kept_in)
         if kept is not None:
             return pickle.loads(kept)
         sample = self._dataset[index]
         kept_in.put(name, sample)
         return sample
+
+    def _watch(self, number: Any, kept_in: Store) -> None:
+        """Look whether the dataset was changed: at once where an attribute was set, else where an
+        epoch begins, as a sample comes again.
+
+        Raises:
+            DataError: it gives another sample than the one that is kept.
+        """
+        attributes = attributes_of(self._dataset)
+        begins = number in self._asked or not self._asked
+        if not begins and same(attributes, self._attributes):
+            self._asked.add(number)
+            return
+        self._asked, self._attributes = {number}, attributes
+        stamp = stamp_of(self._dataset)
+        if same(stamp, self._stamp):
+            return
+        for index in (number, *places(len(self))):
+            kept = kept_in.get(repr(index).encode())
+            if kept is not None and kept != pickled(self._dataset[index]):
+                raise DataError(
+                    f"data.cache: {type(self._dataset).__name__} was changed after sample {index} "
+                    "was kept, which is another one now (an attribute was set, or a transform); "
+                    "apply what changes to what slipstream.data.cache.cached() gives, or leave "
+                    "data.cache out"
+                )
+        self._stamp = stamp
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # copy and pickle ask for these before __init__ has run
@@ -141,7 +174,7 @@ class CachedDataset(Dataset[Any]):
         return self  # one user of its store
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_store": None, "_end": None}
+        return {**self.__dict__, "_store": None, "_end": None, "_asked": set()}
 
     def close(self) -> None:
         """Leave the cache: from now on samples are read each time. In memory the last process

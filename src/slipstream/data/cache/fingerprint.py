@@ -13,6 +13,16 @@ LOOKED_AT = 8
 """Samples that tell a dataset from another one of its class and length."""
 
 
+def places(size: int) -> list[int]:
+    """The samples that are looked at.
+
+    Example:
+        >>> places(3), places(24)
+        ([0, 1, 2], [0, 3, 6, 9, 12, 15, 18, 21])
+    """
+    return sorted({size * part // LOOKED_AT for part in range(LOOKED_AT)})
+
+
 def fingerprint(dataset: Any) -> str:
     """A name for what a dataset gives: its class, its length and a few of its samples.
 
@@ -24,7 +34,7 @@ def fingerprint(dataset: Any) -> str:
     if not size:
         raise ModelError(f"data.cache: {kind.__qualname__} has no samples")
     digest = hashlib.sha256(f"{kind.__module__}.{kind.__qualname__} {size}".encode())
-    for index in sorted({size * part // LOOKED_AT for part in range(LOOKED_AT)}):
+    for index in places(size):
         once, again = (pickled(dataset[index]) for _ in range(2))
         if once != again:
             raise ModelError(

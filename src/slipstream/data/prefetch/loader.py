@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ReferenceType, finalize, ref
 
 import torch
@@ -83,6 +83,9 @@ class PrefetchLoader:
 
     Leaving a loop early drops what was read of that pass, and an error ends the pass. A second
     iterator, while the first one is not over, reads for itself, as one of the loader does.
+
+    Attributes:
+        source: the loader.
     """
 
     def __init__(
@@ -105,7 +108,7 @@ class PrefetchLoader:
                 f"data.prefetch.to_device: a {type(loader).__name__} keeps a state, which would be "
                 "a batch ahead of the training; leave to_device out"
             )
-        self._loader = loader
+        self.source = self._loader = loader
         cuda = device is not None and device.type == "cuda"
         self._device = device if cuda and config.to_device else None
         self._reader: MapReader | StreamReader
@@ -142,6 +145,12 @@ class PrefetchLoader:
         batches = self._timed(self._on_device(batches))
         self._running = ref(batches)
         return batches
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a prefetched loader has workers and threads, so it cannot be copied or pickled; copy "
+            "the loader that prefetch() got"
+        )
 
     def reading(self) -> dict[str, int]:
         """Of a trace: workers or threads that read beside the training, and batches that are

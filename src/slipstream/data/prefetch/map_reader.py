@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from slipstream.data.prefetch.passes import Batch, Passes
 from slipstream.data.prefetch.sources import Failed, Inline, Source, Threads
 from slipstream.data.prefetch.workers import Workers
+from slipstream.data.stamp import Stamp, same, stamp_of
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.memory.offload.free_space import free_host_bytes
 from slipstream.pytree import tensors
@@ -74,6 +75,8 @@ class MapReader:
         """While processes are tried in their place."""
         self._timing = _Timing()
         self._source: Source | None = None
+        self._stamp: Stamp = []
+        """Of the dataset that the source reads."""
         self._starts = 0
         self._reads_itself = self._is_judging = self._is_judged = False
         self.value, self.gave_all = "not begun", False
@@ -94,7 +97,7 @@ class MapReader:
 
     def begin(self) -> Iterator[Any] | None:
         """The next pass; None: it has no batch."""
-        if self._starts_anew:  # this process reads from a copy, too
+        if self._starts_anew or self._is_stale():  # this process reads from a copy, too
             self.close()
         if self._threads_are_tried and self._timing.knows_others:
             self._try_others()
@@ -105,6 +108,14 @@ class MapReader:
         number = self._passes.begin()
         self.gave_all = False
         return None if number is None else self._pass(number)
+
+    def _is_stale(self) -> bool:
+        """Whether the dataset was changed since those who read got it, where the workers of the
+        user's own loader would get it anew."""
+        own = self._loader.num_workers > 0 and self._loader.persistent_workers
+        if own or self._source is None:
+            return False
+        return not same(self._stamp, stamp_of(self._loader.dataset))
 
     def close(self) -> None:
         """End workers and threads."""
@@ -156,6 +167,7 @@ class MapReader:
         asked."""
         try:
             if self._source is None:
+                self._stamp = stamp_of(self._loader.dataset)
                 self._source = self._first_source()
             elif self._is_judging and self._timing.has_read(SEEN):
                 self._source = self._judged_source()

@@ -25,6 +25,7 @@ from slipstream.data.prefetch.workers import (
     unpacked,
     with_workers,
 )
+from slipstream.data.stamp import Stamp, same, stamp_of
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.strategy import Prefetch
 
@@ -64,6 +65,7 @@ class StreamReader:
         self._depth = 2 * self._count if config.depth == "auto" else config.depth
         self._loader: DataLoader[Any] | None = None
         self._reading: _Reading | None = None
+        self._stamp: Stamp = []
         self._passes, self._state, self._seed = 0, None, torch.initial_seed()
         self.value = f"{self._count} worker{'s' * (self._count > 1)}, {self._depth} batches ahead"
         self.note = ""
@@ -87,14 +89,25 @@ class StreamReader:
         if reading is not None and reading.begun:  # left early
             reading.stop(self._config.timeout)
             reading = None
-        if self._starts_anew:  # workers have a copy of the dataset, as it was when they started
+        if self._starts_anew or self._is_stale():  # workers have a copy of the dataset
             self._loader = None
+            if reading is not None:  # read ahead from what it was
+                reading.stop(self._config.timeout)
+                reading = None
         if not self.keeps_state:
             self._draw_seed()
         self._passes += 1
         self._reading = reading or self._new()
         self._reading.begun = True
         return self._pass(self._reading)
+
+    def _is_stale(self) -> bool:
+        """Whether the dataset was changed since workers got it, where those of the user's own
+        loader would get it anew."""
+        own = self._given.num_workers > 0 and self._given.persistent_workers
+        if own or self.keeps_state or self._loader is None:
+            return False
+        return not same(self._stamp, stamp_of(self._given.dataset))
 
     def close(self) -> None:
         """End thread and workers."""
@@ -133,6 +146,7 @@ class StreamReader:
 
     def _new(self) -> _Reading:
         if self._loader is None:
+            self._stamp = stamp_of(self._given.dataset)
             self._loader = self._given if self.keeps_state else self._with_workers()
         loader: Any = self._loader
         state_of = loader.state_dict if self.keeps_state else None

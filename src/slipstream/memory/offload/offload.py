@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.errors import StrategyError, UsageError
+from slipstream.kernels.surroundings import needs_plain_functions
 from slipstream.memory.blocks import blocks_of, matching
 from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.offload import saved_tensors as saved
@@ -208,7 +209,7 @@ class Offloader:
         self, position: int, module: nn.Module, forward: Forward, *args: Any, **kwargs: Any
     ) -> Any:
         """The forward of a block, in which autograd saves what `_pack` returns for tensors."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or needs_plain_functions():
             return forward(*args, **kwargs)
         call = self._begin_call(position)
         state_storages: set[Any] | None = None

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.memory.recompute.module_state import modules_in
+
 _Key = tuple[nn.Module, str]
 Buffers = dict[_Key, Tensor | None]
 """Buffers by module and name; a registered buffer may be None."""
@@ -45,7 +47,7 @@ class BufferReplay:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = [inner for module in modules for inner in module.modules()]
+        self._modules = modules
         self._unchanged_masks: dict[_Key, tuple[int, int]] = {}  # id and version
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -56,7 +58,8 @@ class BufferReplay:
     @contextmanager
     def _first_run(self, copies: Buffers) -> Iterator[None]:
         """Fill ``copies`` with the values from before the run, as far as it changes them."""
-        before = buffers_of(self._modules)
+        modules = modules_in(self._modules)  # of now: a module inside may have been replaced
+        before = buffers_of(modules)
         compared = {
             key: b._version
             for key, b in before.items()
@@ -66,7 +69,7 @@ class BufferReplay:
         }
         copies.update(_copied(before))
         yield
-        for key, buffer in buffers_of(self._modules).items():
+        for key, buffer in buffers_of(modules).items():
             if key not in before:
                 copies[key] = _ABSENT
             elif (

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import UsageError
+from slipstream.kernels.surroundings import needs_plain_functions
 from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.recompute.block_dataflow import Call, Link, versions
 from slipstream.memory.recompute.budget import Parts, Region
@@ -44,7 +45,8 @@ class CallObserver(Protocol):
 
 
 class Chain:
-    """Overrides the forward of blocks; without gradients they run as before.
+    """Overrides the forward of blocks. Without gradients they run as before, and so they do under
+    transforms of ``torch.func`` and ``torch.jit.trace``, which know no checkpoint.
 
     Args:
         blocks: modules by name; each is a region of its own until `install`.
@@ -87,10 +89,11 @@ class Chain:
     def begin(self) -> None:
         """A forward of the model begins: use the installed layout, drop unclaimed outputs.
 
-        The layout does not change in between: a checkpoint in the model's own code calls blocks
-        once more in backward, which must run as they did in forward.
+        The layout does not change in between, nor in backward: a checkpoint in the model's own
+        code, or around the model, calls blocks once more, which must run as they did in forward.
         """
-        self._active_layout = self.layout
+        if not _in_backward():
+            self._active_layout = self.layout
         self._pending.clear()
 
     def close(self) -> None:
@@ -101,7 +104,7 @@ class Chain:
 
     def _call(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """The forward of block ``name``."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or needs_plain_functions():
             return forward(*args, **kwargs)
         call = Call(args, kwargs)
         for value in call.values:
@@ -136,6 +139,10 @@ class Chain:
         if self.observer is not None:
             self.observer.after_call(call, output)
         return output
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _forward_on_unchanged_inputs(name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from slipstream.memory.recompute import selective
 from slipstream.memory.recompute.block_dataflow import Call, Link
 from slipstream.memory.recompute.budget import Parts, Region
 from slipstream.memory.recompute.buffers import BufferReplay
+from slipstream.memory.recompute.module_state import StateReplay
 from slipstream.memory.recompute.rng_state import RngReplay
 from slipstream.strategy.memory import Operation
 
@@ -132,11 +133,12 @@ class Layout:
         self, region: Region
     ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Contexts of the first run of a region, and of its recomputation."""
+        modules = [self.modules[name] for name in self.names(region)]
         if region not in self._buffer_replays:  # one a region: it remembers unchanged masks
-            modules = [self.modules[name] for name in self.names(region)]
             self._buffer_replays[region] = BufferReplay(modules)
-        rng = RngReplay()
-        contexts = [self._buffer_replays[region].contexts(), (rng.record(), rng)]
+        state, rng = StateReplay(modules), RngReplay()
+        contexts = [(state.record(), state), self._buffer_replays[region].contexts()]
+        contexts.append((rng.record(), rng))
         if self.keep:
             contexts.append(selective.contexts(self.keep))
         first, recomputation = zip(*contexts, strict=True)

@@ -23,7 +23,8 @@ def recompute(
 
     Built on ``torch.utils.checkpoint``. Recomputation runs under the same autocast and with the
     same random numbers (of torch, ``random`` and ``numpy.random``), and buffers such as running
-    statistics are updated once. Exactness: bitwise.
+    statistics are updated once. Parameters and settings of modules are those of the forward
+    (`StateReplay`). Exactness: bitwise.
 
     Regions of several blocks and budgets are chosen at the end of the first forward with gradients,
     from how the model passes tensors between blocks and from measured costs. Until the next forward
@@ -43,7 +44,8 @@ def recompute(
         StrategyError: no module matches, or the model has no repeated blocks; in the first forward:
             the budget is too low.
         UsageError: the model recomputes already; in a forward: the model does not call its blocks
-            as in the first forward, or a block changes its input in place.
+            as in the first forward, or a block changes its input in place; in backward: a parameter
+            was changed in place since the forward.
 
     Example:
         >>> import torch

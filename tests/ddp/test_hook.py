@@ -65,7 +65,7 @@ def with_hook(codec: object, reload_before: int | None = None) -> nn.Module:
             file.seek(0)
             hook.load_state_dict(torch.load(file, weights_only=True))
         train(ddp, optimizer, step, step + 1)
-    assert len(hook._parts) > 1  # DDP made several buckets
+    assert len(hook._groups) > 1  # DDP made several buckets
     hook.close()
     return ddp
 

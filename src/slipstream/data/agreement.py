@@ -1,0 +1,153 @@
+"""What ranks that iterate in step know of each other's batches; see the note in uneven_inputs."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from slipstream.errors import MismatchError, ModelError, UsageError
+from slipstream.transport.consistency import collective_errors
+
+LEAVE = timedelta(seconds=1)
+"""How long an answer is awaited that nobody needs any more: a group that still waits for a rank
+cannot be freed."""
+
+
+class Agreement:
+    """The steps of one pass, and how many ranks have a batch in each.
+
+    It holds no group: one that outlives its session cannot be freed.
+
+    Args:
+        rank, ranks: this one, and how many there are.
+        number: of the pass, the same on all of them.
+
+    Attributes:
+        dummy_batch: whether this rank has no batch in the present step.
+    """
+
+    def __init__(self, rank: int, ranks: int, number: int) -> None:
+        self._rank, self._ranks, self._number = rank, ranks, number
+        self._steps = self._noted = self._used = 0
+        self._agreed = 0
+        """The first step for which there is no agreement yet."""
+        self._ends = [0] * self._ranks
+        """For each rank the step up to which it has promised batches."""
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+        self._active, self._active_since = self._ranks, 0
+        self._is_over = self.dummy_batch = False
+
+    @property
+    def promised(self) -> bool:
+        """Whether this rank has promised a batch for the next step."""
+        return self._ends[self._rank] > self._steps
+
+    def next_step(self, promise: int, group: dist.ProcessGroup) -> bool:
+        """Begin a step, if a rank has a batch.
+
+        Args:
+            group: the ranks, for CPU tensors.
+            promise: how many batches this rank has for certain from here on.
+
+        Raises:
+            MismatchError: ranks are at different steps; on all of them.
+            ModelError: some ranks have no batch at all; on all of them.
+            ExchangeError: another rank is gone.
+        """
+        self._note()
+        if self._steps == self._agreed:
+            self._ask(promise, group)
+            if not promise or not self._steps:  # else who has a batch computes with it meanwhile
+                self.settle()
+        if self._pending is None and max(self._ends) <= self._steps:
+            return False
+        self._steps += 1
+        self.dummy_batch = not promise
+        return True
+
+    def settle(self) -> None:
+        """Await who has a batch in the present step, if that is not known yet; raises as
+        `next_step`."""
+        if self._pending is not None:
+            work, answers = self._pending
+            with collective_errors("the comparison of the loaders"):
+                work.wait()
+            self._pending = None
+            self._take(answers.view(self._ranks, 3).tolist())
+
+    def use(self) -> int:
+        """The number of ranks that have a batch in the step of the oldest batch that was not used
+        yet; of all ranks, where that is none of this pass.
+
+        Raises:
+            UsageError: other ranks had a batch then than in the present step.
+        """
+        self.settle()
+        self._note()
+        if self._used == self._steps and self._is_over:
+            self.dummy_batch = False
+            return self._ranks
+        if self._used < self._active_since:
+            raise UsageError(
+                f"{self._steps - self._used} batches were taken from session.loader since the last "
+                f"backward(), and {self._active} of {self._ranks} ranks have one of their own by "
+                "now: over how many ranks this loss is averaged is not known. Take one batch, call "
+                "backward(), then take the next one; put what reads ahead around the loader that "
+                "accelerate() gets, or give all ranks as many batches"
+            )
+        self._used = min(self._used + 1, self._steps)
+        return self._active
+
+    def end(self) -> None:
+        """The loop was left, or has ended."""
+        self._is_over = True
+        if self._used == self._steps:
+            self.dummy_batch = False
+
+    def abandon(self) -> None:
+        """Nobody asks any more."""
+        if self._pending is not None:
+            with suppress(RuntimeError):
+                self._pending[0].wait(LEAVE)
+            self._pending = None
+
+    def _note(self) -> None:
+        """How many ranks have a batch in the present step, and since which one."""
+        if self._noted == self._steps:
+            return
+        self._noted = self._steps
+        active = sum(end >= self._steps for end in self._ends)
+        if active != self._active:
+            self._active, self._active_since = active, self._steps - 1
+
+    def _ask(self, promise: int, group: dist.ProcessGroup) -> None:
+        mine = torch.tensor([self._number, self._steps, promise])
+        answers = torch.empty(3 * self._ranks, dtype=torch.int64)
+        with collective_errors("the comparison of the loaders"):
+            work = dist.all_gather(list(answers.split(3)), mine, group=group, async_op=True)
+        assert work is not None
+        self._pending = work, answers
+
+    def _take(self, answers: list[list[int]]) -> None:
+        number, step, _ = answers[0]
+        for rank, (other_number, other_step, _) in enumerate(answers):
+            if (other_number, other_step) != (number, step):
+                raise MismatchError(
+                    f"rank 0 asks session.loader for batch {step} of pass {number}, rank {rank} "
+                    f"for batch {other_step} of pass {other_number}: all ranks must leave a loop "
+                    "at the same batch (they are given as many)"
+                )
+        promises = [promise for _, _, promise in answers]
+        empty = [rank for rank, promise in enumerate(promises) if not promise]
+        if not step and 0 < len(empty) < self._ranks:
+            raise ModelError(
+                f"the loaders of ranks {empty} are empty while others hold batches; give every "
+                "rank at least one batch, for instance by DistributedSampler(dataset, "
+                "num_replicas=ranks, rank=rank) with rank, ranks = slipstream.data_share(), and no "
+                "iterator that an earlier epoch has used up"
+            )
+        self._ends = [step + promise for promise in promises]
+        self._agreed = step + min((promise for promise in promises if promise), default=0)

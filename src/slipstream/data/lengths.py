@@ -1,0 +1,54 @@
+"""Of which loaders the number of batches is a fact; of all others ``len()`` is a hint.
+
+A stream may say one thing and give another: an ``IterableDataset`` with several workers, a sampler
+or a loader of the user's. What torch's own samplers give is settled when a pass begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from slipstream.data.balance.loader import BalancedLoader
+from slipstream.data.prefetch.loader import PrefetchLoader
+from slipstream.data.prefetch.samplers import FORESEEN
+
+_IN_MEMORY = (list, tuple, range)
+
+
+def certain_length(loader: Any) -> int | None:
+    """The number of batches of the pass that begins now; None: it is not known for certain.
+
+    Example:
+        >>> certain_length([1, 2]), certain_length(DataLoader([1, 2, 3], batch_size=2))
+        (2, 2)
+        >>> certain_length(iter([1, 2])) is None
+        True
+    """
+    if isinstance(loader, BalancedLoader):
+        return len(loader)
+    if isinstance(loader, PrefetchLoader):
+        loader = loader.source
+    if type(loader) in _IN_MEMORY or (isinstance(loader, DataLoader) and _is_plain(loader)):
+        return len(loader)
+    return None
+
+
+def _is_plain(loader: DataLoader[Any]) -> bool:
+    """Whether it gives what torch's samplers say, of a dataset that is asked by index."""
+    kind = type(loader)
+    own = any(
+        getattr(kind, name) is not getattr(DataLoader, name)
+        for name in ("__iter__", "__len__", "_get_iterator")
+    )
+    if own or isinstance(loader.dataset, IterableDataset):
+        return False
+    outer: Any = loader.batch_sampler
+    if type(outer) is BatchSampler:
+        return _is_settled(outer.sampler)
+    return _is_settled(loader.sampler if outer is None else outer)
+
+
+def _is_settled(sampler: Any) -> bool:
+    return type(sampler) in (*FORESEEN, *_IN_MEMORY)

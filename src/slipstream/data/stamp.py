@@ -1,0 +1,76 @@
+"""Whether a script has changed a dataset since those who read it got theirs.
+
+Workers have a copy, and what comes next was read before: what a script sets on the dataset between
+two epochs (another transform, a probability in it) would reach neither.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+DEPTH = 4
+"""Objects in objects that are looked into."""
+FEW = 64
+"""Elements of a container up to which they are looked at."""
+MOST = 4096
+"""Values that are looked at, in all."""
+_OPAQUE = (type, ModuleType, FunctionType)
+_PLAIN = (int, float, complex, str, bytes, type(None))
+
+Stamp = list[Any]
+
+
+def stamp_of(dataset: Any) -> Stamp:
+    """What is set on a dataset, and on the datasets and transforms in it: numbers and words by
+    value, tensors by their version, all else by identity and length.
+
+    An element that is set in a long list or in an array is not seen.
+
+    Example:
+        >>> data = torch.utils.data.TensorDataset(torch.zeros(3))
+        >>> before = stamp_of(data)
+        >>> same(before, stamp_of(data))
+        True
+        >>> _ = data.tensors[0].add_(1)
+        >>> same(before, stamp_of(data))
+        False
+    """
+    stamp: Stamp = []
+    _look(dataset, DEPTH, stamp)
+    return stamp
+
+
+def attributes_of(dataset: Any) -> Stamp:
+    """What is set on a dataset itself: cheap enough to be asked for at each sample."""
+    return [*getattr(dataset, "__dict__", {}).values()]
+
+
+def same(one: Stamp, other: Stamp) -> bool:
+    """Whether two stamps are those of an unchanged dataset."""
+    return len(one) == len(other) and all(map(_equal, one, other))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, _PLAIN):
+        return type(one) is type(other) and (one == other or one != one)
+    return one is other
+
+
+def _look(value: Any, depth: int, stamp: Stamp) -> None:
+    stamp.append(value)  # not its id, which another object may get
+    if not depth or len(stamp) > MOST or isinstance(value, (*_PLAIN, *_OPAQUE)):
+        return
+    if isinstance(value, torch.Tensor):
+        stamp.append(0 if value.is_inference() else value._version)
+        return
+    inner: list[Any] = []
+    if isinstance(value, list | tuple) or type(value) is dict:  # no Counter of what was read
+        stamp.append(len(value))
+        if len(value) <= FEW:
+            inner = [*value.values()] if isinstance(value, dict) else [*value]
+    inner += getattr(value, "__dict__", {}).values()
+    for one in inner:
+        _look(one, depth - 1, stamp)

@@ -1,0 +1,43 @@
+"""What DdpCodec refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.errors import ModelError
+from slipstream.strategy import Adaptive, Auto, Codec, Strategy, Transport
+
+
+def checked(
+    ddp: nn.Module, codec: Codec | str | Mapping[str, object], transport: Transport
+) -> Codec | None:
+    """The codec of a strategy, after what DDP cannot do with it was refused."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise ModelError(
+            f"DdpCodec takes a model wrapped in DistributedDataParallel, not a "
+            f"{type(ddp).__name__}; without DDP, name the codec in the strategy of accelerate()"
+        )
+    config = Strategy.load({"gradients": {"codec": codec}}).gradients.codec
+    if isinstance(config, Adaptive):
+        raise ModelError(
+            "DdpCodec has no segments, among which adaptive chooses; name the codec "
+            f"itself, e.g. {config.codec.kind!r}, or use accelerate()"
+        )
+    if isinstance(transport, Auto):
+        raise ModelError(
+            "DdpCodec cannot search for a transport: DDP does not say when an update is over; "
+            "name one of the others (Flat(), Direct()), or use accelerate()"
+        )
+    return config
+
+
+def other_parameters(difference: str) -> ModelError:
+    """The error where DDP averages more or fewer parameters than before."""
+    return ModelError(
+        f"DDP averages other parameters than when DdpCodec was made: {difference}; make a new "
+        "DdpCodec for each DistributedDataParallel (that of the same model can load this one's "
+        "state_dict()), and register it there alone"
+    )

@@ -1,0 +1,142 @@
+"""Give modules the parameters and settings of their first run when they run again in backward.
+
+Buffers have their own file, as forward changes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import UsageError
+
+_SCALARS = frozenset((bool, int, float, str, type(None)))
+Settings = list[tuple[nn.Module, dict[str, Any]]]
+
+
+class _Kept(NamedTuple):
+    """A parameter as it was used."""
+
+    module: nn.Module
+    name: str
+    parameter: Tensor
+    alias: Tensor
+    """Shares memory and version counter; keeps the memory where ``.data`` is assigned later."""
+    version: int
+    learned: bool
+
+
+class StateReplay:
+    """A context for recomputation; `record` wraps the first run.
+
+    Settings are numbers, strings, flags and None in the attributes of a module, such as
+    ``training``: those from before the first run hold inside, and what recomputation changes is
+    undone. Parameters are those of the first run, whatever the module has since: others under
+    ``functional_call``, or ones that were assigned later.
+
+    Raises:
+        UsageError: on entry, a parameter was changed in place since.
+
+    Example:
+        >>> layer = nn.Dropout(0.0)
+        >>> replay = StateReplay([layer])
+        >>> with replay.record():
+        ...     y = layer(torch.ones(2))
+        >>> layer.p = 1.0
+        >>> with replay:
+        ...     layer(torch.ones(2))
+        tensor([1., 1.])
+        >>> layer.p
+        1.0
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._settings: Settings = []
+        self._kept: list[_Kept] = []
+        self._outside: Settings = []
+        self._replaced: list[tuple[nn.Module, str, Tensor | None]] = []
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Wrap the first run. Parameters are looked at when it ends, as they may come late."""
+        self._settings = _settings(modules_in(self._modules))
+        yield
+        self._kept = [
+            _Kept(m, name, p, p.detach(), _version(p), p.requires_grad)
+            for m, _ in self._settings
+            for name, p in m._parameters.items()
+            if p is not None
+        ]
+
+    def __enter__(self) -> None:
+        self._check_unchanged()
+        self._outside, self._replaced = _settings(module for module, _ in self._settings), []
+        _restore(self._settings)
+        for kept in self._kept:
+            now = kept.module._parameters.get(kept.name)
+            if (
+                now is not kept.parameter
+                or now.requires_grad != kept.learned
+                or _address(now) != _address(kept.alias)
+            ):
+                self._replaced.append((kept.module, kept.name, now))
+                alias: Any = kept.alias.detach().requires_grad_(kept.learned)
+                kept.module._parameters[kept.name] = alias
+
+    def __exit__(self, *_: object) -> None:
+        for module, name, parameter in self._replaced:
+            module._parameters[name] = parameter  # type: ignore[assignment]
+        _restore(self._outside)
+        self._outside, self._replaced = [], []
+
+    def _check_unchanged(self) -> None:
+        for kept in self._kept:
+            if _version(kept.alias) != kept.version:
+                raise UsageError(
+                    f"memory.recompute: {kept.name} of a {type(kept.module).__name__}, of shape "
+                    f"{list(kept.parameter.shape)}, was changed in place between forward and "
+                    "backward, so the forward cannot be repeated; call backward before the "
+                    "optimizer's step, or compute the loss again"
+                )
+
+
+def modules_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """These modules and all inside of them, each once; ten times as fast as ``modules()``."""
+    found: dict[nn.Module, None] = {}
+    ahead = [*modules]
+    while ahead:
+        module = ahead.pop()
+        if module not in found:
+            found[module] = None
+            ahead += [child for child in module._modules.values() if child is not None]
+    return [*found]
+
+
+def _settings(modules: Iterable[nn.Module]) -> Settings:
+    return [
+        (module, {k: value for k, value in vars(module).items() if type(value) in _SCALARS})
+        for module in modules
+    ]
+
+
+def _restore(settings: Settings) -> None:
+    for module, before in settings:
+        now = vars(module)
+        for name, value in before.items():
+            if now.get(name, before) is not value:
+                now[name] = value
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a plain tensor lies; 0 for others, which have no memory of their own."""
+    plain = type(tensor) in (nn.Parameter, Tensor) and tensor.layout is torch.strided
+    return tensor.data_ptr() if plain else 0

@@ -1,0 +1,48 @@
+"""Tells a training loop of every ``optimizer.step()``, whoever calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from slipstream.strategy import Row
+
+
+class StepHooks:
+    """Hooks on the steps of an optimizer.
+
+    Other hooks of a step exchange the ``data`` and gradients of parameters for the time of it:
+    these are made before theirs and attached after them, so that they work outside. An optimizer
+    that is none of torch's may have no hooks: its steps are not seen.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._begins: Callable[[object], None] = lambda closure: None
+        self._hooks: list[Any] = []
+        if hasattr(optimizer, "register_step_pre_hook"):
+            eager: Any = torch.compiler.disable
+            self._hooks.append(optimizer.register_step_pre_hook(eager(self._pre)))
+
+    def attach(self, begins: Callable[[object], None], ends: Callable[[], None]) -> None:
+        """Call ``begins(closure)`` before and ``ends()`` after each step from now on."""
+        self._begins = begins
+        if hasattr(self._optimizer, "register_step_post_hook"):
+            eager: Any = torch.compiler.disable
+            post = eager(lambda *_: ends())
+            self._hooks.append(self._optimizer.register_step_post_hook(post))
+
+    def close(self) -> None:
+        """Take the hooks off; idempotent."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def report_rows(self) -> Sequence[Row]:
+        """Nothing is changed."""
+        return ()
+
+    def _pre(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [x for x in (*args[1:], *kwargs.values()) if x is not None]
+        self._begins(given[0] if given else None)

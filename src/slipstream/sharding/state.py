@@ -1,0 +1,198 @@
+"""The optimizer's state: this rank's share while a session is open, and the whole for a file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import UsageError
+from slipstream.gradients.shares import Shares, flat
+from slipstream.optim.elementwise import COUNTERS
+from slipstream.optim.share_state import MARK, ShareState, is_part, refuse_part, saving
+
+
+class OptimizerState:
+    """Cuts the state of an optimizer to this rank's shares, and joins it again.
+
+    Args:
+        optimizer: its state becomes a `ShareState`, which nobody else can save.
+        shares: which values belong to this rank.
+        gather: fills the rows of all ranks from this rank's; a collective.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        shares: Shares,
+        gather: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
+        self._optimizer, self._shares, self._gather = optimizer, shares, gather
+        self._loads_part = False
+        left = optimizer.state  # by a session that ended with an error, maybe
+        if isinstance(left, ShareState):
+            self._loads_part = is_part({MARK: left.mark}, self._mark)
+        self.cut()
+        self._hooks = [
+            optimizer.register_load_state_dict_pre_hook(self._load),
+            optimizer.register_load_state_dict_post_hook(self.cut),
+        ]
+        self._refusal = optimizer.register_state_dict_pre_hook(refuse_part)
+
+    @property
+    def _mark(self) -> Mapping[str, int]:
+        return {"rank": self._shares.ranks.rank, "ranks": self._shares.ranks.count}
+
+    @property
+    def held(self) -> Iterator[nn.Parameter]:
+        """The optimizer's parameters that are cut."""
+        for group in self._optimizer.param_groups:
+            yield from (p for p in group["params"] if p in self._shares.names)
+
+    @property
+    def _numbered(self) -> list[nn.Parameter]:
+        """All parameters of the optimizer, by their numbers in its ``state_dict()``."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether all that the optimizer has is this rank's: nobody has replaced it."""
+        return isinstance(self._optimizer.state, ShareState)
+
+    def part(self) -> dict[str, Any]:
+        """This rank's part, which says so."""
+        with saving(self._optimizer):
+            return {**self._optimizer.state_dict(), MARK: dict(self._mark)}
+
+    def part_with_shapes(self) -> dict[str, Any]:
+        """This rank's part, and what `join_shares` needs to know."""
+        shapes = {
+            number: (tuple(p.shape), tuple(p.stride()))
+            for number, p in enumerate(self._numbered)
+            if p in self._shares.names
+        }
+        return {**self._mark, "shapes": shapes, "optimizer": self.part()}
+
+    def whole(self) -> dict[str, Any]:
+        """``optimizer.state_dict()`` with whole tensors; a collective."""
+        parameters, state = self._numbered, self.part()
+        del state[MARK]
+        joined = {
+            number: {
+                key: self.joined(parameters[number], value)
+                if isinstance(value, torch.Tensor) and parameters[number] in self._shares.names
+                else value
+                for key, value in values.items()
+            }
+            for number, values in state["state"].items()
+        }
+        return {**state, "state": joined}
+
+    def joined(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        """The whole of a tensor of which this rank has a share, others as they are; collective."""
+        if parameter not in self._shares.names or value.shape != self._shares.shape(parameter):
+            return value
+        ranks = self._shares.ranks
+        rows = value.new_zeros(ranks.count, self._shares.length(parameter))
+        row = rows[ranks.rank]
+        row[: value.numel()] = value.view(-1)
+        self._gather(row, rows)
+        whole = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        flat(whole).copy_(rows.view(-1)[: whole.numel()])
+        return whole
+
+    def _load(self, optimizer: object, state: dict[str, Any]) -> None:
+        """Refuse what does not fit before torch loads it."""
+        parts = is_part(state, self._mark)
+        for number, parameter in enumerate(self._numbered):
+            for key, value in state["state"].get(number, {}).items():
+                self._is_cut_from(parameter, key, value, parts)
+        self._loads_part = parts
+
+    @torch.no_grad()
+    def cut(self, *_: object) -> None:
+        """Keep this rank's share of whole states, which a checkpoint or earlier steps have left.
+
+        Raises:
+            UsageError: a state has neither the shape of its parameter nor that of its share.
+        """
+        parts, self._loads_part = self._loads_part, False
+        for parameter in self.held:
+            state = self._optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if self._is_cut_from(parameter, key, value, parts) and not parts:
+                    state[key] = self._share(parameter, value)
+        self._optimizer.state = ShareState(**self._mark, state=self._optimizer.state)
+
+    def _is_cut_from(self, parameter: nn.Parameter, key: str, value: Any, parts: bool) -> bool:
+        """Whether ``value`` has a number for each of the parameter's, or of its share's."""
+        if parameter not in self._shares.names or not isinstance(value, torch.Tensor):
+            return False
+        if value.ndim == 0 and key in COUNTERS:
+            return False
+        allowed = self._shares.shape(parameter) if parts else self._shares.size(parameter)
+        if value.shape != allowed and value.numel() > 1:
+            raise UsageError(
+                f"the optimizer's {key} of {self._shares.names[parameter]} has shape "
+                f"{tuple(value.shape)}; allowed: {tuple(allowed)}; states of single ranks, of any "
+                "number of them, are loaded by session.load_sharded_optimizer_state_dict(states)"
+            )
+        return value.shape == allowed
+
+    def _share(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+        like = torch.empty_like(parameter, dtype=whole.dtype).copy_(whole)  # in memory, too
+        return self._shares.own(like).clone()
+
+    def close(self, whole: Mapping[int, dict[str, Any]]) -> None:
+        """Give the optimizer the whole state again."""
+        self.abandon()
+        self._refusal.remove()
+        state = defaultdict(dict, self._optimizer.state)
+        for number, parameter in enumerate(self._numbered):
+            if number in whole:
+                state[parameter] = whole[number]
+        self._optimizer.state = state
+
+    def abandon(self) -> None:
+        """Leave this rank's part, which is still refused where it is saved or copied."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def join_shares(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The whole optimizer state from the share states of all ranks of a run, in any order.
+
+    Raises:
+        UsageError: a rank's state is missing, or there are two of one rank.
+    """
+    by_rank = {state["rank"]: state for state in states}
+    count = states[0]["ranks"] if states else 0
+    if sorted(by_rank) != list(range(count)) or len(states) != count or not states:
+        raise UsageError(
+            f"these are the shares of ranks {sorted(s['rank'] for s in states)}; allowed: those of "
+            f"all {count} ranks of the saved run, once each; pass all files that it saved"
+        )
+    first = by_rank[0]
+    state: dict[int, dict[str, Any]] = {}
+    for number, values in first["optimizer"]["state"].items():
+        every = [by_rank[rank]["optimizer"]["state"][number] for rank in range(count)]
+        shape = first["shapes"].get(number)
+        join = partial(_join, every, shape)
+        state[number] = {key: join(key, value) for key, value in values.items()}
+    others = {key: value for key, value in first["optimizer"].items() if key != MARK}
+    return {**others, "state": state}
+
+
+def _join(
+    every: Sequence[Mapping[str, Any]], shape: tuple[Any, Any] | None, key: str, value: Any
+) -> Any:
+    if shape is None or not isinstance(value, torch.Tensor) or not value.ndim:
+        return value
+    size, stride = shape
+    whole = torch.empty_strided(size, stride, dtype=value.dtype)
+    flat(whole).copy_(torch.cat([values[key].view(-1) for values in every]))
+    return whole

@@ -1,0 +1,74 @@
+"""Hooks of an optimizer's step that exchange the data of parameters: inside all others.
+
+torch runs step hooks in the order of their registration, before the step and after it. A hook of
+the user's that was registered before ours would see a rank's shares after the step, one that was
+registered later would see them before it. Handles of other hooks have ``prepend`` for that; those
+of steps do not, so the order is set here, as ``prepend`` sets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from slipstream.errors import UsageError
+
+_ROOMS = ("slipstream.fusion.", "slipstream.precision.", "slipstream.sharding.")
+"""Whose hooks exchange data, each inside that of the room before it."""
+
+
+class InnerHooks:
+    """A pre- and a post-hook of a step, between which other rooms' hooks of that kind may run.
+
+    Args:
+        begins, ends: as torch calls step hooks.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, begins: Callable[..., None], ends: Callable[..., None]
+    ) -> None:
+        eager: Any = torch.compiler.disable
+        self._before = optimizer.register_step_pre_hook(eager(begins))
+        self._after = optimizer.register_step_post_hook(eager(ends))
+        self._last: int | None = None
+
+    def arrange(self) -> None:
+        """Put the hooks of others outside; call it between two steps."""
+        before, after = self._before.hooks_dict_ref(), self._after.hooks_dict_ref()
+        assert before is not None
+        assert after is not None
+        if self._last == next(reversed(before)):
+            return
+        for key in [key for key, hook in before.items() if _exchanges(hook)]:
+            before.move_to_end(key)
+        for key in [key for key, hook in after.items() if not _exchanges(hook)]:
+            after.move_to_end(key)
+        self._last = next(reversed(before))
+
+    def check(self) -> None:
+        """Refuse a step with a hook that would see shares.
+
+        Raises:
+            UsageError: it was registered since the last ``arrange``.
+        """
+        before = self._before.hooks_dict_ref()
+        assert before is not None
+        last = next(reversed(before))
+        if last != self._last and not _exchanges(before[last]):
+            raise UsageError(
+                "with gradients.transport sharded a hook that was registered between backward() "
+                "and step() by optimizer.register_step_pre_hook would see this rank's shares of "
+                "the parameters; register it before session.backward()"
+            )
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        self._before.remove()
+        self._after.remove()
+
+
+def _exchanges(hook: Callable[..., Any]) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(_ROOMS)

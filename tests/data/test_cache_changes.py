@@ -1,0 +1,91 @@
+"""A dataset that is changed while its samples are kept: no sample of before is given out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from slipstream.data.cache import cached
+from slipstream.errors import DataError
+from slipstream.strategy import Cache
+
+pytest.importorskip("lmdb")
+
+
+class Scale:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return self.factor * value
+
+
+class Scaled(Dataset[Any]):
+    def __init__(self) -> None:
+        self.transform: Any = Scale(1.0)
+        self.rows = torch.arange(6.0)
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(self.rows[index])
+
+
+def another(data: Scaled) -> None:
+    data.transform = Scale(2.0)
+
+
+def inside(data: Scaled) -> None:
+    data.transform.factor = 2.0
+
+
+def values(data: Scaled) -> None:
+    data.rows.add_(1)
+
+
+@pytest.mark.parametrize("change", [another, inside, values])
+def test_it_is_refused_where_the_next_epoch_begins(
+    tmp_path: Path, change: Callable[[Scaled], None]
+) -> None:
+    data = Scaled()
+    kept = cached(data, Cache(folder=str(tmp_path), gigabytes=0.01))
+    for _ in range(2):
+        assert [float(kept[i]) for i in range(6)] == [0, 1, 2, 3, 4, 5]
+    change(data)
+    with pytest.raises(DataError, match=r"Scaled was changed after sample . was kept"):
+        kept[1]
+    kept.close()
+
+
+def test_another_attribute_is_seen_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    data = Scaled()
+    kept = cached(data, Cache(folder=str(tmp_path), gigabytes=0.01))
+    _ = [kept[i] for i in range(6)], kept[0]
+    another(data)
+    with pytest.raises(DataError, match="was changed"):
+        kept[1]
+    kept.close()
+
+
+def test_what_does_not_change_samples_may_be_set(tmp_path: Path) -> None:
+    data: Any = Scaled()
+    kept = cached(data, Cache(folder=str(tmp_path), gigabytes=0.01))
+    for epoch in range(3):
+        assert [float(kept[i]) for i in range(6)] == [0, 1, 2, 3, 4, 5]
+        data.epoch = epoch
+    kept.close()
+
+
+def test_a_sample_that_is_changed_in_place_is_kept_as_it_was(tmp_path: Path) -> None:
+    kept = cached(Scaled(), Cache(folder=str(tmp_path), gigabytes=0.01))
+    for _ in range(2):
+        sample = kept[3]
+        assert float(sample) == 3
+        sample.zero_()
+    kept.close()

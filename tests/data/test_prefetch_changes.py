@@ -1,0 +1,127 @@
+"""What a script changes between two epochs reaches those who read ahead, as it reaches a loader's
+own workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
+
+from slipstream.data.prefetch import prefetch
+from slipstream.strategy import Prefetch
+from tests.data.datasets import generator
+
+pytestmark = pytest.mark.process
+
+
+class Scale:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, value: int) -> int:
+        return self.factor * value
+
+
+class Scaled(Dataset[int]):
+    def __init__(self) -> None:
+        self.transform: Any = Scale(1)
+        self.values = torch.arange(8)
+        self.pipeline = [Scale(1)]
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.pipeline[0](self.transform(self.values[index])))
+
+
+class ScaledStream(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.transform: Any = Scale(1)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.transform, range(5))
+
+
+def another(data: Scaled, epoch: int) -> None:
+    data.transform = Scale(10**epoch)
+
+
+def inside(data: Scaled, epoch: int) -> None:
+    data.transform.factor = 10**epoch
+
+
+def in_a_list(data: Scaled, epoch: int) -> None:
+    data.pipeline[0].factor = 10**epoch
+
+
+def a_tensor(data: Scaled, epoch: int) -> None:
+    data.values.add_(epoch)
+
+
+CHANGES = [another, inside, in_a_list, a_tensor]
+SOURCES = {
+    "threads": Prefetch(threads=True, workers=1, depth=9),
+    "workers": Prefetch(workers=2, depth=4),
+    "this process": Prefetch(),
+}
+PARTS: dict[str, Callable[[Scaled], Dataset[int]]] = {
+    "whole": lambda data: data,
+    "a part": lambda data: Subset(data, [0, 1, 2, 3, 4]),
+    "joined": lambda data: ConcatDataset([data, data]),
+}
+
+
+def seen(loader: Any, data: Any, change: Callable[[Any, int], None]) -> list[Any]:
+    torch.manual_seed(0)
+    batches = []
+    for epoch in range(3):
+        change(data, epoch)
+        batches += [[int(value) for value in batch] for batch in loader]
+    return [*batches, torch.rand(()).item()]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_is_set_between_epochs_is_read(source: str, change: Any) -> None:
+    check(SOURCES[source], change, "whole")
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_is_set_on_a_dataset_inside_is_read(part: str) -> None:
+    check(SOURCES["threads"], another, part)
+
+
+def check(config: Prefetch, change: Any, part: str) -> None:
+    def loader_of(data: Scaled) -> DataLoader[int]:
+        return DataLoader(PARTS[part](data), batch_size=2, shuffle=True, generator=generator())
+
+    data = Scaled()
+    expected = seen(loader_of(data), data, change)
+    data = Scaled()
+    ahead = prefetch(loader_of(data), config)
+    assert seen(ahead, data, change) == expected
+    ahead.close()
+
+
+def test_what_is_set_on_a_stream_is_read() -> None:
+    data = ScaledStream()
+    expected = seen(DataLoader(data, batch_size=2), data, another)
+    data = ScaledStream()
+    ahead = prefetch(DataLoader(data, batch_size=2), Prefetch())
+    assert seen(ahead, data, another)[:-1] == expected[:-1]
+    ahead.close()
+
+
+def test_workers_stay_where_nothing_was_set() -> None:
+    data = Scaled()
+    ahead = prefetch(DataLoader(data, batch_size=2), Prefetch(threads=True, workers=1))
+    for _ in range(2):
+        list(ahead)
+    source = ahead._reader._source  # type: ignore[union-attr]
+    list(ahead)
+    assert ahead._reader._source is source  # type: ignore[union-attr]
+    ahead.close()

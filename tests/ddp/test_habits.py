@@ -1,0 +1,287 @@
+"""What people do beside the hook: settings of DDP, resuming, copies, failures, odd tensors."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.ddp import DdpCodec, codec_hook
+from slipstream.ddp._groups import Group, Routes
+from slipstream.errors import ModelError, UsageError
+from tests.harness.ranks import Ranks
+from tests.harness.reference import digest
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+CODECS: dict[str, Any] = {
+    "half": "half",
+    "int8": "int8",
+    "onebit": {"kind": "onebit", "start_step": 1, "block": 64},
+    "powersgd": {"kind": "powersgd", "rank": 2, "start_step": 1},
+    "by name": {"kind": "by_name", "rules": [{"match": "*.bias"}, {"match": "*", "codec": "int8"}]},
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "small buckets": {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True, "bucket_cap_mb": 0.01},
+    "finds unused": {"find_unused_parameters": True, "bucket_cap_mb": 0.01},
+}
+
+
+class Odd(nn.Module):
+    """Parameters of every kind; one is used in every third step alone, if at all."""
+
+    def __init__(self, *, skips: bool) -> None:
+        super().__init__()
+        self.skips = skips
+        self.first = nn.Linear(16, 32)
+        self.now_and_then = nn.Linear(32, 32)
+        self.wide = nn.Linear(32, 32).double()
+        self.narrow = nn.Linear(32, 32).bfloat16()
+        self.waves = nn.Parameter(torch.randn(32, 32, dtype=torch.complex64) / 6)
+        self.turned = nn.Parameter(torch.randn(32, 32).t() / 6)
+        self.gain, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 32))
+
+    def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+        x = self.first(x).tanh()
+        if not self.skips or step % 3 == 0:
+            x = self.now_and_then(x)
+        x = self.narrow(self.wide(x.double()).bfloat16()).float() @ self.turned
+        x = (x.to(torch.complex64) @ self.waves).abs() * self.gain
+        return torch.cat([x @ self.nothing.t(), x], 1).square().mean()
+
+
+def data(step: int) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(8, 16, generator=seed)
+
+
+def trained(codec: Any, settings: dict[str, Any], resume_at: int | None = None) -> str:
+    """Six steps; before one of them everything is saved, made anew and loaded."""
+
+    def begin() -> tuple[DistributedDataParallel, torch.optim.Optimizer, DdpCodec]:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Odd(skips="find_unused_parameters" in settings), **settings)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+        return ddp, optimizer, DdpCodec(ddp, codec)
+
+    ddp, optimizer, hook = begin()
+    ddp.register_comm_hook(hook, codec_hook)
+    for step in range(6):
+        if step == resume_at:
+            file = io.BytesIO()
+            torch.save([x.state_dict() for x in (ddp, optimizer, hook)], file)
+            hook.close()
+            file.seek(0)
+            ddp, optimizer, hook = begin()
+            states = torch.load(file)
+            ddp.load_state_dict(states[0])
+            optimizer.load_state_dict(states[1])
+            hook.load_state_dict(states[2])
+            ddp.register_comm_hook(hook, codec_hook)
+        ddp(data(step), step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hook.close()
+    return digest(ddp.module)
+
+
+def resumed(settings: dict[str, Any]) -> dict[str, set[str]]:
+    return {
+        name: {trained(codec, settings, resume_at) for resume_at in (None, 1, 4)}
+        for name, codec in CODECS.items()
+    }
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_run_that_resumes_under_a_new_ddp_ends_with_the_same_bits(two, settings) -> None:
+    first, second = two.run(resumed, SETTINGS[settings])
+    assert first == second
+    assert {name: len(ends) for name, ends in first.items()} == dict.fromkeys(CODECS, 1)
+
+
+def complex_gradient() -> tuple[float, float]:
+    """How far the hook's average is from the exact one; the largest value of that."""
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 8, dtype=torch.complex64)
+    ddp = DistributedDataParallel(layer)
+    hook = DdpCodec(ddp, "half")
+    ddp.register_comm_hook(hook, codec_hook)
+    inputs = [torch.randn(4, 5, dtype=torch.complex64) for _ in range(2)]
+    for _ in range(2):  # before and after DDP has rebuilt its buckets
+        layer.zero_grad()
+        ddp(inputs[dist.get_rank()]).abs().square().mean().backward()
+    hook.close()
+    plain = copy.deepcopy(layer)
+    plain.zero_grad()
+    torch.stack([plain(x).abs().square().mean() for x in inputs]).mean().backward()
+    pairs = zip(layer.parameters(), plain.parameters(), strict=True)
+    far = max(float((p.grad - q.grad).abs().max()) for p, q in pairs)
+    return far, max(float(p.grad.abs().max()) for p in plain.parameters())
+
+
+def test_all_of_a_complex_gradient_is_exchanged(two) -> None:
+    for far, largest in two.run(complex_gradient):
+        assert far < 0.02 * largest
+
+
+def test_parts_that_do_not_cover_a_bucket_are_refused() -> None:
+    weight, other = torch.zeros(2, 3), torch.zeros(4)
+    group = Group(["weight"], torch.zeros(6), None, 1)
+    routes = Routes({weight: (group, 0)})
+    assert routes.of([weight], torch.zeros(6)) == [(slice(0, 6), group, 0)]
+    with pytest.raises(ModelError, match=r"bucket of 8 values for 1 parameters with 6 \(weight\)"):
+        routes.of([weight], torch.zeros(8))
+    with pytest.raises(ModelError, match=r"also some of shapes \[\(4,\)\]"):
+        routes.of([weight, other], torch.zeros(10))
+
+
+def owed_while_unused(codec: Any) -> bool:
+    """Whether what a codec owes to a parameter stays as it is while no rank uses that."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Odd(skips=True), find_unused_parameters=True)
+    hook = DdpCodec(ddp, codec)
+    ddp.register_comm_hook(hook, codec_hook)
+    owed = []
+    for step in (0, 3, 4, 5):
+        ddp.zero_grad()
+        ddp(data(step), step).backward()
+        owed.append(hook.codec_state()["now_and_then.weight"]["error"])
+    hook.close()
+    return bool(owed[1].any()) and torch.equal(owed[1], owed[3])
+
+
+@pytest.mark.parametrize("codec", ["onebit", "powersgd"])
+def test_an_unused_parameter_is_owed_what_it_was(two, codec) -> None:
+    assert two.run(owed_while_unused, CODECS[codec]) == [True, True]
+
+
+def uneven() -> tuple[int, str]:
+    """One rank has three batches more than the other."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Odd(skips=False), bucket_cap_mb=0.01)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    hook = DdpCodec(ddp, CODECS["onebit"])
+    ddp.register_comm_hook(hook, codec_hook)
+    with ddp.join():
+        for step in range(2 + 3 * dist.get_rank()):
+            ddp(data(step), step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    hook.close()
+    return hook.step, digest(ddp.module)
+
+
+def test_a_rank_that_has_joined_takes_part_with_zeros(two) -> None:
+    first, second = two.run(uneven)
+    assert first == second
+    assert first[0] == 5
+
+
+def mistakes() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    one, other = (DistributedDataParallel(layer) for layer in layers)
+    hook = DdpCodec(one, "int8")
+    one.register_comm_hook(hook, codec_hook)
+    other.register_comm_hook(hook, codec_hook)
+    with pytest.raises(ModelError, match="register it there alone"):
+        other(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(UsageError, match=r"owes to body\.weight, which this model does not have"):
+        hook.load_state_dict({**hook.state_dict(), "codec": {"body.weight": {}}})
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        pickle.dumps(hook)
+    one(torch.ones(1, 4)).sum().backward()
+    del one
+    layers[0].bias.requires_grad_(False)
+    fewer = DistributedDataParallel(layers[0])
+    fewer.register_comm_hook(hook, codec_hook)
+    with pytest.raises(ModelError, match=r"averages other .*: not bias; make a new"):
+        fewer(torch.ones(1, 4)).sum().backward()
+    hook.close()
+    del fewer
+    layers[0].bias.requires_grad_(True)
+    again = DistributedDataParallel(layers[0])
+    again.register_comm_hook(hook, codec_hook)
+    with pytest.raises(UsageError, match=r"a backward after DdpCodec.close\(\)"):
+        again(torch.ones(1, 4)).sum().backward()
+
+
+def test_mistakes_are_named(two) -> None:
+    two.run(mistakes)
+
+
+def copied() -> tuple[bool, bool]:
+    """Whether a copy of a DDP model with the hook trains without it, and the original goes on."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 4))
+    hook = DdpCodec(ddp, "int8")
+    ddp.register_comm_hook(hook, codec_hook)
+    average = torch.optim.swa_utils.AveragedModel(ddp)
+    ddp(torch.ones(1, 4)).sum().backward()
+    average.update_parameters(ddp)
+    again = copy.deepcopy(ddp)
+    again(torch.ones(1, 4)).sum().backward()
+    hook.close()
+    return hook.step == 1, again.module.weight.grad is not None
+
+
+def test_a_model_with_a_hook_can_be_copied(two) -> None:
+    assert two.run(copied) == [(True, True)] * 2
+
+
+def frozen_before() -> None:
+    """DDP averages what required a gradient when it was made."""
+    layer = nn.Linear(4, 4)
+    ddp = DistributedDataParallel(layer, find_unused_parameters=True)
+    layer.bias.requires_grad_(False)
+    hook = DdpCodec(ddp, "int8")
+    ddp.register_comm_hook(hook, codec_hook)
+    for _ in range(2):
+        ddp(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
+    hook.close()
+    assert torch.allclose(layer.weight.grad, torch.full((4, 4), 3.0), rtol=0.02)
+
+
+def test_a_parameter_frozen_between_ddp_and_hook(two) -> None:
+    two.run(frozen_before)
+
+
+def late_rank() -> list[str]:
+    """Rank 1 leaves out a backward: what the next two of rank 0 raise."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    ddp = DistributedDataParallel(nn.Linear(4, 4), process_group=group)
+    hook = DdpCodec(ddp, "int8")
+    ddp.register_comm_hook(hook, codec_hook)
+    errors = []
+    for _ in range(2):  # DDP rebuilds its buckets, which would time out by itself
+        ddp(torch.ones(1, 4)).sum().backward()
+    for _ in range(2 * (dist.get_rank() == 0)):
+        try:
+            ddp(torch.ones(1, 4)).sum().backward()
+        except RuntimeError as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    dist.barrier()
+    hook.close()
+    return errors
+
+
+def test_a_failed_exchange_ends_the_run_within_the_timeout_of_the_group(two) -> None:
+    (first, second), nothing = two.run(late_rank)
+    assert nothing == []
+    assert "imed out" in first
+    assert "start the run again from its last checkpoint" in second

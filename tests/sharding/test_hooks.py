@@ -1,0 +1,121 @@
+"""Hooks of the optimizer's step see what they see in plain training, whenever registered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.errors import UsageError
+from tests.harness.ranks import Ranks
+from tests.sharding.test_update import (
+    HALF,
+    OPTIMIZERS,
+    Model,
+    batch,
+    build,
+    each,
+    session_on,
+    steps,
+)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ranks]:
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+class Seen:
+    """What hooks around a step see of the parameters."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self.before: list[torch.Tensor] = []
+        self.after: list[torch.Tensor] = []
+
+    def begins(self, *_: object) -> None:
+        self.before.append(self._all())
+
+    def ends(self, *_: object) -> None:
+        self.after.append(self._all())
+
+    def _all(self) -> torch.Tensor:
+        return torch.cat([p.detach().double().flatten() for p in self._model.parameters()])
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "fused optimizer": {"compute": {"fuse_optimizer": True}},
+    "half weights": {"precision": {**HALF, "exchange": "fp32"}},
+}
+
+
+def hooked(transport: str, late: bool, settings: dict[str, Any]) -> Seen:
+    model = build()
+    update = OPTIMIZERS["adam"](model.parameters())
+    seen = Seen(model)
+    if not late:
+        update.register_step_pre_hook(seen.begins)
+        update.register_step_post_hook(seen.ends)
+    with session_on(model, update, transport, **settings) as session:
+        if late:
+            steps(session, 0, 1)
+            update.register_step_pre_hook(seen.begins)
+            update.register_step_post_hook(seen.ends)
+        steps(session, 1, 2)
+    return seen
+
+
+def compare(name: str, late: bool) -> None:
+    direct, sharded = (hooked(t, late, SETTINGS[name]) for t in ("direct", "sharded"))
+    whole = sum(p.numel() for p in build().parameters())
+    assert [len(values) for values in sharded.before + sharded.after] == [whole] * 4
+    if name != "half weights":  # there hooks of an earlier registration see fp32 masters
+        assert all(map(torch.equal, direct.before, sharded.before))
+        assert all(map(torch.equal, direct.after, sharded.after))
+
+
+def test_hooks_see_whole_parameters(two: Ranks) -> None:
+    two.run(each, compare, [(name, late) for name in SETTINGS for late in (False, True)])
+
+
+def hook_at_the_last_moment() -> None:
+    model = build()
+    update = OPTIMIZERS["sgd"](model.parameters())
+    with session_on(model, update, "sharded") as session:
+        session.backward(model(batch(0, session.rank)))
+        handle = update.register_step_pre_hook(lambda *_: None)
+        with pytest.raises(UsageError, match="register it before session"):
+            session.step()
+        handle.remove()
+        steps(session, 1, 1)
+
+
+def test_a_hook_that_would_see_shares_is_refused(two: Ranks) -> None:
+    two.run(hook_at_the_last_moment)
+
+
+def gradients_in_hooks() -> None:
+    model = build()
+    update = OPTIMIZERS["sgd"](model.parameters())
+    errors = []
+
+    def norm(*_: object) -> None:
+        with pytest.raises(UsageError, match="has only a share of the average") as caught:
+            torch.nn.utils.get_total_norm(
+                [p.grad for p in model.parameters() if p.grad is not None]
+            )
+        errors.append(caught.value)
+
+    update.register_step_pre_hook(norm)
+    update.register_step_post_hook(norm)
+    with session_on(model, update, "sharded") as session:
+        steps(session, 0, 1)
+    assert len(errors) == 2
+
+
+def test_a_norm_of_shares_is_refused(two: Ranks) -> None:
+    two.run(gradients_in_hooks)
