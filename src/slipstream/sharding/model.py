@@ -20,6 +20,7 @@ from slipstream.gradients.shares import Shares
 from slipstream.optim.layerwise import Layerwise
 from slipstream.optim.share_state import is_part
 from slipstream.parallel.full_state import FullState
+from slipstream.plain_copy import attach
 from slipstream.precision import HalfWeights
 from slipstream.sharding.gather import ParameterGather
 from slipstream.sharding.state import OptimizerState, join_shares
@@ -74,7 +75,7 @@ class ShardedModel(FullState):
             optimizer.sum_squares = self._sum_squares
         self._hooks = InnerHooks(optimizer, self._step_begins, self._step_ends)
         self._hooks.arrange()
-        self._entrance = model.register_forward_pre_hook(_Entrance(gather.finish))
+        self._leave = attach(model.register_forward_pre_hook, _Entrance(gather.finish))
 
     # The update.
 
@@ -230,7 +231,7 @@ class ShardedModel(FullState):
         self._restore()
         self._gather.close()
         self._hooks.remove()
-        self._entrance.remove()
+        self._leave()
         if isinstance(self._optimizer, Layerwise):
             self._optimizer.sum_squares = None
 
@@ -249,22 +250,18 @@ class _Entrance:
     """Before a forward of the model that no update follows: waits for all parameters at once.
 
     ``torch.jit.trace`` compares two traces, which must not differ by where a parameter was waited
-    for; without gradients some modules take a faster path for parameters of the plain class. In a
-    copy of the model, or a pickle, it does nothing.
+    for; without gradients some modules take a faster path for parameters of the plain class.
     """
 
-    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
 
     def __call__(self, *_: object) -> None:
         jit: Any = torch.jit
-        if self._finish is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return
         if jit.is_tracing() or not torch.is_grad_enabled():
             self._finish()
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Entrance, ()
 
 
 def _parts(

@@ -32,6 +32,7 @@ _OF_ITS_CLASS: dict[Any, Callable[..., Any]] = {
     _DATA.__set__: lambda parameter, values: setattr(parameter, "data", values),
     torch.Tensor.detach: lambda parameter: parameter.detach(),
 }
+"""What a parameter's own class may answer in another way, as that of half weights does."""
 
 
 class PendingParameter(nn.Parameter):
@@ -88,8 +89,8 @@ def suspend(parameter: nn.Parameter, arrive: Callable[[], None]) -> None:
 
 def resume(parameter: nn.Parameter) -> None:
     """Give ``parameter`` its own class back."""
-    parameter.__class__ = parameter.__dict__.pop("own_class")
-    del parameter.__dict__["arrive"]
+    parameter.__class__ = parameter.__dict__.pop("own_class", type(parameter))
+    parameter.__dict__.pop("arrive", None)
 
 
 def _pending(values: Iterable[Any]) -> Iterator[PendingParameter]:
