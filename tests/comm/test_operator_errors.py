@@ -22,6 +22,16 @@ SIZE = 3
 x23, x32, x4 = torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(4)
 
 
+def in_unchecked(x: torch.Tensor) -> torch.Tensor:
+    return comm.all_gather(x, comm.group(check=False))
+
+
+def destroyed() -> comm.Group:
+    made = comm.group()
+    dist.destroy_process_group(made.process_group)
+    return made
+
+
 MISTAKES: dict[str, tuple[list[Callable[[], Any]], str]] = {
     "shapes": (
         [lambda: comm.all_reduce_sum(x23)] * 2 + [lambda: comm.all_reduce_sum(x32)],
@@ -56,6 +66,22 @@ MISTAKES: dict[str, tuple[list[Callable[[], Any]], str]] = {
         [lambda: comm.scatter(x4, sizes=[1, 1, 2])] * 2
         + [lambda: comm.scatter(x4, sizes=[2, 1, 1])],
         "rank 2 calls scatter with options",
+    ),
+    "vmap": (
+        [lambda: torch.func.vmap(comm.all_reduce_sum)(x23)] * 3,
+        r"all_reduce_sum under torch\.func\.vmap, .* allowed: torch\.func\.grad and vjp",
+    ),
+    "forward mode": (
+        [lambda: torch.func.jvp(comm.all_reduce_sum, (x4,), (x4,))] * 3,
+        "all_reduce_sum under forward-mode differentiation",
+    ),
+    "forward mode, unchecked": (
+        [lambda: torch.func.jvp(in_unchecked, (x4,), (x4,))] * 3,
+        "all_gather under forward-mode differentiation",
+    ),
+    "destroyed": (
+        [lambda: comm.broadcast(x4, destroyed())] * 3,
+        "broadcast in group .*, whose process group was destroyed; make another",
     ),
     "no such axis": ([lambda: comm.gather(x23, axis=2)] * 3, r"axis 2 of .* allowed: -2 .. 1"),
     "no such rank": (

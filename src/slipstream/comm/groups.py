@@ -79,6 +79,13 @@ class Group:
         on_cpu = alone or "gloo" in dist.get_backend_config(self.process_group)
         return torch.device("cpu" if on_cpu else "cuda")
 
+    @property
+    def destroyed(self) -> bool:
+        """Whether the script has ended its process group."""
+        if self.process_group is None or torch.compiler.is_compiling():
+            return False
+        return self.process_group not in dist.distributed_c10d._world.pg_names
+
     def __str__(self) -> str:
         shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if self.size > 8 else "")
         return f"group [{shown}]"
@@ -152,7 +159,7 @@ def member(chosen: Group | None, operator: str) -> Group:
     """The group that an operator runs in: ``chosen``, or the world.
 
     Raises:
-        CommError: this rank is not in it.
+        CommError: this rank is not in it, or it was destroyed.
     """
     if chosen is None:
         return group_of(None)
@@ -160,5 +167,10 @@ def member(chosen: Group | None, operator: str) -> Group:
         raise CommError(
             f"{operator} in {chosen} on rank {dist.get_rank()}, which is not in that group; call "
             "it on the group's ranks only: if group.rank >= 0"
+        )
+    if chosen.destroyed:
+        raise CommError(
+            f"{operator} in {chosen}, whose process group was destroyed; make another by "
+            "comm.group() after init_process_group()"
         )
     return chosen

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
 from slipstream.comm.groups import Group
 from slipstream.comm.wire import SENT_AS_BYTES
@@ -90,8 +91,21 @@ class Signature:
 
 
 def is_supported(x: torch.Tensor) -> bool:
-    """Whether the operators take ``x``: dense, of at most 10 dimensions and a known dtype."""
-    return x.dtype in DTYPES and x.layout == torch.strided and x.dim() <= MAX_DIMS
+    """Whether the operators take ``x``: dense, of at most 10 dimensions and a known dtype, and not
+    under a transform that they do not know."""
+    known = x.dtype in DTYPES and x.layout == torch.strided and x.dim() <= MAX_DIMS
+    return known and transform_of(x) is None
+
+
+def transform_of(x: torch.Tensor) -> str | None:
+    """The transform under which ``x`` has parts that a collective would leave out."""
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._functorch.is_batchedtensor(x):
+        return "torch.func.vmap"
+    if unpack_dual(x).tangent is not None:
+        return "forward-mode differentiation (torch.func.jvp, jacfwd, dual tensors)"
+    return None
 
 
 def check_tensor(operator: str, x: object) -> None:
@@ -102,6 +116,11 @@ def check_tensor(operator: str, x: object) -> None:
     """
     if not isinstance(x, torch.Tensor):
         raise CommError(f"{operator} of {type(x).__name__}; allowed: a tensor")
+    if (transform := transform_of(x)) is not None:
+        raise CommError(
+            f"{operator} under {transform}, which would leave the other ranks' part out; allowed: "
+            "torch.func.grad and vjp, and an operator on the whole batch"
+        )
     if not is_supported(x):
         allowed = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
         raise CommError(

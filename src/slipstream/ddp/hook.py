@@ -76,7 +76,8 @@ class DdpCodec:
     Accumulate under ``ddp.no_sync()``; save ``state_dict()`` on every rank; call ``close()`` before
     the process group is destroyed.
 
-    Exactness: that of the codec; one bucket after the other, so bitwise the same on all ranks.
+    Exactness: that of the codec; bitwise the same on all ranks, and bitwise the same run where it
+    resumes from ``state_dict()`` under a new DDP model, whatever that one's buckets are.
 
     Example:
         >>> store = dist.HashStore()
