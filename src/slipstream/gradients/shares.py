@@ -88,6 +88,7 @@ class Shares:
         self._unit = max(min(64, 1024 // ranks.count), 1)
         self.gradients: dict[nn.Parameter, torch.Tensor] = {}
         self.delivered = False
+        self._guards: dict[nn.Parameter, ShardedGradient] = {}
         self._owned: dict[nn.Parameter, tuple[int, torch.Tensor]] = {}  # where its memory begins
         self._forms: dict[nn.Parameter, tuple[torch.dtype, torch.Size, tuple[int, ...]]] = {}
         self.workspace = Workspace(next((p.device for p in names), torch.device("cpu")))
@@ -207,10 +208,13 @@ class Shares:
             if parameter.shape == self.size(parameter):
                 parameter.grad = self._guard(parameter)
 
-    def _guard(self, parameter: nn.Parameter) -> torch.Tensor:
-        blank = torch.zeros((), dtype=parameter.grad_dtype or parameter.dtype)
-        guard = blank.to(parameter.device).expand(parameter.shape).as_subclass(ShardedGradient)
-        guard.of = self.names[parameter]
+    def _guard(self, parameter: nn.Parameter) -> ShardedGradient:
+        guard = self._guards.get(parameter)
+        if guard is None:
+            blank = torch.zeros((), dtype=parameter.grad_dtype or parameter.dtype)
+            guard = blank.to(parameter.device).expand(parameter.shape).as_subclass(ShardedGradient)
+            guard.of = self.names[parameter]
+            self._guards[parameter] = guard
         return guard
 
 
