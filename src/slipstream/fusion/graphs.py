@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slipstream.errors import ModelError
 from slipstream.fusion.regions import regions_of
+from slipstream.fusion.settings import settings_of
 from slipstream.memory.forward_override import ForwardReplacement
 from slipstream.strategy import Row
 
@@ -177,10 +178,11 @@ class _Block:
             for leaf in leaves
         ]
         memory = [t.data_ptr() for t in (*self.module.parameters(), *self.module.buffers())]
-        modes = [module.training for module in self.module.modules()]
+        learning = [parameter.requires_grad for parameter in self.module.parameters()]
         device = next(self.module.parameters()).device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return (*kinds, spec, *memory, *modes, autocast)
+        settings = settings_of(self.module)
+        return (*kinds, spec, *memory, *learning, autocast, torch.get_default_dtype(), settings)
 
 
 class _Call(nn.Module):
