@@ -163,7 +163,7 @@ def replace_layer(block: Any) -> None:
     [change_dropout, change_momentum, add_hook, replace_forward, freeze, replace_layer],
 )
 def test_another_setting_gets_a_graph_of_its_own(change: Callable[[Any], None]) -> None:
-    model, plain, _, _ = built()
+    model, plain, captured, _ = built()
     for step in range(2):
         for each in (model, plain):
             each.zero_grad(set_to_none=True)
@@ -175,6 +175,7 @@ def test_another_setting_gets_a_graph_of_its_own(change: Callable[[Any], None]) 
         each.zero_grad(set_to_none=True)
         each(rows(3)).square().sum().backward()
     same(model, plain)
+    assert captured.captures >= 3, "replayed as before the change"
 
 
 def test_a_second_forward_before_backward_runs_without_the_graph() -> None:

@@ -2,10 +2,10 @@
 
 [Note: What a graph needs]
 A graph repeats kernels on the memory that they were captured with. So inputs are copied into static
-buffers, and a graph serves calls of the same shapes, types and settings alone; others get a graph
-of their own, up to ``MOST_GRAPHS`` a block. What forward keeps lies in static memory, too: a second
-forward before the backward of the first would overwrite it, so it runs without the graph. Results
-and gradients are copied out of static memory, as the user may keep both.
+buffers, and a graph serves calls of the same shapes, types and settings (``settings_of``) alone;
+others get a graph of their own, up to ``MOST_GRAPHS`` a block. What forward keeps lies in static
+memory, too: a second forward before the backward of the first would overwrite it, so it runs
+without the graph. Results and gradients are copied out of static memory, as the user may keep both.
 
 [Note: Why blocks]
 The exchange of gradients cannot be captured with them. Block by block, gradients come out of a
@@ -163,7 +163,7 @@ class _Block:
         self.graphs[key] = _Graph(replay)
         if not self._hooks:  # before a gradient becomes the parameter's, which would be static
             learning = [p for p in self.module.parameters() if p.requires_grad]
-            self._hooks = [p.register_hook(torch.clone) for p in learning]
+            self._hooks = [p.register_hook(_copied) for p in learning]
         if len(self.graphs) > MOST_GRAPHS:
             oldest = next((k for k, graph in self.graphs.items() if graph.needed_by is None), key)
             del self.graphs[oldest]
@@ -183,6 +183,11 @@ class _Block:
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         settings = settings_of(self.module)
         return (*kinds, spec, *memory, *learning, autocast, torch.get_default_dtype(), settings)
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    """None for a parameter that forward does not use."""
+    return None if gradient is None else gradient.clone()
 
 
 class _Call(nn.Module):

@@ -31,7 +31,7 @@ def settings_of(block: nn.Module) -> Hashable:
         False
     """
     seen: set[int] = set()
-    found: list[Hashable] = [hooks_of(block)]
+    found: list[Any] = [hooks_of(block)]
     for module in block.modules():
         kind = type(module)
         found += [id(module), kind, id(kind.forward)]
@@ -48,7 +48,7 @@ def hooks_of(block: nn.Module) -> tuple[int, ...]:
     return (*numbers, *(n for hooks in _HOOKS_OF_ALL for n in hooks))
 
 
-def _add(value: Any, seen: set[int], found: list[Hashable]) -> None:
+def _add(value: Any, seen: set[int], found: list[Any]) -> None:
     if isinstance(value, _PLAIN):
         found.append((type(value), value))
     elif id(value) not in seen:
