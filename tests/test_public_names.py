@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import slipstream
+
+ROOT = Path(__file__).parents[1]
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -56,3 +60,19 @@ def test_the_package_runs_as_a_command() -> None:
     run = python("-m", "slipstream", "--help")
     assert run.returncode == 0, run.stderr
     assert "launch" in run.stdout
+
+
+def test_rooms_are_reachable_from_the_package() -> None:
+    """As docs write them, in a fresh interpreter, where nobody has imported the room."""
+    code = "import slipstream, sys; assert 'torch' not in sys.modules; slipstream.{}"
+    shown = sorted(
+        {
+            name
+            for page in (*ROOT.glob("docs/*.md"), ROOT / "README.md")
+            for name in re.findall(r"(?<=slipstream\.)[a-z_]+\.[\w.]+(?=[(`])", page.read_text())
+        }
+    )
+    assert "fusion.fuse_patterns" in shown
+    lines = [code.format(shown[0]), *(f"slipstream.{name}" for name in shown[1:])]
+    run = python("-c", "\n".join(lines))
+    assert (run.returncode, run.stderr) == (0, "")

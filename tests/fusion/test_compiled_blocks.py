@@ -121,6 +121,17 @@ def test_convolutions_are_told_of_channels_last() -> None:
     compiled.close()
 
 
+def test_hooks_that_come_later_are_called() -> None:
+    model, x = Model(1).double(), torch.randn(7, 4, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    compile_blocks(model)
+    for _ in range(2):
+        for now, then in zip(trained(model, x), trained(plain, x), strict=True):
+            torch.testing.assert_close(now, then)
+        for each in (model, plain):
+            each.layers[0].norm.register_forward_hook(lambda module, given, out: 2 * out)  # type: ignore[union-attr]
+
+
 def test_nothing_to_compile() -> None:
     with pytest.raises(ModelError, match=r"compute\.compile: Linear has no block"):
         compile_blocks(nn.Linear(2, 2))

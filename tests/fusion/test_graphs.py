@@ -134,6 +134,50 @@ def test_another_kind_of_call_gets_a_graph_of_its_own(
     assert held <= 2 * MOST_GRAPHS
 
 
+def change_dropout(block: Any) -> None:
+    block.drop.p = 1.0
+
+
+def change_momentum(block: Any) -> None:
+    block.norm.momentum = 0.5
+
+
+def add_hook(block: Any) -> None:
+    block.norm.register_forward_hook(lambda module, given, out: 2 * out)
+
+
+def replace_forward(block: Any) -> None:
+    block.norm.forward = lambda x: 2 * x
+
+
+def freeze(block: Any) -> None:
+    block.linear.requires_grad_(False)
+
+
+def replace_layer(block: Any) -> None:
+    block.norm = torch.nn.Identity()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [change_dropout, change_momentum, add_hook, replace_forward, freeze, replace_layer],
+)
+def test_another_setting_gets_a_graph_of_its_own(change: Callable[[Any], None]) -> None:
+    model, plain, captured, _ = built()
+    for step in range(2):
+        for each in (model, plain):
+            each.zero_grad(set_to_none=True)
+            each(rows(step)).square().sum().backward()
+        same(model, plain)
+        for each in (model, plain):
+            change(each.get_submodule("blocks.1"))
+    for each in (model, plain):
+        each.zero_grad(set_to_none=True)
+        each(rows(3)).square().sum().backward()
+    same(model, plain)
+    assert captured.captures >= 3, "replayed as before the change"
+
+
 def test_a_second_forward_before_backward_runs_without_the_graph() -> None:
     model, plain, captured, _ = built()
     for each in (model, plain):

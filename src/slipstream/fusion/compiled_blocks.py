@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 from slipstream.fusion.regions import regions_of
+from slipstream.fusion.settings import hooks_of
 from slipstream.kernels.compiled import check_compiler, own_code
 from slipstream.memory.forward_override import ForwardReplacement
 from slipstream.strategy import Row
@@ -29,7 +30,8 @@ def compile_blocks(model: nn.Module) -> CompiledBlocks:
     Blocks are the repeated ones (the layers of a transformer, the residual blocks of a ResNet), and
     the largest other modules that contain none. Single layers stay as they are. Blocks of one class
     with parameters of the same shapes share a compilation, which happens at their first call. The
-    names of parameters, hooks of blocks and ``state_dict()`` do not change.
+    names of parameters, hooks of blocks and ``state_dict()`` do not change. A block that gets other
+    hooks inside later runs uncompiled; for other changes torch's guards compile again.
 
     Exactness: reordered.
 
@@ -58,7 +60,7 @@ class CompiledBlocks:
         self._model = model
         self._kinds: dict[Any, Callable[..., Any]] = {}
         self._overrides = [
-            ForwardReplacement(block, partial(_call, block, self._compiled(block)))
+            ForwardReplacement(block, partial(_call, block, self._compiled(block), hooks_of(block)))
             for block in blocks
         ]
 
@@ -96,10 +98,13 @@ class CompiledBlocks:
 def _call(
     block: nn.Module,
     compiled: Callable[..., Any],
-    _forward: Callable[..., Any],
+    hooks: tuple[int, ...],
+    forward: Callable[..., Any],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
+    if hooks_of(block) != hooks:  # the compiler looks for hooks once
+        return forward(*args, **kwargs)
     # Outside of the graph: a parameter that a transport still gathers arrives when it is read.
     for parameter in block.parameters():
         parameter.detach()

@@ -2,10 +2,10 @@
 
 [Note: What a graph needs]
 A graph repeats kernels on the memory that they were captured with. So inputs are copied into static
-buffers, and a graph serves calls of the same shapes, types and settings alone; others get a graph
-of their own, up to ``MOST_GRAPHS`` a block. What forward keeps lies in static memory, too: a second
-forward before the backward of the first would overwrite it, so it runs without the graph. Results
-and gradients are copied out of static memory, as the user may keep both.
+buffers, and a graph serves calls of the same shapes, types and settings (``settings_of``) alone;
+others get a graph of their own, up to ``MOST_GRAPHS`` a block. What forward keeps lies in static
+memory, too: a second forward before the backward of the first would overwrite it, so it runs
+without the graph. Results and gradients are copied out of static memory, as the user may keep both.
 
 [Note: Why blocks]
 The exchange of gradients cannot be captured with them. Block by block, gradients come out of a
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from slipstream.errors import ModelError
 from slipstream.fusion.regions import regions_of
+from slipstream.fusion.settings import settings_of
 from slipstream.memory.forward_override import ForwardReplacement
 from slipstream.strategy import Row
 
@@ -162,7 +163,7 @@ class _Block:
         self.graphs[key] = _Graph(replay)
         if not self._hooks:  # before a gradient becomes the parameter's, which would be static
             learning = [p for p in self.module.parameters() if p.requires_grad]
-            self._hooks = [p.register_hook(torch.clone) for p in learning]
+            self._hooks = [p.register_hook(_copied) for p in learning]
         if len(self.graphs) > MOST_GRAPHS:
             oldest = next((k for k, graph in self.graphs.items() if graph.needed_by is None), key)
             del self.graphs[oldest]
@@ -177,10 +178,16 @@ class _Block:
             for leaf in leaves
         ]
         memory = [t.data_ptr() for t in (*self.module.parameters(), *self.module.buffers())]
-        modes = [module.training for module in self.module.modules()]
+        learning = [parameter.requires_grad for parameter in self.module.parameters()]
         device = next(self.module.parameters()).device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return (*kinds, spec, *memory, *modes, autocast)
+        settings = settings_of(self.module)
+        return (*kinds, spec, *memory, *learning, autocast, torch.get_default_dtype(), settings)
+
+
+def _copied(gradient: Tensor | None) -> Tensor | None:
+    """None for a parameter that forward does not use."""
+    return None if gradient is None else gradient.clone()
 
 
 class _Call(nn.Module):

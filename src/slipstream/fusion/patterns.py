@@ -142,6 +142,6 @@ def _call(
     **kwargs: Any,
 ) -> Any:
     """A layer at the start of a chain."""
-    if not kwargs and may_start(layer, args):
+    if not kwargs and may_start(layer, roles, args):
         return forward(Start(args[0], roles, ran))
     return forward(*args, **kwargs)

@@ -80,10 +80,12 @@ class Start:
         return step(start, func, start.tensor, *args[1:], **kwargs)
 
 
-def may_start(layer: nn.Module, args: tuple[Any, ...]) -> bool:
+def may_start(layer: nn.Module, roles: set[Role], args: tuple[Any, ...]) -> bool:
     """Whether a chain may start in this call of a layer: it is torch's own, and no hook, transform
     or compiler follows what it does."""
     if len(args) != 1 or type(args[0]) is not Tensor or torch.compiler.is_compiling():
+        return False
+    if roles == {"norm"} and (is_small(args[0]) or not layer.training):  # the usual case: quickly
         return False
     # An autograd function, which gives its results a graph of its own, records no gradients.
     learns, inference, _, followed = context_of(args[0])
