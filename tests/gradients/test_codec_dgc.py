@@ -118,6 +118,20 @@ def take_over_and_give_back() -> None:
     group["momentum"] = 0.5
     with pytest.raises(UsageError, match=r"momentum became 0\.5.*OneCycleLR"):
         step_of(session, 1)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0] |= {"momentum": 0.0, "momentum_correction": {"momentum": 0.8}}
+    optimizer.load_state_dict(saved)  # of a run with another momentum
+    with pytest.raises(UsageError, match=r"dgc applies .*0\.9.*now has .*0\.8.*before accelerate"):
+        session.step()
+    (group,) = optimizer.param_groups
+    settings = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+    group.update(momentum_correction=settings, maximize=True)
+    with pytest.raises(UsageError, match="maximize True; allowed"):
+        session.step()
+    group["maximize"] = False
+    optimizer.param_groups = [{**group, "params": [*group["params"]]}]
+    (group,) = optimizer.param_groups
+    session.step()
     session.close()
     assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.9, 0.01, True)
 

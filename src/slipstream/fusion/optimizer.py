@@ -31,9 +31,11 @@ def fuse_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> FusedO
       ``elementwise`` vouches for: small parameters are stepped together (``small_parameters``).
     - Lars and Lamb already step parameters together; Lamb's moments become torch's fused Adam.
 
-    The optimizer stays the user's: groups, schedulers, ``state_dict()`` and ``load_state_dict()``
-    are as before. A step with a closure, sparse gradients and parameters with holes in their memory
-    are stepped as they are.
+    The optimizer stays the user's: groups, schedulers, hooks, ``state_dict()`` and
+    ``load_state_dict()`` are as before. Stepped as they are: a step with a closure, groups with
+    ``differentiable``, and parameters that are complex, have holes in their memory, share it with
+    others, or have a gradient or state that is sparse or of another type; on a CPU also those of
+    16 bits, of which torch's fused SGD skips most values.
 
     Args:
         optimizer: torch's, or of a class of the user's own.
@@ -43,7 +45,7 @@ def fuse_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> FusedO
     fused kernels contract some of them.
 
     Raises:
-        ModelError: an optimizer that neither torch nor blocks can fuse.
+        ModelError: an optimizer that neither torch nor blocks can fuse, or without hooks.
 
     Example:
         >>> layers = [torch.nn.Linear(4, 4) for _ in range(8)]
