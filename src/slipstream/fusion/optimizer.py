@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from slipstream.codecs.compressor import is_dense
 from slipstream.errors import ModelError
-from slipstream.fusion.small_parameters import PLAIN, MemoryInCommon, SmallParameters, gradient_of
+from slipstream.fusion.memory_in_common import PLAIN, MemoryInCommon
+from slipstream.fusion.small_parameters import SmallParameters, gradient_of
 from slipstream.fusion.stand_in import Group, Stage, StandIn
 from slipstream.optim.elementwise import COUNTERS, ELEMENTWISE, is_elementwise
 from slipstream.optim.layerwise import Layerwise

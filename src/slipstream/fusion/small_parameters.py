@@ -19,10 +19,11 @@ from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from slipstream.codecs.compressor import is_dense
+from slipstream.fusion.memory_in_common import PLAIN
 from slipstream.fusion.stand_in import States
 from slipstream.gradients.shares import flat
 from slipstream.optim.elementwise import COUNTERS
@@ -30,9 +31,6 @@ from slipstream.optim.memory_order import laid_like
 
 SMALL = {"cpu": 2**14}
 """Parameters of fewer values are put together, by device: calls cost more than copying them."""
-
-PLAIN = (Tensor, nn.Parameter)
-"""Types of parameters whose memory is known; subclasses may have any."""
 
 LARGE = 2**20
 """The same for devices with launches."""
@@ -290,40 +288,6 @@ def has_plain_gradient(parameter: Tensor) -> bool:
 
 def _layout(parameter: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
     return parameter.dtype, parameter.device, parameter.shape
-
-
-class MemoryInCommon:
-    """Which parameters of an optimizer have values in memory of another: a step of the one counts
-    for the other's, so they are stepped in their order."""
-
-    def __init__(self) -> None:
-        self._pointers: list[int] = []
-        self._numbers: list[int] = []
-
-    def of(self, parameters: Sequence[Tensor]) -> Set[int]:
-        """Them, by identity."""
-        plain = [p for p in parameters if type(p) in PLAIN]
-        pointers = [p.data_ptr() for p in plain]
-        if pointers != self._pointers:
-            self._pointers, self._numbers = pointers, _overlapping(plain)
-        return {id(plain[number]) for number in self._numbers}
-
-
-def _overlapping(parameters: Sequence[Tensor]) -> list[int]:
-    spans = []
-    for number, parameter in enumerate(parameters):
-        if parameter.numel():
-            axes = zip(parameter.shape, parameter.stride(), strict=True)
-            length = sum((size - 1) * stride for size, stride in axes) + 1
-            start = parameter.data_ptr()
-            spans.append((start, start + length * parameter.itemsize, number))
-    found, reach, holder = set[int](), 0, 0
-    for start, end, number in sorted(spans):
-        if start < reach:
-            found |= {number, holder}
-        if end > reach:
-            reach, holder = end, number
-    return sorted(found)
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
