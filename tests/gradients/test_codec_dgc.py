@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,8 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ModelError, UsageError
+from slipstream.gradients.momentum import MomentumCorrection
+from slipstream.gradients.segments import parameters_of
 from tests.gradients.codecs import (
     sgd,
     step_of,
@@ -124,6 +128,28 @@ def take_over_and_give_back() -> None:
 
 def test_momentum_is_taken_over_and_given_back(two) -> None:
     two.run(take_over_and_give_back)
+
+
+def test_other_settings_than_those_that_it_applies_are_refused() -> None:
+    model = wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config = slipstream.Strategy.load({"gradients": {"codec": "dgc"}}).gradients.codec
+    trainables = parameters_of(model, trainable=True)
+    correction = MomentumCorrection(optimizer, trainables, config, 1)
+    own = copy.deepcopy(optimizer.state_dict())
+    other = copy.deepcopy(own)
+    other["param_groups"][0]["momentum_correction"]["momentum"] = 0.8  # of another run
+    optimizer.load_state_dict(other)
+    with pytest.raises(UsageError, match=r"dgc applies .*0\.9.*now has .*0\.8.*before accelerate"):
+        correction.check()
+    optimizer.load_state_dict(own)
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(UsageError, match="maximize True; allowed"):
+        correction.check()
+    optimizer.param_groups = [{**optimizer.param_groups[0], "maximize": False}]
+    correction.check()
+    correction.give_back()
+    assert optimizer.param_groups[0]["momentum"] == 0.9
 
 
 def dense_dgc() -> float:

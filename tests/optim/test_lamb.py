@@ -168,3 +168,39 @@ def test_norms_of_half_precision_do_not_overflow(dtype: torch.dtype) -> None:
     parameter.grad = torch.full((300, 300), 2.0, dtype=dtype)
     step = step_of(parameter, lr=0.1, weight_decay=0.0, max_grad_norm=1e6)
     torch.testing.assert_close(step, torch.full_like(step, 10.0), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_the_fused_form_reads_every_operand_in_one_order(max_grad_norm: float | None) -> None:
+    """Gradients and moments in other orders of memory, two sizes of float, one parameter twice."""
+    made = []
+    for fused in (False, True):
+        random = torch.Generator().manual_seed(0)
+        both = [nn.Parameter(torch.randn(4, 6, generator=random)) for _ in range(3)]
+        both[2].data = both[2].data.double()
+        optimizer = Lamb(both, lr=0.1, max_grad_norm=max_grad_norm)
+        optimizer.fused = fused
+        for number in range(4):
+            for p in both:
+                gradient = torch.randn(6, 4, generator=random).to(p.dtype).t()
+                p.grad = gradient if number % 2 else gradient[:1].expand(4, 6)
+            if number == 2:
+                for state in optimizer.state.values():
+                    state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+            optimizer.step()
+        made.append(both)
+    torch.testing.assert_close(made[1], made[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_fused_form_leaves_types_that_differ_to_torch() -> None:
+    made = []
+    for fused in (False, True):
+        p = nn.Parameter(torch.ones(4, 6))
+        optimizer = Lamb([p], lr=0.1)
+        optimizer.fused = fused
+        for _ in range(2):
+            p.grad = torch.arange(24.0).view(4, 6).to(p.dtype)
+            optimizer.step()
+            p.grad, p.data = None, p.data.double()  # the moments stay as they are
+        made.append(p)
+    torch.testing.assert_close(made[1], made[0])

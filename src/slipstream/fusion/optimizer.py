@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from slipstream.codecs.compressor import is_dense
 from slipstream.errors import ModelError
+from slipstream.fusion.memory_in_common import PLAIN, MemoryInCommon
 from slipstream.fusion.small_parameters import SmallParameters, gradient_of
 from slipstream.fusion.stand_in import Group, Stage, StandIn
 from slipstream.optim.elementwise import COUNTERS, ELEMENTWISE, is_elementwise
@@ -31,9 +32,11 @@ def fuse_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> FusedO
       ``elementwise`` vouches for: small parameters are stepped together (``small_parameters``).
     - Lars and Lamb already step parameters together; Lamb's moments become torch's fused Adam.
 
-    The optimizer stays the user's: groups, schedulers, ``state_dict()`` and ``load_state_dict()``
-    are as before. A step with a closure, sparse gradients and parameters with holes in their memory
-    are stepped as they are.
+    The optimizer stays the user's: groups, schedulers, hooks, ``state_dict()`` and
+    ``load_state_dict()`` are as before. Stepped as they are: a step with a closure, groups with
+    ``differentiable``, and parameters that are complex, have holes in their memory, share it with
+    others, or have a gradient or state that is sparse or of another type; on a CPU also those of
+    16 bits, of which torch's fused SGD skips most values.
 
     Args:
         optimizer: torch's, or of a class of the user's own.
@@ -43,7 +46,7 @@ def fuse_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> FusedO
     fused kernels contract some of them.
 
     Raises:
-        ModelError: an optimizer that neither torch nor blocks can fuse.
+        ModelError: an optimizer that neither torch nor blocks can fuse, or without hooks.
 
     Example:
         >>> layers = [torch.nn.Linear(4, 4) for _ in range(8)]
@@ -77,6 +80,7 @@ class FusedOptimizer:
         self._optimizer, self._form = optimizer, check_fusible(optimizer, elementwise=elementwise)
         self._stand_in: StandIn | None = None
         self._small: dict[int, SmallParameters] = {}  # of the last step, by the number of the group
+        self._memory = MemoryInCommon()
         self._stepping = False
         self._gradients: list[tuple[Tensor, Tensor]] = []  # which another order took the place of
         self._updates = self._calls = 0
@@ -108,12 +112,15 @@ class FusedOptimizer:
         if self._stepping:  # the last step raised: states may be ahead of their parameters' numbers
             self._forget()
         self._stepping, self._updates, self._calls = True, 0, 0
+        groups = self._optimizer.param_groups
+        with_gradients = [[p for p in group["params"] if p.grad is not None] for group in groups]
         stage = Stage([], self._optimizer.state)
+        shared: Set[int] = set()
         if self._form == BY_BLOCK:  # what it adds for blocks is not the user's
             stage = Stage([], self._optimizer.state.copy())
+            shared = self._memory.of([p for having in with_gradients for p in having])
         known, self._small = self._small, {}
-        for number, group in enumerate(self._optimizer.param_groups):
-            having = [p for p in group["params"] if p.grad is not None]
+        for number, (group, having) in enumerate(zip(groups, with_gradients, strict=True)):
             self._updates += len(having)
             if not having or self._is_left_to_torch(group, having):
                 stage.groups.append(group)
@@ -121,7 +128,7 @@ class FusedOptimizer:
             elif self._form == BY_TORCH:
                 stage.groups.extend(self._by_torch(group, having))
             else:
-                small = self._fitting(known.pop(number, None), having)
+                small = self._fitting(known.pop(number, None), having, shared)
                 self._small[number] = small
                 params = small.begins(stage.states)
                 self._calls += len(params)
@@ -140,27 +147,37 @@ class FusedOptimizer:
 
     def _by_torch(self, group: Group, having: Sequence[Tensor]) -> list[Group]:
         """As if the optimizer had been made with ``fused=True``, where torch's kernels can go."""
-        begun: list[Tensor] = []
-        fresh: list[Tensor] = []  # torch's fused momentum begins in all of a call or in none
-        others: list[Tensor] = []
-        has_momentum = bool(group.get("momentum"))
-        find = self._optimizer.state.get
-        states = [find(p, {}) for p in having]
-        alike = _all_lie_side_by_side(having, states)
-        for parameter, state in zip(having, states, strict=True):
-            if not alike and not self._lie_side_by_side(parameter, state):
-                others.append(parameter)
-            elif has_momentum and state.get("momentum_buffer") is None:
-                fresh.append(parameter)
-            else:
-                begun.append(parameter)
-        fused = [part for part in (begun, fresh) if part]
+        find, nothing = self._optimizer.state.get, dict[str, Any]()
+        states = [find(p, nothing) for p in having]
+        fused, others = [having], list[Tensor]()
+        if not _all_lie_side_by_side(having, states):
+            fused, others = self._sorted(having, states, has_momentum=bool(group.get("momentum")))
         self._calls += len(fused) + len(others)
         groups = [{**group, "params": part, "fused": True, "foreach": False} for part in fused]
         if others:  # GradScaler leaves scales to a fused form alone
             scaled = getattr(self._optimizer, "grad_scale", None) is not None
             groups.append({**group, "params": others, "fused": group["fused"] and scaled})
         return groups
+
+    def _sorted(
+        self,
+        having: Sequence[Tensor],
+        states: Sequence[dict[str, Any]],
+        *,
+        has_momentum: bool,
+    ) -> tuple[list[Sequence[Tensor]], list[Tensor]]:
+        """Parameters for calls of torch's kernels, and others."""
+        begun: list[Tensor] = []
+        fresh: list[Tensor] = []  # torch's fused momentum begins in all of a call or in none
+        others: list[Tensor] = []
+        for parameter, state in zip(having, states, strict=True):
+            if not self._lie_side_by_side(parameter, state):
+                others.append(parameter)
+            elif has_momentum and state.get("momentum_buffer") is None:
+                fresh.append(parameter)
+            else:
+                begun.append(parameter)
+        return [part for part in (begun, fresh) if part], others
 
     def _lie_side_by_side(self, parameter: Tensor, state: dict[str, Any]) -> bool:
         """Whether torch's kernels can go through a parameter, its gradient and its state by their
@@ -170,7 +187,7 @@ class FusedOptimizer:
         if (
             gradient.layout is not torch.strided
             or gradient.dtype is not dtype
-            or not parameter.is_floating_point()
+            or not _has_kernel(dtype, parameter.device.type)
             or not is_dense(parameter)
         ):
             return False
@@ -190,12 +207,14 @@ class FusedOptimizer:
             _move_step(parameter, state)
         return True
 
-    def _fitting(self, known: SmallParameters | None, having: Sequence[Tensor]) -> SmallParameters:
+    def _fitting(
+        self, known: SmallParameters | None, having: Sequence[Tensor], shared: Set[int]
+    ) -> SmallParameters:
         if known is not None:
-            if known.fits(having):
+            if known.fits(having, shared):
                 return known
             known.part()
-        return SmallParameters(having, self._optimizer)
+        return SmallParameters(having, self._optimizer, shared)
 
     @torch.no_grad()
     def _ends(self, stage: Stage) -> None:
@@ -230,25 +249,32 @@ COUNTED_IN = (torch.float32, torch.float64)
 def _all_lie_side_by_side(
     parameters: Sequence[Tensor], states: Sequence[Mapping[str, Any]]
 ) -> bool:
-    """Whether torch's kernels can go through all of them as they are; in few calls, as almost
-    always they can."""
-    first, length = states[0], len(states[0])
-    gradients = [gradient_of(p) for p in parameters]
-    counts = [s.get(key) for key in first if key in COUNTERS for s in states]
-    kept = [[s.get(key) for s in states] for key in first if key in OPERANDS]
+    """Whether torch's kernels can go through all of them as they are, and all have the same states;
+    in few calls, as it is so in almost every step."""
+    gradients: list[Any] = [p.grad for p in parameters]
+    kept: list[list[Any]] = [[s.get(key) for s in states] for key in OPERANDS if key in states[0]]
+    counts: list[Any] = [s.get(key) for key in COUNTERS if key in states[0] for s in states]
     if (
-        not all(p.is_cpu and (p.is_contiguous() or _has_no_holes(p)) for p in parameters)
-        or not all(g.layout is torch.strided for g in gradients)
-        or not all(len(s) == length for s in states)
-        or not all(isinstance(n, Tensor) and n.dtype in COUNTED_IN for n in counts)
-        or not all(isinstance(v, Tensor) for values in kept for v in values)
+        {g.layout for g in gradients} != {torch.strided}
+        or len({*map(len, states)}) > 1
+        or not {type(x) for part in (counts, *kept) for x in part} <= {*PLAIN}
+        or not {n.dtype for n in counts} <= {*COUNTED_IN}
+        or not all(p.is_cpu and (p.is_contiguous() or _has_no_holes(p)) for p in parameters)
     ):
         return False
-    layouts = [(p.dtype, p.numel(), p.stride()) for p in parameters]
-    if not all(dtype.is_floating_point for dtype in {dtype for dtype, _, _ in layouts}):
-        return False
-    beside: list[list[Any]] = [gradients, *kept]
-    return all([(t.dtype, t.numel(), t.stride()) for t in part] == layouts for part in beside)
+    dtypes = [p.dtype for p in parameters]
+    sizes, strides = [*map(Tensor.numel, parameters)], [*map(Tensor.stride, parameters)]
+    return all(_has_kernel(dtype, "cpu") for dtype in {*dtypes}) and all(
+        [x.dtype for x in part] == dtypes
+        and [*map(Tensor.numel, part)] == sizes
+        and [*map(Tensor.stride, part)] == strides
+        for part in (gradients, *kept)
+    )
+
+
+def _has_kernel(dtype: torch.dtype, device: str) -> bool:
+    """On a CPU, SGD's of torch 2.13 leaves most 16-bit values as they were (pytorch #191763)."""
+    return dtype.is_floating_point and (device != "cpu" or dtype.itemsize >= 4)
 
 
 def _has_no_holes(parameter: Tensor) -> bool:

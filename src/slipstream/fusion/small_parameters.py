@@ -14,15 +14,16 @@ has its shape and its names (views of the blocks' state), so ``state_dict()`` ne
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence, Set
 from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from slipstream.codecs.compressor import is_dense
+from slipstream.fusion.memory_in_common import PLAIN
 from slipstream.fusion.stand_in import States
 from slipstream.gradients.shares import flat
 from slipstream.optim.elementwise import COUNTERS
@@ -30,9 +31,6 @@ from slipstream.optim.memory_order import laid_like
 
 SMALL = {"cpu": 2**14}
 """Parameters of fewer values are put together, by device: calls cost more than copying them."""
-
-PLAIN = (Tensor, nn.Parameter)
-"""Types of parameters whose memory is known; subclasses may have any."""
 
 LARGE = 2**20
 """The same for devices with launches."""
@@ -47,14 +45,13 @@ class SmallParameters:
     Args:
         having: the parameters of the group that have a gradient.
         optimizer: has their states.
+        shared: those that have memory in common with others, by identity: they stay as they are.
     """
 
-    def __init__(self, having: Sequence[Tensor], optimizer: Optimizer) -> None:
-        self._having = list(having)
-        self._pointers = _pointers(having)
+    def __init__(self, having: Sequence[Tensor], optimizer: Optimizer, shared: Set[int]) -> None:
+        self._having, self._shared = list(having), shared
         self._others: list[Tensor] = []
         small: dict[Hashable, list[Tensor]] = {}
-        shared = _sharing_memory(having)
         states = [optimizer.state.get(parameter, {}) for parameter in having]
         shaped = _shaped_names(having, states)
         for parameter, state in zip(having, states, strict=True):
@@ -74,16 +71,10 @@ class SmallParameters:
             else:
                 self._others += alike
 
-    def fits(self, having: Sequence[Tensor]) -> bool:
+    def fits(self, having: Sequence[Tensor], shared: Set[int]) -> bool:
         """Whether these are the parameters, and their states are what the last step left."""
-        if len(having) != len(self._having) or not all(map(is_, having, self._having)):
-            return False
-        pointers = _pointers(having)
-        if pointers != self._pointers:
-            if _sharing_memory(having):
-                return False
-            self._pointers = pointers
-        return all(block.fits() for block in self._blocks)
+        same = len(having) == len(self._having) and all(map(is_, having, self._having))
+        return same and shared == self._shared and all(block.fits() for block in self._blocks)
 
     def begins(self, states: States) -> list[Tensor]:
         """Fill the blocks; what is to be stepped, of which ``states`` gets the states."""
@@ -297,30 +288,6 @@ def has_plain_gradient(parameter: Tensor) -> bool:
 
 def _layout(parameter: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
     return parameter.dtype, parameter.device, parameter.shape
-
-
-def _pointers(parameters: Sequence[Tensor]) -> list[int]:
-    return [p.data_ptr() for p in parameters if type(p) in PLAIN]
-
-
-def _sharing_memory(parameters: Sequence[Tensor]) -> set[int]:
-    """Which of them, by identity, have values in memory of another: a step of the one counts for
-    the other's, so they are stepped in their order."""
-    spans = []
-    for parameter in parameters:
-        if type(parameter) in PLAIN and parameter.numel():
-            last = sum(
-                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
-            )
-            start = parameter.data_ptr()
-            spans.append((start, start + (last + 1) * parameter.itemsize, id(parameter)))
-    shared, reach, holder = set[int](), 0, 0
-    for start, end, number in sorted(spans):
-        if start < reach:
-            shared |= {number, holder}
-        if end > reach:
-            reach, holder = end, number
-    return shared
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

@@ -81,20 +81,21 @@ class MomentumCorrection:
         world_size: int,
     ) -> None:
         coded = _dgc_names(trainables, codec)
-        self._optimizer, self._group_numbers = optimizer, set[int]()
+        self._optimizer = optimizer
+        self._applied: dict[torch.Tensor, dict[str, Any]] = {}  # by parameter
         self._unused: dict[torch.Tensor, torch.Tensor] = {}  # momentum buffers before any update
         self.momenta: dict[str, Momentum] = {}
         self.buffers: dict[str, Mapping[str, torch.Tensor]] = {}
-        for number, group in enumerate(optimizer.param_groups):
+        for group in optimizer.param_groups:
             inside = [p for p in group["params"] if id(p) in coded]
             if not inside:
                 _restore_settings(group)
                 continue
-            self._group_numbers.add(number)
             settings = dict(group.get(SETTINGS_KEY) or {name: group[name] for name in _OFF})
-            group.update(_OFF, **{SETTINGS_KEY: settings})
+            group.update(_OFF, **{SETTINGS_KEY: dict(settings)})
             for parameter in inside:
                 name = coded[id(parameter)]
+                self._applied[parameter] = settings
                 decayed = parameter if settings["weight_decay"] else None
                 self.momenta[name] = Momentum(**settings, parameter=decayed)
                 buffer = optimizer.state[parameter].pop("momentum_buffer", None)
@@ -114,8 +115,9 @@ class MomentumCorrection:
             UsageError: names the setting.
         """
         self._unused.clear()
-        for number, group in enumerate(self._optimizer.param_groups):
-            if number not in self._group_numbers:
+        for group in self._optimizer.param_groups:
+            applied = next((self._applied[p] for p in group["params"] if p in self._applied), None)
+            if applied is None:
                 _restore_settings(group)
                 continue
             for name, off in _OFF.items():
@@ -126,6 +128,14 @@ class MomentumCorrection:
                         "alone, e.g. OneCycleLR(cycle_momentum=False), and load a state of the "
                         "optimizer that was saved without dgc before accelerate()"
                     )
+            if group.get(SETTINGS_KEY) != applied or group.get("maximize"):
+                raise UsageError(
+                    f"gradients.codec dgc applies {applied}, but the optimizer's group now has "
+                    f"{SETTINGS_KEY} {group.get(SETTINGS_KEY)} and maximize "
+                    f"{bool(group.get('maximize'))}; allowed: the settings that accelerate() "
+                    "found, without maximize; change them, or load a state with others, before "
+                    "accelerate()"
+                )
 
     def give_back(self) -> None:
         """Restore the optimizer's settings, and its momentum buffers if no update used them."""

@@ -165,8 +165,11 @@ class Lamb(Layerwise):
         if total is not None and group["max_grad_norm"] is not None:
             excess = total.to(gradients[0].device) / group["max_grad_norm"]
             gradients = list(torch._foreach_div(gradients, excess.clamp(min=1.0)))
-        dtypes = {t.dtype for t in (*bunch.parameters, *gradients, *firsts, *seconds)}
-        if self.fused and group["grad_averaging"] and len(dtypes) == 1:
+        if (
+            self.fused
+            and group["grad_averaging"]
+            and _fit_one_kernel(bunch.parameters, gradients, firsts, seconds)
+        ):
             return self._fused_directions(bunch, gradients, states)
         beta1, beta2 = group["betas"]
         multiply_(firsts, beta1)
@@ -252,6 +255,14 @@ class Lamb(Layerwise):
                 state[name] = torch.zeros_like(parameter)
         state["step"] += 1
         return state
+
+
+def _fit_one_kernel(parameters: Sequence[Tensor], *parts: Sequence[Tensor]) -> bool:
+    """Whether gradients and moments are of their parameters' type and shape, and none comes
+    twice."""
+    kinds = [[(t.dtype, t.shape) for t in part] for part in (parameters, *parts)]
+    once = len({*map(id, parameters)}) == len(parameters)
+    return once and all(kind == kinds[0] for kind in kinds)
 
 
 def _ratios(weights: Tensor, steps: Tensor, group: Group) -> Tensor:
