@@ -106,6 +106,7 @@ class Swin(nn.Module):
 
         sizes = {"image_size": 16, "patch_size": 2, "window_size": 4, "embed_dim": WIDTH}
         config = SwinConfig(**sizes, depths=[2], num_heads=[2], drop_path_rate=0.0)
+        config._attn_implementation = "eager"  # torch's fused attention has no torch.func
         self.swin = SwinModel(config)
 
     def forward(self, x: Tensor) -> Tensor:
