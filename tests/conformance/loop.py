@@ -360,7 +360,8 @@ class Plain(Loop):
                     if found is None:
                         last[rank] = last[rank]._replace(counts=False)
                     else:
-                        last[rank] = Batch(*found, rank)
+                        x, y = found
+                        last[rank] = Batch(x, y, rank)
                 if not any(batch.counts for batch in last.values()):
                     return
                 yield [*last.values()]
