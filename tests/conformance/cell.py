@@ -54,7 +54,9 @@ def judge(technique: Technique, habit: Habit, rank: int) -> Verdict:
             with contextlib.suppress(Exception):
                 ours.abandon(error)
             return verdict
-        problem = _difference(technique, ours, plain)
+        if habit.own_buffers and rank:
+            ours.model.load_state_dict(dict(plain.model.named_buffers()), strict=False)
+        problem = _difference(technique, habit, ours, plain)
         if problem:
             return Verdict("wrong", problem)
         return Verdict("equal", digest=digest(ours.model))
@@ -77,8 +79,9 @@ _plain_sides: dict[tuple[object, ...], Plain] = {}
 
 def _of_error(error: BaseException, ours: Loop, plain: Plain) -> Verdict:
     if not isinstance(error, SlipstreamError):
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename.rpartition('/')[2]}:{place.lineno}"
+        places = traceback.extract_tb(error.__traceback__)
+        of_ours = [place for place in places if "slipstream/" in place.filename] or places[-1:]
+        where = f"{of_ours[-1].filename.rpartition('/')[2]}:{of_ours[-1].lineno}"
         return Verdict("wrong", f"{type(error).__name__}: {_line(error)} ({where})")
     if problem := _off_the_road(ours, plain):
         return Verdict("wrong", f"refused too late, {problem}: {_line(error)}")
@@ -122,7 +125,7 @@ def _units(a: Tensor, b: Tensor, tolerance: float) -> float:
     return float(((a - b).abs() / (tolerance * (1 + b.abs()))).nan_to_num(float("inf")).max())
 
 
-def _difference(technique: Technique, ours: Loop, plain: Plain) -> str | None:
+def _difference(technique: Technique, habit: Habit, ours: Loop, plain: Plain) -> str | None:
     """What a technique has made otherwise; None: nothing."""
     found, expected = ours.model.state_dict(), plain.model.state_dict()
     if found.keys() != expected.keys():
@@ -132,7 +135,8 @@ def _difference(technique: Technique, ours: Loop, plain: Plain) -> str | None:
     pairs = [(n, found[n], expected[n]) for n in found]
     pairs += [(m[0], m[1], t[1]) for m, t in zip(ours.noted, plain.noted, strict=True)]
     coarsest = max((TOLERANCE.get(b.dtype, 0.0) for _, _, b in pairs), default=0.0)
-    tolerance = max(coarsest, technique.bound or 0.0)
+    bf16 = TOLERANCE[torch.bfloat16] if habit.bf16 else 0.0
+    tolerance = max(coarsest, bf16, technique.bound or 0.0)
     worst = max(((_units(a, b, tolerance), n) for n, a, b in pairs), default=(0.0, ""))
     if worst[0] > 1:
         return f"{worst[1]} is off by {worst[0] * tolerance:.1e}"

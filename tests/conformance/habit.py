@@ -23,6 +23,9 @@ class Habit:
         section: the file that it is in.
         run: what a user does.
         needs: what a technique must have for it, see ``not_applicable``.
+        bf16: computes in 16 bits, so that another order of sums shows more.
+        own_buffers: ends where ranks have not exchanged buffers yet, as under DDP before the next
+            forward; those of the first rank are compared.
         apart: runs in a process of its own, as it may leave others waiting.
     """
 
@@ -31,19 +34,26 @@ class Habit:
     run: Callable[[Loop], None]
     needs: frozenset[str]
     apart: bool
+    bf16: bool
+    own_buffers: bool
 
 
 _habits: list[Habit] = []
 
 
 def habit(
-    name: str, *needs: str, apart: bool = False
+    name: str,
+    *needs: str,
+    apart: bool = False,
+    bf16: bool = False,
+    own_buffers: bool = False,
 ) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
     """Adds a function to the columns."""
 
     def add(function: Callable[[Loop], None]) -> Callable[[Loop], None]:
         section = function.__module__.rpartition(".")[2]
-        _habits.append(Habit(name, section, function, frozenset(needs), apart))
+        needed = frozenset(needs)
+        _habits.append(Habit(name, section, function, needed, apart, bf16, own_buffers))
         return function
 
     return add

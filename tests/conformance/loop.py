@@ -33,6 +33,8 @@ class Batch(NamedTuple):
     y: Tensor
     rank: int
     """Whose batch it is."""
+    counts: bool = True
+    """False: computed in forward alone."""
 
 
 LossOf = Callable[[nn.Module, Batch], "Tensor | tuple[Tensor, ...]"]
@@ -248,8 +250,7 @@ class Plain(Loop):
         self._overflowed = False
         self.trajectory: list[dict[str, Tensor]] = []
         self._loaders: dict[int, Any] = {}
-        self._window: list[Batch] = []
-        self._rounds = 0
+        self._window: list[list[Batch]] = []
 
     def start(self, *, accumulate: int | None = None, unused: bool = False) -> None:
         self.accumulate = accumulate or self.technique.accumulate
@@ -275,8 +276,11 @@ class Plain(Loop):
             self._loaders[rank] = self._loader_of(rank)
         return self._loaders[rank]
 
-    def _backward(self, batches: Sequence[Batch], loss_of: LossOf, times: int = 1) -> None:
-        """Gradients of the mean over these batches, ``times`` as large as a part of a window."""
+    def _backward(
+        self, batches: Sequence[Batch], loss_of: LossOf, divisor: int | None = None
+    ) -> None:
+        """Gradients of the mean over these batches, or of their sum by ``divisor``."""
+        divisor = divisor or len(batches) * self.accumulate
         self.remember()  # what the user has written
         before = {id(m): dict(m._buffers) for m in self.model.modules()}
         errors: list[BaseException] = []
@@ -291,7 +295,8 @@ class Plain(Loop):
                     losses = loss_of(self.model, own)
                 total = torch.stack(losses).sum() if isinstance(losses, tuple) else losses
                 self._overflowed |= not bool(total.isfinite())
-                (total * times / len(batches) / self.accumulate).backward()
+                if batch.counts:
+                    (total / divisor).backward()
             except (Exception, KeyboardInterrupt) as error:
                 errors.append(error)
             finally:
@@ -325,29 +330,41 @@ class Plain(Loop):
         self.note("norm", nn.utils.clip_grad_norm_(self.model.parameters(), max_norm))
 
     def epoch(self, limit: int | None = None) -> int:
+        """An update is the mean over the batches that exist in its window."""
+        updates = 0
+        for batches in self._rounds_of_an_epoch():
+            if updates == limit:
+                break
+            self._window.append(batches)
+            if len(self._window) < self.accumulate:
+                continue
+            count = sum(batch.counts for batches in self._window for batch in batches)
+            for each in self._window:
+                self._backward(each, mse, divisor=count)
+            self._window.clear()
+            self.optimizer.step()
+            self.model.zero_grad()
+            updates += 1
+        return updates
+
+    def _rounds_of_an_epoch(self) -> Iterator[list[Batch]]:
+        """The batches of all ranks; of a rank that has run out its last one again, which does not
+        count, but which its buffers see."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             iterators = {rank: iter(self._loader_of(rank)) for rank in self._data_ranks}
-            updates = 0
-            while limit is None or updates < limit:
-                batches = []
-                for rank in list(iterators):
-                    try:
-                        x, y = next(iterators[rank])
-                        batches.append(Batch(x, y, rank))
-                    except StopIteration:
-                        del iterators[rank]
-                if not batches:
-                    break
-                self._window.extend(batches)
-                self._rounds += 1
-                if self._rounds % self.accumulate == 0:
-                    self._backward(self._window, mse, self.accumulate)
-                    self._window.clear()
-                    self.optimizer.step()
-                    self.model.zero_grad()
-                    updates += 1
-        return updates
+            last: dict[int, Batch] = {}
+            while True:
+                for rank, iterator in iterators.items():
+                    found = next(iterator, None)
+                    if found is None:
+                        last[rank] = last[rank]._replace(counts=False)
+                    else:
+                        x, y = found
+                        last[rank] = Batch(x, y, rank)
+                if not any(batch.counts for batch in last.values()):
+                    return
+                yield [*last.values()]
 
     def load_from_other_world(self) -> None:
         model, optimizer = self.trained(2)

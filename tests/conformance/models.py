@@ -61,20 +61,21 @@ class Mlp(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """A convolution, batch norm, relu, a sum and relu; then relu and a depthwise convolution."""
+    """All chains of operations: of a batch norm, a sum, both, and a depthwise convolution."""
 
     residual_scale = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, mix: nn.Module) -> None:
         super().__init__()
         self.conv = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(WIDTH)
+        self.norm, self.relu, self.mix = nn.BatchNorm2d(WIDTH), nn.ReLU(), mix
         self.depthwise = nn.Conv2d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.norm(self.conv(x)))
-        x = torch.relu(self.residual_scale * y + x)
-        return self.depthwise(torch.relu(x))
+        y = self.mix(self.relu(self.norm(self.conv(x))))
+        if self.residual_scale != 1.0:
+            y = self.residual_scale * y
+        return self.depthwise(self.relu(torch.relu(y + x)))
 
 
 class Convolutions(nn.Module):
@@ -83,7 +84,8 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 1)
-        self.blocks = nn.ModuleList(ConvBlock() for _ in range(2))
+        mixes = nn.Conv2d(WIDTH, WIDTH, 1), nn.BatchNorm2d(WIDTH)
+        self.blocks = nn.ModuleList(map(ConvBlock, mixes))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -106,6 +108,7 @@ class Swin(nn.Module):
 
         sizes = {"image_size": 16, "patch_size": 2, "window_size": 4, "embed_dim": WIDTH}
         config = SwinConfig(**sizes, depths=[2], num_heads=[2], drop_path_rate=0.0)
+        config._attn_implementation = "eager"  # torch's fused attention has no torch.func
         self.swin = SwinModel(config)
 
     def forward(self, x: Tensor) -> Tensor:

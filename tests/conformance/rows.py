@@ -28,7 +28,7 @@ from tests.conformance.habit import Habit, all_habits
 from tests.conformance.techniques import TECHNIQUES, Technique
 from tests.harness.ranks import RankFailure, Ranks
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds that a rank may take longer than the other for a cell."""
 
 Outcomes = dict[str, dict[str, Verdict]]
@@ -161,7 +161,7 @@ def _connect(rank: int, path: str) -> None:
         init_method=f"file://{path}",
         rank=rank,
         world_size=RANKS,
-        timeout=timedelta(seconds=PATIENCE / 2),
+        timeout=timedelta(seconds=PATIENCE),
     )
     dist.barrier()
 

@@ -185,13 +185,18 @@ class Technique:
             run.start()
             run.update(times=2)
             _one_process[self.name] = {
-                "model": run.session.full_state_dict(),
+                # buffers of the first rank, which has seen its own batches alone
+                "model": {**run.session.full_state_dict(), **_buffers_of(model, run.model)},
                 "optimizer": run.session.full_optimizer_state_dict(),
                 "session": run.session.state_dict(),
             }
             run.close()
         finally:
             os.environ.update(before)
+
+
+def _buffers_of(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    return {name: state[name] for name, _ in model.named_buffers() if name in state}
 
 
 class OneProcess(InSession):

@@ -234,7 +234,7 @@ def inference_mode(run: Loop) -> None:
         run.update()
 
 
-@habit("autocast inside the loss")
+@habit("autocast inside the loss", bf16=True)
 def autocast_inside(run: Loop) -> None:
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -244,7 +244,7 @@ def autocast_inside(run: Loop) -> None:
     run.update(loss_of, times=3)
 
 
-@habit("autocast around an update")
+@habit("autocast around an update", bf16=True)
 def autocast_outside(run: Loop) -> None:
     run.start()
     for _ in range(3):

@@ -66,7 +66,7 @@ def partial_window_flushed(run: Loop) -> None:
         run.flush()
 
 
-@habit("accumulate: a window open at close() is told")
+@habit("accumulate: a window open at close() is told", own_buffers=True)
 def window_left_open(run: Loop) -> None:
     run.start(accumulate=2)
     run.update(times=2)
