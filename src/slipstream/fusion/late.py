@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from slipstream.errors import ModelError, UsageError
 from slipstream.kernels.batch_norm_act import Statistics
+from slipstream.kernels.surroundings import needs_plain_functions
 
 Context = tuple[bool, bool, torch.dtype | None, bool]
 """Whether gradients are recorded, inference mode, the type of autocast, and whether torch.func or
@@ -160,10 +161,8 @@ def context_of(tensor: Tensor) -> Context:
     """The settings of torch that an operation of chains depends on."""
     device = tensor.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    jit: Any = torch.jit
-    followed = torch._C._are_functorch_transforms_active() or jit.is_tracing()
     inference = torch.is_inference_mode_enabled()
-    return torch.is_grad_enabled(), inference, autocast or None, followed
+    return torch.is_grad_enabled(), inference, autocast or None, needs_plain_functions()
 
 
 _METADATA = frozenset(

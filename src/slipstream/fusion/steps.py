@@ -35,6 +35,7 @@ from slipstream.kernels.activations import ActivationName
 from slipstream.kernels.add_act import add_act, is_alike, is_small as is_small_sum
 from slipstream.kernels.batch_norm_act import batch_norm_act, batch_statistics, is_small
 from slipstream.kernels.relu_depthwise import is_small as is_small_convolution, relu_depthwise
+from slipstream.kernels.surroundings import product_type
 
 Role = Literal["norm", "sum", "relu"]
 """What a layer starts: a chain of its batch norm, of a sum of its result, or of relu before a
@@ -296,7 +297,7 @@ def _convolve(*args: Any, **kwargs: Any) -> Any:
         _arrived(parameter)
     sizes = [given[name] for name in ("stride", "padding", "dilation")]
     is_depthwise = weight.shape[1] == 1 and given["groups"] == x.shape[1] > 1
-    is_depthwise &= weight.dtype == x.dtype  # else autocast decides
+    is_depthwise &= product_type(weight) == product_type(x)
     if not is_depthwise or x.ndim != weight.ndim or isinstance(given["padding"], str):
         return NotImplemented
     pending.ran(DEPTHWISE)

@@ -246,7 +246,7 @@ def _what_was_kept(ctx: Any) -> Tensor | None:
         return None
     query = ctx.saved_tensors[0]
     windows, heads, positions, channels = query.shape
-    kept = query.new_empty(windows, heads, positions, positions)
+    kept: Tensor = query.new_empty(windows, heads, positions, positions)
     blocks = _blocks(positions, channels)
     grid = (windows * heads, triton.cdiv(positions, blocks["rows"]))
     _write_kept[grid](kept, ctx.seed, positions, ctx.dropout, **blocks)

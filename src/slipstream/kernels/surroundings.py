@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ def needs_plain_functions() -> bool:
 
     They look into torch's functions, but not into a kernel: a kernel then is its ``reference``.
     """
-    return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
+    jit: Any = torch.jit
+    return torch._C._are_functorch_transforms_active() or bool(jit.is_tracing())
 
 
 def product_type(operand: Tensor) -> torch.dtype:
