@@ -18,7 +18,12 @@ from torch.utils.data.distributed import DistributedSampler
 
 from tests.conformance import models
 from tests.conformance.loop import BATCH, InPipeline, InSession, Loader, Loop, UnderDdp, mse
-from tests.conformance.surroundings import bf16, uncompiled
+from tests.fusion.uncompiled import uncompiled
+
+
+def bf16() -> Any:
+    """Torch's own autocast."""
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 def sgd(model: nn.Module) -> Optimizer:
