@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.conformance import models
-from tests.conformance.loop import BATCH, InPipeline, InSession, Loader, Loop, UnderDdp, mse
+from tests.conformance.loop import BATCH, Loader, Loop, mse
+from tests.conformance.sides import InPipeline, InSession, UnderDdp
 from tests.fusion.uncompiled import uncompiled
 
 
