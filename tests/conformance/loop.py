@@ -7,7 +7,6 @@ the two have noted, and the model in the end, must be equal.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -182,16 +181,6 @@ class Loop:
     def second(self) -> Loop:
         """Another training of the same kind in this process."""
         return type(self)(self.technique, self.rank, self.ranks)
-
-    def trained(self, updates: int = 2) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The states of model and optimizer after a plain run of so many updates."""
-        from tests.conformance.plain import Plain
-
-        run = Plain(self.technique, self.rank, self.ranks)
-        run.start()
-        run.update(times=updates)
-        states = run.model.state_dict(), run.optimizer.state_dict()
-        return copy.deepcopy(states)
 
     def load_from_other_world(self) -> None:
         """Go on where a run on one process has ended, by the session's own verbs."""
