@@ -14,7 +14,8 @@ from torch import Tensor
 
 from slipstream.errors import ExchangeError, SlipstreamError
 from tests.conformance.habit import Habit
-from tests.conformance.loop import Loop, Plain
+from tests.conformance.loop import Loop
+from tests.conformance.plain import Plain
 from tests.conformance.techniques import Technique
 from tests.harness.reference import TOLERANCE, digest
 
