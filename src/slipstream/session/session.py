@@ -124,7 +124,8 @@ class Session(Generic[M, O]):
                 "session.forward_backward(loss_fn, (inputs,), target=target) instead of forward, "
                 "loss and backward"
             )
-        self._loop.backward(loss, retain_graph=retain_graph, loss_scale=loss_scale)
+        with self._loop.outside_autocast():
+            self._loop.backward(loss, retain_graph=retain_graph, loss_scale=loss_scale)
 
     def forward_backward(
         self,
@@ -189,7 +190,8 @@ class Session(Generic[M, O]):
             UsageError: there was no backward since the last step, or the session is closed.
         """
         self._must_be_open("step")
-        updated = self._loop.step()
+        with self._loop.outside_autocast():
+            updated = self._loop.step()
         self.skipped = self._loop.skipped
         return updated
 
@@ -217,7 +219,8 @@ class Session(Generic[M, O]):
             (False, True)
         """
         self._must_be_open("flush")
-        updated = self._loop.flush()
+        with self._loop.outside_autocast():
+            updated = self._loop.flush()
         self.skipped = self._loop.skipped
         return updated
 
@@ -346,7 +349,8 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("clip_grad_norm_")
         self._loop.check_clip()
-        return self._full_state.clip_grad_norm_(max_norm)
+        with self._loop.outside_autocast():
+            return self._full_state.clip_grad_norm_(max_norm)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
