@@ -174,3 +174,40 @@ def dense_dgc() -> float:
 def test_dgc_at_density_one_is_the_optimizers_own_momentum(two) -> None:
     for far in two.run(dense_dgc):
         assert far <= 1
+
+
+def reloaded() -> str:
+    """States of model and optimizer of an earlier moment, and at first not that of the session."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 40)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    strategy = {"gradients": {"codec": "dgc"}}
+    with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+
+        def step(number: int) -> None:
+            torch.manual_seed(10 * number + dist.get_rank())
+            session.backward(model(torch.randn(4, 40)).square().mean())
+            session.step()
+
+        step(0)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), session.state_dict()))
+        step(1)
+        first = copy.deepcopy(model.state_dict())
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        with pytest.raises(UsageError) as refusal:
+            step(1)
+        optimizer.zero_grad()  # the script skips that update
+        for order in ((1, 2), (2, 1)):
+            model.load_state_dict(saved[0])
+            for part in order:
+                (model, optimizer, session)[part].load_state_dict(saved[part])
+            step(1)
+            for mine, theirs in zip(model.state_dict().values(), first.values(), strict=True):
+                assert torch.equal(mine, theirs)
+    return str(refusal.value)
+
+
+def test_a_state_of_the_optimizer_alone_does_not_bring_the_momentum_back(two) -> None:
+    for text in two.run(reloaded):
+        assert "session.load_state_dict(state)" in text

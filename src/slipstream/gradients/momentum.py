@@ -86,6 +86,9 @@ class MomentumCorrection:
         self._unused: dict[torch.Tensor, torch.Tensor] = {}  # momentum buffers before any update
         self.momenta: dict[str, Momentum] = {}
         self.buffers: dict[str, Mapping[str, torch.Tensor]] = {}
+        self._used = False  # whether there was an update
+        self._loads = 0  # of the optimizer's state since then, without those of the session's
+        self._hook = optimizer.register_load_state_dict_post_hook(self._loaded) if coded else None
         for group in optimizer.param_groups:
             inside = [p for p in group["params"] if id(p) in coded]
             if not inside:
@@ -114,7 +117,14 @@ class MomentumCorrection:
         Raises:
             UsageError: names the setting.
         """
+        if self._loads > 0:
+            raise UsageError(
+                "the optimizer has loaded a state, but gradients.codec dgc keeps the momentum, "
+                "which is part of session.state_dict(); load that of the same moment, too: "
+                "session.load_state_dict(state)"
+            )
         self._unused.clear()
+        self._used, self._loads = True, 0
         for group in self._optimizer.param_groups:
             applied = next((self._applied[p] for p in group["params"] if p in self._applied), None)
             if applied is None:
@@ -137,8 +147,17 @@ class MomentumCorrection:
                     "accelerate()"
                 )
 
+    def restored(self) -> None:
+        """The session has loaded a state, with the momentum."""
+        self._loads -= 1
+
+    def _loaded(self, optimizer: object) -> None:
+        self._loads += self._used
+
     def give_back(self) -> None:
         """Restore the optimizer's settings, and its momentum buffers if no update used them."""
+        if self._hook is not None:
+            self._hook.remove()
         for group in self._optimizer.param_groups:
             _restore_settings(group)
         for parameter, buffer in self._unused.items():

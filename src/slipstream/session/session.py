@@ -276,6 +276,7 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("load_state_dict")
         self._loop.steps = self._state.load(state)
+        self._loop.momentum_correction.restored()
 
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` of the whole model, on every rank, for any number of ranks.
