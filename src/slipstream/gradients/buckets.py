@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from slipstream.codecs.compressor import is_dense, is_finite, memory_order, parts
+from slipstream.gradients.messages import gradient_taken
 from slipstream.transport import sparse
 from slipstream.transport.requests import AllReduce, Exchange, Request
 
@@ -217,7 +218,8 @@ def scale_into(out: torch.Tensor, gradient: torch.Tensor, scale: torch.Tensor) -
 def _dense(parameter: nn.Parameter) -> torch.Tensor:
     """Its gradient, which may be sparse although it was dense when buckets were laid out."""
     gradient = parameter.grad
-    assert gradient is not None
+    if gradient is None:
+        raise gradient_taken(f"a parameter of shape {tuple(parameter.shape)}")
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 

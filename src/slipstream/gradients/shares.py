@@ -215,6 +215,7 @@ class Shares:
             guard = blank.to(parameter.device).expand(parameter.shape).as_subclass(ShardedGradient)
             guard.of = self.names[parameter]
             self._guards[parameter] = guard
+        guard.zeroed = False  # that was another update's
         return guard
 
 

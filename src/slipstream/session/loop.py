@@ -70,6 +70,7 @@ class TrainingLoop:
         self._updating = False  # inside an update of step()
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
         self._used = False  # by one by hand, which leaves the gradients
+        self._sum: tuple[nn.Parameter, torch.Tensor, int] | None = None  # one of an open window
         self._broken_off = False  # an update has begun and not ended
         self._parameters = tuple(self.model.parameters())
 
@@ -95,7 +96,7 @@ class TrainingLoop:
 
     def attach(self, hooks: StepHooks) -> None:
         """Learn of every step of the optimizer."""
-        hooks.attach(self._step_begins, self._step_ends)
+        hooks.attach(self._step_begins, self._step_ends, self._other_steps)
 
     # Backward passes.
 
@@ -152,6 +153,7 @@ class TrainingLoop:
             self._clear()
         if self.update_due and self._is_zeroed():
             self._end_update(None)
+        self._check_sums()
         loss_scale = self.precision.take(given)
         self.window.check_scale(loss_scale)
         if not self._compared:
@@ -176,6 +178,8 @@ class TrainingLoop:
             self.engine.abort(error)
             raise
         self._backward_done = True
+        if not self.window.last:
+            self._sum = self._first_sum()
         self.backwards += 1
         self.tracer.exchanged(self.engine.ready)
 
@@ -219,6 +223,7 @@ class TrainingLoop:
             raise UsageError("flush() inside no_sync(); call it after the with block")
         if not self.window_open:
             return False
+        self._check_sums()
         if not self.update_due:
             self.full_state.complete()
             self.engine.begin(
@@ -304,15 +309,38 @@ class TrainingLoop:
         skip, self._by_hand = self._by_hand, None
         if skip is None:
             return
-        held = self._held()
-        left = [(p, p.grad if p in held else None) for p in self._parameters]
+        left = [(p, p.grad) for p in self._parameters]
         self._end_update(skip)
         self._used = True
         for parameter, gradient in left:  # until the script zeroes them
             parameter.grad = gradient
 
+    def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer of the script steps: right for parameters of this model only where
+        averaged gradients are there."""
+        inside = self._updating or self._by_hand is not None  # one around another
+        if inside or self.update_due or self._used:
+            return
+        trained = {*self._parameters}
+        shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
+        if shared and (self.window_open or all(p.grad is None for p in shared)):
+            raise UsageError(
+                f"the step of another optimizer ({type(optimizer).__name__}) of parameters of this "
+                "model, where their averaged gradients are not there: call it after the "
+                "session.backward() that ends a window and before session.step(), which zeroes the "
+                "gradients of all parameters; or give accelerate() one optimizer with groups"
+            )
+
     def _held(self) -> set[torch.Tensor]:
         return {p for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _first_sum(self) -> tuple[nn.Parameter, torch.Tensor, int] | None:
+        """A parameter with a gradient, and its version: to look at values would wait for a GPU."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return parameter, parameter.grad, parameter.grad._version
+        return None
 
     def _is_zeroed(self) -> bool:
         """Whether the script has zeroed the gradients of the optimizer's parameters."""
@@ -337,6 +365,20 @@ class TrainingLoop:
         if self._local_only:
             return "no_sync()"
         return f"an accumulation window of {self.window.accumulate} backward passes"
+
+    def _check_sums(self) -> None:
+        """Refuse a window whose gradients the script has zeroed, as loops do before a backward."""
+        kept, self._sum = self._sum, None
+        if kept is None:
+            return
+        parameter, before, version = kept
+        now = parameter.grad
+        if (now is not before or now._version != version) and self._is_zeroed():
+            raise UsageError(
+                f"the gradients were zeroed inside {self._window}, whose update would miss what "
+                "they held; leave optimizer.zero_grad() out, session.step() does it after the "
+                "update, or call it only where session.step() has returned True"
+            )
 
     def check_clip(self) -> None:
         """Refuse to clip what is not the gradient of an update.

@@ -1,4 +1,4 @@
-"""Tells a training loop of every ``optimizer.step()``, whoever calls it."""
+"""Tells a training loop of every ``optimizer.step()``, whoever calls it, and of those of others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from slipstream.strategy import Row
 
@@ -26,9 +27,21 @@ class StepHooks:
             eager: Any = torch.compiler.disable
             self._hooks.append(optimizer.register_step_pre_hook(eager(self._pre)))
 
-    def attach(self, begins: Callable[[object], None], ends: Callable[[], None]) -> None:
-        """Call ``begins(closure)`` before and ``ends()`` after each step from now on."""
+    def attach(
+        self,
+        begins: Callable[[object], None],
+        ends: Callable[[], None],
+        other: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        """Call ``begins(closure)`` before and ``ends()`` after each step from now on, and
+        ``other`` before each step of any other optimizer of the script."""
         self._begins = begins
+
+        def before_any(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if optimizer is not self._optimizer:
+                other(optimizer)
+
+        self._hooks.append(register_optimizer_step_pre_hook(torch.compiler.disable(before_any)))
         if hasattr(self._optimizer, "register_step_post_hook"):
             eager: Any = torch.compiler.disable
             post = eager(lambda *_: ends())
