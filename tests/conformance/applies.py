@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.conformance.habit import Habit
-from tests.conformance.loop import UnderDdp
+from tests.conformance.sides import UnderDdp
 from tests.conformance.techniques import Technique
 
 LACKS = {

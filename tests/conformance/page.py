@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.conformance.cell import Verdict
 from tests.conformance.habit import SECTIONS, Habit
 from tests.conformance.rows import Outcomes, every
+from tests.conformance.techniques import TECHNIQUES
 
 PAGE = Path(__file__).parents[2] / "docs/conformance.md"
 COMMAND = "python -m tests.conformance --write"
@@ -34,7 +35,7 @@ parameters, the buffers and what the habit looks at. This page is made by the te
 (`{command}`), which fails where a cell is wrong, missing, or another than here.
 
 - `=` **equal**: within what the technique promises. Exact ones to {exact}, as far as the order of
-  sums goes in fp32; lossy ones within their bound, a part of the way that a parameter has gone.
+  sums goes in fp32; lossy ones within the bound beside their name, a part of the way that parameters have gone.
 - `R1` **refused**: an error of slipstream on every rank, before the first wrong number. The
   [list of errors](#errors) has its words.
 - `a` **not applicable**: declared beforehand, [with the reason](#not-applicable).
@@ -78,12 +79,13 @@ def _section(
     inside = [habit for habit in habits if habit.section == section]
     lines = [f"## {TITLES[section]}", ""]
     lines += [f"{number}. {habit.name}" for number, habit in enumerate(inside, 1)]
-    width = max(map(len, outcomes))
+    shown = {t.name: t.name if t.bound is None else f"{t.name} {t.bound:.0%}" for t in TECHNIQUES}
+    width = max(map(len, shown.values()))
     cells = [str(number) for number in range(1, len(inside) + 1)]
     lines += ["", _row("technique".ljust(width), cells), _row("-" * width, ["---"] * len(inside))]
     for name, row in outcomes.items():
         marks = [_mark(row[habit.name], errors, reasons) for habit in inside]
-        lines.append(_row(name.ljust(width), marks))
+        lines.append(_row(shown[name].ljust(width), marks))
     return "\n".join(lines) + "\n"
 
 

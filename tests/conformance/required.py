@@ -13,7 +13,7 @@ import slipstream.kernels
 import slipstream.optim
 from slipstream.strategy import Setting, Strategy
 from slipstream.strategy.codec import PlainCodec
-from tests.conformance.loop import UnderDdp
+from tests.conformance.sides import UnderDdp
 from tests.conformance.techniques import Technique
 
 BY_SETTINGS = {"compile_blocks", "fuse_optimizer", "fuse_patterns", "graph_blocks"}

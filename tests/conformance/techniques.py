@@ -17,8 +17,15 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.conformance import models
-from tests.conformance.loop import BATCH, InPipeline, InSession, Loader, Loop, UnderDdp, mse
-from tests.conformance.surroundings import bf16, uncompiled
+from tests.conformance.loop import BATCH, Loader, Loop, mse
+from tests.conformance.plain import trained
+from tests.conformance.sides import InPipeline, InSession, UnderDdp
+from tests.fusion.uncompiled import uncompiled
+
+
+def bf16() -> Any:
+    """Torch's own autocast."""
+    return torch.autocast("cpu", torch.bfloat16)
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -175,7 +182,7 @@ class Technique:
         """Two updates in a session of one process on the batches of all ranks, for habits that go
         on from there; before there is a process group."""
         run = OneProcess(self, 0, 2)
-        model, optimizer = run.trained(2)
+        model, optimizer = trained(run)
         _one_process[self.name] = {"model": model, "optimizer": optimizer}
         if self.shares_batches or self.loop is UnderDdp:
             return

@@ -266,6 +266,7 @@ class Engine(GradientEngine):
         """What this rank's update will use: ``parameter.grad``, or its shares of the averages."""
         if self._shares is None:
             return super().averages(parameters)
+        self._shares.adopt()  # what the script has assigned meanwhile
         whole = super().averages(p for p in parameters if p not in self._shares.gradients)
         return [*self._shares.gradients.values(), *whole]
 

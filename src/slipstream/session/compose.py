@@ -183,6 +183,7 @@ def compose(
             tracer,
             # After all that changes the model: what changes later is refused.
             handles.add(Members(model, optimizer)),
+            cluster.device,
         )
         loop.attach(step_hooks)
         names = [t.name for t in trainables]

@@ -11,7 +11,7 @@ comes again without one, and the gradients were zeroed meanwhile, the script has
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.momentum import MomentumCorrection
+from slipstream.kernels.surroundings import outside_autocast
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.full_state import FullState
 from slipstream.parallel.pipeline.pipeline import Pipeline
@@ -48,6 +49,7 @@ class TrainingLoop:
         any_rank: whether a flag is up on any rank that holds a part of the gradients.
         tracer: records the spans.
         members: the parameters that are trained.
+        device: of the model.
         steps: updates so far.
         skipped: updates that were skipped because of gradients that were not finite.
     """
@@ -63,6 +65,7 @@ class TrainingLoop:
     any_rank: Callable[[bool], bool]
     tracer: Tracer
     members: Members
+    device: torch.device
 
     def __post_init__(self) -> None:
         self.steps = self.skipped = self.backwards = 0
@@ -99,6 +102,10 @@ class TrainingLoop:
         hooks.attach(self._step_begins, self._step_ends, self._other_steps)
 
     # Backward passes.
+
+    def outside_autocast(self) -> AbstractContextManager[object]:
+        """In which gradients are computed and averaged in the types that they have."""
+        return outside_autocast(self.device)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, loss_scale: float) -> None:
         """Backward of one loss; raises as ``Session.backward``."""

@@ -123,7 +123,8 @@ class Session(Generic[M, O]):
                 "session.forward_backward(loss_fn, (inputs,), target=target) instead of forward, "
                 "loss and backward"
             )
-        self._loop.backward(loss, retain_graph=retain_graph, loss_scale=loss_scale)
+        with self._loop.outside_autocast():
+            self._loop.backward(loss, retain_graph=retain_graph, loss_scale=loss_scale)
 
     def forward_backward(
         self,
@@ -188,7 +189,8 @@ class Session(Generic[M, O]):
             UsageError: there was no backward since the last step, or the session is closed.
         """
         self._must_be_open("step")
-        return self._loop.step()
+        with self._loop.outside_autocast():
+            return self._loop.step()
 
     def flush(self) -> bool:
         """Update now, with what an accumulation window that is not full has gathered: the mean over
@@ -214,7 +216,8 @@ class Session(Generic[M, O]):
             (False, True)
         """
         self._must_be_open("flush")
-        return self._loop.flush()
+        with self._loop.outside_autocast():
+            return self._loop.flush()
 
     @property
     def sync_gradients(self) -> bool:
@@ -341,7 +344,8 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("clip_grad_norm_")
         self._loop.check_clip()
-        return self._full_state.clip_grad_norm_(max_norm)
+        with self._loop.outside_autocast():
+            return self._full_state.clip_grad_norm_(max_norm)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

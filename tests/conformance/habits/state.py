@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.conformance.habit import habit
 from tests.conformance.loop import Loop
+from tests.conformance.plain import trained
 
 
 @habit("no habit: the straight road")
@@ -40,7 +41,7 @@ def own_state_later(run: Loop) -> None:
 
 @habit("states of a plain run loaded before")
 def plain_state_before(run: Loop) -> None:
-    model, optimizer = run.trained()
+    model, optimizer = trained(run)
     run.model.load_state_dict(model)
     run.optimizer.load_state_dict(optimizer)
     run.start()
@@ -49,7 +50,7 @@ def plain_state_before(run: Loop) -> None:
 
 @habit("states of a plain run loaded after")
 def plain_state_after(run: Loop) -> None:
-    model, optimizer = run.trained()
+    model, optimizer = trained(run)
     run.start()
     run.model.load_state_dict(model)
     run.optimizer.load_state_dict(optimizer)
@@ -58,7 +59,7 @@ def plain_state_after(run: Loop) -> None:
 
 @habit("state in another memory order loaded")
 def other_memory_order(run: Loop) -> None:
-    model, optimizer = run.trained()
+    model, optimizer = trained(run)
     run.start()
     run.model.load_state_dict(model)
     run.optimizer.load_state_dict(_reordered(optimizer))
