@@ -185,7 +185,7 @@ class TrainingLoop:
             self.engine.abort(error)
             raise
         self._backward_done = True
-        if not self.window.last:
+        if not exchange and not self._local_only:  # what no_sync() has gathered may be thrown away
             self._sum = self._first_sum()
         self.backwards += 1
         self.tracer.exchanged(self.engine.ready)
@@ -325,8 +325,7 @@ class TrainingLoop:
     def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer of the script steps: right for parameters of this model only where
         averaged gradients are there."""
-        inside = self._updating or self._by_hand is not None  # one around another
-        if inside or self.update_due or self._used:
+        if self._updating or self.update_due or self._used:
             return
         trained = {*self._parameters}
         shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]

@@ -266,10 +266,17 @@ class Session(Generic[M, O]):
         warning: its sum is preserved.
 
         Raises:
-            UsageError: the state is another version's or another model's.
+            UsageError: the state is another version's or another model's; or gradients are there
+                that no update has used.
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
+        if self._loop.window_open:
+            raise UsageError(
+                "load_state_dict() after a backward() that no update has used: its gradients are "
+                "of the state before; call it before backward(), or after a step() that returned "
+                "True, or after session.flush()"
+            )
         self._loop.steps = self._state.load(state)
 
     def full_state_dict(self) -> dict[str, Any]:
