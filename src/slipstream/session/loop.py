@@ -27,6 +27,7 @@ from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.full_state import FullState
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.precision.model_precision import ModelPrecision
+from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.members import Members
 from slipstream.session.step_hooks import StepHooks
@@ -151,11 +152,7 @@ class TrainingLoop:
         """
         self._must_be_whole()
         if self._used and not self._is_zeroed():
-            raise UsageError(
-                "the gradients of the last optimizer.step() are still there, and backward() would "
-                "add to them; call optimizer.zero_grad() before the next backward(), or "
-                "session.step() instead of optimizer.step(): it does both"
-            )
+            raise messages.gradients_kept()
         if self._used:
             self._clear()
         if self.update_due and self._is_zeroed():
@@ -211,11 +208,7 @@ class TrainingLoop:
         """
         self._must_be_whole()
         if not self._backward_done:
-            raise UsageError(
-                "step() without a backward() before it: call session.backward(loss) first, "
-                "then session.step(), once each for every batch; where optimizer.step() was "
-                "called, the update is done: leave one of the two out"
-            )
+            raise messages.step_without_backward()
         if not self.update_follows:
             self._backward_done = False
             if not self._local_only:
@@ -295,18 +288,11 @@ class TrainingLoop:
         self._by_hand = None
         self._must_be_whole()
         if closure is not None:
-            raise UsageError(
-                "optimizer.step(closure): a session averages gradients in backward(), before the "
-                "step; call session.backward(loss), then session.step(), without a closure"
-            )
+            raise messages.step_by_closure()
         if not self._backward_done and not self.window_open:
             return  # gradients of the script's own, if any
         if not self.update_due:
-            raise UsageError(
-                f"optimizer.step() inside {self._window}: the gradients are sums of this rank so "
-                "far; call session.step() after every backward(), or optimizer.step() only where "
-                "session.sync_gradients is True"
-            )
+            raise messages.step_by_hand_inside(self._window)
         skip = self._by_hand = self._begin_update()
         if skip:
             for parameter in self._parameters:
@@ -330,12 +316,7 @@ class TrainingLoop:
         trained = {*self._parameters}
         shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
         if shared and (self.window_open or all(p.grad is None for p in shared)):
-            raise UsageError(
-                f"the step of another optimizer ({type(optimizer).__name__}) of parameters of this "
-                "model, where their averaged gradients are not there: call it after the "
-                "session.backward() that ends a window and before session.step(), which zeroes the "
-                "gradients of all parameters; or give accelerate() one optimizer with groups"
-            )
+            raise messages.other_step(optimizer)
 
     def _held(self) -> set[torch.Tensor]:
         return {p for group in self.optimizer.param_groups for p in group["params"]}
@@ -380,11 +361,7 @@ class TrainingLoop:
         parameter, before, version = kept
         now = parameter.grad
         if (now is not before or now._version != version) and self._is_zeroed():
-            raise UsageError(
-                f"the gradients were zeroed inside {self._window}, whose update would miss what "
-                "they held; leave optimizer.zero_grad() out, session.step() does it after the "
-                "update, or call it only where session.step() has returned True"
-            )
+            raise messages.sums_zeroed(self._window)
 
     def check_clip(self) -> None:
         """Refuse to clip what is not the gradient of an update.
@@ -396,34 +373,19 @@ class TrainingLoop:
         if self.update_due:
             return
         where = f"inside {self._window}" if self.window_open else "without a backward() before it"
-        raise UsageError(
-            f"clip_grad_norm_() {where}: it clips the average gradient of an update, so it belongs "
-            "between the backward() that ends the window and its step(); call it only where "
-            "session.sync_gradients is True"
-        )
+        raise messages.clip_outside(where)
 
     def complaint(self) -> UsageError | str | None:
         """At the end: an error where nothing was ever trained, a warning of what is dropped."""
         if not self.window_open or (self.backwards < 2 and self.window.accumulate == 1):
             return None
         if not self.steps + self.skipped and self.backwards >= 2 * self.window.accumulate:
-            return UsageError(
-                f"{self.backwards} backward() and no update in this session: call session.step() "
-                "after every backward() (or optimizer.step() of the optimizer that accelerate() "
-                "got)"
-            )
-        return (
-            "this session closes with gradients that no update has used, of "
-            f"{self.window.passes} of the {self.window.accumulate} backward passes of an "
-            "accumulation window; call session.flush() before close() to update with them"
-        )
+            return messages.never_updated(self.backwards)
+        return messages.dropped(self.window.passes, self.window.accumulate)
 
     def _must_be_whole(self) -> None:
         if self._broken_off and self.dims.control is not None:
-            raise UsageError(
-                f"update {self.steps + 1} was broken off by an exception in optimizer.step(), and "
-                "the other ranks may have made it; end this run and resume from a checkpoint"
-            )
+            raise messages.broken_off(self.steps + 1)
 
 
 def _is_zero(parameter: torch.Tensor) -> bool:
