@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD
 
 import slipstream
-from slipstream.errors import UsageError
+from slipstream.errors import ModelError, UsageError
 from tests.harness.ranks import Ranks
 from tests.session.test_habits import batches, loss_of, model_of, opened, plain
 
@@ -250,3 +250,42 @@ def replaced_in_a_group() -> str:
 def test_a_parameter_replaced_in_a_group_is_refused(two: Ranks) -> None:
     for text in two.run(replaced_in_a_group):
         assert "group 0 holds a parameter of shape (6,) (number 1)" in text
+
+
+# What is around the model.
+
+
+def wrapped(when: str) -> str:
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    inputs = batches()[0, dist.get_rank()]
+    ddp = nn.parallel.DistributedDataParallel(model) if when == "before" else None
+    session = slipstream.accelerate(model, optimizer)
+    ddp = ddp or nn.parallel.DistributedDataParallel(model)
+    with torch.no_grad():
+        ddp(inputs)
+    with pytest.raises(UsageError) as caught:
+        ddp(inputs)
+    session.backward(loss_of(session.model, inputs))
+    session.step()
+    session.close()
+    ddp(inputs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_through_ddp_is_refused(two: Ranks, when: str) -> None:
+    for text in two.run(wrapped, when):
+        assert "call session.model, the plain module" in text
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    model = model_of()
+    with pytest.raises(ModelError, match=r"LBFGS\.step\(\) needs a closure"):
+        slipstream.accelerate(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    _, _, session = opened({})
+    with session, pytest.raises(ModelError, match=r"Missing key.*0\.weight"):
+        session.load_full_state_dict({})
