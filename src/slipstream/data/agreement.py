@@ -95,7 +95,8 @@ class Agreement:
                 f"{self._steps - self._used} batches were taken from session.loader since the last "
                 f"backward(), and {self._active} of {self._ranks} ranks have one of their own by "
                 "now: over how many ranks this loss is averaged is not known. Take one batch, call "
-                "backward(), then take the next one; put what reads ahead around the loader that "
+                "backward(), then step(), then take the next one (what no_sync() gathers counts as "
+                "one batch: use gradients.accumulate); put what reads ahead around the loader that "
                 "accelerate() gets, or give all ranks as many batches"
             )
         self._used = min(self._used + 1, self._steps)

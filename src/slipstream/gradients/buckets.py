@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from slipstream.codecs.compressor import is_dense, is_finite, memory_order, parts
+from slipstream.gradients.messages import gradient_taken
 from slipstream.transport import sparse
 from slipstream.transport.requests import AllReduce, Exchange, Request
 
@@ -214,10 +215,20 @@ def scale_into(out: torch.Tensor, gradient: torch.Tensor, scale: torch.Tensor) -
             to[part].copy_(flat[part] * scale)
 
 
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient that backward has just left.
+
+    Raises:
+        UsageError: a hook of the script has taken it.
+    """
+    if parameter.grad is None:
+        raise gradient_taken(f"a parameter of shape {tuple(parameter.shape)}")
+    return parameter.grad
+
+
 def _dense(parameter: nn.Parameter) -> torch.Tensor:
     """Its gradient, which may be sparse although it was dense when buckets were laid out."""
-    gradient = parameter.grad
-    assert gradient is not None
+    gradient = gradient_of(parameter)
     return gradient.to_dense() if gradient.is_sparse else gradient
 
 
@@ -232,8 +243,7 @@ class SparseBucket(Bucket):
         self._gradient: torch.Tensor | None = None
 
     def fill(self, slot: int, scale: torch.Tensor) -> None:
-        gradient = self.parameter.grad
-        assert gradient is not None
+        gradient = gradient_of(self.parameter)
         if not gradient.is_sparse:  # a rank or a step whose graph also uses the parameter densely
             gradient = gradient.to_sparse(self._sparse_dim)
         self._gradient = gradient * scale

@@ -25,6 +25,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from slipstream.errors import ExchangeError, SlipstreamError
 from slipstream.gradients.buckets import Bucket
@@ -37,6 +38,7 @@ from slipstream.gradients.messages import (
     exchange_failed,
     gradient_outside,
     gradient_repeated,
+    gradient_taken,
     out_of_step,
     sum_changed,
     unfrozen,
@@ -137,6 +139,7 @@ class Engine(GradientEngine):
             t.parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
             for index, t in enumerate(self._trainables)
         ]
+        self._next_hook = RemovableHandle.next_id
 
     # What the session calls, in this order.
 
@@ -161,6 +164,8 @@ class Engine(GradientEngine):
         if exchange and self._averaged and self._compresses:
             raise backward_repeated()
         self._check_sums()
+        if RemovableHandle.next_id != self._next_hook:
+            self._come_last()
         thawed = [t.name for t in self._frozen if t.parameter.requires_grad]
         if thawed:
             raise unfrozen(thawed)
@@ -202,6 +207,15 @@ class Engine(GradientEngine):
             with_gradient = ((t, t.parameter.grad) for t in self._trainables)
             self._sums = [(t, g, g._version) for t, g in with_gradient if g is not None]
         self._backward = None
+
+    def _come_last(self) -> None:
+        """Run behind hooks that were registered since: they see, and may change, the gradient of
+        this rank, not one on its way to others."""
+        self._next_hook = RemovableHandle.next_id
+        for hook in self._hooks:
+            hooks = hook.hooks_dict_ref()
+            if hooks is not None and next(reversed(hooks), hook.id) != hook.id:
+                hooks[hook.id] = hooks.pop(hook.id)  # torch does not see move_to_end()
 
     def _check_sums(self) -> None:
         """Refuse sums of this rank that were changed inside a window: clipped, say, by a norm that
@@ -393,7 +407,8 @@ class Engine(GradientEngine):
                 raise gradient_outside(self._trainables[index].name)
             self._sums = []
         elif backward.observer is not None:
-            assert parameter.grad is not None
+            if parameter.grad is None:
+                raise gradient_taken(self._trainables[index].name)
             backward.observer.saw(index, parameter.grad)
 
     def _send(self, backward: _Backward, everything: bool = False) -> None:

@@ -40,6 +40,15 @@ def gradient_outside(name: str) -> UsageError:
     )
 
 
+def gradient_taken(name: str) -> UsageError:
+    """A hook has used the gradient of this rank."""
+    return UsageError(
+        f"{name} has no gradient at the end of its backward: a hook "
+        "(register_post_accumulate_grad_hook) has set it to None, maybe after an update with the "
+        "gradient of this rank alone; let session.step() update after all gradients were averaged"
+    )
+
+
 def backward_repeated() -> UsageError:
     """A second exchange for one update: a codec would take averages for gradients of this rank."""
     return UsageError(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slipstream.codecs.compressor import is_finite
-from slipstream.gradients.buckets import Bucket, gradient_dtype, scale_into
+from slipstream.gradients.buckets import Bucket, gradient_dtype, gradient_of, scale_into
 from slipstream.gradients.shares import Shares, flat
 from slipstream.transport.requests import ReduceScatter
 
@@ -78,8 +78,7 @@ class ShardBucket(Bucket):
     def _parts(self, slot: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The gradient in parts, each with its place: whole shares, then what is left."""
         parameter, places = self.parameters[slot], self.rows[:, self._columns[slot]]
-        gradient = parameter.grad
-        assert gradient is not None
+        gradient = gradient_of(parameter)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if gradient.stride() != parameter.stride():

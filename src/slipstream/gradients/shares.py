@@ -215,6 +215,7 @@ class Shares:
             guard = blank.to(parameter.device).expand(parameter.shape).as_subclass(ShardedGradient)
             guard.of = self.names[parameter]
             self._guards[parameter] = guard
+        guard.zeroed = False  # that was another update's
         return guard
 
 
@@ -274,10 +275,12 @@ class ShardedGradient(torch.Tensor):
             for guard in args[0] if isinstance(args[0], list | tuple) else args[:1]:
                 guard.zeroed = True
             return args[0]
-        names = [arg.of for arg in args if isinstance(arg, ShardedGradient)]
+        each = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else [arg])]
+        names = [x.of for x in each if isinstance(x, ShardedGradient)]
         raise UsageError(
             f"the gradient of {names[0] if names else 'a parameter'} was read between backward() "
             "and step(), or changed in place, but with gradients.transport sharded every rank has "
-            "only a share of the average; call session.clip_grad_norm_(max_norm) to clip, assign "
-            "a new tensor to parameter.grad, or use transport: direct"
+            "only a share of the average; call session.clip_grad_norm_(max_norm) to clip, set "
+            "precision.loss_scale instead of a GradScaler, assign a new tensor to parameter.grad, "
+            "or use transport: direct"
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from slipstream.errors import ModelError
 from slipstream.optim.share_state import is_part
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.strategy import Row
@@ -35,8 +36,15 @@ class FullState:
         return dict(self._model.state_dict())
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a state of the whole model."""
-        self._model.load_state_dict(state)
+        """Load this rank's part of a state of the whole model.
+
+        Raises:
+            ModelError: it is another model's.
+        """
+        try:
+            self._model.load_state_dict(state)
+        except RuntimeError as error:  # torch's words name the keys
+            raise ModelError(str(error)) from error
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """``optimizer.state_dict()`` as of the whole model, on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -76,6 +77,23 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     "gradient would never be averaged; build the optimizer from "
                     "model.parameters() of the model that you pass, after all changes to it"
                 )
+
+
+def check_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose ``step()`` cannot be called without an argument, as LBFGS.
+
+    Raises:
+        ModelError: names it.
+    """
+    try:
+        _, *others = inspect.signature(type(optimizer).step).parameters.values()
+    except (TypeError, ValueError):  # no function of Python's
+        return
+    if any(a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD for a in others):
+        raise ModelError(
+            f"{type(optimizer).__name__}.step() needs a closure, which computes gradients inside "
+            "the step; a session averages them in backward(), before it: use another optimizer"
+        )
 
 
 def _parameter_problem(p: Any, device: torch.device) -> str | None:

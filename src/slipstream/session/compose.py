@@ -47,6 +47,7 @@ from slipstream.session.session import M, O, Session
 from slipstream.session.state import SessionState
 from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import NoTracing, SessionTracer, Tracer
+from slipstream.session.wrappers import Wrappers
 from slipstream.sharding.gather import ParameterGather
 from slipstream.sharding.model import ShardedModel
 from slipstream.strategy import (
@@ -186,6 +187,8 @@ def compose(
             cluster.device,
         )
         loop.attach(step_hooks)
+        if control is not None:
+            handles.add(Wrappers(model))
         names = [t.name for t in trainables]
         state = SessionState(model, names, engine, dims, search, precision, codec, balance)
         return Session(

@@ -27,6 +27,7 @@ from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.full_state import FullState
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.precision.model_precision import ModelPrecision
+from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.members import Members
 from slipstream.session.step_hooks import StepHooks
@@ -73,6 +74,7 @@ class TrainingLoop:
         self._updating = False  # inside an update of step()
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
         self._used = False  # by one by hand, which leaves the gradients
+        self._sum: tuple[nn.Parameter, torch.Tensor, int] | None = None  # one of an open window
         self._broken_off = False  # an update has begun and not ended
         self._parameters = tuple(self.model.parameters())
 
@@ -98,7 +100,7 @@ class TrainingLoop:
 
     def attach(self, hooks: StepHooks) -> None:
         """Learn of every step of the optimizer."""
-        hooks.attach(self._step_begins, self._step_ends)
+        hooks.attach(self._step_begins, self._step_ends, self._other_steps)
 
     # Backward passes.
 
@@ -150,15 +152,12 @@ class TrainingLoop:
         """
         self._must_be_whole()
         if self._used and not self._is_zeroed():
-            raise UsageError(
-                "the gradients of the last optimizer.step() are still there, and backward() would "
-                "add to them; call optimizer.zero_grad() before the next backward(), or "
-                "session.step() instead of optimizer.step(): it does both"
-            )
+            raise messages.gradients_kept()
         if self._used:
             self._clear()
         if self.update_due and self._is_zeroed():
             self._end_update(None)
+        self._check_sums()
         loss_scale = self.precision.take(given)
         self.window.check_scale(loss_scale)
         if not self._compared:
@@ -183,6 +182,8 @@ class TrainingLoop:
             self.engine.abort(error)
             raise
         self._backward_done = True
+        if not exchange and not self._local_only:  # what no_sync() has gathered may be thrown away
+            self._sum = self._first_sum()
         self.backwards += 1
         self.tracer.exchanged(self.engine.ready)
 
@@ -207,11 +208,7 @@ class TrainingLoop:
         """
         self._must_be_whole()
         if not self._backward_done:
-            raise UsageError(
-                "step() without a backward() before it: call session.backward(loss) first, "
-                "then session.step(), once each for every batch; where optimizer.step() was "
-                "called, the update is done: leave one of the two out"
-            )
+            raise messages.step_without_backward()
         if not self.update_follows:
             self._backward_done = False
             if not self._local_only:
@@ -226,6 +223,7 @@ class TrainingLoop:
             raise UsageError("flush() inside no_sync(); call it after the with block")
         if not self.window_open:
             return False
+        self._check_sums()
         if not self.update_due:
             self.full_state.complete()
             self.engine.begin(
@@ -290,18 +288,11 @@ class TrainingLoop:
         self._by_hand = None
         self._must_be_whole()
         if closure is not None:
-            raise UsageError(
-                "optimizer.step(closure): a session averages gradients in backward(), before the "
-                "step; call session.backward(loss), then session.step(), without a closure"
-            )
+            raise messages.step_by_closure()
         if not self._backward_done and not self.window_open:
             return  # gradients of the script's own, if any
         if not self.update_due:
-            raise UsageError(
-                f"optimizer.step() inside {self._window}: the gradients are sums of this rank so "
-                "far; call session.step() after every backward(), or optimizer.step() only where "
-                "session.sync_gradients is True"
-            )
+            raise messages.step_by_hand_inside(self._window)
         skip = self._by_hand = self._begin_update()
         if skip:
             for parameter in self._parameters:
@@ -311,15 +302,32 @@ class TrainingLoop:
         skip, self._by_hand = self._by_hand, None
         if skip is None:
             return
-        held = self._held()
-        left = [(p, p.grad if p in held else None) for p in self._parameters]
+        left = [(p, p.grad) for p in self._parameters]
         self._end_update(skip)
         self._used = True
         for parameter, gradient in left:  # until the script zeroes them
             parameter.grad = gradient
 
+    def _other_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer of the script steps: right for parameters of this model only where
+        averaged gradients are there."""
+        if self._updating or self.update_due or self._used:
+            return
+        trained = {*self._parameters}
+        shared = [p for g in optimizer.param_groups for p in g["params"] if p in trained]
+        if shared and (self.window_open or all(p.grad is None for p in shared)):
+            raise messages.other_step(optimizer)
+
     def _held(self) -> set[torch.Tensor]:
         return {p for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _first_sum(self) -> tuple[nn.Parameter, torch.Tensor, int] | None:
+        """A parameter with a gradient, and its version: to look at values would wait for a GPU."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    return parameter, parameter.grad, parameter.grad._version
+        return None
 
     def _is_zeroed(self) -> bool:
         """Whether the script has zeroed the gradients of the optimizer's parameters."""
@@ -345,6 +353,16 @@ class TrainingLoop:
             return "no_sync()"
         return f"an accumulation window of {self.window.accumulate} backward passes"
 
+    def _check_sums(self) -> None:
+        """Refuse a window whose gradients the script has zeroed, as loops do before a backward."""
+        kept, self._sum = self._sum, None
+        if kept is None:
+            return
+        parameter, before, version = kept
+        now = parameter.grad
+        if (now is not before or now._version != version) and self._is_zeroed():
+            raise messages.sums_zeroed(self._window)
+
     def check_clip(self) -> None:
         """Refuse to clip what is not the gradient of an update.
 
@@ -355,34 +373,19 @@ class TrainingLoop:
         if self.update_due:
             return
         where = f"inside {self._window}" if self.window_open else "without a backward() before it"
-        raise UsageError(
-            f"clip_grad_norm_() {where}: it clips the average gradient of an update, so it belongs "
-            "between the backward() that ends the window and its step(); call it only where "
-            "session.sync_gradients is True"
-        )
+        raise messages.clip_outside(where)
 
     def complaint(self) -> UsageError | str | None:
         """At the end: an error where nothing was ever trained, a warning of what is dropped."""
         if not self.window_open or (self.backwards < 2 and self.window.accumulate == 1):
             return None
         if not self.steps + self.skipped and self.backwards >= 2 * self.window.accumulate:
-            return UsageError(
-                f"{self.backwards} backward() and no update in this session: call session.step() "
-                "after every backward() (or optimizer.step() of the optimizer that accelerate() "
-                "got)"
-            )
-        return (
-            "this session closes with gradients that no update has used, of "
-            f"{self.window.passes} of the {self.window.accumulate} backward passes of an "
-            "accumulation window; call session.flush() before close() to update with them"
-        )
+            return messages.never_updated(self.backwards)
+        return messages.dropped(self.window.passes, self.window.accumulate)
 
     def _must_be_whole(self) -> None:
         if self._broken_off and self.dims.control is not None:
-            raise UsageError(
-                f"update {self.steps + 1} was broken off by an exception in optimizer.step(), and "
-                "the other ranks may have made it; end this run and resume from a checkpoint"
-            )
+            raise messages.broken_off(self.steps + 1)
 
 
 def _is_zero(parameter: torch.Tensor) -> bool:

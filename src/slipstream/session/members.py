@@ -13,6 +13,7 @@ and the last one are looked at.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Members:
         self._names = {p: name for name, p in model.named_parameters()}
         ends = [*self._names][:1] + [*self._names][-1:]
         self._ends = [(p, _form(p), _owner(model, self._names[p])) for p in ends]
-        self._lists = [(g["params"], len(g["params"])) for g in optimizer.param_groups]
+        self._held = [tuple(group["params"]) for group in optimizer.param_groups]
         self._registered = False
         self._hooks = [
             register_module_parameter_registration_hook(self._notice),
@@ -73,9 +74,9 @@ class Members:
             UsageError: names the group.
         """
         lists = [group["params"] for group in self._optimizer.param_groups]
-        if len(lists) == len(self._lists) and all(
-            now is then and len(now) == length
-            for now, (then, length) in zip(lists, self._lists, strict=True)
+        if len(lists) == len(self._held) and all(
+            len(now) == len(then) and all(map(is_, now, then))
+            for now, then in zip(lists, self._held, strict=True)
         ):
             return
         for number, group in enumerate(self._optimizer.param_groups):
@@ -86,7 +87,7 @@ class Members:
                         f"{tuple(parameter.shape)} (number {position}) that was not in the model "
                         f"at accelerate(): this session would not train it; {_REMEDY}"
                     )
-        self._lists = [(held, len(held)) for held in lists]
+        self._held = [tuple(held) for held in lists]
 
     def close(self) -> None:
         """Let torch tell no more."""

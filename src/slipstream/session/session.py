@@ -43,7 +43,6 @@ class Session(Generic[M, O]):
         data_rank: which share of the data this rank trains on, from 0: ``rank``, unless ranks share
             a model.
         data_size: the number of shares; shard the data by ``data_rank`` and ``data_size``.
-        skipped: updates that were skipped because of gradients that were not finite.
 
     A context manager: leaving it closes the session.
     """
@@ -65,7 +64,7 @@ class Session(Generic[M, O]):
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
         self.rank, self.world_size = cluster.rank, cluster.world_size
         self.data_rank, self.data_size = dims.data_rank, dims.data_size
-        self.skipped = 0
+        self._skipped = 0  # of a closed session
         self._cluster, self._loader, self._loop = cluster, loader, loop
         self._state, self._full_state = state, full_state
         self._closed = False
@@ -191,9 +190,7 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("step")
         with self._loop.outside_autocast():
-            updated = self._loop.step()
-        self.skipped = self._loop.skipped
-        return updated
+            return self._loop.step()
 
     def flush(self) -> bool:
         """Update now, with what an accumulation window that is not full has gathered: the mean over
@@ -220,9 +217,7 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("flush")
         with self._loop.outside_autocast():
-            updated = self._loop.flush()
-        self.skipped = self._loop.skipped
-        return updated
+            return self._loop.flush()
 
     @property
     def sync_gradients(self) -> bool:
@@ -271,10 +266,17 @@ class Session(Generic[M, O]):
         warning: its sum is preserved.
 
         Raises:
-            UsageError: the state is another version's or another model's.
+            UsageError: the state is another version's or another model's; or gradients are there
+                that no update has used.
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
+        if self._loop.window_open:
+            raise UsageError(
+                "load_state_dict() after a backward() that no update has used: its gradients are "
+                "of the state before; call it before backward(), or after a step() that returned "
+                "True, or after session.flush()"
+            )
         self._loop.steps = self._state.load(state)
         self._loop.momentum_correction.restored()
 
@@ -372,6 +374,11 @@ class Session(Generic[M, O]):
         exchange."""
         return self._last_segments if self._closed else self._loop.engine.segments
 
+    @property
+    def skipped(self) -> int:
+        """Updates that were skipped because of gradients that were not finite, or by the script."""
+        return self._skipped if self._closed else self._loop.skipped
+
     def report(self) -> str:
         """The strategy and what each technique resolved to, as a table in plain text."""
         rows = self._handles.report_rows()
@@ -404,6 +411,7 @@ class Session(Generic[M, O]):
             error = (UsageError, UsageError("the ranks are out of step"), None)
         complaint = loop.complaint() if error[0] is None else None
         in_flight, self._last_segments = loop.engine.in_flight, loop.engine.segments
+        self._skipped = loop.skipped
         try:
             self._handles.__exit__(*error)
         finally:

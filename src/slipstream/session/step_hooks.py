@@ -1,4 +1,4 @@
-"""Tells a training loop of every ``optimizer.step()``, whoever calls it."""
+"""Tells a training loop of every ``optimizer.step()``, whoever calls it, and of those of others."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from slipstream.strategy import Row
 
@@ -21,18 +22,31 @@ class StepHooks:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._begins: Callable[[object], None] = lambda closure: None
+        self._ends: Callable[[], None] = lambda: None
+        self._inside = False  # a step, which may be one around that of another optimizer
         self._hooks: list[Any] = []
         if hasattr(optimizer, "register_step_pre_hook"):
             eager: Any = torch.compiler.disable
             self._hooks.append(optimizer.register_step_pre_hook(eager(self._pre)))
 
-    def attach(self, begins: Callable[[object], None], ends: Callable[[], None]) -> None:
-        """Call ``begins(closure)`` before and ``ends()`` after each step from now on."""
-        self._begins = begins
+    def attach(
+        self,
+        begins: Callable[[object], None],
+        ends: Callable[[], None],
+        other: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        """Call ``begins(closure)`` before and ``ends()`` after each step from now on, and
+        ``other`` before each step of any other optimizer of the script."""
+        self._begins, self._ends = begins, ends
+        eager: Any = torch.compiler.disable
+
+        def before_any(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if optimizer is not self._optimizer and not self._inside:
+                other(optimizer)
+
+        self._hooks.append(register_optimizer_step_pre_hook(eager(before_any)))
         if hasattr(self._optimizer, "register_step_post_hook"):
-            eager: Any = torch.compiler.disable
-            post = eager(lambda *_: ends())
-            self._hooks.append(self._optimizer.register_step_post_hook(post))
+            self._hooks.append(self._optimizer.register_step_post_hook(eager(self._post)))
 
     def close(self) -> None:
         """Take the hooks off; idempotent."""
@@ -46,3 +60,8 @@ class StepHooks:
     def _pre(self, optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [x for x in (*args[1:], *kwargs.values()) if x is not None]
         self._begins(given[0] if given else None)
+        self._inside = True
+
+    def _post(self, *_: object) -> None:
+        self._inside = False
+        self._ends()

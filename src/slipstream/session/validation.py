@@ -21,7 +21,7 @@ from slipstream.gradients.segments import parameters_of
 from slipstream.memory.checks import check_memory
 from slipstream.parallel.checks import check_parallel
 from slipstream.precision.model_precision import check_precision, precision_warnings
-from slipstream.session.checks import check_model, check_optimizer
+from slipstream.session.checks import check_closure, check_model, check_optimizer
 from slipstream.sharding.checks import check_sharded
 from slipstream.strategy import Strategy
 
@@ -62,6 +62,7 @@ def validate(
     check_precision(model, optimizer, strategy.precision)
     check_sharded(model, optimizer, trainables, strategy)
     check_parallel(model, optimizer, strategy, cluster.world_size)
+    check_closure(optimizer)
     local_ranks = cluster.environment.local_world_size
     check_compute(model, strategy)
     check_memory(model, strategy, local_ranks=local_ranks, rank=cluster.rank)

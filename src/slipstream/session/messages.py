@@ -1,0 +1,96 @@
+"""What the errors of a training loop say: what was called where, and the line to write instead.
+
+Never decides whether something is wrong.
+"""
+
+from __future__ import annotations
+
+from slipstream.errors import UsageError
+
+
+def gradients_kept() -> UsageError:
+    """An update by hand has left its gradients, and backward comes again."""
+    return UsageError(
+        "the gradients of the last optimizer.step() are still there, and backward() would "
+        "add to them; call optimizer.zero_grad() before the next backward(), or "
+        "session.step() instead of optimizer.step(): it does both"
+    )
+
+
+def sums_zeroed(window: str) -> UsageError:
+    """Gradients that a window had gathered are gone, as in loops that zero them before backward."""
+    return UsageError(
+        f"the gradients were zeroed inside {window}, whose update would miss what they held; leave "
+        "optimizer.zero_grad() out, session.step() does it after the update, or call it only where "
+        "session.step() has returned True"
+    )
+
+
+def step_without_backward() -> UsageError:
+    """There is nothing to update with."""
+    return UsageError(
+        "step() without a backward() before it: call session.backward(loss) first, "
+        "then session.step(), once each for every batch; where optimizer.step() was "
+        "called, the update is done: leave one of the two out"
+    )
+
+
+def step_by_closure() -> UsageError:
+    """An optimizer that computes gradients inside its step."""
+    return UsageError(
+        "optimizer.step(closure): a session averages gradients in backward(), before the "
+        "step; call session.backward(loss), then session.step(), without a closure"
+    )
+
+
+def step_by_hand_inside(window: str) -> UsageError:
+    """``optimizer.step()`` where gradients are not averaged."""
+    return UsageError(
+        f"optimizer.step() inside {window}: the gradients are sums of this rank so "
+        "far; call session.step() after every backward(), or optimizer.step() only where "
+        "session.sync_gradients is True"
+    )
+
+
+def other_step(optimizer: object) -> UsageError:
+    """Another optimizer updates the model where gradients are not averaged, or gone."""
+    return UsageError(
+        f"the step of another optimizer ({type(optimizer).__name__}) of parameters of this "
+        "model, where their averaged gradients are not there: call it after the "
+        "session.backward() that ends a window and before session.step(), which zeroes the "
+        "gradients of all parameters; or give accelerate() one optimizer with groups"
+    )
+
+
+def clip_outside(where: str) -> UsageError:
+    """``clip_grad_norm_`` of anything but the gradients of an update."""
+    return UsageError(
+        f"clip_grad_norm_() {where}: it clips the average gradient of an update, so it belongs "
+        "between the backward() that ends the window and its step(); call it only where "
+        "session.sync_gradients is True"
+    )
+
+
+def broken_off(update: int) -> UsageError:
+    """An exception in a step, on one rank maybe."""
+    return UsageError(
+        f"update {update} was broken off by an exception in optimizer.step(), and "
+        "the other ranks may have made it; end this run and resume from a checkpoint"
+    )
+
+
+def never_updated(backwards: int) -> UsageError:
+    """The session ends, and has trained nothing."""
+    return UsageError(
+        f"{backwards} backward() and no update in this session: call session.step() "
+        "after every backward() (or optimizer.step() of the optimizer that accelerate() got)"
+    )
+
+
+def dropped(passes: int, accumulate: int) -> str:
+    """The session ends inside a window."""
+    return (
+        "this session closes with gradients that no update has used, of "
+        f"{passes} of the {accumulate} backward passes of an accumulation window; call "
+        "session.flush() before close() to update with them"
+    )

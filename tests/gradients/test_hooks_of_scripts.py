@@ -1,0 +1,105 @@
+"""Hooks of a script on gradients that have accumulated: they see those of this rank, and may change
+them, whenever they were registered and however gradients travel."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slipstream
+from slipstream.errors import UsageError
+from tests.harness.ranks import Ranks
+
+WIDTHS = {"copied together": 8, "copied one by one": 180}
+TRANSPORTS = ["flat", "direct", "sharded"]
+
+
+def build(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, width), nn.Linear(width, width), nn.Linear(width, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    seed = torch.Generator().manual_seed(10 * step + rank)
+    return model(torch.randn(4, 6, generator=seed)).square().mean()
+
+
+def triple(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(3)
+
+
+def replace(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = 3 * parameter.grad
+
+
+def take(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def trained(width: int, transport: str, hook: Any, first: int) -> list[torch.Tensor]:
+    """Three updates with a hook from update ``first`` on, -1: from before ``accelerate()``."""
+    model, optimizer = build(width)
+
+    def hooked(step: int) -> None:
+        for parameter in model.parameters() if step == first else ():
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    hooked(-1)
+    strategy = {"gradients": {"transport": transport}}
+    with slipstream.accelerate(model, optimizer, None, strategy) as session:
+        for step in range(3):
+            hooked(step)
+            session.backward(loss_of(model, dist.get_rank(), step))
+            session.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def expected(width: int, first: int) -> list[torch.Tensor]:
+    model, optimizer = build(width)
+    for step in range(3):
+        loss = (loss_of(model, 0, step) + loss_of(model, 1, step)) / 2
+        (loss * 3 if step >= first else loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def compare(width: int, transport: str, first: int) -> None:
+    for hook in (triple, replace):
+        for mine, plain in zip(
+            trained(width, transport, hook, first), expected(width, first), strict=True
+        ):
+            torch.testing.assert_close(mine, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [-1, 0, 1])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", WIDTHS)
+def test_hooks_change_the_gradient_of_a_rank(
+    two: Ranks, size: str, transport: str, first: int
+) -> None:
+    two.run(compare, WIDTHS[size], transport, first)
+
+
+def taken(width: int, transport: str, first: int) -> str:
+    with warnings.catch_warnings(action="ignore"), pytest.raises(UsageError) as caught:
+        trained(width, transport, take, first)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("first", [-1, 1])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", WIDTHS)
+def test_a_hook_that_takes_the_gradient_is_refused(
+    two: Ranks, size: str, transport: str, first: int
+) -> None:
+    for text in two.run(taken, WIDTHS[size], transport, first):
+        assert "has no gradient at the end of its backward: a hook" in text

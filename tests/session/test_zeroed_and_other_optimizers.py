@@ -1,0 +1,291 @@
+"""Gradients that a script zeroes at its own time, and optimizers that the session does not know.
+
+Each is compared with one process on the joined batch, or refused.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+import slipstream
+from slipstream.errors import ModelError, UsageError
+from tests.harness.ranks import Ranks
+from tests.session.test_habits import batches, loss_of, model_of, opened, plain
+
+TRANSPORTS = ["flat", "sharded"]
+
+
+def assert_equal(model: nn.Module, expected: list[torch.Tensor]) -> None:
+    for mine, theirs in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(mine.detach(), theirs, rtol=1e-12, atol=1e-12)
+
+
+# Zeroing.
+
+
+def zeroed_to_zeros(transport: str) -> None:
+    """Once zeroed in place, the gradients of later updates count all the same."""
+    model, optimizer, session = opened({"transport": transport})
+    with session:
+        for number, batch in enumerate(batches(5)):
+            session.backward(loss_of(model, batch[dist.get_rank()]))
+            if number == 1:
+                optimizer.zero_grad(set_to_none=False)
+            elif number == 3:
+                session.step()
+            else:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+    assert_equal(model, plain([[0], [1], [2], [3], [4]], skipped=(1,)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_gradients_zeroed_in_place(two: Ranks, transport: str) -> None:
+    two.run(zeroed_to_zeros, transport)
+
+
+def zeroed_at_the_top(to_none: bool, transport: str = "flat") -> str:
+    model, optimizer, session = opened({"accumulate": 2, "transport": transport})
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with warnings.catch_warnings(action="ignore"), session:
+        for batch in batches():
+            optimizer.zero_grad(set_to_none=to_none)
+            try:
+                session.backward(loss_of(model, batch[rank]))
+            except UsageError as error:
+                return str(error)
+            session.step()
+    return ""
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_zeroing_inside_a_window_is_refused(two: Ranks, transport: str, to_none: bool) -> None:
+    for text in two.run(zeroed_at_the_top, to_none, transport):
+        assert "zeroed inside an accumulation window of 2" in text
+        assert "leave optimizer.zero_grad() out" in text
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zeroing_inside_a_window_is_refused_on_one_process(to_none: bool) -> None:
+    assert "zeroed inside an accumulation window of 2" in zeroed_at_the_top(to_none)
+
+
+def zeroed_before_a_flush() -> str:
+    model, optimizer, session = opened({"accumulate": 3})
+    with warnings.catch_warnings(action="ignore"), session:
+        session.backward(loss_of(model, batches()[0, dist.get_rank()]))
+        session.step()
+        optimizer.zero_grad()
+        with pytest.raises(UsageError) as caught:
+            session.flush()
+    return str(caught.value)
+
+
+def test_a_zeroed_window_is_not_flushed(two: Ranks) -> None:
+    for text in two.run(zeroed_before_a_flush):
+        assert "zeroed inside an accumulation window of 3" in text
+
+
+def accumulated(transport: str) -> None:
+    """Zeroing where a window begins or has ended is no mistake, nor in no_sync()."""
+    model, optimizer, session = opened({"accumulate": 2, "transport": transport})
+    rank = dist.get_rank()
+    with session:
+        for number, batch in enumerate(batches()):
+            if number % 2 == 0:
+                optimizer.zero_grad(set_to_none=False)
+                with session.no_sync():  # to look at the gradients of this rank
+                    session.backward(loss_of(model, batch[rank]))
+                optimizer.zero_grad()
+            session.backward(loss_of(model, batch[rank]))
+            if session.step():
+                model.zero_grad()
+    assert_equal(model, plain([[0, 1], [2, 3]]))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_zeroing_between_windows(two: Ranks, transport: str) -> None:
+    two.run(accumulated, transport)
+
+
+# Other optimizers.
+
+
+def two_of_a_model(model: nn.Module) -> tuple[Any, Any]:
+    first = SGD(model[2].parameters(), lr=0.1, momentum=0.9)  # type: ignore[index]
+    return first, SGD(model[0].parameters(), lr=0.1, momentum=0.9)  # type: ignore[index]
+
+
+def both_step(order: str) -> None:
+    model = model_of()
+    mine, other = two_of_a_model(model)
+    with slipstream.accelerate(model, mine) as session:
+        for batch in batches():
+            mine.zero_grad()
+            other.zero_grad()
+            session.backward(loss_of(model, batch[dist.get_rank()]))
+            if order == "by hand":
+                mine.step()
+                other.step()
+            else:
+                other.step()
+                session.step()
+    assert_equal(model, plain([[0], [1], [2], [3]]))
+
+
+@pytest.mark.parametrize("order", ["by hand", "before session.step()"])
+def test_a_second_optimizer_of_the_model(two: Ranks, order: str) -> None:
+    two.run(both_step, order)
+
+
+def after_step(session: Any, other: Any, batch: torch.Tensor) -> None:
+    session.backward(loss_of(session.model, batch))
+    session.step()
+    session.backward(loss_of(session.model, batch))
+    session.step()
+    other.step()
+
+
+def in_window(session: Any, other: Any, batch: torch.Tensor) -> None:
+    session.backward(loss_of(session.model, batch))
+    other.step()
+
+
+def in_backward(session: Any, other: Any, batch: torch.Tensor) -> None:
+    def update(parameter: torch.Tensor) -> None:
+        other.step()
+        other.zero_grad()
+
+    session.model[0].weight.register_post_accumulate_grad_hook(update)
+    session.backward(loss_of(session.model, batch))
+
+
+WRONG: list[Callable[..., None]] = [after_step, in_window, in_backward]
+
+
+def refusals() -> list[str]:
+    texts = []
+    for wrong in WRONG:
+        model = model_of()
+        mine, other = two_of_a_model(model)
+        session = slipstream.accelerate(model, mine, None, {"gradients": {"accumulate": 2}})
+        with warnings.catch_warnings(action="ignore"):
+            with pytest.raises(UsageError) as caught:
+                wrong(session, other, batches()[0, dist.get_rank()])
+            session.close()
+        other.step()  # a closed session looks no more
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_a_second_optimizer_without_averages_is_refused(two: Ranks) -> None:
+    for texts in two.run(refusals):
+        for text in texts:
+            assert "step of another optimizer (SGD)" in text
+            assert "before session.step()" in text
+
+
+# Skipped updates, states.
+
+
+def skipped_by_hand() -> tuple[int, int]:
+    model, optimizer, session = opened({})
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with session:
+        for number, batch in enumerate(batches()):
+            loss = loss_of(model, batch[dist.get_rank()])
+            factor = torch.inf if number == 1 and dist.get_rank() == 1 else 1.0
+            session.backward(scaler.scale(loss * factor))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        open_ = session.skipped
+    return open_, session.skipped
+
+
+def test_updates_that_the_script_skips_are_counted(two: Ranks) -> None:
+    assert two.run(skipped_by_hand) == [(1, 1)] * 2
+
+
+def load_too_late(gradients: dict[str, Any]) -> str:
+    model, _, session = opened(gradients)
+    with warnings.catch_warnings(action="ignore"), session:
+        state = session.state_dict()
+        session.backward(loss_of(model, batches()[0, dist.get_rank()]))
+        with pytest.raises(UsageError) as caught:
+            session.load_state_dict(state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("gradients", [{"transport": "sharded"}, {"accumulate": 2}])
+def test_a_state_is_not_loaded_over_gradients(two: Ranks, gradients: dict[str, Any]) -> None:
+    for text in two.run(load_too_late, gradients):
+        assert "session.flush()" in text
+
+
+def replaced_in_a_group() -> str:
+    """Torch does not tell of either write."""
+    model, optimizer, session = opened({})
+    with session:
+        session.backward(loss_of(model, batches()[0, dist.get_rank()]))
+        session.step()
+        weight = nn.Parameter(model[0].bias.detach().clone())  # type: ignore[index]
+        model[0]._parameters["bias"] = weight  # type: ignore[index]
+        optimizer.param_groups[0]["params"][1] = weight
+        session.backward(loss_of(model, batches()[0, dist.get_rank()]))
+        with pytest.raises(UsageError) as caught:
+            session.step()
+    return str(caught.value)
+
+
+def test_a_parameter_replaced_in_a_group_is_refused(two: Ranks) -> None:
+    for text in two.run(replaced_in_a_group):
+        assert "group 0 holds a parameter of shape (6,) (number 1)" in text
+
+
+# What is around the model.
+
+
+def wrapped(when: str) -> str:
+    model = model_of()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    inputs = batches()[0, dist.get_rank()]
+    ddp = nn.parallel.DistributedDataParallel(model) if when == "before" else None
+    session = slipstream.accelerate(model, optimizer)
+    ddp = ddp or nn.parallel.DistributedDataParallel(model)
+    with torch.no_grad():
+        ddp(inputs)
+    with pytest.raises(UsageError) as caught:
+        ddp(inputs)
+    session.backward(loss_of(session.model, inputs))
+    session.step()
+    session.close()
+    ddp(inputs)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_through_ddp_is_refused(two: Ranks, when: str) -> None:
+    for text in two.run(wrapped, when):
+        assert "call session.model, the plain module" in text
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    model = model_of()
+    with pytest.raises(ModelError, match=r"LBFGS\.step\(\) needs a closure"):
+        slipstream.accelerate(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    _, _, session = opened({})
+    with session, pytest.raises(ModelError, match=r"Missing key.*0\.weight"):
+        session.load_full_state_dict({})
