@@ -35,7 +35,8 @@ parameters, the buffers and what the habit looks at. This page is made by the te
 (`{command}`), which fails where a cell is wrong, missing, or another than here.
 
 - `=` **equal**: within what the technique promises. Exact ones to {exact}, as far as the order of
-  sums goes in fp32; lossy ones within the bound beside their name, a part of the way that parameters have gone.
+  sums goes in fp32; lossy ones within the bound beside their name, a part of the way that
+  parameters have gone.
 - `R1` **refused**: an error of slipstream on every rank, before the first wrong number. The
   [list of errors](#errors) has its words.
 - `a` **not applicable**: declared beforehand, [with the reason](#not-applicable).
