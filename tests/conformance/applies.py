@@ -8,6 +8,7 @@ from tests.conformance.techniques import Technique
 
 LACKS = {
     "session": "the hook of DDP has no session: loader, window and end are the script's own",
+    "not DDP": "DistributedDataParallel itself is wrong or refuses here, with no hook as well",
     "own batches": "ranks that share a model train on the same batches, so none differs",
 }
 
@@ -18,7 +19,7 @@ def not_applicable(technique: Technique, habit: Habit) -> str | None:
         return technique.unavailable
     lacking = set()
     if technique.loop is UnderDdp:
-        lacking.add("session")
+        lacking |= {"session", "not DDP"}
     if technique.shares_batches:
         lacking.add("own batches")
     for need in sorted(habit.needs & lacking):

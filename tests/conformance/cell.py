@@ -43,7 +43,12 @@ class Verdict(NamedTuple):
 def judge(technique: Technique, habit: Habit, rank: int) -> Verdict:
     """Run a habit on both sides; leaves no session open."""
     with technique.around(), _as_before():
-        plain = _plain_side(technique, habit, rank)
+        try:
+            plain = _plain_side(technique, habit, rank)
+        except SlipstreamError as error:  # of an optimizer of ours
+            return Verdict("refused", f"{type(error).__name__}: {error}")
+        except Exception as error:
+            return Verdict("wrong", f"plain torch: {type(error).__name__}: {_line(error)}")
         ours = technique.loop(technique, rank, RANKS)
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -57,11 +62,13 @@ def judge(technique: Technique, habit: Habit, rank: int) -> Verdict:
             with contextlib.suppress(Exception):
                 ours.abandon(error)
             return verdict
-        if habit.own_buffers and rank:
-            ours.model.load_state_dict(dict(plain.model.named_buffers()), strict=False)
+        theirs = dict(plain.model.named_buffers()) if habit.own_buffers else {}
+        if rank:
+            ours.model.load_state_dict(theirs, strict=False)
         problem = _difference(technique, habit, ours, plain)
         if problem:
             return Verdict("wrong", problem)
+        ours.model.load_state_dict(theirs, strict=False)  # the same bits on all ranks
         return Verdict("equal", digest=digest(ours.model))
 
 

@@ -35,7 +35,8 @@ parameters, the buffers and what the habit looks at. This page is made by the te
 (`{command}`), which fails where a cell is wrong, missing, or another than here.
 
 - `=` **equal**: within what the technique promises. Exact ones to {exact}, as far as the order of
-  sums goes in fp32; lossy ones within the bound beside their name, a part of the way that parameters have gone.
+  sums goes in fp32; lossy ones within the bound beside their name, a part of the way that
+  parameters have gone.
 - `R1` **refused**: an error of slipstream on every rank, before the first wrong number. The
   [list of errors](#errors) has its words.
 - `a` **not applicable**: declared beforehand, [with the reason](#not-applicable).
@@ -107,4 +108,5 @@ def words_of(text: str) -> str:
     """An error's words on a page: one line, nothing that differs from run to run."""
     text = " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
     text = re.sub(r"/tmp/\S+", "/tmp/...", text)
+    text = re.sub(r"rank \d of", "rank 0 of", text)  # of whichever rank it was
     return re.sub(r"0x[0-9a-f]+", "0x...", text)

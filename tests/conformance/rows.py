@@ -83,7 +83,10 @@ def run_row(ranks: Ranks, technique: Technique, habits: Sequence[Habit]) -> dict
             try:
                 ranks.run(serve, technique, names, folder, connect=False, timeout=600)
             except RankFailure as failure:
-                problem = " ".join(str(e) for e in failure.errors.values())
+                problem = " | ".join(
+                    e if isinstance(e, str) else f"{type(e).__name__}: {e}"
+                    for e in failure.errors.values()
+                )
             files = [Path(folder, f"rank{rank}") for rank in range(RANKS)]
             each = [
                 [Verdict(*json.loads(line)) for line in file.read_text().splitlines()]

@@ -102,11 +102,13 @@ class UnderDdp(Loop):
         self.accumulate = accumulate or self.technique.accumulate
         optimizer = self.optimizer
         self.ddp = DistributedDataParallel(self.model, find_unused_parameters=unused)
-        codec = self.technique.strategy["gradients"]["codec"]
+        self._micro, self._loader = 0, self._loader_of(self.rank)
+        codec = self.technique.strategy.get("gradients", {}).get("codec")
+        if codec is None:  # DDP as it is
+            return
         takes = isinstance(codec, Mapping) and codec["kind"] == "dgc"
         self.hook = DdpCodec(self.ddp, codec, optimizer=optimizer if takes else None)
         self.ddp.register_comm_hook(self.hook, codec_hook)
-        self._micro, self._loader = 0, self._loader_of(self.rank)
 
     def close(self) -> None:
         import torch.distributed as dist
@@ -145,7 +147,7 @@ class UnderDdp(Loop):
         )
         if finite:
             self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         return finite
 
     def clip(self, max_norm: float) -> None:

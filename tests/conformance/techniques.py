@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.conformance import models
-from tests.conformance.loop import BATCH, Loader, Loop, mse
+from tests.conformance.loop import Loader, Loop, mse
 from tests.conformance.plain import trained
 from tests.conformance.sides import InPipeline, InSession, UnderDdp
 from tests.fusion.uncompiled import uncompiled
@@ -66,13 +66,13 @@ def own(model: nn.Module) -> Optimizer:
 def lars(model: nn.Module) -> Optimizer:
     from slipstream.optim import Lars
 
-    return Lars(model.named_parameters(), lr=1.0)
+    return Lars(model.parameters(), lr=1.0)
 
 
 def lamb(model: nn.Module) -> Optimizer:
     from slipstream.optim import Lamb
 
-    return Lamb(model.named_parameters(), lr=0.01)
+    return Lamb(model.parameters(), lr=0.01)
 
 
 def plain_body(kind: type[nn.Module], fast: bool) -> nn.Module:
@@ -162,9 +162,10 @@ class Technique:
         """What ``accelerate()`` gets."""
         rank = 0 if self.shares_batches else loop.rank
         if self.deals and loop.loader == Loader():
-            samples = [s for each in range(loop.ranks) for s in loop._samples(each)[:BATCH]]
-            sampler: Any = DistributedSampler(samples, loop.ranks, loop.rank)
-            return DataLoader(samples, BATCH, sampler=sampler)
+            samples = [s for each in range(loop.ranks) for s in loop._samples(each)]
+            ranks = 1 if isinstance(loop, OneProcess) else loop.ranks
+            sampler: Any = DistributedSampler(samples, ranks, loop.rank)
+            return DataLoader(samples, len(samples) // ranks, sampler=sampler)
         return loop._loader_of(rank)
 
     def prepare(self, loop: Loop) -> None:
@@ -210,6 +211,9 @@ class OneProcess(InSession):
     """A session without other ranks: its batches are those of all ranks in one."""
 
     def backward(self, loss_of: Any = None, *, scale: float = 1.0) -> None:
+        if self.technique.deals:
+            super().backward()
+            return
         batches = [self._next(rank, self._loader_of(rank)) for rank in range(self.ranks)]
         losses = [mse(self.session.model, batch) for batch in reversed(batches)]
         self.session.backward(torch.stack(losses).mean())
@@ -279,7 +283,8 @@ ALL_VALUES = {"kind": "dgc", "density": 1.0, "warmup_steps": 0}
 FULL_RANK = {"kind": "powersgd", "rank": 8, "start_step": 1, "min_compression_rate": 1.0}
 TWO_BY_NAME = {"kind": "by_name", "rules": [{"match": "*.bias"}, {"match": "*", "codec": "half"}]}
 
-FP16 = {"kind": "half_weights", "dtype": "fp16", "emulate": True}
+SCALE = {"kind": "dynamic", "init": 8.0}
+FP16 = {"kind": "half_weights", "dtype": "fp16", "emulate": True, "loss_scale": SCALE}
 """With a loss scale; a CPU computes in fp32 and rounds."""
 
 TECHNIQUES: tuple[Technique, ...] = (

@@ -17,6 +17,7 @@ from tests.conformance.models import Mlp
 from tests.conformance.page import COMMAND, PAGE, render
 from tests.conformance.required import missing, required
 from tests.conformance.rows import Outcomes, joined, run_matrix, run_row
+from tests.conformance.sides import UnderDdp
 from tests.conformance.techniques import TECHNIQUES
 from tests.harness.ranks import Ranks
 
@@ -86,7 +87,7 @@ def test_what_becomes_of_a_cell_on_all_ranks(
 
 
 def quick_on_one_rank(model: nn.Module) -> Optimizer:
-    return SGD(model.parameters(), lr=0.05 * (1 + int(os.environ["RANK"])), momentum=0.9)
+    return SGD(model.parameters(), lr=0.05 * (1 + int(os.environ.get("RANK", "0"))))
 
 
 def other_body(*, fast: bool) -> nn.Module:
@@ -97,6 +98,10 @@ def fails(*, fast: bool) -> nn.Module:
     if fast:
         raise KeyError("a bug")
     return Mlp()
+
+
+class PlainDdp(UnderDdp):
+    """Its `applies` are those of a session, so that all habits run."""
 
 
 FLAT = next(technique for technique in TECHNIQUES if technique.name == "flat")
@@ -112,6 +117,14 @@ FAULTY = {
 def two() -> Iterator[Ranks]:
     with Ranks(2) as ranks:
         yield ranks
+
+
+def test_what_is_left_out_for_ddp_is_wrong_without_a_hook(two: Ranks) -> None:
+    """So it says nothing of the hook."""
+    habits = [habit for habit in all_habits() if "not DDP" in habit.needs]
+    plain_ddp = replace(FLAT, name="DDP", loop=PlainDdp)
+    row = run_row(two, plain_ddp, [habit for habit in habits if not habit.apart])
+    assert {name for name, verdict in row.items() if verdict.outcome != "wrong"} == set()
 
 
 @pytest.mark.parametrize("name", FAULTY)

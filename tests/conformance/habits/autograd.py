@@ -120,7 +120,7 @@ def ema_in_hook(run: Loop) -> None:
 @habit("functional_call")
 def by_functional_call(run: Loop) -> None:
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-        output = functional_call(run.model, dict(run.model.named_parameters()), batch.x)
+        output = functional_call(model, dict(model.named_parameters()), batch.x)
         return F.mse_loss(output.to(batch.y.dtype), batch.y)
 
     run.start()

@@ -142,6 +142,7 @@ for _kind, _name in ((Stopped, "exception"), (KeyboardInterrupt, "KeyboardInterr
         ("exchange", _in_exchange),
         ("step", _in_step),
     ):
-        habit(f"{_name} in {_where}, then on", apart=_where == "exchange")(
+        _needs = ("not DDP",) if _where in ("backward", "exchange") else ()
+        habit(f"{_name} in {_where}, then on", *_needs, apart=_where == "exchange")(
             lambda run, do=_run, kind=_kind: do(run, kind)
         )

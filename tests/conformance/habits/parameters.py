@@ -17,7 +17,7 @@ def _layer() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
 
 
-@habit("a layer and its group added later")
+@habit("a layer and its group added later", "not DDP")
 def parameters_added(run: Loop) -> None:
     run.start()
     run.update(times=2)
@@ -27,7 +27,7 @@ def parameters_added(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("a parameter replaced later")
+@habit("a parameter replaced later", "not DDP")
 def parameter_replaced(run: Loop) -> None:
     run.start()
     run.update(times=2)
@@ -39,7 +39,7 @@ def parameter_replaced(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("a parameter replaced, the optimizer forgotten")
+@habit("a parameter replaced, the optimizer forgotten", "not DDP")
 def parameter_replaced_only(run: Loop) -> None:
     run.start()
     run.update(times=2)
@@ -47,7 +47,7 @@ def parameter_replaced_only(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("weight_norm applied later")
+@habit("weight_norm applied later", "not DDP")
 def weight_norm(run: Loop) -> None:
     run.start()
     run.update(times=2)
@@ -60,7 +60,7 @@ def weight_norm(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("load_state_dict(assign=True)")
+@habit("load_state_dict(assign=True)", "not DDP")
 def assigned(run: Loop) -> None:
     run.start()
     run.update(times=2)
@@ -100,7 +100,7 @@ def frozen_for_a_while(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("thawed later")
+@habit("thawed later", "not DDP")
 def thawed(run: Loop) -> None:
     run.model.head.weight.requires_grad_(False)
     run.start(unused=True)
@@ -182,7 +182,7 @@ def float64(run: Loop) -> None:
     run.update(times=3)
 
 
-@habit("buffers of other sizes on one rank", "own batches")
+@habit("buffers of other sizes on one rank", "own batches", "not DDP")
 def other_buffers(run: Loop) -> None:
     """Plain torch has one process, so nothing to compare with but the first rank's."""
     run.model.register_buffer("seen", torch.zeros(2))

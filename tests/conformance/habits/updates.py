@@ -44,19 +44,19 @@ def two_losses(run: Loop) -> None:
 
 @habit("two losses of one forward, batch norm")
 def two_losses_batch_norm(run: Loop) -> None:
-    run.model.plugs.append(nn.BatchNorm1d(WIDTH))
+    run.model.plugs.extend([nn.Tanh(), nn.BatchNorm1d(WIDTH)])
     run.start()
     run.update(_two_losses, times=3)
 
 
 @habit("batch norm")
 def batch_norm(run: Loop) -> None:
-    run.model.plugs.append(nn.BatchNorm1d(WIDTH))
+    run.model.plugs.extend([nn.Tanh(), nn.BatchNorm1d(WIDTH)])
     run.start()
     run.update(times=3)
 
 
-@habit("accumulate: an epoch's last window is partial, flushed")
+@habit("accumulate: an epoch's last window is partial, flushed", "session")
 def partial_window_flushed(run: Loop) -> None:
     run.start(accumulate=2)
     for _ in range(2):
@@ -66,7 +66,7 @@ def partial_window_flushed(run: Loop) -> None:
         run.flush()
 
 
-@habit("accumulate: a window open at close() is told", own_buffers=True)
+@habit("accumulate: a window open at close() is told", "session", own_buffers=True)
 def window_left_open(run: Loop) -> None:
     run.start(accumulate=2)
     run.update(times=2)
@@ -96,7 +96,7 @@ def clipping_by_torch(run: Loop) -> None:
         run.step()
 
 
-@habit("clipping inside a window")
+@habit("clipping inside a window", "session")
 def clipping_inside(run: Loop) -> None:
     """Plain torch clips the sum of the joined batches; partial sums of ranks are none."""
     run.start(accumulate=2)
@@ -108,7 +108,7 @@ def clipping_inside(run: Loop) -> None:
         run.step()
 
 
-@habit("clipping inside a window by torch")
+@habit("clipping inside a window by torch", "session")
 def clipping_inside_by_torch(run: Loop) -> None:
     run.start(accumulate=2)
     for _ in range(2):
@@ -302,7 +302,7 @@ def never_stepped(run: Loop) -> None:
 
 @habit("train and eval switched")
 def train_and_eval(run: Loop) -> None:
-    run.model.plugs.append(nn.BatchNorm1d(WIDTH))
+    run.model.plugs.extend([nn.Tanh(), nn.BatchNorm1d(WIDTH)])
     run.start()
     run.update()
     run.model.eval()
