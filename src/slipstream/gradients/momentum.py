@@ -117,14 +117,8 @@ class MomentumCorrection:
         Raises:
             UsageError: names the setting.
         """
-        if self._loads > 0:
-            raise UsageError(
-                "the optimizer has loaded a state, but gradients.codec dgc keeps the momentum, "
-                "which is part of session.state_dict(); load that of the same moment, too: "
-                "session.load_state_dict(state)"
-            )
+        self.check_loads()
         self._unused.clear()
-        self._used, self._loads = True, 0
         for group in self._optimizer.param_groups:
             applied = next((self._applied[p] for p in group["params"] if p in self._applied), None)
             if applied is None:
@@ -146,6 +140,20 @@ class MomentumCorrection:
                     "found, without maximize; change them, or load a state with others, before "
                     "accelerate()"
                 )
+        self._used, self._loads = True, 0
+
+    def check_loads(self) -> None:
+        """Refuse to go on with another moment's momentum.
+
+        Raises:
+            UsageError: the optimizer has loaded a state, the session has not.
+        """
+        if self._loads > 0:
+            raise UsageError(
+                "the optimizer has loaded a state, but gradients.codec dgc keeps the momentum, "
+                "which is part of session.state_dict(); load that of the same moment, too: "
+                "session.load_state_dict(state)"
+            )
 
     def restored(self) -> None:
         """The session has loaded a state, with the momentum."""

@@ -155,9 +155,9 @@ class TrainingLoop:
             raise messages.gradients_kept()
         if self._used:
             self._clear()
-        if self.update_due and self._is_zeroed():
-            self._end_update(None)
+        self.settle()
         self._check_sums()
+        self.momentum_correction.check_loads()
         loss_scale = self.precision.take(given)
         self.window.check_scale(loss_scale)
         if not self._compared:
@@ -235,6 +235,11 @@ class TrainingLoop:
                 self.engine.abort(error)
                 raise
         return self._update()
+
+    def settle(self) -> None:
+        """Forget an update that the script has skipped, by zeroing its gradients."""
+        if self.update_due and self._is_zeroed():
+            self._end_update(None)
 
     def _update(self) -> bool:
         skip = self._begin_update()

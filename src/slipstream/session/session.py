@@ -251,6 +251,7 @@ class Session(Generic[M, O]):
             ExchangeError: another rank is gone.
         """
         self._must_be_open("state_dict")
+        self._loop.settle()
         if self._loop.window_open:
             raise UsageError(
                 "state_dict() inside an accumulation window would lose the gradients gathered so "
@@ -271,6 +272,7 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
+        self._loop.settle()
         if self._loop.window_open:
             raise UsageError(
                 "load_state_dict() after a backward() that no update has used: its gradients are "
