@@ -87,7 +87,7 @@ class MomentumCorrection:
         self.momenta: dict[str, Momentum] = {}
         self.buffers: dict[str, Mapping[str, torch.Tensor]] = {}
         self._used = False  # whether there was an update
-        self._loads = 0  # of the optimizer's state since then, without those of the session's
+        self._optimizer_loaded = self._session_loaded = False  # since the last one
         self._hook = optimizer.register_load_state_dict_post_hook(self._loaded) if coded else None
         for group in optimizer.param_groups:
             inside = [p for p in group["params"] if id(p) in coded]
@@ -140,7 +140,7 @@ class MomentumCorrection:
                     "found, without maximize; change them, or load a state with others, before "
                     "accelerate()"
                 )
-        self._used, self._loads = True, 0
+        self._used, self._optimizer_loaded, self._session_loaded = True, False, False
 
     def check_loads(self) -> None:
         """Refuse to go on with another moment's momentum.
@@ -148,7 +148,7 @@ class MomentumCorrection:
         Raises:
             UsageError: the optimizer has loaded a state, the session has not.
         """
-        if self._loads > 0:
+        if self._optimizer_loaded and not self._session_loaded:
             raise UsageError(
                 "the optimizer has loaded a state, but gradients.codec dgc keeps the momentum, "
                 "which is part of session.state_dict(); load that of the same moment, too: "
@@ -157,10 +157,10 @@ class MomentumCorrection:
 
     def restored(self) -> None:
         """The session has loaded a state, with the momentum."""
-        self._loads -= 1
+        self._session_loaded = True
 
     def _loaded(self, optimizer: object) -> None:
-        self._loads += self._used
+        self._optimizer_loaded = self._used
 
     def give_back(self) -> None:
         """Restore the optimizer's settings, and its momentum buffers if no update used them."""

@@ -178,14 +178,22 @@ class Masters:
 
     # From outside; see the note at the top of the file.
 
-    def _read(self, parameter: nn.Parameter) -> torch.Tensor:
+    @property
+    def _outside(self) -> bool:
         in_backward = torch._C._current_graph_task_id() != -1
-        outside = not self.depth and not in_backward and self.share_of is everything
+        return not self.depth and not in_backward and self.share_of is everything
+
+    def _read(self, parameter: nn.Parameter) -> torch.Tensor:
+        outside = self._outside
         if outside:
             self.follow([parameter])
         if parameter not in self._shown:
             self._show(parameter)
         return (self.values if outside else self.halves)[parameter].detach()
+
+    def _detach(self, parameter: nn.Parameter) -> torch.Tensor:
+        # inside, what autograd saves must count the writes of the parameter itself
+        return self._read(parameter) if self._outside else torch.Tensor.detach(parameter)
 
     @torch.no_grad()
     def _write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -209,7 +217,7 @@ class Masters:
         self._agree(parameter)
         kind = type(parameter)
         if kind not in self._kinds:
-            self._kinds[kind] = _seen_from_outside(kind, self._read, self._write)
+            self._kinds[kind] = _seen_from_outside(kind, self._read, self._write, self._detach)
         parameter.__class__ = self._kinds[kind]
 
 
@@ -217,11 +225,15 @@ def _seen_from_outside(
     kind: type[nn.Parameter],
     read: Callable[[nn.Parameter], torch.Tensor],
     write: Callable[[nn.Parameter, torch.Tensor], None],
+    detached: Callable[[nn.Parameter], torch.Tensor],
 ) -> Any:
     """A subclass of ``kind`` whose ``data`` is what ``read`` returns and ``write`` takes."""
 
     def data(self: nn.Parameter) -> torch.Tensor:
         return read(self)
+
+    def detach(self: nn.Parameter) -> torch.Tensor:
+        return detached(self)
 
     def grad(self: nn.Parameter) -> Any:
         return _GRAD.__get__(self)
@@ -236,7 +248,7 @@ def _seen_from_outside(
 
     members = {
         "data": property(data, write),
-        "detach": data,
+        "detach": detach,
         "grad": property(grad, set_grad, delete_grad),
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
