@@ -75,7 +75,7 @@ class TestEquations:
     @pytest.mark.parametrize("residual", [False, True])
     def test_gradients_of_batch_norms(self, activation: ActivationName, residual: bool) -> None:
         inputs = drawn(4, 3, 5), drawn(3), drawn(3), drawn(4, 3, 5) if residual else None
-        assert gradcheck(lambda *given: NORM.apply(*given, activation, 1e-5)[0], inputs)
+        assert gradcheck(lambda *given: NORM.apply(*given, activation, 1e-5, None)[0], inputs)
 
     @all_activations
     @all_types
@@ -111,7 +111,7 @@ class TestEquations:
             with torch.no_grad():
                 total = F.batch_norm(x.to(wide), None, None, weight, bias, training=True) + other
                 other += ((total - 6).abs() < 0.2).to(dtype)
-        fused = NORM.apply(x, weight, bias, other, activation, 1e-5)
+        fused = NORM.apply(x, weight, bias, other, activation, 1e-5, None)
         # 16 bits are rounded once, by torch after each operation: fp32 is the reference
         given = [t if t is None else t.to(wide).detach().requires_grad_() for t in (x, other)]
         plain = plain_norm(given[0], weight, bias, activation, residual=given[1])  # type: ignore[arg-type]
@@ -133,7 +133,7 @@ class TestEquations:
     def test_without_weight_or_bias(self, weight: bool, bias: bool) -> None:
         x, given = drawn(4, 3, 2, 2), [drawn(3) if w else None for w in (weight, bias)]
         fused, plain = (
-            NORM.apply(x, *given, None, "relu", 1e-5)[0],
+            NORM.apply(x, *given, None, "relu", 1e-5, None)[0],
             plain_norm(x, *given, "relu").values,
         )
         assert_same(fused, plain, [x, *given], 1e-12)
@@ -148,7 +148,7 @@ class TestEquations:
         x = torch.randn(batch, 4, 5, 7)
         x[0] += first
         x[1:] += others
-        fused = NORM.apply(x, None, None, None, "relu", 1e-5)
+        fused = NORM.apply(x, None, None, None, "relu", 1e-5, None)
         variance, mean = torch.var_mean(x.double(), [0, 2, 3], correction=0)
         deviation = float(variance.max().sqrt())
         torch.testing.assert_close(fused[1].double(), mean, rtol=1e-6, atol=1e-5 * deviation)
@@ -156,7 +156,7 @@ class TestEquations:
 
     def test_values_that_do_not_differ_have_no_variance(self) -> None:
         x = torch.full((6, 3, 5, 5), 1 / 3)
-        values, mean, variance = NORM.apply(x, None, None, None, "sigmoid", 1e-5)
+        values, mean, variance = NORM.apply(x, None, None, None, "sigmoid", 1e-5, None)
         assert variance.max() < 1e-12
         assert variance.min() >= 0
         torch.testing.assert_close(mean, x[0, :, 0, 0])
@@ -164,7 +164,7 @@ class TestEquations:
 
     def test_frozen_parameters_get_no_gradient(self) -> None:
         x, weight, bias = drawn(4, 3), drawn(3).detach(), drawn(3).detach()
-        NORM.apply(x, weight, bias, x.detach(), "silu", 1e-5)[0].sum().backward()
+        NORM.apply(x, weight, bias, x.detach(), "silu", 1e-5, None)[0].sum().backward()
         assert [t.grad is not None for t in (x, weight, bias)] == [True, False, False]
 
     @pytest.mark.parametrize(("activation", "residual", "kept"), [
@@ -176,7 +176,7 @@ class TestEquations:
         """x, and the result or the residual; torch also keeps what the activation is given."""
         x, weight, bias = drawn(8, 4, 16, 16), drawn(4), drawn(4)
         other = drawn(8, 4, 16, 16) if residual else None
-        result = NORM.apply(x, weight, bias, other, activation, 1e-5)[0]
+        result = NORM.apply(x, weight, bias, other, activation, 1e-5, None)[0]
         assert kept_bytes(result) == kept * x.nbytes + 4 * 4 * x.itemsize
 
 

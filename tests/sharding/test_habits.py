@@ -127,24 +127,11 @@ def moved(session: Any, model: Odd, update: Optimizer, step: int) -> None:
     model.first.weight.data = model.first.weight.data.clone()
 
 
-def raised(session: Any, model: Odd, update: Optimizer, step: int) -> None:
-    session.backward(model(batch(step, session.rank)))
-    rates = [group["lr"] for group in update.param_groups]
-    for group in update.param_groups:
-        group["lr"] = "fast"
-    with pytest.raises((TypeError, RuntimeError)):
-        session.step()
-    for group, rate in zip(update.param_groups, rates, strict=True):
-        group["lr"] = rate
-    session.optimizer.zero_grad()
-    steps(session, step + 10, 1)
-
-
 HABITS: dict[str, Habit] = {
     habit.__name__: habit
     for habit in (
         *(assign, assign_and_clip, freeze_and_thaw, unused_for_a_while, groups_replaced),
-        *(scheduled, reloaded, reset, written, averaged, evaluated, moved, raised),
+        *(scheduled, reloaded, reset, written, averaged, evaluated, moved),
     )
 }
 
@@ -210,14 +197,9 @@ def made_half() -> None:
         session.step()
         before = copy.deepcopy(model.state_dict())
         model.weight.data = model.weight.data.T.contiguous().T
-        session.backward(model(torch.ones(1, 6)).sum())
-        with pytest.raises(
-            UsageError, match=r"parameter weight is .*\(1, 71\), but was .*\(6, 1\)"
-        ):
-            session.step()
+        with pytest.raises(UsageError, match=r"parameter weight was .*\(6, 1\).* is .*\(1, 71\)"):
+            session.backward(model(torch.ones(1, 6)).sum())
         assert torch.equal(model.weight, before["weight"])
-        model.weight.data = model.weight.data.contiguous()
-        session.step() if session._loop._backward_done else None
 
 
 def test_a_parameter_in_another_form_is_refused(two: Ranks) -> None:

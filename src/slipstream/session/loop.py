@@ -247,7 +247,9 @@ class TrainingLoop:
             self._updating = True
             try:
                 self.optimizer.step()
-            except BaseException:
+            except BaseException as error:
+                # what slipstream refuses, it refuses before the first change
+                self._broken_off = not isinstance(error, UsageError)
                 self.full_state.complete()
                 raise
             finally:
