@@ -27,7 +27,8 @@ class Wrappers:
         self._modules = {*model.modules()}
         self._hooks: list[Any] = [register_module_module_registration_hook(self._notice)]
         if dist.is_available() and dist.is_initialized():  # else there can be none yet
-            for wrapper in gc.get_referrers(DistributedDataParallel):  # an object refers to its class
+            # An object refers to its class.
+            for wrapper in gc.get_referrers(DistributedDataParallel):
                 if isinstance(wrapper, DistributedDataParallel):
                     self._notice(wrapper, "module", wrapper.module)
 
