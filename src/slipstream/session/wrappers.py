@@ -27,8 +27,9 @@ class Wrappers:
         self._modules = {*model.modules()}
         self._hooks: list[Any] = [register_module_module_registration_hook(self._notice)]
         if dist.is_available() and dist.is_initialized():  # else there can be none yet
-            for wrapper in gc.get_objects():
-                if issubclass(type(wrapper), DistributedDataParallel):
+            # An object refers to its class.
+            for wrapper in gc.get_referrers(DistributedDataParallel):
+                if isinstance(wrapper, DistributedDataParallel):
                     self._notice(wrapper, "module", wrapper.module)
 
     def close(self) -> None:
