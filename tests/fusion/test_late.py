@@ -119,6 +119,8 @@ BETWEEN: dict[str, Between] = {
     "summed with itself": lambda m, y: y + y,
     "a list": lambda m, y: torch.cat([y, y[:1]]),
     "an autograd function": lambda m, y: Twice.apply(y),
+    "an autograd function before the chain": lambda m, y: Twice.apply(y) + F.relu(y),
+    "keywords": lambda m, y: torch.relu(input=y) + torch.add(input=y, other=y.add(other=y)),
     "an autograd function, and again": lambda m, y: Twice.apply(y) + F.relu(y) + y,
     "TorchScript": lambda m, y: scripted(y),
     "printed": lambda m, y: keep(m, [len(repr(y)) > 0, len(y), y.shape]),

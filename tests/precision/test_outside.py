@@ -56,6 +56,16 @@ def each(write: Callable[[nn.Parameter], Any]) -> Callable[[nn.Module, Any], Non
     return change
 
 
+def evaluate_averages(net: nn.Module, _: object) -> None:
+    """As averages are put in and taken out again in many scripts."""
+    backup = {name: p.data for name, p in net.named_parameters()}
+    for parameter in net.parameters():
+        parameter.data = parameter.data * 0.5
+    net(torch.ones(2, 5))
+    for name, parameter in net.named_parameters():
+        parameter.data = backup[name]
+
+
 def new_layer(net: Any, optimizer: torch.optim.Optimizer) -> None:
     torch.manual_seed(1)
     net.last = nn.Linear(8, 4)
@@ -85,6 +95,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "vector_to_parameters": lambda net, _: nn.utils.vector_to_parameters(
         spread(net), net.parameters()
     ),
+    "averages put in and out": evaluate_averages,
     "float()": lambda net, _: net.float(),
     "to(device)": lambda net, _: net.to("cpu"),
     "a plain checkpoint": lambda net, _: net.load_state_dict(

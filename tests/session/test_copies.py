@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,12 @@ def test_averages_of_half_weights_move_in_full_precision() -> None:
         after = average.module.state_dict()
         assert {p.dtype for p in average.parameters()} == {torch.float32}
         assert not torch.equal(before["stem.weight"], after["stem.weight"])
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_session_is_not_copied(take: Any) -> None:
+    with (
+        opened({}) as session,
+        pytest.raises(slipstream.errors.UsageError, match=r"session\.model"),
+    ):
+        take(session)

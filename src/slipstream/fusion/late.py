@@ -14,10 +14,10 @@ the values, and its gradients in ``_Unseen``, which has the derivatives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -102,6 +102,8 @@ class Pending:
 
     def __init__(self, operation: Operation, ran: Callable[[str], None]) -> None:
         self.operation, self.ran = operation, ran
+        self.is_passed = False
+        """Whether a later result was computed past this one, whose graph it then is no part of."""
         self._values: Tensor | None = None
         self._context = context_of(operation.tensors[0])
         self._versions = [t._version for t in operation.tensors]
@@ -140,6 +142,10 @@ class Pending:
             self._values = self._computed()
         return self._values
 
+    def values_again(self) -> Tensor:
+        """The same values with a graph of their own."""
+        return self._computed()
+
     def _computed(self) -> Tensor:
         operation, (learns, inference, dtype, _) = self.checked(), self._context
         with ExitStack() as context:
@@ -172,6 +178,11 @@ _METADATA = frozenset(
     ]
 )
 """What may be asked without the values."""
+_GRAD: Any = torch.autograd.grad
+_OF_GRADIENTS = frozenset(
+    [_GRAD, Tensor.register_hook, Tensor.retain_grad, cast(Any, Tensor).grad_fn.__get__]
+)
+"""What asks for the gradient of a result, or changes it."""
 GoOn = Callable[..., Any]
 continuations: dict[Any, GoOn] = {}
 """Functions that may go on with a chain: called as torch's, they return NotImplemented else."""
@@ -195,10 +206,12 @@ class Late(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         go_on = continuations.get(func)
-        if go_on is not None:
+        if go_on is not None and args:  # not torch.relu(input=...)
             result = go_on(*args, **kwargs)
             if result is not NotImplemented:
                 return result
+        if func in _OF_GRADIENTS:
+            _check_on_the_way(func, args, kwargs)
         args, kwargs = settled((args, kwargs))
         if not any(type(leaf) is cls for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
@@ -219,6 +232,24 @@ class Late(Tensor):
                 "leave out compute.fuse_bn_act, fuse_add_act and fuse_relu_depthwise"
             )
         return func(*_unseen(args), **_unseen(kwargs or {}))
+
+
+def _check_on_the_way(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuse gradients of a result that is not on the way from a later one.
+
+    Raises:
+        ModelError: a chain went on from it.
+    """
+    wanted = args[:1]
+    if func is _GRAD:
+        wanted = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    if any(type(leaf) is Late and leaf.pending.is_passed for leaf in tree_leaves(wanted)):
+        raise ModelError(
+            "fused chains: the gradient of a result is asked for that later ones were computed "
+            "past, in one operation with it; ask before it is used (y.retain_grad(), "
+            "y.register_hook(...), or a hook on its layer before fusion), or leave out "
+            "compute.fuse_bn_act, fuse_add_act and fuse_relu_depthwise"
+        )
 
 
 def late(operation: Operation, ran: Callable[[str], None]) -> Tensor:
@@ -255,8 +286,8 @@ class _Unseen(torch.autograd.Function):
         learning = [t for t in tensors if t.requires_grad]
         if gradient is None or not learning:
             return None, *(None for _ in tensors)
-        values = ctx.pending.values()
-        found = iter(torch.autograd.grad(values, learning, gradient, retain_graph=True))
+        values = ctx.pending.values_again()  # the graph of the others is freed by their backward
+        found = iter(torch.autograd.grad(values, learning, gradient))
         return None, *(next(found) if t.requires_grad else None for t in tensors)
 
 

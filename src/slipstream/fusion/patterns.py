@@ -12,7 +12,7 @@ from torch import fx, nn
 from slipstream.errors import UsageError
 from slipstream.fusion.block_graph import Untraceable, record
 from slipstream.fusion.chains import CHAIN_PARTS, Chains
-from slipstream.fusion.steps import Role, Start, may_start
+from slipstream.fusion.steps import Role, as_start, may_start
 from slipstream.kernels.compiled import check_compiler
 from slipstream.memory.forward_override import ForwardReplacement
 from slipstream.strategy import Row
@@ -143,5 +143,5 @@ def _call(
 ) -> Any:
     """A layer at the start of a chain."""
     if not kwargs and may_start(layer, roles, args):
-        return forward(Start(args[0], roles, ran))
+        return forward(as_start(args[0], roles, ran))
     return forward(*args, **kwargs)

@@ -1,7 +1,7 @@
 """The steps of a chain, as functions of torch that a `Start` or a `Late` answers.
 
 [Note: Where a chain runs]
-A layer at the start of a chain is called as always, with a `Start` around its input. Its forward
+A layer at the start of a chain is called as always, with its input as a `Start`. Its forward
 hands that to a function of torch, with all settings as they are in this call. So hooks of layers
 fire, such as those that wait for parameters.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from slipstream.fusion.late import (
     Late,
@@ -51,17 +52,23 @@ LAYERS: dict[type[nn.Module], Any] = {
 }
 """Layers that may start a chain, and their forwards, which hand their input to torch at once."""
 
+_OF_TORCH = {
+    function.__name__: function
+    for function in (
+        *(F.batch_norm, F.relu, F.relu6, F.hardtanh),
+        *(F.silu, F.hardswish, F.sigmoid, F.tanh),
+    )
+}
+"""Where one is replaced, torch would show the replacement to a `Start` or a `Late` once more."""
 
-class Start:
-    """Stands for the input of a layer at the start of a chain, inside of its forward alone."""
 
-    __slots__ = ("ran", "roles", "tensor")
+class Start(Tensor):
+    """The input of a layer at the start of a chain, inside of its forward alone; a tensor, as
+    modes of torch and wrappers around its functions may see it."""
 
-    def __init__(self, tensor: Tensor, roles: set[Role], ran: Callable[[str], None]) -> None:
-        self.tensor, self.roles, self.ran = tensor, roles, ran
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tensor, name)
+    tensor: Tensor
+    roles: set[Role]
+    ran: Callable[[str], None]
 
     @classmethod
     def __torch_function__(
@@ -71,14 +78,21 @@ class Start:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        start, kwargs = args[0], kwargs or {}
-        if type(start) is not cls:  # the layer hands it on in a way of its own
-            args = tuple(a.tensor if type(a) is cls else a for a in args)
-            return func(*args, **{k: v.tensor if type(v) is cls else v for k, v in kwargs.items()})
+        kwargs = kwargs or {}
         step = _STARTS.get(func)
-        if step is None:
-            return func(start.tensor, *args[1:], **kwargs)
-        return step(start, func, start.tensor, *args[1:], **kwargs)
+        if step is not None and args and type(args[0]) is cls:
+            return step(args[0], func, args[0].tensor, *args[1:], **kwargs)
+        if len(args) == 1 and type(args[0]) is cls and not kwargs:
+            return func(args[0].tensor)
+        args, kwargs = tree_map(lambda v: v.tensor if type(v) is cls else v, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def as_start(tensor: Tensor, roles: set[Role], ran: Callable[[str], None]) -> Start:
+    """``tensor``, for a layer that may start a chain."""
+    made = tensor.as_subclass(Start)
+    made.tensor, made.roles, made.ran = tensor, roles, ran
+    return made
 
 
 def may_start(layer: nn.Module, roles: set[Role], args: tuple[Any, ...]) -> bool:
@@ -92,6 +106,7 @@ def may_start(layer: nn.Module, roles: set[Role], args: tuple[Any, ...]) -> bool
     learns, inference, _, followed = context_of(args[0])
     return (
         learns
+        and all(vars(F)[name] is function for name, function in _OF_TORCH.items())
         and type(layer).forward is LAYERS.get(type(layer))
         and not has_hooks(layer)
         and not (inference or followed or args[0].is_inference())
@@ -123,7 +138,8 @@ def _start_norm(
 ) -> Tensor:
     """``F.batch_norm``. Statistics are those of the call, whatever becomes of its result."""
     affine, running = (_arrived(weight), _arrived(bias)), (running_mean, running_var)
-    if not ("norm" in start.roles and training and _fits(x, *affine, *running)):
+    fits = training and (running_mean is None) is (running_var is None)
+    if not ("norm" in start.roles and fits and _fits(x, *affine, *running)):
         result = func(
             *(x, running_mean, running_var),
             weight=weight, bias=bias, training=training, momentum=momentum, eps=eps,
@@ -208,6 +224,7 @@ def _activate(name: ActivationName, x: Any, inplace: bool = False, **others: Any
     result = _fused(operation, name, pending.ran)
     if result is None:
         return NotImplemented
+    pending.is_passed = True
     if inplace:
         pending.settle(result)
     return result
@@ -258,7 +275,7 @@ def _hardtanh(x: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool
     return _activate("relu6", x, inplace) if (min_val, max_val) == (0, 6) else NotImplemented
 
 
-def _add(left: Any, right: Any, in_place: bool = False, **others: Any) -> Any:
+def _add(left: Any, right: Any = None, in_place: bool = False, **others: Any) -> Any:
     """A sum, for the activation after it."""
     pending = _open(left) or (None if in_place else _open(right))
     if pending is None or others or left is right or not is_alike(left, right):
@@ -279,6 +296,7 @@ def _term(value: Any) -> Norm | Made | None:
     if pending is not None and isinstance(pending.operation, Norm | Made):
         operation = pending.checked()
         assert isinstance(operation, Norm | Made)
+        pending.is_passed |= isinstance(operation, Norm)
         return operation
     values = settled(value)
     return Made(values) if type(values) is Tensor else None
@@ -301,6 +319,7 @@ def _convolve(*args: Any, **kwargs: Any) -> Any:
     if not is_depthwise or x.ndim != weight.ndim or isinstance(given["padding"], str):
         return NotImplemented
     pending.ran(DEPTHWISE)
+    pending.is_passed = True
     stride, padding, dilation = (_each_dimension(size, x.ndim - 2) for size in sizes)
     return relu_depthwise(
         x, weight, given["bias"], stride=stride, padding=padding, dilation=dilation

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.activations import ACTIVATIONS, ActivationName
 from slipstream.kernels.compiled import compiled
-from slipstream.kernels.surroundings import needs_plain_functions
+from slipstream.kernels.surroundings import differentiates_plainly, needs_plain_functions
 
 SMALL = 1 << 21
 """Values below which torch's two functions are faster: in the caches they have no memory to wait
@@ -67,8 +67,9 @@ class AddAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         first, *second = ctx.saved_tensors
-        recorded = torch.is_grad_enabled()  # for second derivatives, of which a kernel has none
-        compute = _backward if recorded else compiled(_backward, ctx.activation, first.dtype)
+        # for second derivatives, of which a kernel has none
+        plain = differentiates_plainly(gradient)
+        compute = _backward if plain else compiled(_backward, ctx.activation, first.dtype)
         moved: Tensor = compute(gradient, ctx.activation, first, *second)
         return moved, moved, None
 

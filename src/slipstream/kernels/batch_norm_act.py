@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slipstream.kernels.activations import ACTIVATIONS, ActivationName
 from slipstream.kernels.compiled import compiled
-from slipstream.kernels.surroundings import needs_plain_functions
+from slipstream.kernels.surroundings import differentiates_plainly, needs_plain_functions
 
 SMALL = 1 << 19
 """Values below which torch's functions are faster, as the checks before a compiled kernel take
@@ -137,7 +137,8 @@ class BatchNormAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, rstd, *kept = ctx.saved_tensors
-        if torch.is_grad_enabled():  # for second derivatives, which go through the statistics, too
+        if differentiates_plainly(gradient):
+            # for second derivatives, which go through the statistics, too
             compute: Any = _backward
             variance, mean = torch.var_mean(_wide(x), _around_channels(x), correction=0)
             rstd = torch.rsqrt(variance + ctx.eps)

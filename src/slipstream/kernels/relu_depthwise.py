@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.kernels.surroundings import as_in_product, needs_plain_functions
+from slipstream.kernels.surroundings import (
+    as_in_product,
+    differentiates_plainly,
+    needs_plain_functions,
+)
 
 Size = list[int]
 """One number for each spatial dimension."""
@@ -94,7 +98,7 @@ class ReluDepthwise(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted, size = list(ctx.needs_input_grad[:3]), _samples(x)
-        if torch.is_grad_enabled():  # for second derivatives: nothing is written in place
+        if differentiates_plainly(gradient):  # nothing is written in place
             activated = torch.relu(x)
             moved, *sums = _moved(ctx, gradient, activated, weight, wanted)
             dx = None if moved is None else torch.ops.aten.threshold_backward(moved, activated, 0)

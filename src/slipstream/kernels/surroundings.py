@@ -18,6 +18,13 @@ def needs_plain_functions() -> bool:
     return torch._C._are_functorch_transforms_active() or bool(jit.is_tracing())
 
 
+def differentiates_plainly(gradient: Tensor) -> bool:
+    """Whether backward is differentiated itself (``create_graph``), or is under a transform, such
+    as for ``is_grads_batched``: a kernel then computes by torch's functions, nothing in place."""
+    batched: bool = torch._C._functorch.is_legacy_batchedtensor(gradient)
+    return torch.is_grad_enabled() or batched or needs_plain_functions()
+
+
 def product_type(operand: Tensor) -> torch.dtype:
     """The type of an operand in a product, which autocast may change.
 

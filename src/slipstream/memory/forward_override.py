@@ -49,6 +49,14 @@ class ForwardOverride(Attached):
             return self.replaced  # type: ignore[no-any-return]
         return type(self._module).forward.__get__(self._module)  # type: ignore[no-any-return]
 
+    @property
+    def __globals__(self) -> Any:
+        raise UsageError(
+            f"the forward of {type(self._module).__name__} is overridden by slipstream, and "
+            "torch.jit.script reads its source; script a copy, which is plain: "
+            "torch.jit.script(copy.deepcopy(model)), or script after close()"
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._wrapper(self.forward, *args, **kwargs)
 

@@ -197,8 +197,9 @@ class Masters:
 
     @torch.no_grad()
     def _write(self, parameter: nn.Parameter, values: torch.Tensor) -> None:
-        """``parameter.data = values``: its memory stays, and what is new counts."""
-        half, master = self.halves[parameter], self.values[parameter]
+        """``parameter.data = values``: what is new counts. The master's memory is another one, as
+        the former may be kept as what to restore; that of the 16-bit values stays."""
+        half = self.halves[parameter]
         if values.shape != half.shape or values.device != half.device:
             raise UsageError(
                 f"the data of a parameter was set to a tensor of shape {tuple(values.shape)} on "
@@ -208,7 +209,7 @@ class Masters:
         self.follow([parameter])
         new = self.share_of(parameter, torch.empty_like(half, dtype=torch.float32).copy_(values))
         same = self.share_of(parameter, half).float() == new
-        master.copy_(torch.where(same, master, new))
+        self.values[parameter] = torch.where(same, self.values[parameter], new)
         half.copy_(values)
         self._agree(parameter)
 

@@ -9,7 +9,7 @@ import atexit
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
@@ -398,6 +398,12 @@ class Session(Generic[M, O]):
             UsageError: after several backward passes, none of which was ever followed by an update.
         """
         self.__exit__(None, None, None)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "a session has process groups, threads and hooks, so it cannot be copied or pickled; "
+            "copy session.model, or save session.state_dict() and session.full_state_dict()"
+        )
 
     def __enter__(self) -> Self:
         return self
