@@ -28,7 +28,7 @@ from tests.conformance.habit import Habit, all_habits
 from tests.conformance.techniques import TECHNIQUES, Technique
 from tests.harness.ranks import RankFailure, Ranks
 
-PATIENCE = 60.0
+PATIENCE = 100.0
 """Seconds that a rank may take longer than the other for a cell."""
 
 Outcomes = dict[str, dict[str, Verdict]]
@@ -81,7 +81,7 @@ def run_row(ranks: Ranks, technique: Technique, habits: Sequence[Habit]) -> dict
             names = [habit.name for habit in waiting]
             problem = ""
             try:
-                ranks.run(serve, technique, names, folder, connect=False, timeout=600)
+                ranks.run(serve, technique, names, folder, connect=False, timeout=3600)
             except RankFailure as failure:
                 problem = " | ".join(
                     e if isinstance(e, str) else f"{type(e).__name__}: {e}"
