@@ -42,7 +42,7 @@ class Verdict(NamedTuple):
 
 def judge(technique: Technique, habit: Habit, rank: int) -> Verdict:
     """Run a habit on both sides; leaves no session open."""
-    with technique.around(), _as_before():
+    with _as_before():
         try:
             plain = _plain_side(technique, habit, rank)
         except SlipstreamError as error:  # of an optimizer of ours

@@ -131,7 +131,11 @@ def serve(technique: Technique, habit_names: Sequence[str], folder: str) -> None
     by_name = {habit.name: habit for habit in all_habits()}
     store = f"{folder}/store"
     gc.freeze()  # what is there stays; collecting is cheap
-    with _peer(rank, f"{folder}/socket") as peer, open(f"{folder}/rank{rank}", "a") as file:
+    with (
+        _peer(rank, f"{folder}/socket") as peer,
+        open(f"{folder}/rank{rank}", "a") as file,
+        technique.around(),
+    ):
         technique.run_in_one_process()
         group = 0
         for number, habit in enumerate(by_name[name] for name in habit_names):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
+import torch._inductor.config as inductor
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 from torch.utils.data import DataLoader
@@ -26,6 +28,13 @@ from tests.fusion.uncompiled import uncompiled
 def bf16() -> Any:
     """Torch's own autocast."""
     return torch.autocast("cpu", torch.bfloat16)
+
+
+@contextmanager
+def compiled_here() -> Iterator[None]:
+    """Compiled in this process: a fork has no part in workers."""
+    with mock.patch.object(inductor, "compile_threads", 1):
+        yield
 
 
 def sgd(model: nn.Module) -> Optimizer:
@@ -115,7 +124,7 @@ class Technique:
             moved the parameters; None: it is exact up to the order of sums.
         shares_batches: all ranks train on the same batches.
         loop: how one trains with it.
-        around: holds while a cell runs, on both sides.
+        around: holds while a row runs, on both sides.
         around_forward: holds in each forward and loss of the plain side.
         deals: samples of an update are dealt to the ranks anew.
         ends_with_last: the strategy names the model's last gradient.
@@ -348,7 +357,7 @@ TECHNIQUES: tuple[Technique, ...] = (
         prepares=_fuse_swin,
         public=("fusion.fuse_swin",),
     ),
-    compute("compile", compile=True),
+    Technique("compile", {"compute": {"compile": True}}, around=compiled_here),
     chains("channels_last", channels_last=True),
     Technique(
         "channels_last fuse_optimizer",
