@@ -9,6 +9,8 @@ from tests.conformance.techniques import Technique
 LACKS = {
     "session": "the hook of DDP has no session: loader, window and end are the script's own",
     "not DDP": "DistributedDataParallel itself is wrong or refuses here, with no hook as well",
+    "optimizer's momentum": "DGC adds momentum before it sends, and keeps it to itself: gradients "
+    "contain it, and the end of a session ends it (docs/codecs.md)",
     "own batches": "ranks that share a model train on the same batches, so none differs",
 }
 
@@ -20,6 +22,8 @@ def not_applicable(technique: Technique, habit: Habit) -> str | None:
     lacking = set()
     if technique.loop is UnderDdp:
         lacking |= {"session", "not DDP"}
+    if technique.name == "dgc":
+        lacking.add("optimizer's momentum")
     if technique.shares_batches:
         lacking.add("own batches")
     for need in sorted(habit.needs & lacking):

@@ -31,8 +31,8 @@ HEAD = """\
 
 Each technique was trained on two ranks beside each habit of users below, three or four updates of a
 tiny model on a CPU, and compared with plain torch in one process on the batches of all ranks: the
-parameters, the buffers and what the habit looks at. This page is made by the test
-(`{command}`), which fails where a cell is wrong, missing, or another than here.
+parameters, the buffers and what the habit looks at. `{command}`
+makes this page; the suite runs some of its rows and fails where a cell of theirs is wrong.
 
 - `=` **equal**: within what the technique promises. Exact ones to {exact}, as far as the order of
   sums goes in fp32; lossy ones within the bound beside their name, a part of the way that
@@ -40,18 +40,20 @@ parameters, the buffers and what the habit looks at. This page is made by the te
 - `R1` **refused**: an error of slipstream on every rank, before the first wrong number. The
   [list of errors](#errors) has its words.
 - `a` **not applicable**: declared beforehand, [with the reason](#not-applicable).
+- **X** **wrong**: known, and still to be mended.
 
-{total} cells: {counts}.
+{total} cells: {counts}. Techniques whose rows were not run whole yet: {open}.
 """
 
 
 def render(outcomes: Outcomes, habits: Sequence[Habit]) -> str:
-    """The page, without wrong cells."""
+    """The page of these rows; techniques without one are named at its head."""
     counts = Counter(verdict.outcome for _, _, verdict in every(outcomes))
-    order = ("equal", "refused", "not applicable")
+    order = ("equal", "refused", "not applicable", "wrong")
+    still_open = ", ".join(t.name for t in TECHNIQUES if t.name not in outcomes) or "none"
     words = ", ".join(f"{counts[outcome]} {outcome}" for outcome in order)
     total = sum(counts.values())
-    head = HEAD.format(command=COMMAND, exact="2e-5", total=total, counts=words)
+    head = HEAD.format(command=COMMAND, exact="2e-5", total=total, counts=words, open=still_open)
     errors, reasons = _Notes("R"), _Notes("")
     parts = [head, *(_section(s, outcomes, habits, errors, reasons) for s in SECTIONS)]
     parts.append("## Errors\n\n" + errors.listed())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import slipstream
 from slipstream.errors import UsageError
 from tests.gradients.codecs import (
     CODECS,
@@ -92,9 +93,30 @@ def clip(codec: object) -> None:
             assert all(torch.equal(clipped[name][key], kept[key]) for key in kept)
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [name for name in CODECS if name != "dgc"])
 def test_gradients_are_clipped_after_the_exchange(two, codec) -> None:
     two.run(clip, CODECS[codec])
+
+
+def clip_momentum(by_torch: bool) -> str:
+    model = wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    strategy = {"gradients": {"codec": CODECS["dgc"]}}
+    with slipstream.accelerate(model, optimizer, strategy=strategy) as session:
+        session.backward(sum(p.square().sum() for p in model.parameters()))
+        if by_torch:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        with pytest.raises(UsageError) as refusal:
+            session.step() if by_torch else session.clip_grad_norm_(1e-3)
+        optimizer.zero_grad()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("by_torch", [True, False])
+def test_what_contains_momentum_is_not_clipped(two, by_torch) -> None:
+    for text in two.run(clip_momentum, by_torch):
+        assert "the momentum of earlier updates" in text
+        assert "codec's clip" in text
 
 
 def too_large_for_fp16() -> list[bool]:

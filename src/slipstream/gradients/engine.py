@@ -34,6 +34,7 @@ from slipstream.gradients.compressed import CodecStates, CompressionPlan, NamedS
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import (
+    average_changed,
     backward_repeated,
     exchange_failed,
     gradient_outside,
@@ -133,6 +134,8 @@ class Engine(GradientEngine):
         self._failure: str | None = None
         self._observer: Observer | None = None  # until the first exchange
         self._sums: list[tuple[NamedParameter, torch.Tensor, int]] = []  # and their versions
+        self._averages: list[tuple[NamedParameter, torch.Tensor, int]] = []  # with momentum
+        self._unsettled = False  # whether codecs have learned from an exchange without an update
         self.overflowed = False
         self.step = 0
         self._hooks = [
@@ -204,9 +207,20 @@ class Engine(GradientEngine):
         if backward.exchange:
             self._exchange(backward)
         else:
-            with_gradient = ((t, t.parameter.grad) for t in self._trainables)
-            self._sums = [(t, g, g._version) for t, g in with_gradient if g is not None]
+            self._sums = self._present_gradients()
         self._backward = None
+
+    def _present_gradients(self) -> list[tuple[NamedParameter, torch.Tensor, int]]:
+        """With their versions, which tell later whether they were changed."""
+        with_gradient = ((t, t.parameter.grad) for t in self._trainables)
+        return [(t, g, g._version) for t, g in with_gradient if g is not None]
+
+    def check_averages(self) -> None:
+        """Refuse to update with gradients that were changed, where a codec has added momentum."""
+        for trainable, before, version in self._averages:
+            now = trainable.parameter.grad
+            if now is not before or now._version != version:
+                raise average_changed(trainable.name)
 
     def _come_last(self) -> None:
         """Run behind hooks that were registered since: they see, and may change, the gradient of
@@ -236,20 +250,25 @@ class Engine(GradientEngine):
         self.overflowed = False
         self._channel.wait()
         self.overflowed = self._any_rank(self.overflowed)
-        self._codecs.settle(not self.overflowed)
+        self._unsettled = True
+        if self._plan.momenta:
+            self._averages = self._present_gradients()
         if self._buffers:
             self._buffers.arrived()
         self._averaged = True
 
-    def updated(self, step: int) -> None:
-        """The gradients were used and are gone; ``step`` updates are done.
+    def updated(self, step: int, *, used: bool = True) -> None:
+        """The gradients are gone; ``step`` updates are done. Where they were not ``used``, codecs
+        return to the state before their exchange.
 
         Where a codec begins to work, or works in another way from here on, the gradients are laid
         out anew, for the bytes that travel now.
         """
         before, now = (bisect(self._first_steps, at) for at in (self.step, step))
         self.step, self._plan = step, replace(self._plan, step=step)
-        self._averaged, self._sums = False, []
+        if self._unsettled:
+            self._codecs.settle(used and not self.overflowed)
+        self._unsettled, self._averaged, self._sums, self._averages = False, False, [], []
         self._buffers.restore()
         if self._shares is not None:
             self._shares.clear()

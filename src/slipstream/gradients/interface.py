@@ -39,8 +39,11 @@ class GradientEngine:
     def abort(self, error: BaseException) -> None:
         """Close the backward pass that raised ``error``."""
 
-    def updated(self, step: int) -> None:
-        """The gradients are used and gone; ``step`` updates are done."""
+    def updated(self, step: int, *, used: bool = True) -> None:
+        """The gradients are gone, ``used`` or not; ``step`` updates are done."""
+
+    def check_averages(self) -> None:
+        """Refuse to update with gradients that must not be changed after backward, but were."""
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """What this rank's update will use."""

@@ -58,6 +58,16 @@ def backward_repeated() -> UsageError:
     )
 
 
+def average_changed(name: str) -> UsageError:
+    """DGC's averages contain momentum."""
+    return UsageError(
+        f"the gradient of parameter {name} was changed after backward(), but with gradients.codec "
+        "dgc it contains the momentum of earlier updates; instead of clipping set the codec's "
+        "clip, instead of a GradScaler call session.backward(loss * scale, loss_scale=scale) or "
+        "set precision.loss_scale, or use another codec"
+    )
+
+
 def sum_changed(name: str) -> UsageError:
     """The gradient of an unfinished window was clipped or replaced."""
     return UsageError(

@@ -267,6 +267,7 @@ class TrainingLoop:
     def _begin_update(self) -> bool:
         """All that precedes ``optimizer.step()``; whether it must be skipped."""
         self.members.check_optimizer()
+        self.engine.check_averages()
         skip = self._overflowed()
         self.tracer.update_begins()
         if not skip:
@@ -284,7 +285,7 @@ class TrainingLoop:
         self.window.close()
         if skip is not None:
             self.precision.updated(skip)
-        self.engine.updated(self.steps)
+        self.engine.updated(self.steps, used=skip is False)
         self.tracer.update_ends()  # last, as it may change the split
         self._broken_off = False
 
@@ -377,6 +378,8 @@ class TrainingLoop:
             UsageError: says where clipping has a meaning.
         """
         self._must_be_whole()
+        if self.momentum_correction.momenta:
+            raise messages.clip_with_momentum()
         if self.update_due:
             return
         where = f"inside {self._window}" if self.window_open else "without a backward() before it"

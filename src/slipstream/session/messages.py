@@ -71,6 +71,15 @@ def clip_outside(where: str) -> UsageError:
     )
 
 
+def clip_with_momentum() -> UsageError:
+    """DGC's averages contain momentum."""
+    return UsageError(
+        "clip_grad_norm_() with gradients.codec dgc: the gradients contain the momentum of earlier "
+        "updates; set the codec's clip, which clips each rank's gradient before, or use another "
+        "codec"
+    )
+
+
 def broken_off(update: int) -> UsageError:
     """An exception in a step, on one rank maybe."""
     return UsageError(

@@ -19,7 +19,7 @@ def two_sessions(run: Loop) -> None:
     run.update()
 
 
-@habit("accelerated again after close()", "session")
+@habit("accelerated again after close()", "session", "optimizer's momentum")
 def again(run: Loop) -> None:
     run.start()
     run.update(times=2)
@@ -36,7 +36,7 @@ def twice(run: Loop) -> None:
     run.update()
 
 
-@habit("closed in an epoch, plain loop after it", "session")
+@habit("closed in an epoch, plain loop after it", "session", "optimizer's momentum")
 def plain_after(run: Loop) -> None:
     run.start()
     run.epoch(limit=2)

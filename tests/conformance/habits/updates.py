@@ -119,7 +119,7 @@ def clipping_inside_by_torch(run: Loop) -> None:
         run.step()
 
 
-@habit("gradients read")
+@habit("gradients read", "optimizer's momentum")
 def gradients_read(run: Loop) -> None:
     run.start()
     for _ in range(3):
