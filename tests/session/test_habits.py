@@ -437,6 +437,37 @@ def test_two_losses_behind_a_batch_norm(two: Ranks, forwards: int) -> None:
         torch.testing.assert_close(mine[1], theirs[1], rtol=0, atol=0)
 
 
+class Table(nn.Module):
+    """Backward needs a buffer that no forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 6)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x.float()) * self.table).square().mean()
+
+
+def skipped_beside_a_buffer() -> int:
+    model = Table()
+    optimizer = Adam(model.parameters(), lr=0.01)
+    with slipstream.accelerate(model, optimizer) as session:
+        for number, batch in enumerate(batches()):
+            session.backward(model(batch[dist.get_rank()]))
+            if number % 2:
+                optimizer.zero_grad()
+            else:
+                session.step()
+        optimizer.zero_grad()
+        return session.state_dict()["steps"]
+
+
+def test_a_skipped_update_leaves_buffers_to_the_next_graph(two: Ranks) -> None:
+    assert two.run(skipped_beside_a_buffer) == [2, 2]
+
+
 # Exceptions and interrupts.
 
 

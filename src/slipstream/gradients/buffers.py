@@ -69,6 +69,10 @@ class Buffers:
                 unpack_bytes(part, [buffer])
         self._arrived = []
 
+    def forget(self) -> None:
+        """The next forward has begun: the present values travel with its backward."""
+        self._arrived = []
+
 
 def _version(buffer: torch.Tensor) -> int:
     """Counts changes; a tensor made in inference mode does not count them."""

@@ -257,9 +257,9 @@ class Engine(GradientEngine):
             self._buffers.arrived()
         self._averaged = True
 
-    def updated(self, step: int, *, used: bool = True) -> None:
+    def updated(self, step: int, *, used: bool = True, late: bool = False) -> None:
         """The gradients are gone; ``step`` updates are done. Where they were not ``used``, codecs
-        return to the state before their exchange.
+        return to the state before their exchange. ``late``: a graph may have saved the buffers.
 
         Where a codec begins to work, or works in another way from here on, the gradients are laid
         out anew, for the bytes that travel now.
@@ -269,7 +269,10 @@ class Engine(GradientEngine):
         if self._unsettled:
             self._codecs.settle(used and not self.overflowed)
         self._unsettled, self._averaged, self._sums, self._averages = False, False, [], []
-        self._buffers.restore()
+        if late:
+            self._buffers.forget()
+        else:
+            self._buffers.restore()
         if self._shares is not None:
             self._shares.clear()
         if before != now and self._layout is not None:

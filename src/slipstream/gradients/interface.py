@@ -39,8 +39,9 @@ class GradientEngine:
     def abort(self, error: BaseException) -> None:
         """Close the backward pass that raised ``error``."""
 
-    def updated(self, step: int, *, used: bool = True) -> None:
-        """The gradients are gone, ``used`` or not; ``step`` updates are done."""
+    def updated(self, step: int, *, used: bool = True, late: bool = False) -> None:
+        """The gradients are gone, ``used`` or not; ``step`` updates are done. ``late``: a forward
+        has begun since."""
 
     def check_averages(self) -> None:
         """Refuse to update with gradients that must not be changed after backward, but were."""

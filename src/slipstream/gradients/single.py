@@ -43,7 +43,7 @@ class SingleReplicaEngine(GradientEngine):
             self._multiply(self._scale)
             self._applied = self._scale
 
-    def updated(self, step: int, *, used: bool = True) -> None:
+    def updated(self, step: int, *, used: bool = True, late: bool = False) -> None:
         self._applied = 1.0
 
     def _multiply(self, factor: float) -> None:

@@ -285,7 +285,7 @@ class TrainingLoop:
         self.window.close()
         if skip is not None:
             self.precision.updated(skip)
-        self.engine.updated(self.steps, used=skip is False)
+        self.engine.updated(self.steps, used=skip is False, late=skip is None)
         self.tracer.update_ends()  # last, as it may change the split
         self._broken_off = False
 
