@@ -78,6 +78,7 @@ def running(folder: str) -> list[str]:
     return [line for line in lines if folder in line]
 
 
+@pytest.mark.timeout(600)  # several trainings of real ranks, one after the other
 def test_it_trains_all_and_leaves_what_it_promises(tmp_path: Path) -> None:
     name, before = f"demo-{uuid4().hex[:8]}", interfaces()
     folder = tmp_path / name

@@ -57,6 +57,7 @@ def slipstream(monkeypatch, capfd, tmp_path):
     return run
 
 
+@pytest.mark.timeout(600)  # several trainings of real ranks, one after the other
 def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch, tmp_path) -> None:
     for module, name in (
         (tune, "MOST_PAIRS"),
