@@ -77,12 +77,7 @@ def is_small(x: Tensor) -> bool:
 
 
 def batch_statistics(x: Tensor) -> Statistics:
-    """Of x: (batch, channels, ...), in fp32, or fp64 for fp64; without gradient.
-
-    Example:
-        >>> batch_statistics(torch.tensor([[1.0], [3.0]]))
-        (tensor([2.]), tensor([1.]))
-    """
+    """Of x: (batch, channels, ...), in fp32, or fp64 for fp64; without gradient."""
     mean, variance = compiled(_statistics_of, x.dtype, x.ndim)(x)
     return mean, variance
 
