@@ -19,7 +19,7 @@ from tests.harness import marks
 collect_ignore = ["src/slipstream/__main__.py", "src/slipstream/cluster/_rank.py"]
 collect_ignore_glob = ["src/slipstream/testbed/_*.py"]
 
-_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "KMP_")
+_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "KMP_")
 """Set by pytest, and by torch where it is imported or compiles."""
 
 

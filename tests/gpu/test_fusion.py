@@ -13,7 +13,17 @@ from transformers import BertConfig, BertModel, ResNetConfig, ResNetModel
 
 from slipstream.fusion import compile_blocks, fuse_patterns, graph_blocks
 
-pytestmark = [pytest.mark.gpu, pytest.mark.process]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TF32 rounds what two ways to add differ in to a thousandth."""
+    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
 
 
 def resnet() -> tuple[nn.Module, Tensor]:

@@ -12,6 +12,7 @@ from slipstream.strategy import Prefetch
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("threads", [True, False])
 def test_batches_come_on_the_device_while_the_one_before_is_computed_with(threads: bool) -> None:
     data = TensorDataset(torch.arange(4_000_000.0).view(40, -1))

@@ -10,6 +10,7 @@ CASES = {
     "masks": (4, 3, 9, 20, 2),
     "one window": (1, 1, 16, 16, 1),
     "large window": (2, 1, 80, 8, 1),
+    "window of 12 x 12": (2, 2, 144, 32, 1),
 }
 """Windows, heads, positions, channels, masks."""
 

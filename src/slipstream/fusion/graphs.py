@@ -14,6 +14,7 @@ graph while backward goes on, and their hooks run as always.
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -253,7 +254,9 @@ def _without_traces(module: nn.Module, run: Callable[[], Any]) -> Any:
 
 
 def _capture_on_cuda(module: nn.Module, samples: tuple[Tensor, ...]) -> Callable[..., Any]:
-    made: Callable[..., Any] = torch.cuda.make_graphed_callables(
-        module, samples, allow_unused_input=True
-    )
+    with warnings.catch_warnings():  # torch keeps the results of its own runs before the capture
+        warnings.filterwarnings("ignore", "The AccumulateGrad node's stream", UserWarning)
+        made: Callable[..., Any] = torch.cuda.make_graphed_callables(
+            module, samples, allow_unused_input=True
+        )
     return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Any
 
@@ -36,7 +36,8 @@ def fuse_optimizer(optimizer: Optimizer, *, elementwise: bool = False) -> FusedO
     ``load_state_dict()`` are as before. Stepped as they are: a step with a closure, groups with
     ``differentiable``, and parameters that are complex, have holes in their memory, share it with
     others, or have a gradient or state that is sparse or of another type; on a CPU also those of
-    16 bits, of which torch's fused SGD skips most values.
+    16 bits, of which torch's fused SGD skips most values; on CUDA Adagrad, for which torch has no
+    fused form there.
 
     Args:
         optimizer: torch's, or of a class of the user's own.
@@ -96,6 +97,9 @@ class FusedOptimizer:
         if self._stand_in is not None:
             self._stand_in.close()
         self._forget()
+        for group in self._optimizer.param_groups if self._form == BY_TORCH else ():
+            if not (group.get("capturable") or group.get("fused")):
+                _count_on_host(self._optimizer.state.get(p) for p in group["params"])
         if isinstance(self._optimizer, Layerwise):
             self._optimizer.fused = False
 
@@ -143,7 +147,8 @@ class FusedOptimizer:
             return True
         captured = self._form == BY_BLOCK and group.get("capturable")  # checks are not replayed
         twice = len({*map(id, having)}) < len(having)  # stepped one after the other
-        return bool(captured or twice or group.get("differentiable"))
+        no_kernel = isinstance(self._optimizer, torch.optim.Adagrad) and having[0].is_cuda
+        return bool(captured or twice or no_kernel or group.get("differentiable"))
 
     def _by_torch(self, group: Group, having: Sequence[Tensor]) -> list[Group]:
         """As if the optimizer had been made with ``fused=True``, where torch's kernels can go."""
@@ -291,6 +296,13 @@ def _move_step(parameter: Tensor, state: dict[str, Any]) -> None:
     step = state.get("step")
     if isinstance(step, Tensor) and step.device != parameter.device:
         state["step"] = step.to(parameter.device, torch.float32)
+
+
+def _count_on_host(states: Iterable[Any]) -> None:
+    """As torch's other forms do: on the device, each step would wait for it."""
+    for state in states:
+        if state and isinstance(step := state.get("step"), Tensor):
+            state["step"] = step.cpu()
 
 
 BY_TORCH = "torch's fused form"

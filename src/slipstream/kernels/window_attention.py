@@ -37,9 +37,9 @@ def window_attention(
     """``dropout(softmax(scale query key^T + bias + mask)) value``, window by window.
 
     Written with torch's functions these are seven operations and as many passes over all
-    probabilities, which are kept for backward. On CUDA one kernel of Triton computes them,
-    and backward computes the probabilities again, so that nothing of their size is kept. On a CPU
-    scale, bias and mask ride on the first product, and the probabilities are kept. Swin's mask
+    probabilities, which are kept for backward. On CUDA one kernel of Triton computes them in 16
+    bits, and backward computes the probabilities again, so that nothing of their size is kept.
+    Elsewhere scale, bias and mask ride on the first product, and the probabilities are kept. Swin's mask
     subtracts 100, which leaves probabilities below the smallest normal number of fp32: processors
     of Intel take up to 26 times as long to multiply such numbers, so here they are 0.
 
@@ -57,8 +57,8 @@ def window_attention(
         (windows, heads, positions, channels), laid out so that ``.transpose(1, 2)`` is contiguous.
 
     Bias and mask are added in the type of the query, as ``scaled_dot_product_attention`` does under
-    autocast. Second derivatives, transforms of ``torch.func``, ``torch.jit.trace``, and fp64 on
-    CUDA are computed by torch's functions.
+    autocast. Second derivatives, transforms of ``torch.func`` and ``torch.jit.trace`` are computed
+    by torch's functions.
 
     Exactness: reordered. Dropout draws other values than torch's on CUDA.
 
@@ -101,7 +101,7 @@ def reference(
     return F.dropout(probabilities(query, key, bias, mask, scale), dropout) @ value
 
 
-class _OnCpu(torch.autograd.Function):
+class _InProducts(torch.autograd.Function):
     """Scale, bias and mask in the first product; probabilities are kept."""
 
     @staticmethod
@@ -175,9 +175,9 @@ def _kernel(query: Tensor) -> Any:
     """The autograd function for a query; None: torch's functions, see `window_attention`."""
     if needs_plain_functions() or not query.numel():
         return None
-    if query.device.type != "cuda":
-        return _OnCpu
-    return None if query.dtype == torch.float64 else OnCuda
+    if query.is_cuda and query.dtype.itemsize == 2:
+        return OnCuda
+    return _InProducts
 
 
 def _check(
