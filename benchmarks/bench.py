@@ -100,6 +100,8 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"compiled-{model}", f"compiled.py --model {model}"
     for part in ("kernels", "patterns", "networks", "optimizers"):
         yield part, f"fusion.py {part}"
+    for part in ("graphs", "kernels", "optimizers"):
+        yield f"{part}-cuda", f"fusion.py {part} --device cuda"
     yield "prediction", "prediction.py --models bert gpt2 swin-t"
     for place, named in (("3 ranks on one host", "one-host"), ("4 emulated hosts", "four-hosts")):
         for fault in ("kill -9", "exception", "exit(0)", "exit(3)"):

@@ -370,12 +370,12 @@ class Lion(Optimizer):
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9, foreach=False),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-4, foreach=False),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-4, foreach=False),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-5, foreach=False),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-4, foreach=False),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-4, foreach=False),
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-4),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-4),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-5),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-4),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-4),
     "Lion": Lion,
     "Lamb": lambda p: Lamb(p, lr=1e-4),
 }
@@ -399,7 +399,7 @@ def optimizers() -> Cases:
             (row,) = handle.report_rows()
             loop = partial(step_one_by_one, plain) if isinstance(plain, Lamb) else plain.step
             case = f"{model} ({values:.1f} million values): {row.value}, {row.note}"
-            yield case, {f"{name}, one by one": loop, f"{name}, slipstream": fused.step}
+            yield case, {f"{name}, torch": loop, f"{name}, slipstream": fused.step}
 
 
 def stepped(shapes: list[torch.Tensor], make: Callable[[Any], Optimizer]) -> Optimizer:
@@ -470,6 +470,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.exit(message=f"{args.part}: no GPU here, so this part is left out\n")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     torch.set_default_device(args.device)

@@ -256,6 +256,7 @@ def _all_lie_side_by_side(
 ) -> bool:
     """Whether torch's kernels can go through all of them as they are, and all have the same states;
     in few calls, as it is so in almost every step."""
+    devices = {p.device.type for p in parameters}
     gradients: list[Any] = [p.grad for p in parameters]
     kept: list[list[Any]] = [[s.get(key) for s in states] for key in OPERANDS if key in states[0]]
     counts: list[Any] = [s.get(key) for key in COUNTERS if key in states[0] for s in states]
@@ -264,12 +265,14 @@ def _all_lie_side_by_side(
         or len({*map(len, states)}) > 1
         or not {type(x) for part in (counts, *kept) for x in part} <= {*PLAIN}
         or not {n.dtype for n in counts} <= {*COUNTED_IN}
-        or not all(p.is_cpu and (p.is_contiguous() or _has_no_holes(p)) for p in parameters)
+        or len(devices) > 1
+        or ("cpu" not in devices and not {n.device.type for n in counts} <= devices)
+        or not all(p.is_contiguous() or _has_no_holes(p) for p in parameters)
     ):
         return False
     dtypes = [p.dtype for p in parameters]
     sizes, strides = [*map(Tensor.numel, parameters)], [*map(Tensor.stride, parameters)]
-    return all(_has_kernel(dtype, "cpu") for dtype in {*dtypes}) and all(
+    return all(_has_kernel(dtype, *devices) for dtype in {*dtypes}) and all(
         [x.dtype for x in part] == dtypes
         and [*map(Tensor.numel, part)] == sizes
         and [*map(Tensor.stride, part)] == strides

@@ -22,6 +22,9 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Query, key, value, bias and mask."""
 NEVER = -69.0
 """A score so far below the largest of its row has a probability of 1e-30, which is taken as 0."""
+MOST_IN_KERNEL = 64
+"""Positions of a window: the kernels hold all keys of a row, 144 need more memory than an H200 has
+for a block. In fp32 they took three times as long as torch's functions there."""
 
 
 def window_attention(
@@ -37,9 +40,10 @@ def window_attention(
     """``dropout(softmax(scale query key^T + bias + mask)) value``, window by window.
 
     Written with torch's functions these are seven operations and as many passes over all
-    probabilities, which are kept for backward. On CUDA one kernel of Triton computes them in 16
-    bits, and backward computes the probabilities again, so that nothing of their size is kept.
-    Elsewhere scale, bias and mask ride on the first product, and the probabilities are kept. Swin's mask
+    probabilities, which are kept for backward. On CUDA one kernel of Triton computes them, in 16
+    bits for windows of up to 64 positions, and backward computes the probabilities again, so that
+    nothing of their size is kept; other types and larger windows take torch's functions. On a CPU
+    scale, bias and mask ride on the first product, and the probabilities are kept. Swin's mask
     subtracts 100, which leaves probabilities below the smallest normal number of fp32: processors
     of Intel take up to 26 times as long to multiply such numbers, so here they are 0.
 
@@ -101,7 +105,7 @@ def reference(
     return F.dropout(probabilities(query, key, bias, mask, scale), dropout) @ value
 
 
-class _InProducts(torch.autograd.Function):
+class _OnCpu(torch.autograd.Function):
     """Scale, bias and mask in the first product; probabilities are kept."""
 
     @staticmethod
@@ -175,9 +179,9 @@ def _kernel(query: Tensor) -> Any:
     """The autograd function for a query; None: torch's functions, see `window_attention`."""
     if needs_plain_functions() or not query.numel():
         return None
-    if query.is_cuda and query.dtype.itemsize == 2:
-        return OnCuda
-    return _InProducts
+    if not query.is_cuda:
+        return _OnCpu
+    return OnCuda if query.dtype.itemsize == 2 and query.shape[2] <= MOST_IN_KERNEL else None
 
 
 def _check(
