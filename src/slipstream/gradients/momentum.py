@@ -120,7 +120,7 @@ class MomentumCorrection:
         self.check_loads()
         self._unused.clear()
         for group in self._optimizer.param_groups:
-            applied = next((self._applied[p] for p in group["params"] if p in self._applied), None)
+            applied = self._applied_in(group)
             if applied is None:
                 _restore_settings(group)
                 continue
@@ -141,6 +141,11 @@ class MomentumCorrection:
                     "accelerate()"
                 )
         self._used, self._optimizer_loaded, self._session_loaded = True, False, False
+
+    def _applied_in(self, group: dict[str, Any]) -> dict[str, Any] | None:
+        if not self._applied:
+            return None
+        return next((self._applied[p] for p in group["params"] if p in self._applied), None)
 
     def check_loads(self) -> None:
         """Refuse to go on with another moment's momentum.

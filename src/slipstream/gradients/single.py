@@ -47,6 +47,7 @@ class SingleReplicaEngine(GradientEngine):
         self._applied = 1.0
 
     def _multiply(self, factor: float) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        if gradients and factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+        if factor != 1.0:
+            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, factor)
