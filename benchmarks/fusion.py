@@ -185,11 +185,17 @@ class UnitWithShortcut(Unit):
 class ReluDepthwise(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
+        self.relu = nn.ReLU()
         self.layer = nn.Conv2d(channels, channels, 3, padding=1, groups=channels, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        convolved: torch.Tensor = self.layer(torch.relu(x))
+        convolved: torch.Tensor = self.layer(self.relu(x))
         return convolved
+
+
+def scale(channels: int) -> nn.Module:
+    """A factor a channel: the least that a layer can do."""
+    return nn.Conv2d(channels, channels, 1, groups=channels, bias=False)
 
 
 def patterns() -> Cases:
@@ -210,8 +216,8 @@ def patterns() -> Cases:
         yield f"batch norm + add + relu: {stage}, {shape}", forms(unit, shape, shape)
     for function in (F.relu, F.gelu):
         shape = (16, 256, 56, 56)
-        unit = UnitWithShortcut(nn.Identity(), function)
-        yield f"add + {function.__name__}: {shape}", forms(unit, shape, shape)
+        unit = UnitWithShortcut(scale(shape[1]), function)  # a chain begins with a layer
+        yield f"scale + add + {function.__name__}: {shape}", forms(unit, shape, shape)
     for shape in ((16, 144, 56, 56), (32, 728, 19, 19), (16, 384, 14, 14)):
         yield f"relu + depthwise convolution: {shape}", forms(ReluDepthwise(shape[1]), shape)
     for name, (norms, sums) in CHAINS.items():
