@@ -221,7 +221,9 @@ def patterns() -> Cases:
     for shape in ((16, 144, 56, 56), (32, 728, 19, 19), (16, 384, 14, 14)):
         yield f"relu + depthwise convolution: {shape}", forms(ReluDepthwise(shape[1]), shape)
     for name, (norms, sums) in CHAINS.items():
-        number = f"{sum(norms.values())} batch norm + relu, {sum(sums.values())} add + relu"
+        number = (
+            f"{sum(norms.values())} batch norm + relu, {sum(sums.values())} batch norm + add + relu"
+        )
         yield f"{name}: its {number}, one after another, 8 images", all_chains(norms, sums)
     for name, build in NETWORKS.items():
         yield f"{name}: 8 images of 224 x 224", forms(build(), (8, 3, 224, 224))
@@ -240,7 +242,7 @@ CHAINS: dict[str, tuple[Maps, Maps]] = {
         {(256, 56): 3, (512, 28): 4, (1024, 14): 6, (2048, 7): 3},
     ),
 }
-"""Of transformers' ResNets: batch norms before a relu, and sums before one."""
+"""Of transformers' ResNets: batch norms before a relu, and those before a sum and a relu."""
 
 
 def all_chains(norms: Maps, sums: Maps) -> dict[str, Call]:
@@ -248,7 +250,7 @@ def all_chains(norms: Maps, sums: Maps) -> dict[str, Call]:
     found: list[tuple[int, list[Call]]] = []
     for maps, terms in ((norms, 1), (sums, 2)):
         for (channels, side), number in maps.items():
-            layer = nn.BatchNorm2d(channels) if terms == 1 else nn.Identity()
+            layer = nn.BatchNorm2d(channels)
             unit = (Unit if terms == 1 else UnitWithShortcut)(layer, F.relu)
             calls = forms(unit, *[(8, channels, side, side)] * terms).values()
             found.append((number, list(calls)))
