@@ -147,8 +147,8 @@ class Loop:
         """Update and zero, unless a window is open."""
         raise NotImplementedError
 
-    def flush(self) -> bool:
-        """Update by what an open window holds."""
+    def flush(self, max_norm: float | None = None) -> bool:
+        """Update by what an open window holds, clipped if asked."""
         raise NotImplementedError
 
     def clip(self, max_norm: float) -> None:

@@ -98,11 +98,13 @@ class Plain(Loop):
         self.model.zero_grad()
         return not skipped
 
-    def flush(self) -> bool:
+    def flush(self, max_norm: float | None = None) -> bool:
         open_ = self._micro % self.accumulate
         for parameter in self.model.parameters() if open_ else ():
             if parameter.grad is not None:
                 parameter.grad *= self.accumulate / open_
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         self._micro = self.accumulate - 1
         return self.step()
 

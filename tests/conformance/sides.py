@@ -55,8 +55,8 @@ class InSession(Loop):
     def step(self) -> bool:
         return bool(self.session.step())
 
-    def flush(self) -> bool:
-        return bool(self.session.flush())
+    def flush(self, max_norm: float | None = None) -> bool:
+        return bool(self.session.flush(max_norm))
 
     def clip(self, max_norm: float) -> None:
         self.note("norm", self.session.clip_grad_norm_(max_norm))

@@ -34,7 +34,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
         >>> flat(torch.tensor([[1, 2], [3, 4]]).T).tolist()
         [1, 2, 3, 4]
     """
-    tensor = tensor.detach()
+    tensor = torch.Tensor.detach(tensor)  # the memory itself, whatever a class answers
     assert is_dense(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 

@@ -82,6 +82,7 @@ class HalfWeights:
 
     def close(self) -> None:
         """Restore parameters from their masters, in their former dtypes; idempotent."""
+        self._masters.refresh()
         self._masters.swap_out()
         while self._undo:
             self._undo.pop()()
@@ -274,6 +275,7 @@ class HalfWeights:
             if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                 continue
             if parameter in self.masters:
+                self._masters.whole(parameter)  # takes what was written into a copy of it before
                 like = torch.empty_like(parameter, dtype=torch.float32).copy_(value.detach())
                 master = self.masters[parameter]
                 master.copy_(self._masters.share_of(parameter, like))
@@ -304,7 +306,7 @@ def half_weights(
     Name a module in ``float_modules`` if a buffer of it must be exact, e.g. rotary positions.
     Writes to parameters count, in place under ``torch.no_grad()`` or through ``.data``, which is
     the fp32 master outside of the model's forward and backward, as is ``detach()``; with
-    ``share_of`` it is 16-bit. fp32 parameters that enter the model later are cast while it
+    ``share_of`` both are fp32 copies, which count until the next step. fp32 parameters that enter the model later are cast while it
     computes. Only ``model`` itself casts: a submodule that is called directly takes and returns
     16-bit tensors.
 

@@ -5,11 +5,13 @@ A parameter that has a master is of a subclass of its class. Outside of the mode
 (its forward and backward), ``parameter.data`` and ``parameter.detach()``, by which averages,
 clippings and initialisations read and write, are the master. torch counts no writes through
 ``parameter.data``; through these tensors it does, so master and 16-bit values can follow each
-other. Optimizers see parameters of their own class.
+other. Where this rank has a part of the master alone, they are a copy (``whole_copies``).
+Optimizers see parameters of their own class.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -17,12 +19,14 @@ import torch
 from torch import nn
 
 from slipstream.errors import UsageError
+from slipstream.precision.whole_copies import WholeCopies
 
 ShareOf = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 """From a parameter, and a tensor laid out like it, to a view of the part that this rank updates."""
 
 _DATA: Any = cast(Any, torch.Tensor).data
 _GRAD: Any = cast(Any, torch.Tensor).grad
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
 def everything(parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,6 +70,7 @@ class Masters:
         # evaluation of averages, their masters do, too.
         self._before: dict[nn.Parameter, torch.Tensor] = {}
         self._kinds: dict[Any, Any] = {}
+        self._copies = WholeCopies(self._copied, self._write, self._stamp)
 
     def add(self, parameter: nn.Parameter, before: torch.Tensor) -> None:
         """A parameter is 16-bit from now on; ``before``: its values until now."""
@@ -81,6 +86,7 @@ class Masters:
     @torch.no_grad()
     def swap_in(self, held: Iterable[nn.Parameter]) -> None:
         """The data of these parameters is the master, until `swap_out`."""
+        self._copies.end()
         stepping = [p for p in held if p in self.values]
         self.follow(stepping)
         self._before.clear()
@@ -138,6 +144,7 @@ class Masters:
 
     def refresh(self) -> None:
         """Round masters that were written through ``data``, before the model computes."""
+        self._copies.take()
         for parameter in self._shown:
             if self._master_written(parameter):
                 self._from_master(parameter)
@@ -158,18 +165,24 @@ class Masters:
 
     def whole(self, parameter: nn.Parameter) -> torch.Tensor:
         """``parameter`` in fp32; of what other ranks update, the rounded values."""
+        self._copies.take(parameter)
         master = self.values.get(parameter)
         if master is None:
-            return parameter.detach().float()
+            return torch.Tensor.detach(parameter).float()
         newest = self._newest(parameter)
         if master.shape == parameter.shape:
             return newest
-        whole = parameter.detach().float()  # waits for values that are on their way
+        whole = torch.Tensor.detach(parameter).float()  # waits for values that are on their way
         self.share_of(parameter, whole).copy_(newest)
         return whole
 
+    def _copied(self, parameter: nn.Parameter) -> torch.Tensor:
+        whole, master = self.whole(parameter), self.values[parameter]
+        return whole.clone() if whole.data_ptr() == master.data_ptr() else whole
+
     def join(self, gather: Callable[[nn.Parameter, torch.Tensor], torch.Tensor]) -> None:
         """Make all masters whole: ``gather`` returns that of a parameter from this rank's part."""
+        self._copies.end()
         self.follow(self.values)
         self.values = {p: gather(p, master) for p, master in self.values.items()}
         for parameter in self._shown:
@@ -181,17 +194,29 @@ class Masters:
     @property
     def _outside(self) -> bool:
         in_backward = torch._C._current_graph_task_id() != -1
-        return not self.depth and not in_backward and self.share_of is everything
+        return not self.depth and not in_backward
+
+    def _stamp(self, parameter: nn.Parameter) -> tuple[int, ...]:
+        half, master = self.halves[parameter], self.values[parameter]
+        return half._version, master._version, parameter._version
 
     def _read(self, parameter: nn.Parameter) -> torch.Tensor:
         outside = self._outside
         if outside:
             self.follow([parameter])
+            if self.share_of is not everything:
+                return self._copies.of(parameter)
         if parameter not in self._shown:
             self._show(parameter)
         return (self.values if outside else self.halves)[parameter].detach()
 
     def _detach(self, parameter: nn.Parameter) -> torch.Tensor:
+        if sys._getframe(2).f_code is _NEW_PARAMETER:
+            raise UsageError(
+                f"nn.Parameter(...) of a parameter of shape {tuple(parameter.shape)} that has 16-bit "
+                "values and an fp32 master, as weight_norm and other parametrizations make it; do "
+                "it before half_weights or accelerate(), or after close()"
+            )
         # inside, what autograd saves must count the writes of the parameter itself
         return self._read(parameter) if self._outside else torch.Tensor.detach(parameter)
 

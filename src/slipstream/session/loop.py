@@ -160,6 +160,8 @@ class TrainingLoop:
         self.momentum_correction.check_loads()
         loss_scale = self.precision.take(given)
         self.window.check_scale(loss_scale)
+        if loss_scale != 1.0 and not self.window_open and not self._is_zeroed():
+            raise messages.gradients_unscaled(self._name_of_left())
         if not self._compared:
             compare(value)
             self._compared = True
@@ -216,13 +218,15 @@ class TrainingLoop:
             return False
         return self._update()
 
-    def flush(self) -> bool:
+    def flush(self, max_norm: float | None) -> bool:
         """Update with what an accumulation window has so far; raises as ``Session.flush``."""
         self._must_be_whole()
         if self._local_only:
             raise UsageError("flush() inside no_sync(); call it after the with block")
         if not self.window_open:
             return False
+        if max_norm is not None and self.momentum_correction.momenta:
+            raise messages.clip_with_momentum()
         self._check_sums()
         if not self.update_due:
             self.full_state.complete()
@@ -234,6 +238,8 @@ class TrainingLoop:
             except BaseException as error:
                 self.engine.abort(error)
                 raise
+        if max_norm is not None:
+            self.full_state.clip_grad_norm_(max_norm)
         return self._update()
 
     def settle(self) -> None:
@@ -340,6 +346,10 @@ class TrainingLoop:
     def _is_zeroed(self) -> bool:
         """Whether the script has zeroed the gradients of the optimizer's parameters."""
         return all(map(_is_zero, self._held()))
+
+    def _name_of_left(self) -> str:
+        named = self.model.named_parameters()
+        return next((n for n, p in named if not _is_zero(p)), "a parameter of the optimizer")
 
     def _overflowed(self) -> bool:
         """Whether the update must be skipped; the same on every rank."""

@@ -17,6 +17,14 @@ def gradients_kept() -> UsageError:
     )
 
 
+def gradients_unscaled(name: str) -> UsageError:
+    """There are gradients of the script's own where scaled ones are added to them."""
+    return UsageError(
+        f"{name} has a gradient before the first backward() of an update, to which scaled gradients "
+        "would be added and then divided by the loss scale; call optimizer.zero_grad() before it"
+    )
+
+
 def sums_zeroed(window: str) -> UsageError:
     """Gradients that a window had gathered are gone, as in loops that zero them before backward."""
     return UsageError(

@@ -192,16 +192,20 @@ class Session(Generic[M, O]):
         with self._loop.outside_autocast():
             return self._loop.step()
 
-    def flush(self) -> bool:
+    def flush(self, max_norm: float | None = None) -> bool:
         """Update now, with what an accumulation window that is not full has gathered: the mean over
         its micro-batches. For the end of an epoch whose batches are no multiple of the window, and
         before a checkpoint. All ranks must call it.
+
+        Args:
+            max_norm: clip the mean first, as ``clip_grad_norm_`` does.
 
         Returns:
             Whether parameters were updated: False also where no window is open.
 
         Raises:
-            UsageError: inside ``no_sync``, or the session is closed.
+            UsageError: inside ``no_sync``, with ``max_norm`` where codec ``dgc`` sends momentum, or
+                the session is closed.
 
         Example:
             >>> import torch, slipstream
@@ -217,7 +221,7 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("flush")
         with self._loop.outside_autocast():
-            return self._loop.flush()
+            return self._loop.flush(max_norm)
 
     @property
     def sync_gradients(self) -> bool:

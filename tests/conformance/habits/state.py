@@ -120,6 +120,17 @@ def model_loaded(run: Loop) -> None:
     run.update(times=2)
 
 
+@habit("state_dict() of the model loaded between backward and step")
+def model_state_loaded_over_gradients(run: Loop) -> None:
+    before = copy.deepcopy(run.model.state_dict())
+    run.start()
+    run.update(times=2)
+    run.gradients()
+    run.model.load_state_dict(before)
+    run.step()
+    run.update()
+
+
 @habit("weights written by hand")
 def weights_written(run: Loop) -> None:
     run.start()

@@ -66,6 +66,35 @@ def partial_window_flushed(run: Loop) -> None:
         run.flush()
 
 
+@habit("accumulate: a partial window flushed, clipped", "session", "optimizer's momentum")
+def partial_window_clipped(run: Loop) -> None:
+    run.start(accumulate=3)
+    run.update()
+    run.backward()
+    run.step()
+    run.flush(max_norm=0.05)
+    run.update()
+
+
+@habit("accumulate: zeroed at the top of the loop", "session")
+def zeroed_at_the_top(run: Loop) -> None:
+    run.start(accumulate=2)
+    for _ in range(4):
+        run.optimizer.zero_grad()
+        run.backward()
+        run.step()
+
+
+@habit("a second optimizer of the same parameters")
+def second_optimizer(run: Loop) -> None:
+    other = torch.optim.SGD(run.model.parameters(), lr=0.01)
+    run.start()
+    for _ in range(3):
+        run.gradients()
+        other.step()
+        run.step()
+
+
 @habit("accumulate: a window open at close() is told", "session", own_buffers=True)
 def window_left_open(run: Loop) -> None:
     run.start(accumulate=2)
