@@ -11,6 +11,8 @@ LACKS = {
     "not DDP": "DistributedDataParallel itself is wrong or refuses here, with no hook as well",
     "optimizer's momentum": "DGC adds momentum before it sends, and keeps it to itself: gradients "
     "contain it, and the end of a session ends it (docs/codecs.md)",
+    "same batches": "each update's samples are dealt to ranks by their cost: which of them meet in a "
+    "batch, and so in a batch norm or a loss that is no mean over samples, is its choice",
     "own batches": "ranks that share a model train on the same batches, so none differs",
 }
 
@@ -22,8 +24,10 @@ def not_applicable(technique: Technique, habit: Habit) -> str | None:
     lacking = set()
     if technique.loop is UnderDdp:
         lacking |= {"session", "not DDP"}
-    if technique.name == "dgc":
+    if "dgc" in technique.name:
         lacking.add("optimizer's momentum")
+    if technique.deals:
+        lacking.add("same batches")
     if technique.shares_batches:
         lacking.add("own batches")
     for need in sorted(habit.needs & lacking):

@@ -50,7 +50,11 @@ def square(output: Tensor, target: Tensor) -> Tensor:
 
 
 class Samples(list[tuple[Tensor, Tensor]]):
-    """A dataset."""
+    """A dataset, of samples of one length."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [1] * len(self)
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import gc
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -130,6 +131,7 @@ def serve(technique: Technique, habit_names: Sequence[str], folder: str) -> None
     rank = int(os.environ["RANK"])
     by_name = {habit.name: habit for habit in all_habits()}
     store = f"{folder}/store"
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # loaders have workers
     gc.freeze()  # what is there stays; collecting is cheap
     with (
         _peer(rank, f"{folder}/socket") as peer,

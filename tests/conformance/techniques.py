@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.conformance import models
-from tests.conformance.loop import Loader, Loop, mse
+from tests.conformance.loop import Loader, Loop, Samples, mse
 from tests.conformance.plain import trained
 from tests.conformance.sides import InPipeline, InSession, UnderDdp
 from tests.fusion.uncompiled import uncompiled
@@ -171,7 +171,7 @@ class Technique:
         """What ``accelerate()`` gets."""
         rank = 0 if self.shares_batches else loop.rank
         if self.deals and loop.loader == Loader():
-            samples = [s for each in range(loop.ranks) for s in loop._samples(each)]
+            samples = Samples(s for each in range(loop.ranks) for s in loop._samples(each))
             ranks = 1 if isinstance(loop, OneProcess) else loop.ranks
             sampler: Any = DistributedSampler(samples, ranks, loop.rank)
             return DataLoader(samples, len(samples) // ranks, sampler=sampler)

@@ -27,6 +27,7 @@ from slipstream.codecs import HalfCodec, Ranks
 from slipstream.codecs.compressor import is_finite
 from slipstream.ddp._checks import checked, other_parameters
 from slipstream.ddp._groups import Arrived, Backward, Group, Routes, grouped, real_row
+from slipstream.ddp._momentum import MomentumWatch
 from slipstream.errors import ExchangeError, ModelError, UsageError
 from slipstream.gradients.compressed import (
     CodecStates,
@@ -132,6 +133,10 @@ class DdpCodec:
         self._states = CodecStates(self._correction.buffers if self._correction else {})
         self._lay_out()
         self._backward = Backward(open=False)
+        self._watch: MomentumWatch | None = None
+        if optimizer is not None:
+            momentous = {p: name for p, name in self._names.items() if name in momenta}
+            self._watch = MomentumWatch(ddp, optimizer, momentous, self._used, loss_scale)
         self._closed = False
         self.step = self.skipped = 0
 
@@ -185,6 +190,10 @@ class DdpCodec:
             self._correction.check()
         if self._backward.open:  # it raised halfway, on every rank: else DDP would still wait
             self._states.settle(counts=False)
+            if self._watch is not None:
+                self._watch.forget()
+        if self._watch is not None:
+            self._watch.backward_begins()
         self._backward = Backward()
         for group in self._groups:
             group.reset()
@@ -246,9 +255,18 @@ class DdpCodec:
 
     def _settle(self) -> None:
         finite = all(group.is_finite for group in self._groups)
-        self._states.settle(finite)
+        if self._watch is None or not finite:
+            self._states.settle(finite)
         self.step += finite
         self.skipped += not finite
+
+    def _used(self, used: bool) -> None:
+        """An update has used the averages of the last backward, or they were thrown away."""
+        if not all(group.is_finite for group in self._groups):
+            return  # settled
+        self._states.settle(used)
+        if not used:
+            self.step, self.skipped = self.step - 1, self.skipped + 1
 
     def _lay_out(self) -> None:
         """Make the groups of all parameters that DDP averages."""
@@ -333,6 +351,8 @@ class DdpCodec:
         """End the thread and give the optimizer its momentum back; DDP must not go on."""
         self._closed = True
         self._channel.close()
+        if self._watch is not None:
+            self._watch.close()
         if self._correction is not None:
             self._correction.give_back()
 

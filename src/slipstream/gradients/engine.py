@@ -135,6 +135,8 @@ class Engine(GradientEngine):
         self._observer: Observer | None = None  # until the first exchange
         self._sums: list[tuple[NamedParameter, torch.Tensor, int]] = []  # and their versions
         self._averages: list[tuple[NamedParameter, torch.Tensor, int]] = []  # with momentum
+        self._norms: list[torch.Tensor] = []  # of these, where the script steps by hand
+        self._by_hand = False
         self._unsettled = False  # whether codecs have learned from an exchange without an update
         self.overflowed = False
         self.step = 0
@@ -215,12 +217,22 @@ class Engine(GradientEngine):
         with_gradient = ((t, t.parameter.grad) for t in self._trainables)
         return [(t, g, g._version) for t, g in with_gradient if g is not None]
 
-    def check_averages(self) -> None:
+    def check_averages(self, *, by_hand: bool = False) -> None:
         """Refuse to update with gradients that were changed, where a codec has added momentum."""
         for trainable, before, version in self._averages:
             now = trainable.parameter.grad
             if now is not before or now._version != version:
                 raise average_changed(trainable.name)
+        self._by_hand = by_hand
+        if self._norms and any(a != b for a, b in zip(self._norms, self._norms_now(), strict=True)):
+            raise average_changed(self._averages[0][0].name)
+
+    def _norms_now(self) -> list[torch.Tensor]:
+        """Of averages: GradScaler divides gradients without telling autograd. The first division is
+        right, as there is no momentum yet, so norms are taken from the second update on."""
+        gradients = [g for _, g, _ in self._averages if g.numel()]
+        largest = torch._foreach_norm(gradients, torch.inf) if gradients else ()
+        return [norm.nan_to_num() for norm in largest]
 
     def _come_last(self) -> None:
         """Run behind hooks that were registered since: they see, and may change, the gradient of
@@ -253,6 +265,7 @@ class Engine(GradientEngine):
         self._unsettled = True
         if self._plan.momenta:
             self._averages = self._present_gradients()
+            self._norms = self._norms_now() if self._by_hand and self._averages else []
         if self._buffers:
             self._buffers.arrived()
         self._averaged = True
@@ -269,6 +282,7 @@ class Engine(GradientEngine):
         if self._unsettled:
             self._codecs.settle(used and not self.overflowed)
         self._unsettled, self._averaged, self._sums, self._averages = False, False, [], []
+        self._norms = []
         if late:
             self._buffers.forget()
         else:

@@ -43,8 +43,9 @@ class GradientEngine:
         """The gradients are gone, ``used`` or not; ``step`` updates are done. ``late``: a forward
         has begun since."""
 
-    def check_averages(self) -> None:
-        """Refuse to update with gradients that must not be changed after backward, but were."""
+    def check_averages(self, *, by_hand: bool = False) -> None:
+        """Refuse to update with gradients that must not be changed after backward, but were.
+        ``by_hand``: the script calls ``optimizer.step()``."""
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """What this rank's update will use."""

@@ -248,7 +248,7 @@ class TrainingLoop:
             self._end_update(None)
 
     def _update(self) -> bool:
-        skip = self._begin_update()
+        skip = self._begin_update(by_hand=False)
         if not skip:
             self._updating = True
             try:
@@ -270,10 +270,10 @@ class TrainingLoop:
             parameter.grad = None
         self._used = False
 
-    def _begin_update(self) -> bool:
+    def _begin_update(self, *, by_hand: bool) -> bool:
         """All that precedes ``optimizer.step()``; whether it must be skipped."""
         self.members.check_optimizer()
-        self.engine.check_averages()
+        self.engine.check_averages(by_hand=by_hand)
         skip = self._overflowed()
         self.tracer.update_begins()
         if not skip:
@@ -307,7 +307,7 @@ class TrainingLoop:
             return  # gradients of the script's own, if any
         if not self.update_due:
             raise messages.step_by_hand_inside(self._window)
-        skip = self._by_hand = self._begin_update()
+        skip = self._by_hand = self._begin_update(by_hand=True)
         if skip:
             for parameter in self._parameters:
                 parameter.grad = None  # an optimizer leaves parameters without a gradient alone

@@ -174,7 +174,7 @@ def jit_trace(run: Loop) -> None:
     run.update()
 
 
-@habit("second derivatives")
+@habit("second derivatives", "same batches")
 def second_derivatives(run: Loop) -> None:
     def loss_of(model: nn.Module, batch: Batch) -> Tensor:
         loss = mse(model, batch)

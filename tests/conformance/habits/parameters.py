@@ -127,7 +127,7 @@ def unused_for_a_while(run: Loop) -> None:
         run.update()
 
 
-@habit("unused on one rank", "own batches")
+@habit("unused on one rank", "same batches", "own batches")
 def unused_on_one_rank(run: Loop) -> None:
     plug = Plug(_layer())
     run.model.plugs.append(plug)

@@ -42,14 +42,14 @@ def two_losses(run: Loop) -> None:
     run.update(_two_losses, times=3)
 
 
-@habit("two losses of one forward, batch norm")
+@habit("two losses of one forward, batch norm", "same batches")
 def two_losses_batch_norm(run: Loop) -> None:
     run.model.plugs.extend([nn.Tanh(), nn.BatchNorm1d(WIDTH)])
     run.start()
     run.update(_two_losses, times=3)
 
 
-@habit("batch norm")
+@habit("batch norm", "same batches")
 def batch_norm(run: Loop) -> None:
     run.model.plugs.extend([nn.Tanh(), nn.BatchNorm1d(WIDTH)])
     run.start()
@@ -85,7 +85,7 @@ def zeroed_at_the_top(run: Loop) -> None:
         run.step()
 
 
-@habit("a second optimizer of the same parameters")
+@habit("a second optimizer of the same parameters", "optimizer's momentum")
 def second_optimizer(run: Loop) -> None:
     other = torch.optim.SGD(run.model.parameters(), lr=0.01)
     run.start()
@@ -329,7 +329,7 @@ def never_stepped(run: Loop) -> None:
         run.backward()
 
 
-@habit("train and eval switched")
+@habit("train and eval switched", "same batches")
 def train_and_eval(run: Loop) -> None:
     run.model.plugs.extend([nn.Tanh(), nn.BatchNorm1d(WIDTH)])
     run.start()

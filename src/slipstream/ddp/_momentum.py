@@ -1,0 +1,121 @@
+"""Watches what a script does with averages that contain momentum, under DGC.
+
+The codec has added momentum to them, and remembers it: so they serve one update, as they are. DDP
+does not tell what follows its backward; the optimizer's hooks and those of a forward do.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import UsageError
+
+
+class MomentumWatch:
+    """Looks at the gradients of parameters after a backward, before a step and before a forward.
+
+    Args:
+        ddp: whose forwards begin an iteration.
+        optimizer: of the model.
+        names: of the parameters whose averages contain momentum.
+        settle: called with whether an update has used the averages, once for each backward.
+        loss_scale: by which averages are larger, until a GradScaler divides them.
+    """
+
+    def __init__(
+        self,
+        ddp: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        names: dict[torch.Tensor, str],
+        settle: Callable[[bool], None],
+        loss_scale: Callable[[], float],
+    ) -> None:
+        self._names, self._settle, self._loss_scale = names, settle, loss_scale
+        self._scale, self._are_there = 1.0, True
+        self._averages: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        self._largest: Sequence[torch.Tensor] = ()
+        self._unsettled = False
+        self._hooks: list[Any] = [
+            ddp.register_forward_pre_hook(self._forward_begins),
+            optimizer.register_step_pre_hook(self._step_begins),
+            optimizer.register_step_post_hook(self._step_ends),
+        ]
+
+    def backward_begins(self) -> None:
+        """The first bucket has come: the update of the backward before, if any, is over."""
+        self.settle(used=False)
+        self._averages, self._unsettled = [], True
+        queue: Any = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue(lambda: queue(self._averaged))  # behind DDP's, which it queues after the last bucket
+
+    def forget(self) -> None:
+        """The last backward has raised, and its exchange is settled."""
+        self._averages, self._unsettled = [], False
+
+    def settle(self, *, used: bool) -> None:
+        """Tell the codec once what became of its last exchange."""
+        if self._unsettled:
+            self._unsettled = False
+            self._settle(used)
+
+    def close(self) -> None:
+        """Look no more; idempotent."""
+        self.settle(used=False)
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _averaged(self) -> None:
+        """DDP has written the averages into the gradients."""
+        having = [(p, p.grad) for p in self._names if p.grad is not None and p.numel()]
+        self._averages = [(p, gradient, gradient._version) for p, gradient in having]
+        self._largest, self._scale = self._largest_now(), self._loss_scale()
+
+    def _largest_now(self) -> Sequence[torch.Tensor]:
+        """GradScaler divides gradients without telling autograd."""
+        gradients = [gradient for _, gradient, _ in self._averages]
+        return torch._foreach_norm(gradients, torch.inf) if gradients else ()
+
+    def _step_begins(self, *_: object) -> None:
+        having = [p for p, _, _ in self._averages if p.grad is not None]
+        self._are_there = bool(having) or not self._averages
+        for parameter, before, version in self._averages:
+            now = parameter.grad
+            if now is None:
+                continue  # an optimizer leaves it alone
+            if now is not before or now._version != version:
+                raise self._changed(parameter)
+        pairs = zip(self._largest_now(), self._largest, strict=True)
+        for (parameter, *_rest), (now, then) in zip(self._averages, pairs, strict=True):
+            now, then = now.nan_to_num(), then.nan_to_num()
+            if not torch.equal(now, then) and not torch.allclose(now * self._scale, then):
+                raise self._changed(parameter)
+
+    def _changed(self, parameter: torch.Tensor) -> UsageError:
+        return UsageError(
+            f"the gradient of parameter {self._names[parameter]} was changed after backward(), but "
+            "with the codec dgc it contains the momentum of earlier updates; instead of clipping "
+            "set the codec's clip; with a GradScaler make DdpCodec(..., "
+            "loss_scale=scaler.get_scale); or use another codec"
+        )
+
+    def _step_ends(self, *_: object) -> None:
+        self.settle(used=self._are_there)
+
+    def _forward_begins(self, *_: object) -> None:
+        """Refuse to add to averages.
+
+        Raises:
+            UsageError: they are still there.
+        """
+        if not self._averages or not torch.is_grad_enabled():
+            return
+        left = [p for p, _, _ in self._averages if p.grad is not None and bool(p.grad.any())]
+        if left:
+            raise UsageError(
+                f"the gradient of parameter {self._names[left[0]]} is an average with momentum, to "
+                "which another backward would add; with the codec dgc call optimizer.step() and "
+                "optimizer.zero_grad() after each backward, and accumulate under ddp.no_sync()"
+            )
+        self._averages = []
