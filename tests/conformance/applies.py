@@ -11,8 +11,9 @@ LACKS = {
     "not DDP": "DistributedDataParallel itself is wrong or refuses here, with no hook as well",
     "optimizer's momentum": "DGC adds momentum before it sends, and keeps it to itself: gradients "
     "contain it, and the end of a session ends it (docs/codecs.md)",
-    "same batches": "each update's samples are dealt to ranks by their cost: which of them meet in a "
-    "batch, and so in a batch norm or a loss that is no mean over samples, is its choice",
+    "same batches": "each update's samples are dealt to ranks by their cost: which of them meet in "
+    "a batch, and so in a batch norm or a loss that is no mean over samples, is its choice",
+    "vmap": "torch cannot map over the reference of this kernel either: it reads values",
     "own batches": "ranks that share a model train on the same batches, so none differs",
 }
 
@@ -26,6 +27,8 @@ def not_applicable(technique: Technique, habit: Habit) -> str | None:
         lacking |= {"session", "not DDP"}
     if "dgc" in technique.name:
         lacking.add("optimizer's momentum")
+    if technique.name == "kernel sim_ota":
+        lacking.add("vmap")
     if technique.deals:
         lacking.add("same batches")
     if technique.shares_batches:

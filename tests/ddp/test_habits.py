@@ -285,3 +285,65 @@ def test_a_failed_exchange_ends_the_run_within_the_timeout_of_the_group(two) -> 
     assert nothing == []
     assert "imed out" in first
     assert "start the run again from its last checkpoint" in second
+
+
+def momentum_misused() -> dict[str, str]:
+    """Averages with momentum serve one update, as they are."""
+    torch.manual_seed(0)
+    texts = {}
+    for misuse in ("clipped", "scaled", "added to", "nothing"):
+        layer = nn.Linear(4, 4)
+        ddp = DistributedDataParallel(layer)
+        sgd = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        hook = DdpCodec(ddp, {"kind": "dgc", "density": 1.0, "warmup_steps": 0}, optimizer=sgd)
+        ddp.register_comm_hook(hook, codec_hook)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        x = torch.ones(2, 4)
+        try:
+            loss = ddp(x).square().mean()
+            (scaler.scale(loss) if misuse == "scaled" else loss).backward()
+            if misuse == "clipped":
+                nn.utils.clip_grad_norm_(layer.parameters(), 0.1)
+            if misuse == "added to":
+                ddp(x)
+            scaler.step(sgd) if misuse == "scaled" else sgd.step()
+            texts[misuse] = ""
+        except UsageError as error:
+            texts[misuse] = str(error)
+        hook.close()
+    return texts
+
+
+def test_averages_with_momentum_serve_one_update_as_they_are(two) -> None:
+    for texts in two.run(momentum_misused):
+        assert "set the codec's clip" in texts["clipped"]
+        assert "loss_scale=scaler.get_scale" in texts["scaled"]
+        assert "another backward would add" in texts["added to"]
+        assert texts["nothing"] == ""
+
+
+def skipped_update() -> tuple[int, int]:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    ddp = DistributedDataParallel(layer)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    hook = DdpCodec(ddp, {"kind": "dgc", "density": 1.0, "warmup_steps": 0}, optimizer=sgd)
+    ddp.register_comm_hook(hook, codec_hook)
+    plain = nn.Linear(4, 4)
+    plain.load_state_dict(layer.state_dict())
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for number in range(4):
+        x = torch.full((2, 4), 1.0 + number)
+        for model, optimizer in ((ddp, sgd), (plain, theirs)):
+            model(x).square().mean().backward()
+            if number != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(layer.state_dict(), plain.state_dict())
+    counts = hook.step, hook.skipped
+    hook.close()
+    return counts
+
+
+def test_an_update_that_the_script_skips_leaves_no_momentum(two) -> None:
+    assert two.run(skipped_update) == [(3, 1)] * 2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import BertConfig, BertModel, ResNetConfig, ResNetModel
 
-from slipstream.errors import ModelError, StrategyError
+from slipstream.errors import ModelError, StrategyError, UsageError
 from slipstream.fusion import ChannelsLast, compile_blocks
 from slipstream.strategy import Strategy
 
@@ -141,3 +141,32 @@ def test_chains_are_left_to_the_compiler() -> None:
     wish: dict[str, Any] = {"compute": {"compile": True, "fuse_bn_act": True}}
     with pytest.raises(StrategyError, match="compile and fuse_bn_act exclude each other"):
         Strategy.load(wish)
+
+
+def test_blocks_with_other_hooks_share_no_compilation() -> None:
+    torch.manual_seed(0)
+    model = Model(2)
+    model.layers[0].up.register_forward_hook(lambda module, args, out: 2 * out)
+    plain, x = copy.deepcopy(model), torch.randn(5, 4)
+    compiled = compile_blocks(model)
+    torch.testing.assert_close(trained(model, x), trained(plain, x))
+    compiled.close()
+
+
+def test_second_derivatives_are_refused() -> None:
+    model = Model(1)
+    compiled = compile_blocks(model)
+    x = torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(UsageError, match=r"create_graph=True .*leave out compute.compile"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    compiled.close()
+
+
+def test_transforms_run_the_blocks_as_they_are() -> None:
+    model = Model(1).eval()
+    plain, x = copy.deepcopy(model), torch.randn(5, 4)
+    compiled = compile_blocks(model)
+    _, pull = torch.func.vjp(model, x)
+    _, plain_pull = torch.func.vjp(plain, x)
+    torch.testing.assert_close(pull(torch.ones(5, 2)), plain_pull(torch.ones(5, 2)))
+    compiled.close()

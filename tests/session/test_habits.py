@@ -568,3 +568,28 @@ def _no_hooks_left() -> Iterator[None]:
     yield
     assert not hooks._global_parameter_registration_hooks
     assert not hooks._global_module_registration_hooks
+
+
+def flushed_and_clipped(strategy: str) -> float:
+    model, _, session = opened({"accumulate": 4, **STRATEGIES[strategy]})
+    with session:
+        for batch in batches(2):
+            session.backward(loss_of(model, batch[dist.get_rank()]))
+            session.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        assert session.flush(max_norm=0.01)
+        moved = [(p - q).square().sum() for p, q in zip(model.parameters(), before, strict=True)]
+    return float(sum(moved) ** 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["flat", "sharded"])
+def test_a_flush_clips_the_mean(two: Ranks, strategy: str) -> None:
+    moved = two.run(flushed_and_clipped, strategy)
+    assert moved == [pytest.approx(0.1 * 0.01, rel=1e-3)] * 2  # the learning rate, the norm
+
+
+def test_gradients_from_before_are_refused_under_a_loss_scale() -> None:
+    model, _, session = opened({})
+    loss_of(model, batches()[0, 0]).backward()
+    with session, pytest.raises(UsageError, match=r"0.weight has a gradient .*zero_grad\(\)"):
+        session.backward(8 * loss_of(model, batches()[0, 0]), loss_scale=8.0)

@@ -47,7 +47,7 @@ class MomentumWatch:
         """The first bucket has come: the update of the backward before, if any, is over."""
         self.settle(used=False)
         self._averages, self._unsettled = [], True
-        queue: Any = torch.autograd.Variable._execution_engine.queue_callback  # type: ignore[attr-defined]
+        queue: Any = torch.autograd.Variable._execution_engine.queue_callback
         queue(lambda: queue(self._averaged))  # behind DDP's, which it queues after the last bucket
 
     def forget(self) -> None:

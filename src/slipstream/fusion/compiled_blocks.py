@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
+from slipstream.errors import UsageError
 from slipstream.fusion.regions import regions_of
 from slipstream.fusion.settings import hooks_of
 from slipstream.kernels.compiled import check_compiler, own_code
+from slipstream.kernels.surroundings import needs_plain_functions
 from slipstream.memory.forward_override import ForwardReplacement
 from slipstream.strategy import Row
 
@@ -31,13 +34,15 @@ def compile_blocks(model: nn.Module) -> CompiledBlocks:
     the largest other modules that contain none. Single layers stay as they are. Blocks of one class
     with parameters of the same shapes share a compilation, which happens at their first call. The
     names of parameters, hooks of blocks and ``state_dict()`` do not change. A block that gets other
-    hooks inside later runs uncompiled; for other changes torch's guards compile again.
+    hooks inside later runs uncompiled, as do calls under ``torch.func`` and ``torch.jit.trace``;
+    for other changes torch's guards compile again.
 
     Exactness: reordered.
 
     Raises:
         ModelError: no block to compile.
-        UsageError: no compiler on a host without CUDA.
+        UsageError: no compiler on a host without CUDA; later, a gradient with
+            ``create_graph=True``.
 
     Example:
         >>> model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)])
@@ -87,7 +92,7 @@ class CompiledBlocks:
     def _compiled(self, block: nn.Module) -> Callable[..., Any]:
         """The compilation that blocks of this kind share."""
         parameters = tuple((name, p.shape, p.dtype) for name, p in block.named_parameters())
-        kind = type(block), parameters
+        kind = type(block), parameters, hooks_of(block)  # which the compiler does not tell apart
         if kind not in self._kinds:
             device = next(block.parameters()).device.type
             options: Any = {"joint_custom_post_pass": _masks_again()} if device == "cpu" else None
@@ -103,12 +108,31 @@ def _call(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if hooks_of(block) != hooks:  # the compiler looks for hooks once
+    # The compiler looks for hooks once, and is followed by no transform.
+    if hooks_of(block) != hooks or needs_plain_functions():
         return forward(*args, **kwargs)
     # Outside of the graph: a parameter that a transport still gathers arrives when it is read.
     for parameter in block.parameters():
         parameter.detach()
-    return compiled(block, *args, **kwargs)
+    result = compiled(block, *args, **kwargs)
+    if torch.is_grad_enabled():
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(_refuse_second)
+    return result
+
+
+def _refuse_second(gradient: Tensor) -> None:
+    """Before the backward of a block.
+
+    Raises:
+        UsageError: it is to be differentiated again.
+    """
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "a gradient with create_graph=True through a compiled block: torch.compile computes no "
+            "second derivatives; leave out compute.compile"
+        )
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:

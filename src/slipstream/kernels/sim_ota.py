@@ -196,7 +196,7 @@ class _Table:
         """What is not near, and what has no slot, goes to one column more, which is cut off."""
         images, objects, _ = near.shape
         which = which.masked_fill(~near, anchors).flatten(1)
-        chosen = near.new_zeros(images, anchors + 1).scatter_(1, which, True)
+        chosen = near.new_zeros(images, anchors + 1).scatter_(1, which, 1)
         chosen[:, anchors] = False
         # On a CPU reading the largest count costs nothing; on a device it would be waited for.
         on_cpu = near.device.type == "cpu"
@@ -206,7 +206,7 @@ class _Table:
         table = numbers.new_full((images, slots + 1), anchors).scatter_(1, slot, numbers)
         table = table[:, :slots]
         places = slot.gather(1, which).view(images, objects, -1)
-        around = near.new_zeros(images, objects, slots + 1).scatter_(2, places, True)
+        around = near.new_zeros(images, objects, slots + 1).scatter_(2, places, 1)
         return _Table(table, table < anchors, around[..., :slots])
 
 

@@ -306,9 +306,9 @@ def half_weights(
     Name a module in ``float_modules`` if a buffer of it must be exact, e.g. rotary positions.
     Writes to parameters count, in place under ``torch.no_grad()`` or through ``.data``, which is
     the fp32 master outside of the model's forward and backward, as is ``detach()``; with
-    ``share_of`` both are fp32 copies, which count until the next step. fp32 parameters that enter the model later are cast while it
-    computes. Only ``model`` itself casts: a submodule that is called directly takes and returns
-    16-bit tensors.
+    ``share_of`` both are fp32 copies, which count until the next step. fp32 parameters that enter
+    the model later are cast while it computes. Only ``model`` itself casts: a submodule that is
+    called directly takes and returns 16-bit tensors.
 
     Args:
         model: any module; ``close()`` restores fp32.

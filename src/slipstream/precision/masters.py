@@ -213,9 +213,9 @@ class Masters:
     def _detach(self, parameter: nn.Parameter) -> torch.Tensor:
         if sys._getframe(2).f_code is _NEW_PARAMETER:
             raise UsageError(
-                f"nn.Parameter(...) of a parameter of shape {tuple(parameter.shape)} that has 16-bit "
-                "values and an fp32 master, as weight_norm and other parametrizations make it; do "
-                "it before half_weights or accelerate(), or after close()"
+                f"nn.Parameter(...) of a parameter of shape {tuple(parameter.shape)} that has "
+                "16-bit values and an fp32 master, as weight_norm and other parametrizations make "
+                "it; do it before half_weights or accelerate(), or after close()"
             )
         # inside, what autograd saves must count the writes of the parameter itself
         return self._read(parameter) if self._outside else torch.Tensor.detach(parameter)

@@ -1,8 +1,8 @@
 """fp32 copies of 16-bit parameters of which this rank has a part of the master alone.
 
-Averages and the like read parameters from outside, in fp32. Where ranks share the masters, what they
-read is a copy: this rank's part of the master, and the 16-bit values of the others. What they write
-into it counts until the next update.
+Averages and the like read parameters from outside, in fp32. Where ranks share the masters, what
+they read is a copy: this rank's part of the master, and the 16-bit values of the others. What they
+write into it counts until the next update.
 """
 
 from __future__ import annotations

@@ -20,8 +20,9 @@ def gradients_kept() -> UsageError:
 def gradients_unscaled(name: str) -> UsageError:
     """There are gradients of the script's own where scaled ones are added to them."""
     return UsageError(
-        f"{name} has a gradient before the first backward() of an update, to which scaled gradients "
-        "would be added and then divided by the loss scale; call optimizer.zero_grad() before it"
+        f"{name} has a gradient before the first backward() of an update, to which scaled "
+        "gradients would be added and then divided by the loss scale; call optimizer.zero_grad() "
+        "before it"
     )
 
 

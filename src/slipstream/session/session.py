@@ -123,6 +123,11 @@ class Session(Generic[M, O]):
                 "session.forward_backward(loss_fn, (inputs,), target=target) instead of forward, "
                 "loss and backward"
             )
+        if retain_graph and self.strategy.compute.compile:
+            raise UsageError(
+                "backward(retain_graph=True) with compute.compile: a compiled block frees what its "
+                "backward has used; add the losses up for one backward(), or leave out compile"
+            )
         with self._loop.outside_autocast():
             self._loop.backward(loss, retain_graph=retain_graph, loss_scale=loss_scale)
 

@@ -267,4 +267,7 @@ def _is_shardable(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: 
 
 def _batch_size(inputs: Iterable[Any]) -> int:
     """The size of the first axis of the first tensor; 0 if there is none."""
+    jit: Any = torch.jit
+    if jit.is_tracing():  # sizes are tensors there
+        return 0
     return next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.ndim), 0)

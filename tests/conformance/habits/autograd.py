@@ -146,7 +146,7 @@ def func_grad(run: Loop) -> None:
     run.update()
 
 
-@habit("torch.func.vjp and vmap over inputs after a step")
+@habit("torch.func.vjp and vmap over inputs after a step", "vmap")
 def func_vjp(run: Loop) -> None:
     run.start()
     run.update(times=2)
