@@ -1,12 +1,13 @@
-"""Sentences of the README that hold figures, written from the results.
+"""Sentences of README and docs that hold figures, written from the results.
 
-`tests/test_benchmarks.py` looks each of them up in the README. After a new result
+`tests/test_benchmarks.py` looks each of them up there. After a new result
 ``python benchmarks/tables.py`` prints those that it does not find there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,7 @@ Entries = Sequence[Mapping[str, Any]]
 
 
 def claims(every: Entries) -> list[str]:
-    """The sentences, in the README's order.
+    """The sentences.
 
     Args:
         every: all results.
@@ -29,9 +30,9 @@ def claims(every: Entries) -> list[str]:
     ]
 
 
-def missing(readme: str, every: Entries) -> list[str]:
-    """Those that a README does not hold, however its lines are broken."""
-    text = " ".join(readme.split())
+def missing(pages: Iterable[Path], every: Entries) -> list[str]:
+    """Those that no page holds, however its lines are broken."""
+    text = " ".join(word for page in pages for word in page.read_text().split())
     return [claim for claim in claims(every) if claim not in text]
 
 
@@ -69,7 +70,7 @@ def _codecs(exchanges: Entries) -> Iterator[str]:
             if name in speeds:
                 speeds[name].append(1 / row["to_best_ddp"])
     half, int8, powersgd = map(_span, speeds.values())
-    yield f"bf16 is {half} times as fast, int8 {int8} times, PowerSGD {powersgd} times."
+    yield f"bf16 is {half} times as fast, int8 {int8} times, PowerSGD {powersgd} times"
 
 
 def _convergence(trainings: Entries) -> Iterator[str]:

@@ -842,11 +842,11 @@ EXACT = {
     "sharded": "slipstream, default, sharded",
     "sharded, a third replicated": "slipstream, default, sharded, a third replicated",
 }
-"""Columns of the README's table, and rows of the results."""
+"""Columns of that table, and rows of the results."""
 
 
 def gains(every: Sequence[Mapping[str, Any]]) -> str:
-    """The README's table: seconds of exact strategies over those of the best DDP, by model."""
+    """The table of docs/sharding.md: exact strategies, times as fast as the best DDP, by model."""
     found = [
         entry
         for entry in every
@@ -859,12 +859,12 @@ def gains(every: Sequence[Mapping[str, Any]]) -> str:
         rows = {row["name"]: row for row in entry["rows"]}
         [best] = (row["median"] for name, row in rows.items() if name.endswith("(DDP, best)"))
         ratios = (
-            (row["to_best_ddp"], row["to_best_ddp_low"], row["to_best_ddp_high"])
+            (1 / row["to_best_ddp"], 1 / row["to_best_ddp_high"], 1 / row["to_best_ddp_low"])
             for row in map(rows.__getitem__, EXACT.values())
         )
         cells = (f"{ratio:.2f} ({low:.2f}..{high:.2f})" for ratio, low, high in ratios)
         who = "an accelerator" if _on_accelerator(entry) else "the same cores"
-        link = f"[{entry['rate']}](benchmarks/results/README.md#{_anchor(exchange(entry))})"
+        link = f"[{entry['rate']}](../benchmarks/results/README.md#{_anchor(exchange(entry))})"
         lines.append(_row(who, entry["model"], link, f"{best:.2f} s", *cells))
     return "\n".join(lines) + "\n"
 
@@ -875,10 +875,10 @@ def _anchor(text: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading).replace(" ", "-")
 
 
-def with_gains(readme: str, every: Sequence[Mapping[str, Any]]) -> str:
-    """A README with its table written anew."""
+def with_gains(page: str, every: Sequence[Mapping[str, Any]]) -> str:
+    """A page with its table written anew."""
     begin, end = GAINS
-    before, _, rest = readme.partition(begin)
+    before, _, rest = page.partition(begin)
     _, _, after = rest.partition(end)
     return before + begin + gains(every) + end + after
 
@@ -938,13 +938,14 @@ def _coded(every: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 def main() -> None:
     """Render every result."""
-    every, readme = results(), RESULTS.parents[1] / "README.md"
+    every, root = results(), RESULTS.parents[1]
     if coded := _coded(every):
         speed_picture(coded).savefig(RESULTS / "codecs.png")
     (RESULTS / "README.md").write_text(rendered(every))
-    readme.write_text(with_gains(readme.read_text(), every))
-    for claim in missing(readme.read_text(), every):
-        print(f"README.md should say: {claim}")
+    sharding = root / "docs/sharding.md"
+    sharding.write_text(with_gains(sharding.read_text(), every))
+    for claim in missing([root / "README.md", *root.glob("docs/*.md")], every):
+        print(f"README.md or a page in docs should say: {claim}")
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ IN_SUITE = (
     *("half_weights sharded", "recompute every", "fuse_optimizer adamw", "fuse_bn_act"),
     *("prefetch", "balance", "pipeline parallel", "DdpCodec onebit"),
 )
-"""Rows that the suite runs: one of each kind, as all of them take ten minutes; the others are run by
-the command that makes the page."""
+"""Rows that the suite runs: one of each kind, as all of them take ten minutes; the others are run
+by the command that makes the page."""
 
 
 @pytest.fixture(scope="module")
