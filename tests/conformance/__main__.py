@@ -6,11 +6,12 @@ import argparse
 import json
 import time
 from collections import Counter
+from pathlib import Path
 
 from tests.conformance.cell import Verdict
 from tests.conformance.habit import all_habits
 from tests.conformance.page import PAGE, render
-from tests.conformance.rows import every, run_matrix
+from tests.conformance.rows import Outcomes, every, run_matrix
 from tests.conformance.techniques import TECHNIQUES
 
 
@@ -20,15 +21,18 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="parts of names, with commas between them")
     parser.add_argument("--columns", default="")
     parser.add_argument("--pools", type=int, default=3)
-    parser.add_argument("--keep", help="a file to which the cells of each row are added")
+    parser.add_argument(
+        "--keep", help="a file to which each row is added; rows that it has are not run again"
+    )
     parser.add_argument("-v", action="store_true", help="print every cell")
     given = parser.parse_args()
 
     def chosen(name: str, parts: str) -> bool:
         return any(part in name for part in parts.split(","))
 
-    techniques = [t for t in TECHNIQUES if chosen(t.name, given.rows)]
     habits = [h for h in all_habits() if chosen(h.name, given.columns)]
+    kept = kept_rows(given.keep, [habit.name for habit in habits])
+    wanted = [t for t in TECHNIQUES if chosen(t.name, given.rows)]
     start = time.monotonic()
 
     def keep(name: str, row: dict[str, Verdict]) -> None:
@@ -36,7 +40,9 @@ def main() -> None:
             with open(given.keep, "a") as file:
                 file.write(json.dumps([name, row]) + "\n")
 
-    outcomes = run_matrix(techniques, habits, given.pools, keep)
+    missing = [t for t in wanted if t.name not in kept]
+    outcomes = kept | run_matrix(missing, habits, given.pools, keep)
+    outcomes = {t.name: outcomes[t.name] for t in wanted}
     lines = []
     for technique, habit, verdict in every(outcomes):
         if verdict.outcome == "wrong":
@@ -48,6 +54,15 @@ def main() -> None:
     if given.write:
         PAGE.write_text(render(outcomes, habits))
     print(f"{dict(counts)} in {time.monotonic() - start:.0f} s")
+
+
+def kept_rows(file: str | None, habits: list[str]) -> Outcomes:
+    """The rows of a file that have all of these habits, the newest of each name."""
+    if not file or not Path(file).exists():
+        return {}
+    rows = map(json.loads, Path(file).read_text().splitlines())
+    whole = {name: row for name, row in rows if row.keys() >= {*habits}}
+    return {n: {h: Verdict(*row[h]) for h in habits} for n, row in whole.items()}
 
 
 if __name__ == "__main__":
