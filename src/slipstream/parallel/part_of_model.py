@@ -120,8 +120,8 @@ class PartOfModel:
                 f"all {len(noted)} gradients of this rank were changed in place after backward, as "
                 "by torch.nn.utils.clip_grad_norm_, but ranks share this model (parallel), and "
                 "this would clip by the norm of this rank's part; call "
-                "session.clip_grad_norm_(max_norm), and for a change of each value by itself "
-                "assign new gradients: parameter.grad = 0.5 * parameter.grad"
+                "session.clip_grad_norm_(max_norm), and for a change of each value by itself, as "
+                "by clip_grad_value_, assign: parameter.grad = parameter.grad.clamp(-1, 1)"
             )
 
     def _before_save(self, *_: Any) -> None:
