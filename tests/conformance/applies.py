@@ -13,12 +13,12 @@ LACKS = {
     "contain it, and the end of a session ends it (docs/codecs.md)",
     "same batches": "each update's samples are dealt to ranks by their cost: which of them meet in a "
     "batch, and so in a batch norm or a loss that is no mean over samples, is its choice",
-    "whole batches": "a pipeline computes micro-batches: batch norm takes the statistics of each, as "
-    "in the accumulation of gradients (docs/parallel.md)",
+    "whole batches": "a pipeline computes micro-batches: batch norm takes the statistics of each, "
+    "as in the accumulation of gradients (docs/parallel.md)",
     "whole forwards": "a stage of a pipeline computes its own modules alone, once for each "
     "micro-batch, so hooks on modules and parameters are called as often (docs/parallel.md)",
-    "all gradients": "a rank has the gradients of its own shards or stages, with those of other "
-    "ranks nowhere; what an update needs of all of them, session.clip_grad_norm_() has",
+    "all gradients": "a rank has the gradients of its own shards or stages alone; for the norm of "
+    "all there is session.clip_grad_norm_() (docs/parallel.md)",
     "whole parameters": "a rank has its shards of split parameters, as tensors of their own shape: "
     "what a script computes of them is of the shards (docs/parallel.md)",
     "own batches": "ranks that share a model train on the same batches, so none differs",

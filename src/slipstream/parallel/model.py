@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.comm import group_of
+from slipstream.errors import UsageError
 from slipstream.parallel.checks import cut_of
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.dims import ParallelDims, gather_objects
@@ -176,6 +177,13 @@ class ModelParallel(FullState):
             self.split.close()
         if state is not None:
             self._optimizer.load_state_dict(state)
+
+    def abandon(self) -> None:
+        """After an error: leave the model as it is, of no use, and the groups to other ranks."""
+        if self._part is not None:
+            self._part.fail(UsageError("a session that ended with an error"))
+        if self.split is not None:
+            self.split.abandon()
 
     def report_rows(self) -> list[Row]:
         """The mesh and this rank's part of the model, for the session's report."""

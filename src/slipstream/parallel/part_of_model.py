@@ -81,7 +81,7 @@ class PartOfModel:
 
     def fail(self, error: BaseException) -> None:
         """This rank leaves a backward pass, in which the others may go on."""
-        self._failure = f"{type(error).__name__}: {error}"
+        self._failure = self._failure or f"{type(error).__name__}: {error}"
 
     def check(self) -> None:
         """Refuse to exchange anything with ranks that may be elsewhere.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,9 +104,9 @@ class Pipeline:
         self._schedule: Schedule | StageModule | None = None
         self._closed = False
         self.failure: str | None = None
-        stages_ = self._stages  # not the pipeline, whose group must not live as long as the model
+        stages_ = self._stages  # not the pipeline: its group must not live as long as the model
         self.stage_parameters.release(lambda: stages_.running)
-        self._hook = model.register_forward_pre_hook(self._refuse_call)
+        self._hook = model.register_forward_pre_hook(partial(_refuse_call, stages_, ranks))
 
     def forward_backward(
         self,
@@ -210,14 +211,6 @@ class Pipeline:
         if error is not None:
             raise error
 
-    def _refuse_call(self, *_: object) -> None:
-        """A direct call of the model would compute with placeholders."""
-        if not self._stages.running and self._group.size > 1:
-            raise UsageError(
-                "a direct call of a model that is split into stages; allowed: forward_backward(), "
-                "and evaluate() for the model's outputs"
-            )
-
     def _must_be_open(self, verb: str) -> None:
         if self._closed:
             raise UsageError(f"{verb}() of a pipeline that is closed; make a new one")
@@ -302,7 +295,16 @@ class Pipeline:
 
     def _exchange_error(self, error: BaseException) -> ExchangeError:
         return ExchangeError(
-            f"rank {dist.get_rank()}, which runs stages {list(self.stage_parameters.local_stages)}, cannot "
-            "continue, most often because the stage before or after failed: look at the first "
-            f"error of all ranks ({error})"
+            f"rank {dist.get_rank()}, which runs stages "
+            f"{list(self.stage_parameters.local_stages)}, cannot continue, most often because the "
+            f"stage before or after failed: look at the first error of all ranks ({error})"
+        )
+
+
+def _refuse_call(stages: Stages, ranks: int, *_: object) -> None:
+    """A direct call of the model would compute with placeholders."""
+    if not stages.running and ranks > 1:
+        raise UsageError(
+            "a direct call of a model that is split into stages; allowed: forward_backward(), and "
+            "evaluate() for the model's outputs"
         )

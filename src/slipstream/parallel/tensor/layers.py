@@ -8,7 +8,7 @@ adds its bias after the sum over ranks, and an embedding holds some of the words
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,16 @@ class RegionState:
         """Hooks that sum the parameters' gradients over ranks; tied parameters get one hook."""
         new = {id(p): p for p in parameters if p.requires_grad and id(p) not in self.summed}
         self.summed |= new.keys()
-        hook = partial(regions.reduce_from_region, group=self.group)
-        return [p.register_hook(hook) for p in new.values()]
+
+        def summed(gradient: torch.Tensor) -> torch.Tensor:
+            return regions.reduce_from_region(gradient, self.group)
+
+        return [p.register_hook(summed) for p in new.values()]
+
+    def leave_group(self) -> None:
+        """Let the process group go: its end is what tells ranks that wait for this one."""
+        gone = replace(self.group, process_group=None)
+        self.group = self.streams.group = gone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionState:
         """A copy of the model runs on the same ranks."""
