@@ -182,6 +182,8 @@ class ModelParallel(FullState):
         """After an error: leave the model as it is, of no use, and the groups to other ranks."""
         if self._part is not None:
             self._part.fail(UsageError("a session that ended with an error"))
+        if self.pipeline is not None:
+            self.pipeline.abandon()
         if self.split is not None:
             self.split.abandon()
 

@@ -13,6 +13,7 @@ the order in which stages run.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -202,6 +203,11 @@ class Pipeline:
             self._hook.remove()
             self.stage_parameters.restore()
             self._schedule, self._closed = None, True
+
+    def abandon(self) -> None:
+        """After an error: leave the model as it is, and the group to the other ranks."""
+        self._schedule = None
+        gc.collect()  # torch's schedules and stages hold the group, and each other
 
     def _agree(self, fingerprint: dict[str, str], error: SlipstreamError | None) -> None:
         """Raise on all ranks if one has an error or another fingerprint."""
