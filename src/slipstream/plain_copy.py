@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -106,6 +106,34 @@ def detached(module: nn.Module) -> None:
         copier = here.get(method)
         if isinstance(copier, _Copier):
             _put(here, method, copier.replaced)
+
+
+def refuse_copies(module: nn.Module, error: Callable[[], Exception]) -> Callable[[], None]:
+    """Whoever copies or pickles ``module`` gets ``error()``; returns how to end that.
+
+    Example:
+        >>> layer = nn.Identity()
+        >>> end = refuse_copies(layer, lambda: TypeError("only one of these"))
+        >>> copy.deepcopy(layer)
+        Traceback (most recent call last):
+        TypeError: only one of these
+        >>> end()
+        >>> copy.deepcopy(layer)
+        Identity()
+    """
+    here = vars(module)
+    before = {method: here.get(method, _ABSENT) for method in _METHODS}
+
+    def refuse(_: object) -> NoReturn:
+        raise error()
+
+    here.update(dict.fromkeys(_METHODS, refuse))
+
+    def end() -> None:
+        for method, value in before.items():
+            _put(here, method, value)
+
+    return end
 
 
 def copy_as(tensor: torch.Tensor, plain: Callable[[], torch.Tensor]) -> Callable[[], None]:

@@ -14,6 +14,14 @@ LACKS = {
     "same batches": "each update's samples are dealt to ranks by their cost: which of them meet in "
     "a batch, and so in a batch norm or a loss that is no mean over samples, is its choice",
     "vmap": "torch cannot map over the reference of this kernel either: it reads values",
+    "whole batches": "a pipeline computes micro-batches: batch norm takes the statistics of each, "
+    "as in the accumulation of gradients (docs/parallel.md)",
+    "whole forwards": "a stage of a pipeline computes its own modules alone, once for each "
+    "micro-batch, so hooks on modules and parameters are called as often (docs/parallel.md)",
+    "all gradients": "a rank has the gradients of its own shards or stages alone; for the norm of "
+    "all there is session.clip_grad_norm_() (docs/parallel.md)",
+    "whole parameters": "a rank has its shards of split parameters, as tensors of their own shape: "
+    "what a script computes of them is of the shards (docs/parallel.md)",
     "own batches": "ranks that share a model train on the same batches, so none differs",
 }
 
@@ -31,8 +39,13 @@ def not_applicable(technique: Technique, habit: Habit) -> str | None:
         lacking.add("vmap")
     if technique.deals:
         lacking.add("same batches")
+    parallel = technique.strategy.get("parallel", {})
     if technique.shares_batches:
-        lacking.add("own batches")
+        lacking |= {"own batches", "all gradients"}
+    if "pipeline" in parallel:
+        lacking |= {"whole batches", "whole forwards"}
+    if "tensor" in parallel:
+        lacking.add("whole parameters")
     for need in sorted(habit.needs & lacking):
         return LACKS[need]
     return None

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from slipstream.comm.collectives import AllReduce, Collective, Receive, Send
 from slipstream.comm.graphs import Graph, current
 from slipstream.comm.wire import transfer_in_group
+from slipstream.errors import UsageError
+from slipstream.kernels.surroundings import needs_plain_functions
 from slipstream.transport.consistency import collective_errors, lost
 
 P = ParamSpec("P")
@@ -111,6 +113,7 @@ def run(name: str, collective: Collective, x: MaybeTensor) -> MaybeTensor:
 
     Raises:
         ExchangeError: another rank does not take part, or has ended.
+        UsageError: a transform that cannot follow it.
     """
     recorder = collective.group.recorder
     try:
@@ -122,6 +125,12 @@ def run(name: str, collective: Collective, x: MaybeTensor) -> MaybeTensor:
         y = collective(x)
         end = recorder.stamp(tensor.device)
     except RuntimeError as error:
+        if needs_plain_functions():
+            raise UsageError(
+                f"{name} in {collective.group} under a transform of torch.func or torch.jit.trace, "
+                "which do not follow an exchange between ranks (torch.func.grad and vjp alone do); "
+                f"call the model without it, or load its state into one that is whole ({error})"
+            ) from error
         raise lost(error, name, "in", collective.group) from error
     num_bytes = max(0 if t is None else t.nbytes for t in (x, y))
     recorder.add(name, start, end, bytes=num_bytes, ranks=collective.group.size)

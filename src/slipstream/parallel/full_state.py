@@ -73,6 +73,31 @@ class FullState:
             return self.pipeline.evaluate(args, kwargs)
         return self._model(*args, **kwargs)
 
+    def note_gradients(self) -> None:
+        """The gradients are as the session has made them."""
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that were clipped by the norm of this rank's part.
+
+        Raises:
+            UsageError: says what to call.
+        """
+
+    def abort(self, error: BaseException) -> None:
+        """A backward pass raised ``error`` on this rank."""
+
+    def check_in_step(self) -> None:
+        """Refuse to go on where the ranks that share the model may be out of step.
+
+        Raises:
+            UsageError: says since when.
+        """
+
+    @property
+    def failed(self) -> bool:
+        """Whether the ranks that share the model may be out of step."""
+        return False
+
     def is_local(self, name: str) -> bool:
         """Whether this rank has the parameter, or a shard of it."""
         return True

@@ -6,17 +6,20 @@ layers; `ModelParallel.close` undoes both in reverse.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from slipstream.comm import group_of
+from slipstream.errors import UsageError
 from slipstream.parallel.checks import cut_of
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.dims import ParallelDims, gather_objects
 from slipstream.parallel.full_state import FullState
+from slipstream.parallel.part_of_model import PartOfModel
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.parallel.tensor.plans import plan_of
 from slipstream.parallel.tensor.split import SplitLayers, split_layers
@@ -53,6 +56,12 @@ class ModelParallel(FullState):
         if config.pipeline is not None:
             settings = config.pipeline.model_dump(exclude={"ranks", "cut"})
             self.pipeline = Pipeline(model, dims.pipeline, cut=cut, recorder=recorder, **settings)
+        self._part: PartOfModel | None = None
+        if dims.model is not None:
+            shards = {} if self.split is None else self.split.shards
+            names = [n for n, _ in model.named_parameters(remove_duplicate=False)]
+            parts = {n for n in names if n in shards or not self.is_local(n)}
+            self._part = PartOfModel(model, parts)
 
     def is_local(self, name: str) -> bool:
         """Whether this rank has the parameter, or its shard of it."""
@@ -65,9 +74,11 @@ class ModelParallel(FullState):
 
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` of the whole model, on every rank. Collective."""
-        state: dict[str, Any] = dict(self._model.state_dict())
-        if self.pipeline is not None:
-            state = self.pipeline.full_state_dict()
+        with self._inside():
+            if self.pipeline is None:
+                state: dict[str, Any] = dict(self._model.state_dict())
+            else:
+                state = self.pipeline.full_state_dict()
         return state if self.split is None else self.split.gather_state(state)
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -76,15 +87,17 @@ class ModelParallel(FullState):
         Raises:
             ModelError: the state is another model's.
         """
-        if self.pipeline is None:
-            assert self.split is not None
-            self.split.load_full_state_dict(state)
-        else:
-            shards = state if self.split is None else self.split.shard_state(state)
-            self.pipeline.load_full_state_dict(dict(shards))
+        with self._inside():
+            if self.pipeline is None:
+                assert self.split is not None
+                self.split.load_full_state_dict(state)
+            else:
+                shards = state if self.split is None else self.split.shard_state(state)
+                self.pipeline.load_full_state_dict(dict(shards))
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """``optimizer.state_dict()`` as of the whole model, on every rank. Collective."""
+        self.check_in_step()
         state = self._optimizer.state_dict()
         if self.split is not None:
             state = self.split.full_optimizer_state_dict(self._optimizer)
@@ -109,10 +122,54 @@ class ModelParallel(FullState):
         counted = [p for name, p in self._model.named_parameters() if self._counts_in_norm(name)]
         assert self._dims.model is not None
         group = group_of(self._dims.model, check=False)
-        return clip_grad_norm_(self._model.parameters(), counted, max_norm, group)
+        norm = clip_grad_norm_(self._model.parameters(), counted, max_norm, group)
+        self.note_gradients()
+        return norm
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the whole model, on every rank."""
+        self.check_in_step()
+        return super().evaluate(args, kwargs)
+
+    def note_gradients(self) -> None:
+        """The gradients are as the session has made them."""
+        if self._part is not None:
+            self._part.note_gradients()
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that were clipped by the norm of this rank's part."""
+        if self._part is not None:
+            self._part.check_gradients()
+
+    def abort(self, error: BaseException) -> None:
+        """A backward pass raised ``error`` on this rank, and maybe on no other."""
+        if self._part is not None and (self.pipeline is None or self.pipeline.failure is not None):
+            self._part.fail(error)
+
+    def check_in_step(self) -> None:
+        """Refuse to go on where this rank has left a backward pass by an error."""
+        if self._part is not None:
+            self._part.check()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the ranks that share the model may be out of step."""
+        return self._part is not None and self._part.failed
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Inside, the model gives and takes this rank's part."""
+        self.check_in_step()
+        if self._part is None:
+            yield
+            return
+        with self._part.inside():
+            yield
 
     def close(self) -> None:
         """Restore the whole model and its optimizer's state on every rank. Collective."""
+        if self._part is not None:
+            self._part.close()
         state = self.full_optimizer_state_dict() if self.pipeline is not None else None
         if self.pipeline is not None:
             self.pipeline.close()
@@ -120,6 +177,15 @@ class ModelParallel(FullState):
             self.split.close()
         if state is not None:
             self._optimizer.load_state_dict(state)
+
+    def abandon(self) -> None:
+        """After an error: leave the model as it is, of no use, and the groups to other ranks."""
+        if self._part is not None:
+            self._part.fail(UsageError("a session that ended with an error"))
+        if self.pipeline is not None:
+            self.pipeline.abandon()
+        if self.split is not None:
+            self.split.abandon()
 
     def report_rows(self) -> list[Row]:
         """The mesh and this rank's part of the model, for the session's report."""

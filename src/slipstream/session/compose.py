@@ -251,7 +251,7 @@ def _model_parallel(given: _Given) -> FullState:
     _sharded.update(modules)
     handles.defer(partial(_sharded.difference_update, modules), on_error=_leave_sharded)
     model_parallel = ModelParallel(given.model, given.optimizer, config, given.dims, given.recorder)
-    return handles.add(model_parallel, on_error=_leave_sharded)
+    return handles.add(model_parallel, on_error=model_parallel.abandon)
 
 
 def _leave_sharded() -> None:

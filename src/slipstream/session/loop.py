@@ -96,7 +96,7 @@ class TrainingLoop:
     @property
     def failed(self) -> bool:
         """Whether the ranks may be out of step: no collective may follow."""
-        return self._broken_off or self.engine.failed
+        return self._broken_off or self.engine.failed or self.full_state.failed
 
     def attach(self, hooks: StepHooks) -> None:
         """Learn of every step of the optimizer."""
@@ -157,6 +157,7 @@ class TrainingLoop:
             self._clear()
         self.settle()
         self._check_sums()
+        self.full_state.check_gradients()
         self.momentum_correction.check_loads()
         loss_scale = self.precision.take(given)
         self.window.check_scale(loss_scale)
@@ -182,7 +183,9 @@ class TrainingLoop:
             self.engine.end()
         except BaseException as error:  # an interrupt, too, which the script may survive
             self.engine.abort(error)
+            self.full_state.abort(error)
             raise
+        self.full_state.note_gradients()
         self._backward_done = True
         if not exchange and not self._local_only:  # what no_sync() has gathered may be thrown away
             self._sum = self._first_sum()
@@ -229,6 +232,7 @@ class TrainingLoop:
             raise messages.clip_with_momentum()
         self._check_sums()
         if not self.update_due:
+            self.full_state.check_gradients()
             self.full_state.complete()
             self.engine.begin(
                 exchange=True, scale=self.window.scale, loss_scale=self.window.loss_scale
@@ -238,6 +242,7 @@ class TrainingLoop:
             except BaseException as error:
                 self.engine.abort(error)
                 raise
+            self.full_state.note_gradients()
         if max_norm is not None:
             self.full_state.clip_grad_norm_(max_norm)
         return self._update()
@@ -273,6 +278,7 @@ class TrainingLoop:
     def _begin_update(self, *, by_hand: bool) -> bool:
         """All that precedes ``optimizer.step()``; whether it must be skipped."""
         self.members.check_optimizer()
+        self.full_state.check_gradients()
         self.engine.check_averages(by_hand=by_hand)
         skip = self._overflowed()
         self.tracer.update_begins()
@@ -406,6 +412,7 @@ class TrainingLoop:
     def _must_be_whole(self) -> None:
         if self._broken_off and self.dims.control is not None:
             raise messages.broken_off(self.steps + 1)
+        self.full_state.check_in_step()
 
 
 def _is_zero(parameter: torch.Tensor) -> bool:

@@ -35,7 +35,7 @@ def _module_hooks(run: Loop) -> list[int]:
     return calls
 
 
-@habit("hooks on modules before")
+@habit("hooks on modules before", "whole forwards")
 def module_hooks_before(run: Loop) -> None:
     calls = _module_hooks(run)
     run.start()
@@ -43,7 +43,7 @@ def module_hooks_before(run: Loop) -> None:
     run.note("calls", calls[1])
 
 
-@habit("hooks on modules after")
+@habit("hooks on modules after", "whole forwards")
 def module_hooks_after(run: Loop) -> None:
     run.start()
     run.update()
@@ -64,7 +64,7 @@ def _parameter_hooks(run: Loop) -> list[int]:
     return calls
 
 
-@habit("hooks on parameters before")
+@habit("hooks on parameters before", "whole forwards")
 def parameter_hooks_before(run: Loop) -> None:
     calls = _parameter_hooks(run)
     run.start()
@@ -72,7 +72,7 @@ def parameter_hooks_before(run: Loop) -> None:
     run.note("calls", len(calls))
 
 
-@habit("hooks on parameters after")
+@habit("hooks on parameters after", "whole forwards")
 def parameter_hooks_after(run: Loop) -> None:
     run.start()
     run.update()
@@ -85,7 +85,7 @@ def _norm_of_all(run: Loop) -> Tensor:
     return torch.stack([p.detach().double().norm() for p in run.model.parameters()]).norm()
 
 
-@habit("step hooks on the optimizer before")
+@habit("step hooks on the optimizer before", "whole parameters")
 def optimizer_hooks_before(run: Loop) -> None:
     run.optimizer.register_step_pre_hook(lambda *_: run.note("before", _norm_of_all(run)))
     run.optimizer.register_step_post_hook(lambda *_: run.note("after", _norm_of_all(run)))
@@ -93,7 +93,7 @@ def optimizer_hooks_before(run: Loop) -> None:
     run.update(times=3)
 
 
-@habit("step hooks on the optimizer after")
+@habit("step hooks on the optimizer after", "whole parameters")
 def optimizer_hooks_after(run: Loop) -> None:
     run.start()
     run.update()
@@ -102,7 +102,7 @@ def optimizer_hooks_after(run: Loop) -> None:
     run.update(times=2)
 
 
-@habit("EMA in a step hook")
+@habit("EMA in a step hook", "whole parameters")
 def ema_in_hook(run: Loop) -> None:
     average: dict[int, Tensor] = {}
 
@@ -131,7 +131,7 @@ def _probe(run: Loop) -> Tensor:
     return torch.stack([x for x, _ in run._samples(0)[:2]])
 
 
-@habit("torch.func.grad after a step")
+@habit("torch.func.grad after a step", "whole parameters")
 def func_grad(run: Loop) -> None:
     run.start()
     run.update(times=2)

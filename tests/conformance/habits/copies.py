@@ -32,7 +32,7 @@ def _averaged(run: Loop, averages: tuple[AveragedModel, ...]) -> None:
         run.note("average", *average.module.parameters())
 
 
-@habit("EMA and SWA made before")
+@habit("EMA and SWA made before", "whole parameters")
 def averages_before(run: Loop) -> None:
     averages = _averages(run)
     run.start()
@@ -45,7 +45,7 @@ def averages_after(run: Loop) -> None:
     _averaged(run, _averages(run))
 
 
-@habit("the average's weights loaded for a test, and back")
+@habit("the average's weights loaded for a test, and back", "whole parameters")
 def swapped(run: Loop) -> None:
     average = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
     run.start()

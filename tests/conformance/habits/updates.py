@@ -49,7 +49,7 @@ def two_losses_batch_norm(run: Loop) -> None:
     run.update(_two_losses, times=3)
 
 
-@habit("batch norm", "same batches")
+@habit("batch norm", "same batches", "whole batches")
 def batch_norm(run: Loop) -> None:
     run.model.plugs.extend([nn.Tanh(), nn.BatchNorm1d(WIDTH)])
     run.start()
@@ -148,7 +148,7 @@ def clipping_inside_by_torch(run: Loop) -> None:
         run.step()
 
 
-@habit("gradients read", "optimizer's momentum")
+@habit("gradients read", "optimizer's momentum", "all gradients")
 def gradients_read(run: Loop) -> None:
     run.start()
     for _ in range(3):
@@ -329,7 +329,7 @@ def never_stepped(run: Loop) -> None:
         run.backward()
 
 
-@habit("train and eval switched", "same batches")
+@habit("train and eval switched", "same batches", "whole batches")
 def train_and_eval(run: Loop) -> None:
     run.model.plugs.extend([nn.Tanh(), nn.BatchNorm1d(WIDTH)])
     run.start()

@@ -13,8 +13,10 @@ the order in which stages run.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,9 +103,11 @@ class Pipeline:
         self._signature = ""
         self._batch = CurrentBatch()
         self._schedule: Schedule | StageModule | None = None
-        self._state = "open"
-        self.stage_parameters.release()
-        self._hook = model.register_forward_pre_hook(self._refuse_call)
+        self._closed = False
+        self.failure: str | None = None
+        stages_ = self._stages  # not the pipeline: its group must not live as long as the model
+        self.stage_parameters.release(lambda: stages_.running)
+        self._hook = model.register_forward_pre_hook(partial(_refuse_call, stages_, ranks))
 
     def forward_backward(
         self,
@@ -136,8 +140,8 @@ class Pipeline:
             ModelError: on every rank, in the first call or one with new shapes: a split point where
                 more than one tensor flows, modules that run out of order, a loss that is not a
                 scalar, or an error of the model itself.
-            ExchangeError: in later calls, an error in a stage, on its rank; on other ranks the
-                failed exchange, at the latest after the group's timeout.
+            Exception: in later calls, what a stage of this rank raised, with a note of the place.
+            ExchangeError: another rank's stage has failed; at the latest after the group's timeout.
             UsageError: the pipeline is closed or has failed, or gradients are disabled.
         """
         self._must_be_open("forward_backward")
@@ -154,11 +158,14 @@ class Pipeline:
         try:
             self._run_schedule()
             self.stage_parameters.sum_gradients()
-        except Exception as error:
+        except BaseException as error:
             if self._group.size == 1:
                 raise
-            self._state = "broken by an error"
-            raise self._exchange_error(error) from (self._batch.error or error)
+            own = self._own_error(error)
+            self.failure = f"{type(own or error).__name__}: {own or error}"
+            if own is not None:
+                raise own from own.__cause__
+            raise self._exchange_error(error) from error
         for parameter, gradient in accumulated:
             if gradient is not None and parameter.grad is not None:
                 parameter.grad += gradient
@@ -192,10 +199,15 @@ class Pipeline:
         After an ExchangeError it does nothing, since other ranks may have ended; build the model
         anew and load a checkpoint.
         """
-        if self._state == "open":
+        if not self._closed and self.failure is None:
             self._hook.remove()
             self.stage_parameters.restore()
-            self._schedule, self._state = None, "closed"
+            self._schedule, self._closed = None, True
+
+    def abandon(self) -> None:
+        """After an error: leave the model as it is, and the group to the other ranks."""
+        self._schedule = None
+        gc.collect()  # torch's schedules and stages hold the group, and each other
 
     def _agree(self, fingerprint: dict[str, str], error: SlipstreamError | None) -> None:
         """Raise on all ranks if one has an error or another fingerprint."""
@@ -205,17 +217,14 @@ class Pipeline:
         if error is not None:
             raise error
 
-    def _refuse_call(self, *_: object) -> None:
-        """A direct call of the model would compute with placeholders."""
-        if not self._stages.running and self._group.size > 1:
-            raise UsageError(
-                "a direct call of a model that is split into stages; allowed: forward_backward(), "
-                "and evaluate() for the model's outputs"
-            )
-
     def _must_be_open(self, verb: str) -> None:
-        if self._state != "open":
-            raise UsageError(f"{verb}() of a pipeline that is {self._state}; make a new one")
+        if self._closed:
+            raise UsageError(f"{verb}() of a pipeline that is closed; make a new one")
+        if self.failure is not None:
+            raise UsageError(
+                f"{verb}() after the schedule of the stages was left by {self.failure}: the stages "
+                "are out of step since; end this run, and resume from a checkpoint"
+            )
 
     def _set_up(self, loss_fn: LossFn, batch: MicroBatch) -> None:
         """If shapes are new, infer what stages send, and build torch's stages and schedule."""
@@ -279,13 +288,29 @@ class Pipeline:
                 dist.broadcast(mean, group=self._group.members, group_src=owner)
         return mean
 
-    def _exchange_error(self, error: Exception) -> ExchangeError:
-        rank, batch = dist.get_rank(), self._batch
+    def _own_error(self, error: BaseException) -> BaseException | None:
+        """What this rank's stages, or an interrupt, raised; None: another rank is gone."""
+        batch = self._batch
         if batch.error is not None:
-            cause = f"{type(batch.error).__name__}: {batch.error}"
-            return ExchangeError(f"rank {rank}: {batch.error_place}: {cause}")
+            batch.error.add_note(f"(rank {dist.get_rank()}: {batch.error_place})")
+            return batch.error
+        if not isinstance(error, Exception):
+            return error
+        # torch's schedules wrap an error of backward, and no error of an exchange.
+        return None if isinstance(error, SlipstreamError) else error.__cause__
+
+    def _exchange_error(self, error: BaseException) -> ExchangeError:
         return ExchangeError(
-            f"rank {rank}, which runs stages {list(self.stage_parameters.local_stages)}, cannot "
-            "continue, most often because the stage before or after failed: look at the first "
-            f"error of all ranks ({error})"
+            f"rank {dist.get_rank()}, which runs stages "
+            f"{list(self.stage_parameters.local_stages)}, cannot continue, most often because the "
+            f"stage before or after failed: look at the first error of all ranks ({error})"
+        )
+
+
+def _refuse_call(stages: Stages, ranks: int, *_: object) -> None:
+    """A direct call of the model would compute with placeholders."""
+    if not stages.running and ranks > 1:
+        raise UsageError(
+            "a direct call of a model that is split into stages; allowed: forward_backward(), and "
+            "evaluate() for the model's outputs"
         )

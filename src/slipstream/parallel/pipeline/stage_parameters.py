@@ -1,13 +1,14 @@
 """Keeps on each rank of a pipeline only the parameters of its stages.
 
 A parameter of another rank's stage stays the same object of the same shape, but its data is a
-placeholder: the memory of one element, which is NaN.
+placeholder: the memory of one element, which is NaN, and which scripts may not read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from torch import nn
 
 from slipstream.comm.groups import Group
 from slipstream.errors import ModelError
-from slipstream.parallel.pipeline.placeholders import placeholder
+from slipstream.parallel.pipeline.absent_parameters import AbsentParameter, bring_back, leave_out
 from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.transport.consistency import collective_errors
 from slipstream.transport.p2p import start_transfer
@@ -67,15 +68,21 @@ class StageParameters:
         """The parameters that a stage uses."""
         return [p for name, p in self._model.named_parameters() if stage in self._stages[name]]
 
-    def release(self) -> None:
-        """Free the memory of parameters that only other ranks hold."""
+    def release(self, ignored: Callable[[], bool]) -> None:
+        """Free the memory of parameters that only other ranks hold.
+
+        Args:
+            ignored: whether a stage runs now, which drops what it computes of them.
+        """
         named = dict(self._model.named_parameters(remove_duplicate=False))
         # Read all strides first: a tied parameter has several names, and becomes a placeholder.
         self._released_strides = {
             name: p.stride() for name, p in named.items() if not self.is_local(name)
         }
-        for name in self._released_strides:
-            named[name].data, named[name].grad = placeholder(named[name].data), None
+        released = {id(named[name]): name for name in reversed(self._released_strides)}
+        for name in released.values():
+            owner = self._group.ranks[self._ranks[name][0]]
+            leave_out(named[name], name, owner=owner, ignored=ignored)
 
     def restore(self) -> None:
         """Give every rank the whole model again, from the owners. Collective.
@@ -85,8 +92,8 @@ class StageParameters:
         """
         named = dict(self._model.named_parameters(remove_duplicate=False))
         for name, strides in self._released_strides.items():
-            data = named[name].data
-            named[name].data = data.new_empty_strided(data.shape, strides)
+            if isinstance(named[name], AbsentParameter):  # not yet, under another name
+                bring_back(named[name], strides)
         self._released_strides.clear()
         for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
             tensor.data.copy_(self._from_owner(name, tensor.data))
@@ -99,7 +106,7 @@ class StageParameters:
         """
         return {
             name: self._from_owner(name, value) if name in self._ranks else value
-            for name, value in self._model.state_dict().items()
+            for name, value in self._local_state().items()
         }
 
     def load_full_state_dict(self, state: Mapping[str, object]) -> None:
@@ -108,7 +115,7 @@ class StageParameters:
         Raises:
             ModelError: names or shapes are not those of the model.
         """
-        local_state = self._model.state_dict()
+        local_state = self._local_state()
         if unmatched := local_state.keys() ^ state.keys():
             raise ModelError(
                 f"a state with missing or unexpected names {sorted(unmatched)[:5]}; allowed: the "
@@ -124,7 +131,7 @@ class StageParameters:
                     f"{list(tensor.shape)}"
                 )
             if name not in self._released_strides:
-                tensor.copy_(loaded)
+                tensor.detach().copy_(loaded)
 
     def sum_gradients(self) -> None:
         """Replace each gradient of a replicated parameter by its sum over the ranks that hold it.
@@ -155,6 +162,10 @@ class StageParameters:
             pieces = reduce(torch.add, terms).split([gradient.numel() for gradient in gradients])
             for gradient, piece in zip(gradients, pieces, strict=True):
                 gradient.copy_(piece.view_as(gradient))
+
+    def _local_state(self) -> dict[str, Any]:
+        """With the parameters themselves, as those of other ranks have no values to detach."""
+        return dict(self._model.state_dict(keep_vars=True))
 
     def _from_owner(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of the owner's tensor, on every rank."""

@@ -8,7 +8,7 @@ adds its bias after the sum over ranks, and an embedding holds some of the words
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -44,20 +44,21 @@ class RegionState:
     streams: RngStreams
     lengths: dict[int, int] = field(default_factory=dict)
     summed: set[int] = field(default_factory=set)
-    entered: tuple[torch.Tensor, int, bool, torch.Tensor] | None = None
+    entered: tuple[torch.Tensor, int | None, bool, torch.Tensor] | None = None
 
     def enter_column(self, x: torch.Tensor, *, sequence: bool) -> torch.Tensor:
         """Pass ``x`` into a column; with ``sequence`` it is split along the sequence."""
         needs_grad = x.requires_grad and torch.is_grad_enabled()
-        if self.entered is not None:
-            last, version, needed_grad, inside = self.entered
-            if last is x and version == x._version and needed_grad == needs_grad:
+        version = None if x.is_inference() else x._version  # None: changes cannot be told
+        if self.entered is not None and version is not None:
+            last, last_version, needed_grad, inside = self.entered
+            if last is x and last_version == version and needed_grad == needs_grad:
                 return inside
         if sequence:
             inside = regions.gather_to_region(x, self.group, SEQUENCE, self.piece_sizes(SEQUENCE))
         else:
             inside = regions.copy_to_region(x, self.group)
-        self.entered = (x, x._version, needs_grad, inside)
+        self.entered = (x, version, needs_grad, inside)
         return inside
 
     def leave(self) -> None:
@@ -83,8 +84,16 @@ class RegionState:
         """Hooks that sum the parameters' gradients over ranks; tied parameters get one hook."""
         new = {id(p): p for p in parameters if p.requires_grad and id(p) not in self.summed}
         self.summed |= new.keys()
-        hook = partial(regions.reduce_from_region, group=self.group)
-        return [p.register_hook(hook) for p in new.values()]
+
+        def summed(gradient: torch.Tensor) -> torch.Tensor:
+            return regions.reduce_from_region(gradient, self.group)
+
+        return [p.register_hook(summed) for p in new.values()]
+
+    def leave_group(self) -> None:
+        """Let the process group go: its end is what tells ranks that wait for this one."""
+        gone = replace(self.group, process_group=None)
+        self.group = self.streams.group = gone
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionState:
         """A copy of the model runs on the same ranks."""
@@ -204,6 +213,20 @@ def switch_hooks(
     ]
 
 
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"),
+    *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_backward_pre_hooks", "_backward_hooks"),
+)
+
+
+def _share_hooks(layer: nn.Module, replacement: nn.Module) -> None:
+    """The script's hooks work in place of the layer, too, and its handles take them off both."""
+    for name in _HOOKS:
+        vars(replacement)[name] = vars(layer)[name]
+    vars(replacement)["_is_full_backward_hook"] = vars(layer)["_is_full_backward_hook"]
+
+
 class RowParallel(nn.Module):
     """A linear or convolutional layer whose inputs, and so the columns of its weight, are split.
 
@@ -220,6 +243,7 @@ class RowParallel(nn.Module):
         self._product, self._spatial_dims = _product_of(layer), weight.dim() - 2
         self._region, self._sequence = region, sequence
         self.hooks = region.sum_gradients([bias]) if sequence and bias is not None else []
+        _share_hooks(layer, self)
         self.train(layer.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -266,6 +290,7 @@ class VocabularyParallel(nn.Module):
         local = None if padding is None else padding - self.start
         self._local_padding = local if local is not None and 0 <= local < self.rows else None
         self._region = region
+        _share_hooks(layer, self)
         self.train(layer.training)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:

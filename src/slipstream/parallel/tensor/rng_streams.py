@@ -19,22 +19,26 @@ _SEED_STRIDE = 1_000_003
 
 
 class RngStreams:
-    """The common and the local random stream of one model's ranks."""
+    """The common and the local random stream of one model's ranks.
+
+    Attributes:
+        group: these ranks.
+    """
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        self._group = group
+        self.group = group
         self._generator = _generator(device)
         self._common_state: torch.Tensor | None = None
         self._local_seed = 0
 
     def synchronize(self) -> None:
         """Give every rank the random states of the group's first rank."""
-        if self._group.size == 1:
+        if self.group.size == 1:
             return
         for generator in dict.fromkeys((self._generator, torch.default_generator)):
-            state = generator.get_state().to(self._group.device)
-            root = self._group.process_group_ranks[0]
-            torch.distributed.broadcast(state, group=self._group.members, group_src=root)
+            state = generator.get_state().to(self.group.device)
+            root = self.group.process_group_ranks[0]
+            torch.distributed.broadcast(state, group=self.group.members, group_src=root)
             generator.set_state(state.cpu())
 
     def use_local(self) -> None:
@@ -43,7 +47,7 @@ class RngStreams:
             return
         drawn = int(torch.randint(_LARGE, ()))  # on the CPU: a draw on the GPU would synchronise
         self._common_state = self._generator.get_state()
-        self._local_seed = drawn + _SEED_STRIDE * (self._group.rank + 1)
+        self._local_seed = drawn + _SEED_STRIDE * (self.group.rank + 1)
         self._generator.manual_seed(self._local_seed)
 
     def use_common(self) -> None:

@@ -45,7 +45,7 @@ class SplitLayers:
     ) -> None:
         self.model, self.group = model, group
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        region = layers.RegionState(group, RngStreams(group, device))
+        region = self._region = layers.RegionState(group, RngStreams(group, device))
         if group.size > 1:
             broadcast.broadcast([*model.parameters(), *model.buffers()], group.members)
             region.streams.synchronize()
@@ -133,6 +133,11 @@ class SplitLayers:
         if self.shards:
             self._replace_values(lambda shard, local: _gather_shards(local, shard, self.group))
         self.shards = {}
+
+    def abandon(self) -> None:
+        """After an error: leave the layers split, and the group to the other ranks."""
+        self._region.leave_group()
+        self.group = self._region.group
 
     def _install(self, assignment: Assignment, region: layers.RegionState) -> None:
         """Install the attributes, hooks or replacement of one module."""
