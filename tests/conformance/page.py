@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from string import ascii_lowercase
 
 from tests.conformance.cell import Verdict
 from tests.conformance.habit import SECTIONS, Habit
@@ -69,7 +70,7 @@ class _Notes:
 
     def mark(self, text: str) -> str:
         count = len(self._texts)
-        new = f"{self._prefix}{count + 1}" if self._prefix else "abcdefghij"[count]
+        new = f"{self._prefix}{count + 1}" if self._prefix else ascii_lowercase[count]
         return self._texts.setdefault(text, new)
 
     def listed(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slipstream.kernels.window_attention import MOST_IN_KERNEL
+
 CASES = {
     "plain": (4, 2, 49, 32, 0),
     "masks": (4, 3, 9, 20, 2),
@@ -13,6 +15,9 @@ CASES = {
     "window of 12 x 12": (2, 2, 144, 32, 1),
 }
 """Windows, heads, positions, channels, masks."""
+
+IN_KERNEL = [case for case, (_, _, positions, *_) in CASES.items() if positions <= MOST_IN_KERNEL]
+"""Those that a kernel of Triton computes."""
 
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 

@@ -9,11 +9,11 @@ import torch
 
 from slipstream.kernels._window_attention_triton import WindowAttention
 from slipstream.kernels.window_attention import reference
-from tests.kernels.attention_cases import CASES, inputs
+from tests.kernels.attention_cases import IN_KERNEL, inputs
 
 
 def main() -> None:
-    for case in CASES:
+    for case in IN_KERNEL:
         (*given, mask), gradient = inputs(case, torch.float32)
         scale = given[0].shape[-1] ** -0.5
         result = WindowAttention.apply(*given, mask, scale, 0.0)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 from torch import nn
@@ -223,8 +223,9 @@ class HalfWeights:
             if half is not None and optimizer is not half._optimizer and not half._masters.stepping:
                 half._refuse(optimizer)
 
-        hook = register_optimizer_step_pre_hook(torch.compiler.disable(begins))
-        return finalize(self, hook.remove)
+        # Not taken off by the garbage collector, which may run while torch goes through the hooks:
+        # that of a handle that was never closed stays, and does nothing.
+        return register_optimizer_step_pre_hook(torch.compiler.disable(begins)).remove
 
     def _refuse(self, other: Optimizer) -> None:
         """Refuse a step of another optimizer on parameters with masters."""
