@@ -23,7 +23,8 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _products_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """TF32 rounds what two ways to add differ in to a thousandth."""
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    cudnn: Any = torch.backends.cudnn
+    monkeypatch.setattr(cudnn.conv, "fp32_precision", "ieee")
 
 
 def resnet() -> tuple[nn.Module, Tensor]:
