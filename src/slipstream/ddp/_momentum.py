@@ -4,13 +4,14 @@ The codec has added momentum to them, and remembers it: so they serve one update
 does not tell what follows its backward; the optimizer's hooks and those of a forward do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from slipstream.errors import UsageError
+from slipstream.gradients.momentum import largest_values
 
 
 class MomentumWatch:
@@ -35,7 +36,7 @@ class MomentumWatch:
         self._names, self._settle, self._loss_scale = names, settle, loss_scale
         self._scale, self._are_there = 1.0, True
         self._averages: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        self._largest: Sequence[torch.Tensor] = ()
+        self._largest = torch.empty(0)
         self._unsettled = False
         self._hooks: list[Any] = [
             ddp.register_forward_pre_hook(self._forward_begins),
@@ -70,12 +71,8 @@ class MomentumWatch:
         """DDP has written the averages into the gradients."""
         having = [(p, p.grad) for p in self._names if p.grad is not None and p.numel()]
         self._averages = [(p, gradient, gradient._version) for p, gradient in having]
-        self._largest, self._scale = self._largest_now(), self._loss_scale()
-
-    def _largest_now(self) -> Sequence[torch.Tensor]:
-        """GradScaler divides gradients without telling autograd."""
-        gradients = [gradient for _, gradient, _ in self._averages]
-        return torch._foreach_norm(gradients, torch.inf) if gradients else ()
+        self._largest = largest_values(gradient for _, gradient, _ in self._averages)
+        self._scale = self._loss_scale()
 
     def _step_begins(self, *_: object) -> None:
         having = [p for p, _, _ in self._averages if p.grad is not None]
@@ -86,11 +83,12 @@ class MomentumWatch:
                 continue  # an optimizer leaves it alone
             if now is not before or now._version != version:
                 raise self._changed(parameter)
-        pairs = zip(self._largest_now(), self._largest, strict=True)
-        for (parameter, *_rest), (now, then) in zip(self._averages, pairs, strict=True):
-            now, then = now.nan_to_num(), then.nan_to_num()
-            if not torch.equal(now, then) and not torch.allclose(now * self._scale, then):
-                raise self._changed(parameter)
+        if not having:
+            return
+        largest = largest_values(gradient for _, gradient, _ in self._averages)
+        same = (largest == self._largest) | torch.isclose(largest * self._scale, self._largest)
+        if not same.all():
+            raise self._changed(self._averages[int(same.int().argmin())][0])
 
     def _changed(self, parameter: torch.Tensor) -> UsageError:
         return UsageError(

@@ -44,6 +44,7 @@ from slipstream.gradients.messages import (
     sum_changed,
     unfrozen,
 )
+from slipstream.gradients.momentum import largest_values
 from slipstream.gradients.ready_order import Observer, ReadyOrder
 from slipstream.gradients.report_rows import exchange_rows
 from slipstream.gradients.segments import (
@@ -135,7 +136,7 @@ class Engine(GradientEngine):
         self._observer: Observer | None = None  # until the first exchange
         self._sums: list[tuple[NamedParameter, torch.Tensor, int]] = []  # and their versions
         self._averages: list[tuple[NamedParameter, torch.Tensor, int]] = []  # with momentum
-        self._norms: list[torch.Tensor] = []  # of these, where the script steps by hand
+        self._largest: torch.Tensor | None = None  # values of these, where the script steps itself
         self._by_hand = False
         self._unsettled = False  # whether codecs have learned from an exchange without an update
         self.overflowed = False
@@ -224,15 +225,13 @@ class Engine(GradientEngine):
             if now is not before or now._version != version:
                 raise average_changed(trainable.name)
         self._by_hand = by_hand
-        if self._norms and any(a != b for a, b in zip(self._norms, self._norms_now(), strict=True)):
+        if self._largest is not None and not self._largest.equal(self._largest_now()):
             raise average_changed(self._averages[0][0].name)
 
-    def _norms_now(self) -> list[torch.Tensor]:
-        """Of averages: GradScaler divides gradients without telling autograd. The first division is
-        right, as there is no momentum yet, so norms are taken from the second update on."""
-        gradients = [g for _, g, _ in self._averages if g.numel()]
-        largest = torch._foreach_norm(gradients, torch.inf) if gradients else ()
-        return [norm.nan_to_num() for norm in largest]
+    def _largest_now(self) -> torch.Tensor:
+        """The first division of a GradScaler is right, as there is no momentum yet: so these are
+        looked at from the second update on."""
+        return largest_values(gradient for _, gradient, _ in self._averages)
 
     def _come_last(self) -> None:
         """Run behind hooks that were registered since: they see, and may change, the gradient of
@@ -265,7 +264,7 @@ class Engine(GradientEngine):
         self._unsettled = True
         if self._plan.momenta:
             self._averages = self._present_gradients()
-            self._norms = self._norms_now() if self._by_hand and self._averages else []
+            self._largest = self._largest_now() if self._by_hand else None
         if self._buffers:
             self._buffers.arrived()
         self._averaged = True
@@ -282,7 +281,7 @@ class Engine(GradientEngine):
         if self._unsettled:
             self._codecs.settle(used and not self.overflowed)
         self._unsettled, self._averaged, self._sums, self._averages = False, False, [], []
-        self._norms = []
+        self._largest = None
         if late:
             self._buffers.forget()
         else:

@@ -7,7 +7,7 @@ contains them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -184,3 +184,18 @@ def _restore_settings(group: dict[str, Any]) -> None:
 def _dgc_names(trainables: Sequence[NamedParameter], codec: Codec | None) -> dict[int, str]:
     """Names of the parameters that DGC compresses, by identity."""
     return {id(t.parameter): t.name for t in trainables if isinstance(codec_of(codec, t.name), Dgc)}
+
+
+def largest_values(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The largest absolute value of each, by which a change is noticed that autograd is not told
+    of: ``GradScaler`` divides gradients so. Of an empty one 0, as of one that is not finite.
+
+    Example:
+        >>> largest_values([torch.tensor([1.0, -3.0]), torch.empty(0)])
+        tensor([3., 0.])
+    """
+    given = [*gradients]
+    filled = [gradient for gradient in given if gradient.numel()]
+    found = iter(torch._foreach_norm(filled, torch.inf) if filled else ())
+    each = [next(found).float() if g.numel() else torch.zeros((), device=g.device) for g in given]
+    return torch.stack(each).nan_to_num(0.0, 0.0, 0.0) if each else torch.empty(0)
