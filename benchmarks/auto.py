@@ -85,7 +85,7 @@ class Watched(OnlineSearch):
 
     def use(self, choice: Choice) -> None:
         """From the next update on."""
-        self._install(choice)
+        self.choice, self._due = choice, (choice, False)
 
 
 class Training:

@@ -91,11 +91,11 @@ def test_all_ranks_switch_at_one_step_and_keep_the_faster(
     answers = two.run(train, LAST + 2, OPTIMAL, (3, 11), seconds, timeout=60)
     for seen, _, report, state in answers:
         sizes = [[len(names) for names in cuts] for cuts in seen]
-        assert sizes[: FIRST - 1] == [[12]] * (FIRST - 1)
-        assert sizes[FIRST - 1 : SECOND - 1] == [[4, 8]] * FIRST
-        assert sizes[SECOND - 1 : THIRD - 1] == [[12]] * FIRST
-        assert sizes[THIRD - 1 : LAST - 1] == [[4, 8]] * FIRST
-        assert sizes[LAST - 1 :] == [[4, 8] if faster else [12]] * 3
+        assert sizes[:FIRST] == [[12]] * FIRST
+        assert sizes[FIRST:SECOND] == [[4, 8]] * FIRST
+        assert sizes[SECOND:THIRD] == [[12]] * FIRST
+        assert sizes[THIRD:LAST] == [[4, 8]] * FIRST
+        assert sizes[LAST:] == [[4, 8] if faster else [12]] * 2
         assert word in report
         kind = "by_index" if faster else "by_bytes"
         assert state["split"]["kind"] == kind

@@ -68,15 +68,30 @@ SPACES: dict[str, tuple[dict[str, Any], Place, tuple[Transport, ...], tuple[bool
 }
 
 
+def test_sharded_is_tried_between_hosts_beside_backward() -> None:
+    def kinds(config: dict[str, object], place: Place, reason: str | None) -> list[str]:
+        space = SearchSpace.of(Strategy.load({"gradients": config}), place, reason)
+        return [transport.kind for transport in space.transports]
+
+    assert kinds(AUTO, APART, None) == ["flat", "direct", "sharded", "sharded"]  # two parts
+    assert kinds(OPTIMAL | AUTO, APART, None) == ["flat", "direct", "sharded"]  # predicted
+    assert kinds(AUTO, APART, "a reason") == ["flat", "direct"]
+    assert kinds({**AUTO, "overlap": False}, APART, None) == ["flat", "direct"]
+    assert kinds(AUTO, TOGETHER, None) == ["flat", "shared_memory"]
+    (row,) = SearchSpace.of(Strategy.load({"gradients": AUTO}), APART, "a reason").report_rows()
+    assert (row.value, row.note) == ("not sharded", "a reason")
+
+
 @pytest.mark.parametrize(("config", "place", "transports", "overlap"), SPACES.values(), ids=SPACES)
 def test_what_is_open(config, place, transports, overlap) -> None:
     parallel = {key: config[key] for key in ("parallel",) if key in config}
     gradients = {key: value for key, value in config.items() if key != "parallel"}
-    space = SearchSpace.of(Strategy.load({"gradients": gradients, **parallel}), place)
+    strategy = Strategy.load({"gradients": gradients, **parallel})
+    space = SearchSpace.of(strategy, place, "a reason")
     assert space.transports == transports
     assert space.overlap == overlap
     assert space.is_open == (len(transports) > 1 or "split" in config)
-    rows = [(row.setting, row.value) for row in space.report_rows()]
+    rows = [(row.setting, row.value) for row in space.report_rows() if row.note != "a reason"]
     given_up = not space.is_open and "transport: auto" in str(config).replace("'", "")
     assert rows == ([("auto", "flat")] if given_up else [])
 

@@ -57,6 +57,7 @@ from slipstream.gradients.segments import (
     lay_out,
     parameters_of,
 )
+from slipstream.gradients.shares import Shares
 from slipstream.strategy import Row, Split
 from slipstream.trace.event import BUFFERS, allreduce
 from slipstream.trace.recorder import Stamp
@@ -385,6 +386,17 @@ class Engine(GradientEngine):
         self._layout = None  # frees the old buckets before the new ones are allocated
         self._layout = lay_out(self._trainables, order, self.split, self._plan)
         self._codecs.attach(self._layout.compressors)
+
+    def use_shares(self, shares: Shares | None) -> None:
+        """Deliver averages to ``shares`` from now on, or whole ones to all ranks.
+
+        Every rank calls it alike, between two updates.
+        """
+        if self._shares is not None:
+            self._shares.clear()
+        self._shares, self._plan = shares, replace(self._plan, shares=shares)
+        if self._layout is not None:
+            self.install(self._layout.order)
 
     # What codecs keep between exchanges, by parameter.
 

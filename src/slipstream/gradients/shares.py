@@ -249,7 +249,7 @@ METADATA = frozenset(
 """Functions that ask a tensor for anything but its values."""
 
 
-_ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch._foreach_zero_])
+ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch._foreach_zero_])
 
 
 class ShardedGradient(torch.Tensor):
@@ -271,7 +271,7 @@ class ShardedGradient(torch.Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        if func in _ZEROING:
+        if func in ZEROING:
             for guard in args[0] if isinstance(args[0], list | tuple) else args[:1]:
                 guard.zeroed = True
             return args[0]

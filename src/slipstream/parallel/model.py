@@ -18,17 +18,17 @@ from slipstream.errors import UsageError
 from slipstream.parallel.checks import cut_of
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.dims import ParallelDims, gather_objects
-from slipstream.parallel.full_state import FullState
 from slipstream.parallel.part_of_model import PartOfModel
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.parallel.tensor.plans import plan_of
 from slipstream.parallel.tensor.split import SplitLayers, split_layers
+from slipstream.parallel.whole_model import WholeModel
 from slipstream.strategy import Parallel, Row
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 
 
-class ModelParallel(FullState):
+class ModelParallel(WholeModel):
     """A model that is spread over several ranks, as a strategy says.
 
     Attributes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,63 +19,74 @@ from torch import nn
 
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
-from slipstream.gradients.interface import GradientEngine
-from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.parallel.dims import ParallelDims
-from slipstream.parallel.full_state import FullState
 from slipstream.parallel.pipeline.pipeline import Pipeline
+from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
+from slipstream.session.exchanging import Exchange
 from slipstream.session.members import Members
 from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import Tracer
 
 
-@dataclass
 class TrainingLoop:
     """Backward passes and updates of one model.
 
-    Attributes:
+    Args:
         model: gradients of all its parameters are cleared after an update.
         optimizer: steps once per update.
-        window: counts the backward passes of an update.
-        engine: averages the gradients.
-        precision: scales the loss.
-        momentum_correction: what codecs took over from the optimizer.
+        exchange: averages the gradients; says who updates what.
         dims: compares ranks that share the model.
-        full_state: completes parameters that are still on their way.
-        any_rank: whether a flag is up on any rank that holds a part of the gradients.
+        window: counts the backward passes of an update.
+        precision: scales the loss.
         tracer: records the spans.
         members: the parameters that are trained.
         device: of the model.
+
+    Attributes:
+        engine: averages the gradients.
         steps: updates so far.
         skipped: updates that were skipped because of gradients that were not finite.
+        backwards: backward passes so far.
     """
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    window: AccumulationWindow
-    engine: GradientEngine
-    precision: ModelPrecision
-    momentum_correction: MomentumCorrection
-    dims: ParallelDims
-    full_state: FullState
-    any_rank: Callable[[bool], bool]
-    tracer: Tracer
-    members: Members
-    device: torch.device
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        exchange: Exchange,
+        dims: ParallelDims,
+        *,
+        window: AccumulationWindow,
+        precision: ModelPrecision,
+        tracer: Tracer,
+        members: Members,
+        device: torch.device,
+    ) -> None:
+        self.model, self.optimizer, self.device = model, optimizer, device
+        self.engine, self.momentum_correction = exchange.engine, exchange.momentum
+        self.sharding, self.search = exchange.sharding, exchange.search
+        self.dims, self.window, self.precision = dims, window, precision
+        self.tracer, self.members = tracer, members
         self.steps = self.skipped = self.backwards = 0
-        self._backward_done = self._local_only = self._compared = False
+        self._parameters = tuple(model.parameters())
+        self._compared = False  # the first batches of ranks that share the model
+        # Where in an update the loop is:
+        self._local_only = False  # inside no_sync()
+        self._backward_done = False  # step() is next
+        self._sum: tuple[nn.Parameter, torch.Tensor, int] | None = None  # one of an open window
         self._updating = False  # inside an update of step()
         self._by_hand: bool | None = None  # inside one by hand; True: it is skipped
         self._used = False  # by one by hand, which leaves the gradients
-        self._sum: tuple[nn.Parameter, torch.Tensor, int] | None = None  # one of an open window
         self._broken_off = False  # an update has begun and not ended
-        self._parameters = tuple(self.model.parameters())
+
+    @property
+    def whole(self) -> WholeModel:
+        """The model as it is updated now; completes parameters that are still on their way."""
+        return self.sharding.model
 
     @property
     def window_open(self) -> bool:
@@ -96,7 +106,7 @@ class TrainingLoop:
     @property
     def failed(self) -> bool:
         """Whether the ranks may be out of step: no collective may follow."""
-        return self._broken_off or self.engine.failed or self.full_state.failed
+        return self._broken_off or self.engine.failed or self.whole.failed
 
     def attach(self, hooks: StepHooks) -> None:
         """Learn of every step of the optimizer."""
@@ -151,13 +161,14 @@ class TrainingLoop:
         Ranks that share a model need the same batches; the first ones are compared.
         """
         self._must_be_whole()
+        self.sharding.watch.end()
         if self._used and not self._is_zeroed():
             raise messages.gradients_kept()
         if self._used:
             self._clear()
         self.settle()
         self._check_sums()
-        self.full_state.check_gradients()
+        self.whole.check_gradients()
         self.momentum_correction.check_loads()
         loss_scale = self.precision.take(given)
         self.window.check_scale(loss_scale)
@@ -170,8 +181,11 @@ class TrainingLoop:
 
     def _run_backward(self, run: Callable[[], None], loss_scale: float) -> None:
         """``run`` a backward pass; average the gradients if an update follows it."""
+        begins = not self.window_open
         dummy_batch = self.window.count()
-        self.full_state.complete()
+        self.whole.complete()
+        if begins and self.search is not None:
+            self.search.install_due()
         self.members.check_model()
         self.tracer.backward_begins(dummy_batch=dummy_batch)
         exchange = self.update_follows
@@ -183,14 +197,16 @@ class TrainingLoop:
             self.engine.end()
         except BaseException as error:  # an interrupt, too, which the script may survive
             self.engine.abort(error)
-            self.full_state.abort(error)
+            self.whole.abort(error)
             raise
-        self.full_state.note_gradients()
+        self.whole.note_gradients()
         self._backward_done = True
         if not exchange and not self._local_only:  # what no_sync() has gathered may be thrown away
             self._sum = self._first_sum()
         self.backwards += 1
         self.tracer.exchanged(self.engine.ready)
+        if exchange and self.search is not None and self.search.watches:
+            self.sharding.watch.begin(self._parameters)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -228,12 +244,13 @@ class TrainingLoop:
             raise UsageError("flush() inside no_sync(); call it after the with block")
         if not self.window_open:
             return False
+        self.sharding.watch.end()
         if max_norm is not None and self.momentum_correction.momenta:
             raise messages.clip_with_momentum()
         self._check_sums()
         if not self.update_due:
-            self.full_state.check_gradients()
-            self.full_state.complete()
+            self.whole.check_gradients()
+            self.whole.complete()
             self.engine.begin(
                 exchange=True, scale=self.window.scale, loss_scale=self.window.loss_scale
             )
@@ -242,9 +259,9 @@ class TrainingLoop:
             except BaseException as error:
                 self.engine.abort(error)
                 raise
-            self.full_state.note_gradients()
+            self.whole.note_gradients()
         if max_norm is not None:
-            self.full_state.clip_grad_norm_(max_norm)
+            self.whole.clip_grad_norm_(max_norm)
         return self._update()
 
     def settle(self) -> None:
@@ -261,7 +278,7 @@ class TrainingLoop:
             except BaseException as error:
                 # what slipstream refuses, it refuses before the first change
                 self._broken_off = not isinstance(error, UsageError)
-                self.full_state.complete()
+                self.whole.complete()
                 raise
             finally:
                 self._updating = False
@@ -277,8 +294,9 @@ class TrainingLoop:
 
     def _begin_update(self, *, by_hand: bool) -> bool:
         """All that precedes ``optimizer.step()``; whether it must be skipped."""
+        self.sharding.watch.end()
         self.members.check_optimizer()
-        self.full_state.check_gradients()
+        self.whole.check_gradients()
         self.engine.check_averages(by_hand=by_hand)
         skip = self._overflowed()
         self.tracer.update_begins()
@@ -367,7 +385,7 @@ class TrainingLoop:
         infinite = [any_infinite(g._values() if g.is_sparse else g) for g in averages]
         # Averages are the same on all data-parallel ranks, unless each has a share of them; those
         # that share a model must agree.
-        return self.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
+        return self.sharding.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
 
     # What is refused.
 
@@ -394,6 +412,7 @@ class TrainingLoop:
             UsageError: says where clipping has a meaning.
         """
         self._must_be_whole()
+        self.sharding.watch.end()  # what follows reads gradients on behalf of the script
         if self.momentum_correction.momenta:
             raise messages.clip_with_momentum()
         if self.update_due:
@@ -412,7 +431,7 @@ class TrainingLoop:
     def _must_be_whole(self) -> None:
         if self._broken_off and self.dims.control is not None:
             raise messages.broken_off(self.steps + 1)
-        self.full_state.check_in_step()
+        self.whole.check_in_step()
 
 
 def _is_zero(parameter: torch.Tensor) -> bool:

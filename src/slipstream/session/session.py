@@ -19,10 +19,10 @@ from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.segments import SegmentStats
 from slipstream.parallel.dims import ParallelDims
-from slipstream.parallel.full_state import FullState
 from slipstream.session.handles import HandleStack
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.state import SessionState
+from slipstream.session.update_sharding import UpdateSharding
 from slipstream.sharding.model import join_shares
 from slipstream.strategy import Row, Strategy, overview
 from slipstream.strategy.overview import plain_text
@@ -58,7 +58,7 @@ class Session(Generic[M, O]):
         loader: UnevenInputLoader | None,
         loop: TrainingLoop,
         state: SessionState,
-        full_state: FullState,
+        sharding: UpdateSharding,
         handles: HandleStack,
     ) -> None:
         self.model, self.optimizer, self.strategy = model, optimizer, strategy
@@ -66,7 +66,7 @@ class Session(Generic[M, O]):
         self.data_rank, self.data_size = dims.data_rank, dims.data_size
         self._skipped = 0  # of a closed session
         self._cluster, self._loader, self._loop = cluster, loader, loop
-        self._state, self._full_state = state, full_state
+        self._state, self._sharding = state, sharding
         self._closed = False
         self._handles = handles.pop_all()  # from here on the session undoes the installation
         atexit.register(self.__exit__, SystemExit, SystemExit(), None)
@@ -117,7 +117,7 @@ class Session(Generic[M, O]):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss)
             raise UsageError(f"backward() takes a loss of one element, not {seen}; use loss.mean()")
-        if self._full_state.pipeline is not None:
+        if self._sharding.model.pipeline is not None:
             raise UsageError(
                 "backward() of a model that is cut into stages; call "
                 "session.forward_backward(loss_fn, (inputs,), target=target) instead of forward, "
@@ -173,7 +173,7 @@ class Session(Generic[M, O]):
             (torch.Size([]), True)
         """
         self._must_be_open("forward_backward")
-        pipeline = self._full_state.pipeline
+        pipeline = self._sharding.model.pipeline
         if pipeline is not None:
             return self._loop.pipeline_backward(
                 pipeline, loss_fn, args, kwargs or {}, target, loss_scale=loss_scale
@@ -300,7 +300,7 @@ class Session(Generic[M, O]):
             UsageError: the session is closed.
         """
         self._must_be_open("full_state_dict")
-        return self._full_state.full_state_dict()
+        return self._sharding.model.full_state_dict()
 
     def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a state of the whole model, e.g. of `full_state_dict`.
@@ -310,7 +310,7 @@ class Session(Generic[M, O]):
             UsageError: the session is closed.
         """
         self._must_be_open("load_full_state_dict")
-        self._full_state.load_full_state_dict(state)
+        self._sharding.model.load_full_state_dict(state)
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """``optimizer.state_dict()`` as of the whole model, on every rank, for any number of ranks.
@@ -321,7 +321,7 @@ class Session(Generic[M, O]):
             UsageError: the session is closed.
         """
         self._must_be_open("full_optimizer_state_dict")
-        return self._full_state.full_optimizer_state_dict()
+        return self._sharding.model.full_optimizer_state_dict()
 
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
         """Load this rank's part of a state of `full_optimizer_state_dict`.
@@ -330,7 +330,7 @@ class Session(Generic[M, O]):
             UsageError: the session is closed.
         """
         self._must_be_open("load_full_optimizer_state_dict")
-        self._full_state.load_full_optimizer_state_dict(state)
+        self._sharding.model.load_full_optimizer_state_dict(state)
 
     def sharded_optimizer_state_dict(self) -> dict[str, Any]:
         """The part of the optimizer's state that this rank has: with transport sharded, its share;
@@ -340,7 +340,7 @@ class Session(Generic[M, O]):
             UsageError: the session is closed.
         """
         self._must_be_open("sharded_optimizer_state_dict")
-        return self._full_state.sharded_optimizer_state_dict()
+        return self._sharding.model.sharded_optimizer_state_dict()
 
     def load_sharded_optimizer_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Load what all ranks of a run saved by `sharded_optimizer_state_dict`, in any order; every
@@ -350,7 +350,7 @@ class Session(Generic[M, O]):
             UsageError: a rank's state is missing or there twice, or the session is closed.
         """
         self._must_be_open("load_sharded_optimizer_state_dict")
-        self._full_state.load_full_optimizer_state_dict(join_shares(states))
+        self._sharding.model.load_full_optimizer_state_dict(join_shares(states))
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of the whole model, also where ranks share it or its
@@ -364,7 +364,7 @@ class Session(Generic[M, O]):
         self._must_be_open("clip_grad_norm_")
         self._loop.check_clip()
         with self._loop.outside_autocast():
-            return self._full_state.clip_grad_norm_(max_norm)
+            return self._sharding.model.clip_grad_norm_(max_norm)
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -375,7 +375,7 @@ class Session(Generic[M, O]):
             UsageError: the session is closed.
         """
         self._must_be_open("evaluate")
-        return self._full_state.evaluate(args, kwargs)
+        return self._sharding.model.evaluate(args, kwargs)
 
     # Report and end.
 
@@ -434,7 +434,7 @@ class Session(Generic[M, O]):
         finally:
             # A gloo group ends its threads when its last reference goes; threads that are still
             # there when the interpreter ends abort the process, after a run that went well.
-            del loop, self._loop, self._state, self._full_state, self._cluster
+            del loop, self._loop, self._state, self._sharding, self._cluster
             if not in_flight:  # freeing a group that waits for a peer hangs
                 cluster.close()
         if isinstance(complaint, Exception):

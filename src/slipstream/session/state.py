@@ -6,45 +6,41 @@ The format of a state, as plain values, is that of ``checkpoint``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from slipstream.data.balance import SampleBalance
-from slipstream.gradients.interface import GradientEngine
 from slipstream.parallel.dims import ParallelDims
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import checkpoint
-from slipstream.strategy import Codec, Strategy, keeps_state
+from slipstream.session.exchanging import Exchange
+from slipstream.strategy import Strategy, keeps_state
 from slipstream.transport.consistency import agree
-from slipstream.tuner.online_search import OnlineSearch
 
 
-@dataclass(frozen=True)
 class SessionState:
     """Saves and restores the parts of a session.
 
-    Attributes:
+    Args:
         model: the user's.
-        names: of the trainable parameters that this rank holds.
-        engine: has the ready order and the codecs' state.
+        exchange: has the ready order, the codecs' state and what the search has chosen.
         dims: all ranks.
-        search: for the fastest exchange; None: there is none.
         precision: has the loss scale.
-        codec: of the strategy.
         balance: knows where in the data the training is; None: the user's loader does.
     """
 
-    model: nn.Module
-    names: Sequence[str]
-    engine: GradientEngine
-    dims: ParallelDims
-    search: OnlineSearch | None
-    precision: ModelPrecision
-    codec: Codec | None
-    balance: SampleBalance | None = None
+    def __init__(
+        self,
+        model: nn.Module,
+        exchange: Exchange,
+        dims: ParallelDims,
+        precision: ModelPrecision,
+        balance: SampleBalance | None,
+    ) -> None:
+        self.model, self.dims, self.precision, self.balance = model, dims, precision, balance
+        self.names, self.codec = exchange.names, exchange.codec
+        self.engine, self.search = exchange.engine, exchange.search
 
     def state(self, steps: int) -> dict[str, Any]:
         """What ``Session.state_dict`` returns after ``steps`` updates; a collective."""

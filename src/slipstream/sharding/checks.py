@@ -9,10 +9,10 @@ from torch import nn
 
 from slipstream.codecs.compressor import is_dense
 from slipstream.errors import ModelError, StrategyError
-from slipstream.gradients.segments import NamedParameter
+from slipstream.gradients.segments import NamedParameter, parameters_of
 from slipstream.optim.elementwise import ELEMENTWISE, acts_elsewhere, is_elementwise
 from slipstream.optim.layerwise import Layerwise
-from slipstream.strategy import Dgc, Sharded, Strategy, codec_of
+from slipstream.strategy import Dgc, Half, HalfWeights, Sharded, Strategy, codec_of
 
 _FIX = "use gradients: {transport: direct}"
 
@@ -71,6 +71,29 @@ def check_sharded(
                 f"gradients.transport sharded: module {path} has sparse gradients, of which ranks "
                 f"cannot take shares; build it with sparse=False, or {_FIX}"
             )
+
+
+def why_not_sharded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
+) -> str | None:
+    """Why ranks that began with another transport cannot change to ``sharded``; None: they can.
+
+    Half weights and a fused optimizer keep copies that are made for whole updates.
+    """
+    config = strategy.gradients
+    if isinstance(strategy.precision, HalfWeights):
+        return "precision keeps fp32 copies of all weights"
+    if strategy.compute.fuse_optimizer:
+        return "compute.fuse_optimizer"
+    if not isinstance(config.codec, Half | None):
+        return f"the codec {config.codec.kind}"
+    update = {"gradients": config.model_copy(update={"transport": Sharded()})}
+    try:
+        trainables = parameters_of(model, trainable=True)
+        check_sharded(model, optimizer, trainables, strategy.model_copy(update=update))
+    except (ModelError, StrategyError) as error:
+        return str(error)
+    return None
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

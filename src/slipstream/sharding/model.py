@@ -19,7 +19,7 @@ from slipstream.gradients.segments import NamedParameter
 from slipstream.gradients.shares import Shares
 from slipstream.optim.layerwise import Layerwise
 from slipstream.optim.share_state import is_part
-from slipstream.parallel.full_state import FullState
+from slipstream.parallel.whole_model import WholeModel
 from slipstream.plain_copy import attach
 from slipstream.precision import HalfWeights
 from slipstream.sharding.gather import ParameterGather
@@ -33,7 +33,7 @@ from slipstream.transport.transport import Transport
 __all__ = ["ShardedModel", "join_shares"]
 
 
-class ShardedModel(FullState):
+class ShardedModel(WholeModel):
     """Steps the shares of this rank, and gathers the others' afterwards.
 
     Args:

@@ -34,6 +34,10 @@ class Switch:
         if config not in self._made:
             self._made[config] = make_transport(config, self._group)
 
+    def made(self, config: TransportConfig) -> Transport:
+        """The transport itself, which its own threads may go on to use."""
+        return self._made[config]
+
     def drop(self, config: TransportConfig) -> None:
         """Free one that is not in use."""
         if config in self._made and config != self.config:

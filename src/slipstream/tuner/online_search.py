@@ -10,21 +10,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from statistics import median
+from typing import Protocol
 
 import torch.distributed as dist
 
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import Cluster
-from slipstream.errors import SlipstreamError
+from slipstream.errors import ModelError, SlipstreamError
 from slipstream.gradients.engine import Engine
 from slipstream.planner.candidates import with_gradients
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.transport_cost import curves_of, transport_kind
-from slipstream.strategy import PlainCodec, Row, Split, Strategy, Transport
+from slipstream.sharding.watch import GradientWatch
+from slipstream.strategy import PlainCodec, Row, Sharded, Split, Strategy, Transport
 from slipstream.trace.event import Trace
 from slipstream.transport.consistency import any_of, broadcast_from_first, collective_errors
 from slipstream.transport.switch import Switch
+from slipstream.transport.transport import Transport as MadeTransport
 from slipstream.tuner.predicted_choices import predict_choices, promising
 from slipstream.tuner.search_space import SETTLING, TURNS, Choice, SearchSpace, fastest
 from slipstream.tuner.trials import iterations
@@ -36,6 +39,16 @@ _Decision = tuple[tuple[Choice, ...], str]
 """What rank 0 decided: the choices to measure, the first one first, or the one to keep; and why."""
 
 
+class Sharding(Protocol):
+    """Begins and ends sharded updates; the session's."""
+
+    watch: GradientWatch
+    """Of gradients that the script looks at."""
+
+    def use(self, config: Sharded | None, transport: MadeTransport | None) -> None:
+        """Update as ``config`` says from now on; None: every rank updates everything."""
+
+
 class OnlineSearch:
     """Runs windows of iterations under several choices in turn and keeps the fastest.
 
@@ -44,6 +57,7 @@ class OnlineSearch:
 
     Args:
         engine: installs the splits.
+        sharding: begins and ends sharded updates.
         switches: exchange the transports.
         ranks: the ranks whose network is measured after the first window.
         control: a group of CPU tensors.
@@ -60,13 +74,16 @@ class OnlineSearch:
     def __init__(
         self,
         engine: Engine,
+        sharding: Sharding,
         switches: Sequence[Switch],
         ranks: Cluster,
         control: dist.ProcessGroup,
         strategy: Strategy,
         space: SearchSpace,
     ) -> None:
-        self._engine, self._switches = engine, switches
+        self._engine, self._sharding, self._switches = engine, sharding, switches
+        self._left_out: dict[str, str] = {}  # by kind of transport, the reason
+        self._due: tuple[Choice, bool] | None = None
         self._ranks, self._control, self._space = ranks, control, space
         self.choice = Choice(space.transports[0], engine.split, space.overlap[0])
         self._base = with_gradients(strategy, **self.choice._asdict())
@@ -103,15 +120,14 @@ class OnlineSearch:
                 self._keep_the_fastest()
             else:
                 self.steps = self._space.window(count, self._windows, self._updates)
-                self._install(self._choices[self._windows % count])
+                self.choice = self._choices[self._windows % count]
+                self._due = self.choice, False
             return not self.settled
 
     def settle(self, choice: Choice, outcome: str) -> None:
         """Stay with ``choice``: it was made now, or before a checkpoint."""
         self.outcome, self.settled = outcome, True
-        self._install(choice)
-        for switch in self._switches:
-            switch.keep(choice.transport)
+        self.choice, self._due = choice, (choice, True)
 
     def resume(self, split: Split | None, transport: Transport | None, overlap: bool) -> None:
         """Stay with what was chosen before a checkpoint, if that is all that is open here.
@@ -122,13 +138,11 @@ class OnlineSearch:
             overlap: that was chosen with them.
         """
         space = self._space
-        if (space.split is not None and split is None) or (
-            len(space.transports) > 1 and transport not in space.transports
-        ):
+        known = transport is not None and transport.kind in {t.kind for t in space.transports}
+        if (space.split is not None and split is None) or (len(space.transports) > 1 and not known):
             return
         kept = self._engine.split if split is None or space.split is None else split
-        only = transport if transport in space.transports else space.transports[0]
-        assert only is not None
+        only = transport if transport is not None and known else space.transports[0]
         if not self._can_use(only):
             return
         beside = overlap if overlap in space.overlap else space.overlap[0]
@@ -137,7 +151,7 @@ class OnlineSearch:
     @property
     def chosen_split(self) -> Split | None:
         """The split that stays; None until the search is over, or if none was searched for."""
-        return self._engine.split if self.settled and self._space.split else None
+        return self.choice.split if self.settled and self._space.split else None
 
     @property
     def chosen_transport(self) -> Transport | None:
@@ -155,14 +169,40 @@ class OnlineSearch:
         open_transport = len(self._space.transports) > 1
         name = "auto" if open_transport else "optimal"
         note = "measured in turn" if open_transport else "split computed and measured"
-        return [Row(name, self.outcome, note)]
+        left_out = [Row(name, f"not {kind}", why) for kind, why in self._left_out.items()]
+        return [Row(name, self.outcome, note), *left_out]
 
-    def _install(self, choice: Choice) -> None:
-        self.choice, self._engine.overlap = choice, choice.overlap
+    @property
+    def watches(self) -> bool:
+        """Whether gradients are watched, to see if the script does what `Sharded` refuses."""
+        return not self._choices and not self.settled and self._tries_sharded
+
+    @property
+    def _tries_sharded(self) -> bool:
+        return any(isinstance(transport, Sharded) for transport in self._space.transports)
+
+    def install_due(self) -> None:
+        """Install what was chosen since the last call; a collective.
+
+        Where a backward pass begins: a search ends inside ``optimizer.step()`` if the script calls
+        that by itself, and there the parameters may be this rank's shares.
+        """
+        if self._due is None:
+            return
+        (choice, for_good), self._due = self._due, None
+        config = choice.transport if isinstance(choice.transport, Sharded) else None
+        if config is None:  # gathers by the transport that is given up
+            self._sharding.use(None, None)
+        self._engine.overlap = choice.overlap
         for switch in self._switches:
             switch.use(choice.transport)
+        if config is not None:
+            self._sharding.use(config, self._switches[0].made(config))
         if self._engine.order is not None and choice.split != self._engine.split:
             self._engine.install(self._engine.order, choice.split)
+        if for_good:
+            for switch in self._switches:
+                switch.keep(choice.transport)
 
     # The choices to measure.
 
@@ -184,6 +224,11 @@ class OnlineSearch:
             error: Exception | None = None
             try:
                 switch.make(transport)
+                if isinstance(transport, Sharded) and self._sharding.watch.seen:
+                    raise ModelError(
+                        "the script looks at gradients between backward() and step(), when a rank "
+                        "would have its share alone (to clip: session.clip_grad_norm_)"
+                    )
             except (SlipstreamError, OSError) as failure:
                 error = failure
             if any_of(error is not None, self._control):
@@ -194,10 +239,11 @@ class OnlineSearch:
     def _leave_out(self, transport: Transport, error: Exception | None) -> None:
         for switch in self._switches:
             switch.drop(transport)
-        if dist.get_rank(self._control) == 0:
-            why = error or "another rank cannot use it"
+        why = str(error or "another rank cannot use it")
+        if transport.kind not in self._left_out and dist.get_rank(self._control) == 0:
             text = f"slipstream: transport: auto leaves {transport.kind} out: {why}"
             print(text, file=sys.stderr)
+        self._left_out[transport.kind] = why
 
     def _measure_network(self, transports: Sequence[Transport]) -> NetworkProfile:
         codec = self._base.gradients.codec
@@ -257,7 +303,10 @@ class OnlineSearch:
 
     def _name(self, choice: Choice, unit: str = "") -> str:
         """What tells a choice from the others: its transport, its number of segments, or both."""
-        words: list[str] = [choice.transport.kind] if len(self._space.transports) > 1 else []
+        transport = choice.transport
+        words: list[str] = [transport.kind] if len(self._space.transports) > 1 else []
+        if isinstance(transport, Sharded) and transport.replicated:
+            words.append(f"({transport.replicated:.0%} replicated)")
         if self._space.split is not None:
             words.append(f"{len(self._engine.split_points(choice.split))}{unit}")
         if choice.overlap != self._space.overlap[0]:

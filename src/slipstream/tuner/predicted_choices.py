@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.candidates import optimal_split, with_gradients
+from slipstream.planner.candidates import optimal_split, sharded, with_gradients
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.simulate import predict
 from slipstream.planner.transport_cost import is_priced
 from slipstream.planner.workload import Workload
-from slipstream.strategy import ByBytes, Single, Split, Strategy, Transport
+from slipstream.strategy import ByBytes, Sharded, Single, Split, Strategy, Transport
 from slipstream.tuner.search_space import MOST, Choice
 
 NEARBY = (ByBytes(megabytes=2), ByBytes(megabytes=8), ByBytes(megabytes=16))
@@ -48,6 +48,10 @@ def predict_choices(
             unknown = Choice(transport, base.gradients.split, overlap[0])
             predicted[transport] = unknown, inf
             continue
+        if isinstance(transport, Sharded):
+            ways = _sharded_ways(base, workload, network)
+            predicted |= {one: (one, seconds) for one, seconds in ways}
+            continue
         best = optimal_split(workload, network, [with_gradients(base, transport=transport)])
         for split, beside in _ways((base.gradients.split, best), overlap):
             choice = Choice(transport, split, beside)
@@ -56,6 +60,16 @@ def predict_choices(
             if key not in predicted:
                 predicted[key] = choice, predict(workload, plan, network)
     return list(predicted.values())
+
+
+def _sharded_ways(
+    base: Strategy, workload: Workload, network: NetworkProfile
+) -> Iterator[tuple[Choice, float]]:
+    """`Sharded` by default, and with the splits and the replicated part that are best."""
+    for strategy in sharded(workload, network, base, [base]):
+        config = strategy.gradients
+        plan = Plan.of(strategy, workload.gradients, network.codecs)
+        yield Choice(config.transport, config.split), predict(workload, plan, network)
 
 
 def _ways(splits: tuple[Split, Split], overlap: Sequence[bool]) -> Iterator[tuple[Split, bool]]:
@@ -79,7 +93,7 @@ def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
     default = predicted[0][0]
     ranked = [default, *(c for c, _ in sorted(predicted, key=lambda p: p[1]) if c != default)]
     beside = [choice for choice in ranked[1:] if choice.overlap == default.overlap]
-    best = {choice.transport: choice for choice in reversed(beside)}  # of each transport
+    best = {choice.transport.kind: choice for choice in reversed(beside)}
     first = [default, *ranked[1:2], *best.values()]
     chosen = [c for c in ranked if c in first][:MOST]
     chosen += [c for c in ranked if c not in chosen][: MOST - len(chosen)]

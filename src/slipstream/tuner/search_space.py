@@ -13,10 +13,12 @@ from typing import NamedTuple
 
 from slipstream.strategy import (
     Auto,
+    Direct,
     Half,
     Hierarchical,
     Optimal,
     Row,
+    Sharded,
     Split,
     Strategy,
     Transport,
@@ -28,6 +30,9 @@ SETTLING = 2
 """Updates after a change that are not measured: new buckets, cold connections."""
 TURNS = 2
 """Windows of each choice, in turn, so that a drift of the machine affects all alike."""
+SHARDED = (Sharded(), Sharded(replicated=0.33))
+"""Tried where nothing predicts the part that every rank should update; the first one stands for
+all where something does."""
 MOST = 4
 """Choices that are measured, where splits are among them."""
 
@@ -49,19 +54,24 @@ class SearchSpace:
         split: ``split: optimal``, if the split is searched for.
         updates: that the search may take, if ``transport: auto`` says so.
         overlap: whether to exchange beside backward; both where that is to be found out.
+        not_sharded: why `Sharded` is not among the transports; None: it is, or was not asked for.
     """
 
     transports: tuple[Transport, ...]
     split: Optimal | None = None
     updates: int | None = None
     overlap: tuple[bool, ...] = (True,)
+    not_sharded: str | None = None
 
     @classmethod
-    def of(cls, strategy: Strategy, place: Place) -> SearchSpace:
+    def of(
+        cls, strategy: Strategy, place: Place, not_sharded: str | None = "not asked for"
+    ) -> SearchSpace:
         """What ``strategy`` leaves open; where ranks share a model, their transport stays.
 
         Exchanging after backward is only tried where the cores that compute also exchange, all
-        ranks being on one host, or where a prediction says whether it may pay.
+        ranks being on one host, or where a prediction says whether it may pay. `Sharded` is
+        tried between hosts, unless ``not_sharded`` says why it cannot be.
         """
         config = strategy.gradients
         optimal = config.split if isinstance(config.split, Optimal) else None
@@ -73,7 +83,9 @@ class SearchSpace:
         usable = usable[:1] if strategy.parallel.active else usable
         after = len(usable) > 1 and config.overlap and (place.one_host or optimal is not None)
         overlap = (True, False) if after else (config.overlap,)
-        return cls(usable, optimal, config.transport.updates, overlap)
+        if Direct() in usable and config.overlap and not_sharded is None:
+            usable += SHARDED if optimal is None else SHARDED[:1]
+        return cls(usable, optimal, config.transport.updates, overlap, not_sharded)
 
     def unpredicted(self, split: Split) -> tuple[Choice, ...]:
         """The choices under one split, all to be measured: each transport, then the last of them
@@ -106,10 +118,16 @@ class SearchSpace:
         return min(steps)
 
     def report_rows(self) -> list[Row]:
-        """What ``transport: auto`` is where only one transport can be used."""
-        if self.updates is None or len(self.transports) > 1:
+        """The only transport of ``auto``, if there is but one, and what it leaves out."""
+        if self.updates is None:
             return []
-        return [Row("auto", self.transports[0].kind, "no other exact transport to choose here")]
+        rows = []
+        if len(self.transports) == 1:
+            only = self.transports[0].kind
+            rows.append(Row("auto", only, "no other exact transport to choose here"))
+        elif Direct() in self.transports and self.not_sharded is not None:
+            rows.append(Row("auto", "not sharded", self.not_sharded))
+        return rows
 
 
 def fastest(seconds: Sequence[Sequence[Sequence[float]]]) -> int:

@@ -14,7 +14,7 @@ from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.strategy import Row
 
 
-class FullState:
+class WholeModel:
     """The whole model and optimizer, of which this rank holds everything: torch's own verbs.
 
     ``ModelParallel`` overrides them for ranks that share a model; its verbs are collectives.

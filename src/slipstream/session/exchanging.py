@@ -1,0 +1,234 @@
+"""Install the exchange of gradients: transports, engine, search, and who updates what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slipstream.calibration.adaptive_codec import measure
+from slipstream.cluster.connect import Cluster
+from slipstream.codecs import Ranks
+from slipstream.gradients.compressed import CompressionPlan
+from slipstream.gradients.engine import Engine
+from slipstream.gradients.interface import GradientEngine
+from slipstream.gradients.momentum import MomentumCorrection
+from slipstream.gradients.segments import NamedParameter, as_wide_as_gradients, parameters_of
+from slipstream.gradients.shares import Shares
+from slipstream.gradients.single import SingleReplicaEngine
+from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.whole_model import WholeModel
+from slipstream.precision.model_precision import ModelPrecision
+from slipstream.session.handles import HandleStack
+from slipstream.session.report import adaptive_rows, hosts_rows
+from slipstream.session.update_sharding import UpdateSharding, shares_of
+from slipstream.sharding.checks import why_not_sharded
+from slipstream.strategy import Adaptive, Auto, ByBytes, Codec, Optimal, Sharded, Strategy, codec_of
+from slipstream.trace.recorder import Recorder
+from slipstream.transport.channel import STAGES, Channel
+from slipstream.transport.hierarchical import HierarchicalTransport
+from slipstream.transport.hosts import Rails
+from slipstream.transport.place import Place, find_place
+from slipstream.transport.switch import Switch
+from slipstream.transport.transport import Transport, make_transport
+from slipstream.tuner.online_search import OnlineSearch
+from slipstream.tuner.search_space import SearchSpace
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the steps of an installation have in common."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    strategy: Strategy
+    cluster: Cluster
+    dims: ParallelDims
+    recorder: Recorder | None
+    space: SearchSpace
+    handles: HandleStack
+
+    @property
+    def codec(self) -> Codec | None:
+        """Gradient codec; None without data-parallel peers."""
+        return self.strategy.gradients.codec if self.dims.data is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """An installed exchange.
+
+    Attributes:
+        engine: averages the gradients.
+        names: of the parameters whose gradients this rank exchanges.
+        codec: of the gradients; None where nothing travels.
+        momentum: what the codec took over from the optimizer.
+        sharding: who updates what.
+        search: for the fastest exchange; None: nothing is left open.
+    """
+
+    engine: GradientEngine
+    names: Sequence[str]
+    codec: Codec | None
+    momentum: MomentumCorrection
+    sharding: UpdateSharding
+    search: OnlineSearch | None
+
+
+def search_space(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    cluster: Cluster,
+    control: dist.ProcessGroup | None,
+) -> SearchSpace:
+    """What the strategy leaves open; ``auto`` asks which ranks share a host, a collective."""
+    place = Place.apart(cluster.device, cluster.world_size)
+    searches = isinstance(strategy.gradients.transport, Auto) and not strategy.parallel.active
+    if searches and control is not None and cluster.device.type == "cpu":
+        place = find_place(cluster.device, control)
+    reason = why_not_sharded(model, optimizer, strategy) if searches else None
+    return SearchSpace.of(strategy, place, not_sharded=reason)
+
+
+def exchange_groups(given: Given) -> list[dist.ProcessGroup]:
+    """Groups for gradients: one for single collectives, and one for each thread that encodes."""
+    stages = STAGES.get(given.cluster.device.type, 1) if given.codec is not None else 1
+    made = [given.dims.new_data_group() for _ in range(1 + stages)]
+    return [group for group in made if group is not None]
+
+
+def shares_at_start(given: Given) -> Shares | None:
+    """Who updates what, where the strategy lets every rank update a share of the parameters."""
+    config = given.strategy.gradients.transport
+    if given.dims.data is None or not isinstance(config, Sharded):
+        return None
+    return shares_of(given.model, given.dims, config)
+
+
+def install_exchange(
+    given: Given,
+    groups: Sequence[dist.ProcessGroup],
+    whole: WholeModel,
+    precision: ModelPrecision,
+    shares: Shares | None,
+) -> Exchange:
+    """Install codec, engine, search and sharded update, in this order.
+
+    Args:
+        given: the model as later steps see it: its hooks see final gradients.
+        groups: as from `exchange_groups`.
+        whole: the model where no rank updates a share.
+        precision: says in which type gradients travel.
+        shares: as from `shares_at_start`.
+    """
+    trainables = _trainables(given, whole, precision)
+    # Before the codecs, which compress between hosts alone where a transport knows these.
+    transports = _transports(given, groups)
+    rails = _rails(transports)
+    codec = given.codec if rails is None or rails.num_hosts > 1 else None
+    # Before the codecs, which apply the momentum that they take over from the optimizer.
+    momentum = MomentumCorrection(given.optimizer, trainables, codec, given.dims.data_size)
+    given.handles.callback(momentum.give_back)
+    at = f"rank {given.cluster.rank}"
+    sharding = UpdateSharding(
+        given.model, given.optimizer, whole, trainables, precision, given.dims, at
+    )
+    names = [t.name for t in trainables]
+    if given.dims.data is None:
+        alone = SingleReplicaEngine(given.model.parameters(), given.strategy.gradients.split)
+        return Exchange(given.handles.add(alone), names, codec, momentum, sharding, None)
+    engine = _engine(given, transports, trainables, codec, momentum, precision, sharding, shares)
+    # After the engine, which knows the order of the parameters.
+    given.handles.add(sharding, on_error=sharding.abandon)
+    sharding.engine = engine
+    config = given.strategy.gradients.transport
+    if isinstance(config, Sharded) and shares is not None:
+        sharding.begin(config, transports[0], shares)
+    search = _search(given, transports, engine, sharding)
+    given.handles.add_rows(given.space.report_rows)
+    given.handles.add_rows(partial(hosts_rows, rails, given.codec))
+    return Exchange(engine, names, codec, momentum, sharding, search)
+
+
+def _trainables(given: Given, whole: WholeModel, precision: ModelPrecision) -> list[NamedParameter]:
+    """The parameters whose gradients this rank exchanges, in the type in which these travel."""
+    named = parameters_of(given.model, trainable=True, shares=whole.largest_shapes)
+    trainables = [t for t in named if whole.is_local(t.name)]
+    return as_wide_as_gradients(trainables) if precision.exchanges_wide else trainables
+
+
+def _transports(given: Given, groups: Sequence[dist.ProcessGroup]) -> list[Transport]:
+    """Make one on each group: what the strategy names, or what it lets a search choose among."""
+    first, *others = given.space.transports
+    make: Callable[..., Transport] = Switch if others else make_transport
+    return [make(first, group) for group in groups]
+
+
+def _rails(transports: Sequence[Transport]) -> Rails | None:
+    """Links between hosts, where the transport exchanges between these apart."""
+    first = transports[0] if transports else None
+    return first.rails if isinstance(first, HierarchicalTransport) else None
+
+
+def _engine(
+    given: Given,
+    transports: Sequence[Transport],
+    trainables: Sequence[NamedParameter],
+    codec: Codec | None,
+    momentum: MomentumCorrection,
+    precision: ModelPrecision,
+    sharding: UpdateSharding,
+    shares: Shares | None,
+) -> Engine:
+    """The engine on its channel."""
+    dims, config = given.dims, given.strategy.gradients
+    assert dims.data is not None
+    channel = Channel(transports[0], transports[1:], given.cluster.device, given.recorder)
+    given.handles.enter_context(closing(channel))  # closed after the engine that uses it
+    verdict = measure(codec, given.cluster) if isinstance(codec, Adaptive) else None
+    plan = CompressionPlan(
+        partial(codec_of, codec),
+        Ranks(dims.data_rank, dims.data_size),
+        momentum.momenta,
+        verdict.pays if verdict else lambda num_bytes: True,
+        shares,
+        _rails(transports),
+        narrow=not precision.exchanges_wide,
+    )
+    engine = Engine(
+        given.model,
+        trainables,
+        split=ByBytes() if isinstance(config.split, Optimal) else config.split,
+        # in a pipeline the last micro-batch's backward is not over before the sums of what
+        # stages share
+        overlap=config.overlap and given.strategy.parallel.pipeline is None,
+        compression_plan=plan,
+        channel=channel,
+        control=dims.data,
+        any_rank=sharding.any_rank,
+    )
+    given.handles.add(engine)
+    engine.load_codec_state(momentum.buffers)
+    if verdict is not None:
+        given.handles.add_rows(partial(adaptive_rows, verdict, engine))
+    return engine
+
+
+def _search(
+    given: Given, transports: Sequence[Transport], engine: Engine, sharding: UpdateSharding
+) -> OnlineSearch | None:
+    """The search for what the strategy leaves open; None: nothing."""
+    space, control = given.space, given.dims.data
+    if not space.is_open:
+        return None
+    assert control is not None
+    switches = [transport for transport in transports if isinstance(transport, Switch)]
+    search = OnlineSearch(engine, sharding, switches, given.cluster, control, given.strategy, space)
+    given.handles.add_rows(search.report_rows)
+    return search

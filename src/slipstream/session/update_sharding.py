@@ -1,0 +1,140 @@
+"""Who updates what: every rank everything, or each a share; changed between two updates.
+
+[Note: A change while training runs]
+``begin`` cuts the optimizer's state to this rank's shares, without communication; ``end`` gathers
+it again. Both leave every value as it is, so that a run goes on, bit for bit, as one that was
+always as it is now. They are called where a backward pass begins: there parameters are whole, no
+exchange is in flight, and the optimizer is not inside a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from slipstream.codecs import Ranks
+from slipstream.gradients.engine import Engine
+from slipstream.gradients.segments import NamedParameter
+from slipstream.gradients.shares import Shares, cut_first
+from slipstream.parallel.dims import ParallelDims
+from slipstream.parallel.whole_model import WholeModel
+from slipstream.precision.model_precision import ModelPrecision
+from slipstream.sharding.gather import ParameterGather
+from slipstream.sharding.model import ShardedModel
+from slipstream.sharding.watch import GradientWatch
+from slipstream.strategy import Row, Sharded
+from slipstream.transport.consistency import any_of, meet
+from slipstream.transport.transport import Transport
+
+
+def shares_of(model: nn.Module, dims: ParallelDims, config: Sharded) -> Shares:
+    """Cut what ``config`` does not replicate among the data-parallel ranks."""
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    names = cut_first(trainable, 1 - config.replicated)
+    return Shares(Ranks(dims.data_rank, dims.data_size), names)
+
+
+class UpdateSharding:
+    """Begins and ends the sharded update of one model.
+
+    Args:
+        model, optimizer: the user's.
+        whole: the model where every rank updates everything.
+        trainables: the parameters that are trained.
+        precision: keeps fp32 copies of half weights.
+        dims: the ranks.
+        at: names this rank in an error.
+
+    Attributes:
+        model: verbs of the model as it is updated now.
+        watch: notices what `sharded` would refuse.
+        engine: lays out the gradients that it exchanges for the shares of an update.
+    """
+
+    engine: Engine
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        whole: WholeModel,
+        trainables: Sequence[NamedParameter],
+        precision: ModelPrecision,
+        dims: ParallelDims,
+        at: str,
+    ) -> None:
+        self._at = at
+        self._module, self._optimizer, self._whole = model, optimizer, whole
+        self._trainables, self._precision, self._dims = trainables, precision, dims
+        self._config: Sharded | None = None
+        self.model = whole
+        self.watch = GradientWatch(optimizer)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether a flag is up on any rank that holds a part of the gradients."""
+        if self._config is None or self._dims.control is None:
+            return self._dims.any_rank(flag)
+        return any_of(flag, self._dims.control)
+
+    def use(self, config: Sharded | None, transport: Transport | None) -> None:
+        """Begin, change or end a sharded update; None: every rank updates everything.
+
+        A collective, where a backward pass begins.
+
+        Args:
+            config: what ranks share from now on.
+            transport: carries parameters; used by nothing else while a forward runs.
+        """
+        if config == self._config:
+            return
+        self.end()
+        if config is not None:
+            assert transport is not None
+            shares = shares_of(self._module, self._dims, config)
+            self.engine.use_shares(shares)
+            self.begin(config, transport, shares)
+
+    def begin(self, config: Sharded, transport: Transport, shares: Shares) -> None:
+        """Let each rank update its share; the engine delivers averages to ``shares``."""
+        control = self._dims.control
+        assert control is not None
+        self._config = config
+        self.model = ShardedModel(
+            self._module,
+            self._optimizer,
+            shares=shares,
+            transport=transport,
+            gather=ParameterGather(shares, transport, config.gather, self._at),
+            order=self._forward_order,
+            meet=partial(meet, group=control),
+            half_weights=self._precision.masters,
+        )
+
+    def end(self) -> None:
+        """Let every rank update everything: it gets the whole state of the optimizer."""
+        if self._config is not None:
+            self.model.close()
+            self.engine.use_shares(None)
+            self._config, self.model = None, self._whole
+
+    def close(self) -> None:
+        """Complete the parameters, and give every rank the whole state; collective if sharded."""
+        if self._config is not None:
+            self.model.close()
+
+    def abandon(self) -> None:
+        """After an error the other ranks may not be there to gather anything."""
+        if isinstance(self.model, ShardedModel):
+            self.model.abandon()
+
+    def report_rows(self) -> list[Row]:
+        """What this rank updates, where that is a share."""
+        return [] if self._config is None else self.model.report_rows()
+
+    def _forward_order(self) -> list[NamedParameter]:
+        order = self.engine.order
+        assert order is not None
+        return [self._trainables[index] for index in reversed(order.order)]
