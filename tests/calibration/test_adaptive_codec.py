@@ -17,7 +17,7 @@ from slipstream.calibration.calibrate import calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.cost import CodecCost
 from slipstream.planner.curve import Curve, Piece
-from slipstream.session import compose
+from slipstream.session import exchanging
 from slipstream.strategy import Adaptive, Int8
 from tests.gradients.test_codec import session_of, step_of, wide
 from tests.harness import reference
@@ -67,7 +67,7 @@ def train(cost: CodecCost, codec: object) -> tuple[list[list[str]], str, str]:
     """What each step issues, the report, and a digest of the parameters."""
     model, logs = wide(), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "measure", partial(decision_of, cost))
+        patch.setattr(exchanging, "measure", partial(decision_of, cost))
         with session_of(model, codec, split="per_gradient") as session:
             for step in range(4):
                 with collectives() as log:

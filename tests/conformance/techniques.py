@@ -37,6 +37,37 @@ def compiled_here() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sharded_after_an_update() -> Iterator[None]:
+    """A search that stays with ``sharded`` after one update, if it may."""
+    from slipstream.session import exchanging
+    from slipstream.strategy import Sharded
+    from slipstream.transport.place import Place
+    from slipstream.tuner.search_space import Choice
+
+    class Chosen(exchanging.OnlineSearch):
+        windows = 0
+
+        def install_due(self) -> None:
+            self.windows += 1
+            if self.windows == 2 and not self.settled and self._tries_sharded:
+                self._due = self.choice, False
+            super().install_due()
+
+        def _install(self, choice: Choice, for_good: bool) -> None:
+            if not for_good and self._can_use(Sharded()):
+                choice, for_good = Choice(Sharded(), choice.split), True
+                self.settle(choice, "chosen by the matrix")
+                self._due = None
+            super()._install(choice, for_good)
+
+    with (
+        mock.patch.object(exchanging, "OnlineSearch", Chosen),
+        mock.patch.object(exchanging, "find_place", lambda _, g: Place.apart(_, g.size())),
+    ):
+        yield
+
+
 def sgd(model: nn.Module) -> Optimizer:
     return SGD(model.parameters(), lr=0.05, momentum=0.9)
 
@@ -303,6 +334,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     transport("hierarchical", "hierarchical"),
     transport("shared_memory", "shared_memory"),
     transport("auto", "auto"),
+    transport("auto sharded", "auto", around=sharded_after_an_update),
     transport("sharded", "sharded"),
     transport("sharded adamw", "sharded", optimizer=adamw),
     transport("sharded replicated", {"kind": "sharded", "replicated": 0.3}),

@@ -15,7 +15,7 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ExchangeError, UsageError
-from slipstream.session import compose
+from slipstream.session import compose, exchanging
 from slipstream.trace.recorder import Recorder
 from tests.harness.ranks import PerRank, Ranks
 from tests.memory.models import Blocks, rows
@@ -129,7 +129,7 @@ def check_left_alone(step: str, strategy: dict[str, Any], tmp: str) -> None:
     model, optimizer = in_training()
     before = visible_state(model, optimizer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, step, broken)
+        patch.setattr(compose if hasattr(compose, step) else exchanging, step, broken)
         with pytest.raises(Broken):
             slipstream.accelerate(model, optimizer, [rows(0)], strategy)
     after = visible_state(model, optimizer)
@@ -165,7 +165,7 @@ def measure_and_fail(fails: bool, tmp: str) -> str:
     strategy = {**ADAPTIVE, **EVERYTHING, "trace": {"steps": 9, "folder": tmp}}
     with pytest.MonkeyPatch.context() as patch:
         if fails:
-            patch.setattr(compose, "measure", broken)
+            patch.setattr(exchanging, "measure", broken)
         try:
             slipstream.accelerate(model, optimizer, [rows(0)], strategy)
         except (Broken, ExchangeError) as error:
@@ -219,7 +219,7 @@ def fail_while_sharded() -> None:
     model, optimizer = in_training()
     strategy = {"parallel": {"pipeline": {"ranks": 2, "cut": ["blocks.2"]}}}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "MomentumCorrection", broken)
+        patch.setattr(exchanging, "MomentumCorrection", broken)
         with pytest.raises(Broken):
             slipstream.accelerate(model, optimizer, strategy=strategy)
     slipstream.accelerate(model, optimizer)

@@ -295,8 +295,12 @@ class Engine(GradientEngine):
     def abort(self, error: BaseException) -> None:
         """Backward or its exchange raised: the ranks are out of step from here on."""
         if self._backward is not None and self._backward.exchange:
-            self._failure = str(error) if isinstance(error, SlipstreamError) else repr(error)
+            self.fail(error)
         self._backward = None
+
+    def fail(self, error: BaseException) -> None:
+        """Refuse to go on: ``error`` broke off what all ranks do together."""
+        self._failure = str(error) if isinstance(error, SlipstreamError) else repr(error)
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """What this rank's update will use: ``parameter.grad``, or its shares of the averages."""

@@ -146,10 +146,9 @@ def install_exchange(
     engine = _engine(given, transports, trainables, codec, momentum, precision, sharding, shares)
     # After the engine, which knows the order of the parameters.
     given.handles.add(sharding, on_error=sharding.abandon)
-    sharding.engine = engine
     config = given.strategy.gradients.transport
     if isinstance(config, Sharded) and shares is not None:
-        sharding.begin(config, transports[0], shares)
+        sharding.begin(config, transports[0], shares, engine)
     search = _search(given, transports, engine, sharding)
     given.handles.add_rows(given.space.report_rows)
     given.handles.add_rows(partial(hosts_rows, rails, given.codec))

@@ -1,10 +1,10 @@
 """Who updates what: every rank everything, or each a share; changed between two updates.
 
 [Note: A change while training runs]
-``begin`` cuts the optimizer's state to this rank's shares, without communication; ``end`` gathers
-it again. Both leave every value as it is, so that a run goes on, bit for bit, as one that was
-always as it is now. They are called where a backward pass begins: there parameters are whole, no
-exchange is in flight, and the optimizer is not inside a step.
+The optimizer's state is cut to this rank's shares, without communication, and gathered when that
+ends. Both leave every value as it is, so that a run goes on, bit for bit, as one that was always as
+it is now. They happen where a backward pass begins: there parameters are whole, no exchange is in
+flight, and the optimizer is not inside a step.
 """
 
 from __future__ import annotations
@@ -37,6 +37,23 @@ def shares_of(model: nn.Module, dims: ParallelDims, config: Sharded) -> Shares:
     return Shares(Ranks(dims.data_rank, dims.data_size), names)
 
 
+class AnyRank:
+    """Whether a flag is up on any rank that holds a part of the gradients.
+
+    An object of its own, as the engine has it, too: a group of gloo must end with the session, and
+    would wait for the garbage collector in a circle of references.
+    """
+
+    def __init__(self, dims: ParallelDims) -> None:
+        self._dims = dims
+        self.sharded = False
+
+    def __call__(self, flag: bool) -> bool:
+        if self.sharded and self._dims.control is not None:
+            return any_of(flag, self._dims.control)
+        return self._dims.any_rank(flag)
+
+
 class UpdateSharding:
     """Begins and ends the sharded update of one model.
 
@@ -51,10 +68,8 @@ class UpdateSharding:
     Attributes:
         model: verbs of the model as it is updated now.
         watch: notices what `sharded` would refuse.
-        engine: lays out the gradients that it exchanges for the shares of an update.
+        any_rank: whether a flag is up on any rank that holds a part of the gradients.
     """
-
-    engine: Engine
 
     def __init__(
         self,
@@ -72,14 +87,9 @@ class UpdateSharding:
         self._config: Sharded | None = None
         self.model = whole
         self.watch = GradientWatch(optimizer)
+        self.any_rank = AnyRank(dims)
 
-    def any_rank(self, flag: bool) -> bool:
-        """Whether a flag is up on any rank that holds a part of the gradients."""
-        if self._config is None or self._dims.control is None:
-            return self._dims.any_rank(flag)
-        return any_of(flag, self._dims.control)
-
-    def use(self, config: Sharded | None, transport: Transport | None) -> None:
+    def use(self, config: Sharded | None, transport: Transport | None, engine: Engine) -> None:
         """Begin, change or end a sharded update; None: every rank updates everything.
 
         A collective, where a backward pass begins.
@@ -87,38 +97,35 @@ class UpdateSharding:
         Args:
             config: what ranks share from now on.
             transport: carries parameters; used by nothing else while a forward runs.
+            engine: lays out the gradients that it exchanges for the shares of an update.
         """
         if config == self._config:
             return
-        self.end()
+        if self._config is not None:
+            self.model.close()  # gives every rank the whole state
+            engine.use_shares(None)
+            self._config, self.model, self.any_rank.sharded = None, self._whole, False
         if config is not None:
             assert transport is not None
             shares = shares_of(self._module, self._dims, config)
-            self.engine.use_shares(shares)
-            self.begin(config, transport, shares)
+            engine.use_shares(shares)
+            self.begin(config, transport, shares, engine)
 
-    def begin(self, config: Sharded, transport: Transport, shares: Shares) -> None:
+    def begin(self, config: Sharded, transport: Transport, shares: Shares, engine: Engine) -> None:
         """Let each rank update its share; the engine delivers averages to ``shares``."""
         control = self._dims.control
         assert control is not None
-        self._config = config
+        self._config, self.any_rank.sharded = config, True
         self.model = ShardedModel(
             self._module,
             self._optimizer,
             shares=shares,
             transport=transport,
             gather=ParameterGather(shares, transport, config.gather, self._at),
-            order=self._forward_order,
+            order=partial(_forward_order, self._trainables, engine),
             meet=partial(meet, group=control),
             half_weights=self._precision.masters,
         )
-
-    def end(self) -> None:
-        """Let every rank update everything: it gets the whole state of the optimizer."""
-        if self._config is not None:
-            self.model.close()
-            self.engine.use_shares(None)
-            self._config, self.model = None, self._whole
 
     def close(self) -> None:
         """Complete the parameters, and give every rank the whole state; collective if sharded."""
@@ -134,7 +141,8 @@ class UpdateSharding:
         """What this rank updates, where that is a share."""
         return [] if self._config is None else self.model.report_rows()
 
-    def _forward_order(self) -> list[NamedParameter]:
-        order = self.engine.order
-        assert order is not None
-        return [self._trainables[index] for index in reversed(order.order)]
+
+def _forward_order(trainables: Sequence[NamedParameter], engine: Engine) -> list[NamedParameter]:
+    order = engine.order
+    assert order is not None
+    return [trainables[index] for index in reversed(order.order)]

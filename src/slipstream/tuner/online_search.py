@@ -45,7 +45,7 @@ class Sharding(Protocol):
     watch: GradientWatch
     """Of gradients that the script looks at."""
 
-    def use(self, config: Sharded | None, transport: MadeTransport | None) -> None:
+    def use(self, config: Sharded | None, transport: MadeTransport | None, engine: Engine) -> None:
         """Update as ``config`` says from now on; None: every rank updates everything."""
 
 
@@ -190,14 +190,21 @@ class OnlineSearch:
         if self._due is None:
             return
         (choice, for_good), self._due = self._due, None
+        try:
+            self._install(choice, for_good)
+        except BaseException as error:  # in the middle of a collective, maybe
+            self._engine.fail(error)
+            raise
+
+    def _install(self, choice: Choice, for_good: bool) -> None:
         config = choice.transport if isinstance(choice.transport, Sharded) else None
         if config is None:  # gathers by the transport that is given up
-            self._sharding.use(None, None)
+            self._sharding.use(None, None, self._engine)
         self._engine.overlap = choice.overlap
         for switch in self._switches:
             switch.use(choice.transport)
         if config is not None:
-            self._sharding.use(config, self._switches[0].made(config))
+            self._sharding.use(config, self._switches[0].made(config), self._engine)
         if self._engine.order is not None and choice.split != self._engine.split:
             self._engine.install(self._engine.order, choice.split)
         if for_good:
