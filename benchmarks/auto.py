@@ -7,8 +7,9 @@
 2. The loss: the default strategy trains as many updates from the same start, and so does `direct`,
    which sums in another order. `auto` may differ from the default as much as `direct` does: with
    few samples in a batch norm, the last bit of a sum grows fast.
-3. The grid: every transport that is exact here, under every split and under the one that the search
-   has kept; and without overlap, under one segment and under the default split. One training goes
+3. The grid: every transport that is exact here, `sharded` with and without a replicated third among
+   them, under every split and under the one that the search has kept; and, but for `sharded`,
+   without overlap, under one segment and under the default split. One training goes
    through them in turn, in an order that is shuffled every round; the first two updates after a
    change do not count, as in the search.
 4. The finals: what the search has kept and the best of the grid take turns once more. The best of
@@ -47,10 +48,10 @@ from tables import auto_in_words, save
 
 import slipstream
 from slipstream.planner.candidates import label, with_gradients
-from slipstream.session import compose
-from slipstream.strategy import Auto, Direct, Flat, Single, Split, Strategy
+from slipstream.session import exchanging
+from slipstream.strategy import Auto, Direct, Flat, Sharded, Single, Split, Strategy
 from slipstream.tuner.online_search import OnlineSearch
-from slipstream.tuner.search_space import SETTLING, Choice, SearchSpace
+from slipstream.tuner.search_space import SETTLING, SHARDED, Choice, SearchSpace
 from slipstream.tuner.significance import median_interval
 
 DEFAULT = Strategy()
@@ -125,14 +126,16 @@ def grid(space: SearchSpace, kept: Choice, names: Sequence[str]) -> dict[str, Ch
     splits: list[Split] = [
         with_split(SPLITS[name]).gradients.split for name in names if name != "optimal"
     ]
+    whole = [one for one in space.transports if not isinstance(one, Sharded)]
+    parts = SHARDED if len(whole) < len(space.transports) else ()
     choices = [
         Choice(transport, split, True)
-        for transport in space.transports
+        for transport in (*whole, *parts)
         for split in (*splits, kept.split)
     ]
     choices += [
         Choice(transport, split, False)
-        for transport in space.transports
+        for transport in whole
         for split in (Single(), DEFAULT.gradients.split)
     ]
     return {named(choice): choice for choice in (*choices, kept)}
@@ -172,7 +175,7 @@ def measure(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     if case.device:
         case.device.fit(plain(*case.make()), case.device.seconds)
-    vars(compose)["OnlineSearch"] = Watched
+    vars(exchanging)["OnlineSearch"] = Watched
     searching = with_gradients(Strategy.load("auto"), transport=Auto(updates=args.updates))
     searched = losses(case, searching, args.updates + args.more)
     assert Watched.latest.kept is not None, "the search must have ended"
