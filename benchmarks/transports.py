@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--megabytes", type=int, default=96, help="exchanged in a turn")
     parser.add_argument("--segments", nargs="*", type=float, default=[8.0, 2.0], help="their MB")
-    parser.add_argument("--transports", nargs="*", default=["flat", "direct", "ring"])
+    parser.add_argument("--transports", nargs="*", default=["flat", "direct"])
     parser.add_argument("--cores", nargs="*", choices=CORES, default=CORES)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--warmup", type=int, default=1)

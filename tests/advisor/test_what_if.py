@@ -35,7 +35,7 @@ def test_startup_and_slope_of_the_fitted_line_are_not_negative(sizes, seconds, a
     assert startup + per_byte * at == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["flat", "direct", "ring", "sharded"])
+@pytest.mark.parametrize("kind", ["flat", "direct", "sharded"])
 def test_the_line_stands_for_what_the_transport_of_the_trace_costs(kind: str) -> None:
     training = Training(startup=10.0, per_mb=8.0)
     trace = training.trace

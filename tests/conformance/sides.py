@@ -72,10 +72,7 @@ class InSession(Loop):
 
     def load_from_other_world(self) -> None:
         saved = self.technique.of_one_process()
-        self.session.load_full_state_dict(saved["model"])
-        self.session.load_full_optimizer_state_dict(saved["optimizer"])
-        if "session" in saved:
-            self.session.load_state_dict(saved["session"])
+        self.session.restore(saved)
 
 
 class InPipeline(InSession):

@@ -233,10 +233,9 @@ class Technique:
             run.start()
             run.update(times=2)
             _one_process[self.name] = {
+                **(saved := run.session.checkpoint()),
                 # buffers of the first rank, which has seen its own batches alone
-                "model": {**run.session.full_state_dict(), **_buffers_of(model, run.model)},
-                "optimizer": run.session.full_optimizer_state_dict(),
-                "session": run.session.state_dict(),
+                "model": {**saved["model"], **_buffers_of(model, run.model)},
             }
             run.close()
         finally:
@@ -330,7 +329,6 @@ FP16 = {"kind": "half_weights", "dtype": "fp16", "emulate": True, "loss_scale": 
 TECHNIQUES: tuple[Technique, ...] = (
     transport("flat", "flat"),
     transport("direct", "direct"),
-    transport("ring", "ring"),
     transport("hierarchical", "hierarchical"),
     transport("shared_memory", "shared_memory"),
     transport("auto", "auto"),

@@ -34,7 +34,7 @@ def plans(world: int) -> list[tuple[str, str, bool, int]]:
     transports = [
         ("flat", "sharded"),
         ("direct", "hierarchical"),
-        ("shared_memory", "ring"),
+        ("shared_memory", "direct"),
         ("sharded", "flat"),
     ]
     every = [

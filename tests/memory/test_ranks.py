@@ -43,7 +43,8 @@ def trained(name: str, strategy: dict[str, Any]) -> tuple[dict[str, Any], str]:
             seen[f"loss {step}"] = loss.detach()
             session.backward(loss)
             session.step()
-        seen |= {key: value.clone() for key, value in session.full_state_dict().items()}
+        saved = session.checkpoint("model")["model"]
+        seen |= {key: value.clone() for key, value in saved.items()}
         report = session.report()
     assert not any("forward" in vars(inner) for inner in model.modules())
     return seen, report
@@ -98,7 +99,9 @@ def in_stages(schedule: str) -> int:
                 words = case.batch(step)["input_ids"]
                 losses.append(session.forward_backward(next_word, (words,), target=words))
                 session.step()
-            state = {key: value.clone() for key, value in session.full_state_dict().items()}
+            state = {
+                key: value.clone() for key, value in session.checkpoint("model")["model"].items()
+            }
             results.append(state | dict(enumerate(losses)))
             counts.append(len(calls))
     plain, found = results

@@ -48,9 +48,9 @@ def backward(session: S) -> None:
 
 
 STATE, LOAD, COPY = (
-    r"state_dict\(\) of a model that ranks share .* session\.full_state_dict\(\) on all",
-    r"load_state_dict\(\) of a model that ranks share .* session\.load_full_state_dict\(state\)",
-    r"a copy or a pickle .* of a model that ranks share .* session\.full_state_dict\(\) on all",
+    r"state_dict\(\) of a model that ranks share .* session\.checkpoint\(",
+    r"load_state_dict\(\) of a model that ranks share .* session\.restore\(",
+    r"a copy or a pickle .* of a model that ranks share .* session\.checkpoint\(",
 )
 REFUSED: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
     "state": (lambda model: model.state_dict(), STATE),
@@ -66,7 +66,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Sequential], object], str]] = {
 
 def refuses(kind: str) -> None:
     session = opened(kind)
-    before = session.full_state_dict()
+    before = session.checkpoint("model")["model"]
     for use, message in REFUSED.values():
         with pytest.raises(UsageError, match=message):
             use(session.model)
@@ -74,7 +74,7 @@ def refuses(kind: str) -> None:
         for use, message in ((lambda layer: layer.state_dict(), STATE), (copy.deepcopy, COPY)):
             with pytest.raises(UsageError, match=message):
                 use(session.model[3])
-    session.load_full_state_dict(before)
+    session.restore({"model": before})
     session.close()
     copied = copy.deepcopy(session.model)
     copied.load_state_dict(session.model.state_dict())
@@ -158,7 +158,7 @@ def absent() -> None:
         ):
             with torch.no_grad(), pytest.raises(UsageError) as caught:
                 use()
-            assert "full_state_dict()" in str(caught.value)
+            assert "session.checkpoint(" in str(caught.value)
             if use.__code__.co_names[:1] != ("nn",):
                 assert f"of parameter {name} were" in str(caught.value)
                 assert f"but rank {1 - rank} has them" in str(caught.value)
@@ -193,8 +193,8 @@ def fails(kind: str, error: type[BaseException]) -> None:
         for verb in (
             lambda: backward(session),
             session.step,
-            session.full_state_dict,
-            session.full_optimizer_state_dict,
+            lambda: session.checkpoint("model"),
+            lambda: session.checkpoint("optimizer"),
             lambda: session.evaluate(X),
         ):
             with pytest.raises(UsageError, match=f"out of step .* {error.__name__}: in the middle"):

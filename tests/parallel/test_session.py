@@ -43,7 +43,7 @@ def trains_as_one_process(name: str, plan: str, gradients: dict[str, Any]) -> No
         assert session.step()
         expected = plain.losses[number][session.data_rank]
         assert float(loss) == pytest.approx(expected, rel=1e-6), number
-    state = session.full_state_dict()
+    state = session.checkpoint("model")["model"]
     session.close()
     for name, value in plain.after.items():
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6, msg=name)
@@ -91,8 +91,8 @@ def trains_alike(name: str, parallel: dict[str, Any], gradients: dict[str, Any])
     report = session.report()
     assert "parallel" in report
     assert ("begin at" in report) == ("pipeline" in parallel)
-    state = session.full_state_dict()
-    session.load_full_state_dict(state)
+    state = session.checkpoint("model")["model"]
+    session.restore({"model": state})
     session.close()
     for key, value in plain.after.items():
         assert torch.equal(model.state_dict()[key], state[key]), key
@@ -217,16 +217,15 @@ def evaluates_and_resumes(parallel: dict[str, Any]) -> None:
         for number in range(4):
             x, y = task.batch(number)
             if interrupted and number == 2:
-                saved = session.full_state_dict(), session.full_optimizer_state_dict()
+                saved = session.checkpoint("model", "optimizer")
                 session.close()
                 kept = optimizer.state_dict()["state"]
-                for index, values in saved[1]["state"].items():
+                for index, values in saved["optimizer"]["state"].items():
                     assert all(map(torch.equal, values.values(), kept[index].values()))
                 model = task.build()
                 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
                 session = slipstream.accelerate(model, optimizer, strategy=config)
-                session.load_full_state_dict(saved[0])
-                session.load_full_optimizer_state_dict(saved[1])
+                session.restore(saved)
             loss = session.forward_backward(task.loss, (x,), target=y)
             session.step()
         logits = session.evaluate(task.batch(9)[0])

@@ -45,15 +45,15 @@ def codecs_resume(codec: dict[str, Any]) -> None:
         losses = []
         for number in range(6):
             if interrupted and number == 3:
-                saved, full = session.state_dict(), session.full_state_dict()
+                saved = session.checkpoint("model", "session")
                 session.close()
                 model = CASES["gpt2"].build()
                 optimizer = sgd(model)
                 session = slipstream.accelerate(model, optimizer, strategy=config)
-                session.load_full_state_dict(full)
-                session.load_state_dict(saved)
+                session.restore(saved)
+                fewer = saved["session"]["codecs"][:3]
                 with pytest.raises(UsageError, match="is of 3 ranks, this run has 4"):
-                    session.load_state_dict({**saved, "codecs": saved["codecs"][:3]})
+                    session.load_state_dict({**saved["session"], "codecs": fewer})
             loss = session.model(*CASES["gpt2"].batch(2 * number + session.data_rank))
             session.backward(loss)
             session.step()

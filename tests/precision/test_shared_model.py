@@ -75,17 +75,16 @@ def trains(parallel: dict[str, Any], kind: str, dtype: str) -> None:
         assert session.state_dict()["loss_scale"] == [256.0, 7, 0]
         if kind == "half_weights":
             assert model.transformer.h[0].mlp.c_fc.weight.dtype == TYPES[dtype]
-        state = session.full_state_dict()
-        kept = session.full_optimizer_state_dict()
-        session.load_full_state_dict(state)
-        session.load_full_optimizer_state_dict(kept)
-        assert digest(session.full_state_dict()) == digest(state)
-        assert digest(session.full_optimizer_state_dict()) == digest(kept)
+        saved = session.checkpoint("model", "optimizer")
+        session.restore(saved)
+        assert digest(session.checkpoint("model", "optimizer")) == digest(saved)
     assert losses[-1] < losses[0]
     every: list[Any] = [None] * 4
-    dist.all_gather_object(every, (digest(model.state_dict()), digest(state), digest(kept)))
+    dist.all_gather_object(
+        every, (digest(model.state_dict()), digest(saved["model"]), digest(saved["optimizer"]))
+    )
     assert all(one == every[0] for one in every)  # the whole model, everywhere
-    assert digest(model.state_dict()) == digest(state)
+    assert digest(model.state_dict()) == digest(saved["model"])
     assert all(a is b for a, b in zip(objects, model.parameters(), strict=True))
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 

@@ -288,4 +288,4 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
 def test_a_state_of_another_model_is_refused() -> None:
     _, _, session = opened({})
     with session, pytest.raises(ModelError, match=r"Missing key.*0\.weight"):
-        session.load_full_state_dict({})
+        session.restore({"model": {}})

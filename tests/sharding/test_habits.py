@@ -90,7 +90,7 @@ def scheduled(session: Any, model: Odd, update: Optimizer, step: int) -> None:
 
 def reloaded(session: Any, model: Odd, update: Optimizer, step: int) -> None:
     steps(session, step, 1)
-    update.load_state_dict(copy.deepcopy(session.full_optimizer_state_dict()))
+    update.load_state_dict(copy.deepcopy(session.checkpoint("optimizer")["optimizer"]))
 
 
 def reset(session: Any, model: Odd, update: Optimizer, step: int) -> None:
@@ -251,7 +251,7 @@ def different_verbs() -> str:
     session = session_on(model, OPTIMIZERS["sgd"](model.parameters()), "sharded")
     session.backward(model(batch(0, session.rank)))
     with pytest.raises(MismatchError) as caught:
-        session.full_optimizer_state_dict() if session.rank else session.clip_grad_norm_(1.0)
+        session.checkpoint("optimizer") if session.rank else session.clip_grad_norm_(1.0)
     session.__exit__(MismatchError, caught.value, None)
     return str(caught.value)
 
@@ -259,7 +259,7 @@ def different_verbs() -> str:
 def test_ranks_that_call_different_collectives_are_told(two: Ranks) -> None:
     for text in two.run(different_verbs):
         assert "rank 0 session.clip_grad_norm_()" in text
-        assert "rank 1 session.full_optimizer_state_dict()" in text
+        assert "rank 1 session.checkpoint()" in text
 
 
 def clip_local_gradients() -> None:

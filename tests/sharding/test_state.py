@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +39,9 @@ def save(folder: Path, transport: str, half: bool) -> None:
     precision = {"precision": {"kind": "half_weights", "loss_scale": None}} if half else {}
     with session_on(model, update, transport, **precision) as session:
         steps(session, 0, 3)
-        own = session.sharded_optimizer_state_dict()
+        own = session.checkpoint(sharded=True)
         torch.save(own, folder / f"share{session.rank}.pt")
-        full = {
-            "model": session.full_state_dict(),
-            "optimizer": session.full_optimizer_state_dict(),
-            "session": session.state_dict(),
-        }
+        full = session.checkpoint()
         if session.rank == 0:
             torch.save(full, folder / "full.pt")
 
@@ -57,15 +53,15 @@ def resume(folder: Path, transport: str, how: str, half: bool) -> str:
     update = OPTIMIZERS["adam"](model.parameters())
     precision = {"precision": {"kind": "half_weights", "loss_scale": None}} if half else {}
     with session_on(model, update, transport, **precision) as session:
-        session.load_full_state_dict(full["model"])
-        session.load_state_dict(full["session"])
         if how == "full":
-            session.load_full_optimizer_state_dict(full["optimizer"])
+            session.restore(full)
         elif how == "torch":
+            session.restore({"model": full["model"], "session": full["session"]})
             update.load_state_dict(full["optimizer"])
         else:
-            states = [torch.load(p, weights_only=False) for p in folder.glob("share*.pt")]
-            session.load_sharded_optimizer_state_dict(states)
+            session.restore(
+                [torch.load(p, weights_only=False) for p in sorted(folder.glob("share*.pt"))[::-1]]
+            )
         for _ in range(2):
             torch.manual_seed(7)
             session.backward(session.model(torch.randn(2, 3, 6)))
@@ -117,9 +113,9 @@ def load_another_share() -> None:
     update = OPTIMIZERS["adam"](model.parameters())
     with session_on(model, update, "sharded") as session:
         steps(session, 0, 1)
-        state = session.full_optimizer_state_dict()
+        state = session.checkpoint("optimizer")["optimizer"]
         state["state"][0]["exp_avg"] = torch.zeros(3)
-        with pytest.raises(UsageError, match="load_sharded_optimizer_state_dict"):
+        with pytest.raises(UsageError, match=r"session\.restore\(states\)"):
             update.load_state_dict(state)
 
 
@@ -153,7 +149,7 @@ def a_part_is_not_given_out() -> None:
         ):
             with pytest.raises(UsageError, match=rf"part of rank {session.rank} of 2") as caught:
                 give_out()
-            assert "session.full_optimizer_state_dict() on every rank" in str(caught.value)
+            assert "session.checkpoint() on every rank" in str(caught.value)
         train(session, model)
     copy.deepcopy(update).load_state_dict(update.state_dict())  # closed: the whole
 
@@ -169,34 +165,37 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file)
 
 
+def restore_optimizer(session: Any) -> Callable[[Any], None]:
+    """Its part of a checkpoint alone."""
+    return lambda state: session.restore({"optimizer": state})
+
+
 def the_part_of_another_rank() -> None:
     model, update = dense()
     with session_on(model, update, "sharded") as session:
         train(session, model)
-        mine = through_a_file(session.sharded_optimizer_state_dict())
+        mine = through_a_file(session.checkpoint("optimizer", sharded=True)["optimizer"])
         every: list[Any] = [None, None]
         dist.all_gather_object(every, mine)
         theirs = every[1 - session.rank]
-        right = session.full_optimizer_state_dict()["state"][0]["momentum_buffer"].clone()
+        right = session.checkpoint("optimizer")["optimizer"]["state"][0]["momentum_buffer"].clone()
         for part in (theirs["optimizer"], theirs, mine):
-            for load in (update.load_state_dict, session.load_full_optimizer_state_dict):
-                with pytest.raises(
-                    UsageError, match=r"load_sharded_optimizer_state_dict\(states\)"
-                ):
+            for load in (update.load_state_dict, restore_optimizer(session)):
+                with pytest.raises(UsageError, match=r"session\.restore\(states\)"):
                     load(part)
         with pytest.raises(UsageError, match="is the part of rank"):
-            session.load_full_optimizer_state_dict(mine["optimizer"])
+            session.restore({"optimizer": mine["optimizer"]})
         for load, state in (
             (update.load_state_dict, mine["optimizer"]),
-            (session.load_sharded_optimizer_state_dict, every),
+            (session.restore, [{"optimizer": part} for part in every]),
         ):
             load(state)
-            now = session.full_optimizer_state_dict()["state"][0]["momentum_buffer"]
+            now = session.checkpoint("optimizer")["optimizer"]["state"][0]["momentum_buffer"]
             assert torch.equal(now, right)
     assert "slipstream_share" not in update.state_dict()
     session = session_on(*dense(), "direct")
     with pytest.raises(UsageError, match="allowed here: a whole state;"):
-        session.load_full_optimizer_state_dict(theirs["optimizer"])
+        session.restore({"optimizer": theirs["optimizer"]})
     session.close()
 
 
@@ -215,7 +214,7 @@ def after_an_error() -> None:
         update.state_dict()
     assert model.state_dict()
     with session_on(model, update, "sharded") as session:
-        session.full_optimizer_state_dict()
+        session.checkpoint("optimizer")["optimizer"]
         train(session, model)
     update.state_dict()
 
@@ -230,16 +229,10 @@ def as_docs_show(path: Path, transport: str, steps: int, resume: bool) -> str:
     with session_on(model, update, transport) as session:
         if resume:
             state = torch.load(path)
-            session.load_full_state_dict(state["model"])
-            session.load_full_optimizer_state_dict(state["optimizer"])
-            session.load_state_dict(state["session"])
+            session.restore(state)
         for _ in range(steps):
             train(session, model)
-        state = {
-            "model": session.full_state_dict(),
-            "optimizer": session.full_optimizer_state_dict(),
-            "session": session.state_dict(),
-        }
+        state = session.checkpoint()
         if session.rank == 0:
             torch.save(state, path)
         dist.barrier()

@@ -105,14 +105,14 @@ def trained(transport: Any, optimizer: str, clip: float = 0, **settings: Any) ->
     update = OPTIMIZERS[optimizer](model.parameters())
     with session_on(model, update, transport, **settings) as session:
         steps(session, 0, STEPS, clip)
-        whole = copy.deepcopy(session.full_optimizer_state_dict())
+        whole = copy.deepcopy(session.checkpoint("optimizer")["optimizer"])
         own = [
             value.numel()
             for state in update.state.values()
             for key, value in state.items()
             if isinstance(value, Tensor) and key not in COUNTERS
         ]
-        state = session.full_state_dict()
+        state = session.checkpoint("model")["model"]
     after = update.state_dict()
     assert_same(after["state"], whole["state"])  # closed: every rank has the whole again
     return model, whole, sum(own), state

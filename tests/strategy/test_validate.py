@@ -43,7 +43,7 @@ WRONG: list[tuple[object, list[str]]] = [
         {"gradients": {"transport": "flot"}},
         [
             "transport.kind: got 'flot'; did you mean 'flat'?",
-            "allowed: the kinds flat, direct, ring, sharded, hierarchical, shared_memory, auto;",
+            "allowed: the kinds flat, direct, sharded, hierarchical, shared_memory, auto;",
         ],
     ),
     # no value is converted

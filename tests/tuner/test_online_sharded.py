@@ -72,9 +72,7 @@ class Training:
                 self.model, self.optimizer, strategy=strategy
             )
         if state is not None:
-            self.session.load_full_state_dict(state["model"])
-            self.session.load_full_optimizer_state_dict(state["optimizer"])
-            self.session.load_state_dict(state["session"])
+            self.session.restore(state)
         self.windows = iter(TURN[kept] * 2)
         self.number = 0
 
@@ -101,12 +99,7 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Everything, whole, on every rank."""
-        state = {
-            "model": self.session.full_state_dict(),
-            "optimizer": self.session.full_optimizer_state_dict(),
-            "session": self.session.state_dict(),
-        }
-        return copy.deepcopy(state)
+        return copy.deepcopy(self.session.checkpoint())
 
 
 def equal(first: Any, second: Any) -> bool:

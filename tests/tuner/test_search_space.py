@@ -18,7 +18,6 @@ from slipstream.strategy import (
     Flat,
     Hierarchical,
     Optimal,
-    Ring,
     SharedMemory,
     Single,
     Strategy,
@@ -35,7 +34,6 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 APART = Place(CPU, ((0,), (1,), (2,)))
 TOGETHER = Place(CPU, ((0, 1, 2),))
 UNEVEN = Place(CPU, ((0, 1), (2,)))
-MANY = Place.apart(CPU, 8)
 AUTO, OPTIMAL = {"transport": "auto"}, {"split": "optimal"}
 TENSOR = {"tensor": {"ranks": 2, "plan": {"0": "column"}}}
 DIRECT, SHARED = (Flat(), Direct()), (Flat(), SharedMemory())
@@ -51,7 +49,6 @@ SPACES: dict[str, tuple[dict[str, Any], Place, tuple[Transport, ...], tuple[bool
         (*DIRECT, Hierarchical()),
         (True,),
     ),
-    "the transport of many": (AUTO, MANY, (*DIRECT, Ring()), (True,)),
     "the transport on GPUs": (AUTO, Place(GPU, ((0, 1),)), (Flat(),), (True,)),
     "with 16 bits": ({**AUTO, "codec": "half"}, UNEVEN, (*DIRECT, Hierarchical()), (True,)),
     "with a codec that does more than sum": ({**AUTO, "codec": "int8"}, UNEVEN, DIRECT, (True,)),

@@ -145,14 +145,12 @@ def _groups(
 def _names(kind: Kind, curves: Curves | None, device: torch.device) -> list[Collective]:
     """The collectives to measure; all-reduce is always one of them.
 
-    Shared memory only where it is asked for: host names do not tell who can share it. A ring only
-    of all ranks: no transport makes another one.
+    Shared memory only where it is asked for: host names do not tell who can share it.
     """
     wanted: set[Collective] = set(COLLECTIVES) - {"shared_memory_all_reduce"}
-    wanted -= {"ring_all_reduce"} if kind != "world" else set()
     if curves is not None:
         wanted = {"all_reduce", *curves.get(kind, ())}
-    sends = {"direct_all_reduce", "ring_all_reduce"} if device.type != "cpu" else set()
+    sends = {"direct_all_reduce"} if device.type != "cpu" else set()
     return [name for name in COLLECTIVES if name in wanted and name not in sends]
 
 

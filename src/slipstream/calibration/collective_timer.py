@@ -17,12 +17,12 @@ from slipstream.cluster.connect import Cluster
 from slipstream.errors import ClusterError
 from slipstream.planner.cost import Collective
 from slipstream.planner.curve import Curve
-from slipstream.strategy import Direct, Ring, SharedMemory, Transport as TransportConfig
+from slipstream.strategy import Direct, SharedMemory, Transport as TransportConfig
 from slipstream.transport.consistency import maximum
 from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request
 from slipstream.transport.transport import Transport, make_transport
 
-DIRECT, RING, MEMORY = Direct(), Ring(), SharedMemory()
+DIRECT, MEMORY = Direct(), SharedMemory()
 
 
 class Lanes:
@@ -59,7 +59,6 @@ Start = Callable[[Tensor, Tensor, Lanes], object]
 COLLECTIVES: Mapping[Collective, Start] = {
     "all_reduce": lambda whole, _, lanes: dist.all_reduce(whole, group=lanes.group),
     "direct_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole)),
-    "ring_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole), RING),
     "shared_memory_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole), MEMORY),
     "reduce_scatter": lambda whole, part, lanes: lanes.carry(
         ReduceScatter(lanes.rows(whole), part)

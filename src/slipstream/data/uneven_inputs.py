@@ -14,7 +14,9 @@ after forward has run beside it. No other ``len()`` is believed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -77,6 +79,30 @@ class UnevenInputLoader:
         self._agreement: Agreement | None = None
         self._broken: DataError | None = None
         self.before_next: Callable[[], None] | None = None
+        self._pass: ref[_Pass] | None = None  # weak: a pass left by ``break`` is over
+        self._skip = 0
+
+    def position(self) -> dict[str, Any]:
+        """Where the present pass is: the loader's own state, or how many batches it has given."""
+        if self._is_stateful:
+            return {"own": self._loader.state_dict()}  # type: ignore[attr-defined]
+        present = self._pass() if self._pass is not None else None
+        return {"batches": 0 if present is None else present.steps, "ranks": self._ranks}
+
+    def go_to(self, position: Mapping[str, Any]) -> None:
+        """Let the next pass begin where the one of ``position`` was.
+
+        On another number of ranks it skips as many samples, if batches are as large.
+        """
+        if "batches" in position:
+            self._skip = position["batches"] * position["ranks"] // self._ranks
+        elif self._is_stateful:
+            self._loader.load_state_dict(position["own"])  # type: ignore[attr-defined]
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether the loader itself, and not one that it stands for, keeps its place."""
+        return all(hasattr(type(self._loader), n) for n in ("state_dict", "load_state_dict"))
 
     @property
     def dummy_batch(self) -> bool:
@@ -121,8 +147,8 @@ class UnevenInputLoader:
     def __iter__(self) -> Iterator[Any]:
         return _Pass(self)
 
-    def _begin(self) -> tuple[Iterator[Any], Agreement | None]:
-        """A pass begins."""
+    def _begin(self, begun: _Pass) -> tuple[Iterator[Any], Agreement | None]:
+        """Start a pass, behind the batches that it skips."""
         if self._broken is not None:
             raise self._broken
         if self._agreement is not None:
@@ -130,6 +156,8 @@ class UnevenInputLoader:
         if self._on_start is not None:
             self._on_start()
         batches = iter(self._loader)
+        begun.skip(batches, self._skip)
+        self._pass, self._skip = ref(begun), 0
         if self._group is None:
             return batches, None
         self._passes += 1
@@ -140,6 +168,9 @@ class _Pass(Iterator[Any]):
     """This rank's batches, then dummy batches until every rank has run out.
 
     No generator, which would end with the first error of the loader.
+
+    Attributes:
+        steps: batches so far, dummy batches and skipped ones included; 0 once it is over.
     """
 
     def __init__(self, loader: UnevenInputLoader) -> None:
@@ -150,6 +181,7 @@ class _Pass(Iterator[Any]):
         self._following: Any = _NOT_READ  # kept where the agreement is interrupted
         self._last: Any = _END
         self._given, self._is_over = 0, False
+        self.steps = 0
         self._error = ""  # the last one, in words: it would hold what raised it
         self._errors = 0
 
@@ -161,7 +193,7 @@ class _Pass(Iterator[Any]):
             raise StopIteration
         if self._batches is None:
             self._length = certain_length(loader._loader)
-            self._batches, self._agreement = loader._begin()
+            self._batches, self._agreement = loader._begin(self)
         if loader._group is None:  # alone, or detached meanwhile
             self._agreement = None
         if self._agreement is not None:
@@ -179,13 +211,21 @@ class _Pass(Iterator[Any]):
         if has_one:
             self._following = _NOT_READ
             self._given += 1
+        self.steps += 1
         return batch
+
+    def skip(self, batches: Iterator[Any], count: int) -> None:
+        """Drop the first ones, which a run before this one has used."""
+        self.steps = count
+        for batch in islice(batches, count):
+            self._last = batch
+            self._given += 1
 
     def __del__(self) -> None:
         self._end()
 
     def _end(self) -> None:
-        self._is_over = True
+        self._is_over, self.steps = True, 0
         self._last = self._following = _END
         if self._agreement is not None:
             self._agreement.end()

@@ -16,7 +16,6 @@ from slipstream.strategy import (
     Direct,
     Gradients,
     Hierarchical,
-    Ring,
     SharedMemory,
 )
 
@@ -35,7 +34,7 @@ def check_gradients(
     check_momentum_correction(optimizer, trainables, config.codec)
     device = trainables[0].parameter.device if trainables else torch.device("cpu")
     kind = config.transport.kind
-    of_cpus = Direct | Ring | Hierarchical | SharedMemory
+    of_cpus = Direct | Hierarchical | SharedMemory
     if isinstance(config.transport, of_cpus) and device.type != "cpu":
         raise StrategyError(
             f"gradients.transport {kind} sends the memory of CPUs alone, and the model is on "

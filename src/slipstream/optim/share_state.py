@@ -20,8 +20,8 @@ MARK = "slipstream_share"
 """The entry of a rank's part: ``{"rank": 0, "ranks": 2}``."""
 
 REMEDY = (
-    "call session.full_optimizer_state_dict() on every rank, and save it on one; or save what "
-    "session.sharded_optimizer_state_dict() returns on every rank, to a file of each"
+    "call session.checkpoint() on every rank, and save it on one; or save what "
+    "session.checkpoint(sharded=True) returns on every rank, to a file of each"
 )
 
 
@@ -102,6 +102,6 @@ def is_part(state: Mapping[str, Any], mark: Mapping[str, int] | None = None) -> 
         here += f", or the part of rank {mark['rank']} of {mark['ranks']}"
     raise UsageError(
         f"this optimizer state is the part of rank {found['rank']} of {found['ranks']}, as "
-        f"session.sharded_optimizer_state_dict() returned it there; allowed here: {here}; pass "
-        "those of all ranks to session.load_sharded_optimizer_state_dict(states)"
+        f"session.checkpoint(sharded=True) returned it there; allowed here: {here}; pass the "
+        "checkpoints of all ranks to session.restore(states)"
     )

@@ -128,16 +128,16 @@ class PartOfModel:
         if not self._inside:
             raise UsageError(
                 "state_dict() of a model that ranks share (parallel): it would have this rank's "
-                "part alone; call session.full_state_dict() on all ranks, which is the state of "
-                "the whole model, and save that on one"
+                "part alone; call session.checkpoint() on all ranks, which has the state of the "
+                "whole model, and save that on one"
             )
 
     def _before_load(self, *_: Any) -> None:
         if not self._inside:
             raise UsageError(
                 "load_state_dict() of a model that ranks share (parallel): each has a part of it; "
-                "call session.load_full_state_dict(state) on all ranks with a state of the whole "
-                "model, as session.full_state_dict() or a plain run has it"
+                "call session.restore({'model': state}) on all ranks with a state of the whole "
+                "model, as session.checkpoint()['model'] or a plain run has it"
             )
 
 
@@ -148,6 +148,6 @@ def _values(gradient: torch.Tensor) -> torch.Tensor:
 def _no_copies() -> UsageError:
     return UsageError(
         "a copy or a pickle (deepcopy, torch.save, AveragedModel) of a model that ranks share "
-        "(parallel): it would have this rank's part alone; call session.full_state_dict() on all "
+        "(parallel): it would have this rank's part alone; call session.checkpoint('model') on all "
         "ranks, and load it into a model that is built anew, or average its tensors"
     )

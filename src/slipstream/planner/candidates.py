@@ -166,7 +166,11 @@ def optimal_split(
 
 
 def sharded(
-    workload: Workload, network: NetworkProfile, base: Strategy, seeds: Sequence[Strategy]
+    workload: Workload,
+    network: NetworkProfile,
+    base: Strategy,
+    seeds: Sequence[Strategy],
+    parts: Sequence[float] = REPLICATED,
 ) -> list[Strategy]:
     """``base`` by ``sharded`` as it is by default, and as it is predicted to be fastest.
 
@@ -176,7 +180,7 @@ def sharded(
     own = base.gradients.transport
     own = own if isinstance(own, Sharded) else Sharded()
     options = []
-    for part in REPLICATED:
+    for part in parts:
         config = own.model_copy(update={"replicated": part})
         gather = optimal_gather(workload, network, num_replicated(workload.gradients, config))
         options += [

@@ -36,7 +36,7 @@ class Plan:
     Attributes:
         cuts: the index after the last gradient of each segment, in ready order.
         overlap: exchange while backward still runs.
-        transport: ``flat``, ``direct``, ``ring`` and ``shared_memory``: all-reduces.
+        transport: ``flat``, ``direct`` and ``shared_memory``: all-reduces.
             ``hierarchical``: reduce-scatter inside each host, all-reduce of the shards between
             hosts, all-gather inside. ``sharded``: reduce-scatter during backward, each rank updates
             its shard, all-gather of the parameters during the next forward.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -23,19 +23,17 @@ Kind = Literal["world", "intra", "inter"]
 Collective = Literal[
     "all_reduce",
     "direct_all_reduce",
-    "ring_all_reduce",
     "shared_memory_all_reduce",
     "reduce_scatter",
     "all_gather",
 ]
-"""``all_reduce`` is the backend's; ``direct_all_reduce``, ``ring_all_reduce`` and
-``shared_memory_all_reduce`` are those of the transports. On CPUs a reduce-scatter sends each share
+"""``all_reduce`` is the backend's; ``direct_all_reduce`` and ``shared_memory_all_reduce`` are
+those of the transports. On CPUs a reduce-scatter sends each share
 to its owner, and an all-gather each owner's share to the others: gloo's own reduce-scatter would be
 an all-reduce inside, of twice the bytes."""
 ROUNDS: Mapping[Collective, int] = {
     "all_reduce": 2,
     "direct_all_reduce": 2,
-    "ring_all_reduce": 2,
     "reduce_scatter": 1,
     "all_gather": 1,
 }
@@ -59,10 +57,17 @@ class Network(FrozenModel):
     ranks: int = Field(ge=1)
     all_reduce: Curve
     direct_all_reduce: Curve | None = None
-    ring_all_reduce: Curve | None = None
     shared_memory_all_reduce: Curve | None = None
     reduce_scatter: Curve | None = None
     all_gather: Curve | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ring(cls, document: Any) -> Any:
+        """Read a file of an earlier version, which measured one transport more."""
+        if isinstance(document, dict):
+            document = {key: v for key, v in document.items() if key != "ring_all_reduce"}
+        return document
 
     @property
     def curves(self) -> dict[Collective, Curve]:

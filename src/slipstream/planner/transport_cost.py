@@ -21,14 +21,13 @@ from slipstream.strategy import (
     Direct,
     Flat,
     Hierarchical,
-    Ring,
     Sharded,
     Strategy,
     Transport,
 )
 from slipstream.trace.event import Trace
 
-TransportKind = Literal["flat", "direct", "ring", "hierarchical", "shared_memory", "sharded"]
+TransportKind = Literal["flat", "direct", "hierarchical", "shared_memory", "sharded"]
 
 
 class Recipe(NamedTuple):
@@ -51,8 +50,6 @@ class Recipe(NamedTuple):
 RECIPES: Mapping[TransportKind, Recipe] = {
     "flat": Recipe((("world", "all_reduce"),)),
     "direct": Recipe((("world", "direct_all_reduce"),), in_order=True, direct=True, rounds=2),
-    # Each hop of a ring waits for a core, as those of the backend's do.
-    "ring": Recipe((("world", "ring_all_reduce"),), in_order=True, rounds=2),
     "shared_memory": Recipe((("world", "shared_memory_all_reduce"),)),
     "hierarchical": Recipe(
         (("intra", "reduce_scatter"), ("inter", "direct_all_reduce"), ("intra", "all_gather")),
@@ -74,7 +71,7 @@ def sends_early(transport: TransportKind) -> bool:
     return RECIPES[transport].direct and transport not in GATHERS
 
 
-ALTERNATIVES: tuple[Transport, ...] = (Flat(), Direct(), Ring(), Hierarchical())
+ALTERNATIVES: tuple[Transport, ...] = (Flat(), Direct(), Hierarchical())
 """What may be exchanged for one another: exact, and without any change of the user's code."""
 
 

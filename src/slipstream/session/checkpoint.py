@@ -1,4 +1,4 @@
-"""The format of a session's state: what a checkpoint holds, and what it must hold to be loaded.
+"""The format of a checkpoint and of a session's state: what they hold, and must hold to be loaded.
 
 Values in, values out: nothing here knows a session.
 
@@ -12,8 +12,8 @@ r + 2q ...; PowerSGD's directions (``q``) are the same on all ranks and are copi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,53 @@ from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.parallel.dims import checksum, gather_objects
 from slipstream.pytree import mapped
+from slipstream.sharding.state import join_shares
 
 VERSION = 2
 KEYS = {"version", "steps", "split", "ready_order", "codecs"}
 REPLICATED = {"q"}
 """Entries of a codec's state that are the same on all ranks that have them."""
 
+Part = Literal["model", "optimizer", "session"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""Of a checkpoint, in the order in which they are restored."""
+
 OrderDocument = dict[str, list[Any]]
 """A ready order by parameter names, so that a resumed run may register them in another order."""
+
+
+def checked(parts: Iterable[str]) -> tuple[Part, ...]:
+    """The parts of a checkpoint that are asked for, in order; none: all.
+
+    Raises:
+        UsageError: names one that does not exist.
+    """
+    asked = {*parts}
+    if unknown := sorted(asked - {*PARTS}):
+        raise UsageError(f"a checkpoint has no part {unknown[0]!r}; allowed: {', '.join(PARTS)}")
+    return tuple(part for part in PARTS if part in asked or not asked)
+
+
+def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """One checkpoint of the whole run, from itself or from those of all its ranks.
+
+    Raises:
+        UsageError: it is no checkpoint, or a rank's part is missing or there twice.
+    """
+    ranks: list[Any] = [*state] if isinstance(state, list | tuple) else [state]
+    how = "pass what session.checkpoint() returned, or those of all ranks with sharded=True"
+    for one in ranks:
+        if not isinstance(one, Mapping):
+            raise UsageError(f"restore() of a {type(one).__name__}; {how}")
+        if not one or {*one} - {*PARTS}:
+            found = ", ".join(sorted(map(str, one))) or "nothing"
+            raise UsageError(f"this checkpoint has {found}; allowed: {', '.join(PARTS)}; {how}")
+    if isinstance(state, Mapping):
+        return state
+    whole = {key: one[key] for one in ranks for key in one if key != "optimizer"}
+    if parts := [one["optimizer"] for one in ranks if "optimizer" in one]:
+        whole["optimizer"] = join_shares(parts)
+    return whole
 
 
 def refusal(state: object, names: Sequence[str], ranks: int | None = None) -> UsageError | None:

@@ -156,7 +156,7 @@ def compose(
             dims=dims,
             loader=session_loader,
             loop=loop,
-            state=SessionState(model, exchange, dims, precision, balance),
+            state=SessionState(model, exchange, dims, precision, session_loader, balance),
             sharding=exchange.sharding,
             handles=handles,
         )

@@ -19,11 +19,11 @@ from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import UsageError
 from slipstream.gradients.segments import SegmentStats
 from slipstream.parallel.dims import ParallelDims
+from slipstream.session.checkpoint import Part, checked, joined
 from slipstream.session.handles import HandleStack
 from slipstream.session.loop import TrainingLoop
 from slipstream.session.state import SessionState
 from slipstream.session.update_sharding import UpdateSharding
-from slipstream.sharding.model import join_shares
 from slipstream.strategy import Row, Strategy, overview
 from slipstream.strategy.overview import plain_text
 
@@ -291,66 +291,73 @@ class Session(Generic[M, O]):
         self._loop.steps = self._state.load(state)
         self._loop.momentum_correction.restored()
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """``model.state_dict()`` of the whole model, on every rank, for any number of ranks.
+    def checkpoint(self, *parts: Part, sharded: bool = False) -> dict[str, Any]:
+        """What a run needs in order to go on, on any number of ranks; call it on all ranks.
 
-        Where ranks share a model or its updates, all of them must call it.
+        Args:
+            parts: some of ``model``, ``optimizer`` and ``session``; none: all of them. The first
+                two have the form of torch's own ``state_dict()`` of the whole model; ``session`` is
+                `state_dict`.
+            sharded: ``optimizer`` is this rank's part where ranks share the update (transport
+                ``sharded``), without communication; ``model`` and ``session`` are on rank 0 alone.
+                Every rank saves its own, and `restore` takes those of all ranks.
 
         Raises:
-            UsageError: the session is closed.
+            UsageError: the session is closed, no such part, or an accumulation window is open.
+
+        Example:
+            >>> import slipstream
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with slipstream.accelerate(model, optimizer) as session:
+            ...     saved = session.checkpoint()
+            ...     session.restore(saved)
+            ...     list(session.checkpoint("model")["model"])
+            ['weight', 'bias']
         """
-        self._must_be_open("full_state_dict")
-        return self._sharding.model.full_state_dict()
+        self._must_be_open("checkpoint")
+        wanted = checked(parts)
+        whole, state = self._sharding.model, dict[str, Any]()
+        if "model" in wanted:
+            state["model"] = whole.full_state_dict()
+        if "optimizer" in wanted:
+            state["optimizer"] = (
+                whole.sharded_optimizer_state_dict()
+                if sharded
+                else whole.full_optimizer_state_dict()
+            )
+        if "session" in wanted:
+            state["session"] = self.state_dict()
+        if sharded and self.rank:
+            state = {part: value for part, value in state.items() if part == "optimizer"}
+        return state
 
-    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a state of the whole model, e.g. of `full_state_dict`.
+    def restore(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from `checkpoint`; every rank passes the same, and keeps its part.
+
+        A state may have some of the parts alone, and ``model`` may be the ``state_dict()`` of a
+        plain model. The loader goes on where it was: its next pass skips the batches that the pass
+        had given when the state was saved.
+
+        Args:
+            state: of `checkpoint`, or, of ``checkpoint(sharded=True)``, those of all ranks of the
+                run, in any order.
 
         Raises:
+            UsageError: no such part, a rank's part is missing or there twice, gradients are there
+                that no update has used, or the session is closed.
             ModelError: the state is another model's.
-            UsageError: the session is closed.
+            MismatchError: ranks load different states.
         """
-        self._must_be_open("load_full_state_dict")
-        self._sharding.model.load_full_state_dict(state)
-
-    def full_optimizer_state_dict(self) -> dict[str, Any]:
-        """``optimizer.state_dict()`` as of the whole model, on every rank, for any number of ranks.
-
-        Where ranks share a model or its updates (transport ``sharded``), all of them must call it.
-
-        Raises:
-            UsageError: the session is closed.
-        """
-        self._must_be_open("full_optimizer_state_dict")
-        return self._sharding.model.full_optimizer_state_dict()
-
-    def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
-        """Load this rank's part of a state of `full_optimizer_state_dict`.
-
-        Raises:
-            UsageError: the session is closed.
-        """
-        self._must_be_open("load_full_optimizer_state_dict")
-        self._sharding.model.load_full_optimizer_state_dict(state)
-
-    def sharded_optimizer_state_dict(self) -> dict[str, Any]:
-        """The part of the optimizer's state that this rank has: with transport sharded, its share;
-        else all of it. Every rank saves its own; no communication.
-
-        Raises:
-            UsageError: the session is closed.
-        """
-        self._must_be_open("sharded_optimizer_state_dict")
-        return self._sharding.model.sharded_optimizer_state_dict()
-
-    def load_sharded_optimizer_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load what all ranks of a run saved by `sharded_optimizer_state_dict`, in any order; every
-        rank passes all of them, and keeps its part, on any number of ranks.
-
-        Raises:
-            UsageError: a rank's state is missing or there twice, or the session is closed.
-        """
-        self._must_be_open("load_sharded_optimizer_state_dict")
-        self._sharding.model.load_full_optimizer_state_dict(join_shares(states))
+        self._must_be_open("restore")
+        state = joined(state)
+        whole = self._sharding.model
+        if "model" in state:
+            whole.load_full_state_dict(state["model"])
+        if "optimizer" in state:
+            whole.load_full_optimizer_state_dict(state["optimizer"])
+        if "session" in state:
+            self.load_state_dict(state["session"])
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of the whole model, also where ranks share it or its
@@ -411,7 +418,7 @@ class Session(Generic[M, O]):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise UsageError(
             "a session has process groups, threads and hooks, so it cannot be copied or pickled; "
-            "copy session.model, or save session.state_dict() and session.full_state_dict()"
+            "copy session.model, or save session.checkpoint()"
         )
 
     def __enter__(self) -> Self:

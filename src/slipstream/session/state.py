@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from slipstream.data.balance import SampleBalance
+from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.parallel.dims import ParallelDims
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import checkpoint
@@ -27,7 +28,8 @@ class SessionState:
         exchange: has the ready order, the codecs' state and what the search has chosen.
         dims: all ranks.
         precision: has the loss scale.
-        balance: knows where in the data the training is; None: the user's loader does.
+        loader: knows where in the data the training is; None: the session has none.
+        balance: knows that instead, if it deals out the samples.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class SessionState:
         exchange: Exchange,
         dims: ParallelDims,
         precision: ModelPrecision,
+        loader: UnevenInputLoader | None,
         balance: SampleBalance | None,
     ) -> None:
-        self.model, self.dims, self.precision, self.balance = model, dims, precision, balance
+        self.model, self.dims, self.precision = model, dims, precision
+        self.loader, self.balance = loader, balance
         self.names, self.codec = exchange.names, exchange.codec
         self.engine, self.search = exchange.engine, exchange.search
 
@@ -64,8 +68,13 @@ class SessionState:
             "ready_order": order,
             "codecs": codecs,  # by rank
             "loss_scale": self.precision.state_dict(),
-            "data": None if self.balance is None else self.balance.state_dict(),
+            "data": self._position(),
         }
+
+    def _position(self) -> dict[str, Any] | None:
+        if self.balance is not None:
+            return self.balance.state_dict()
+        return None if self.loader is None else self.loader.position()
 
     def load(self, state: dict[str, Any]) -> int:
         """Restore ``state()``; returns the number of updates so far. A collective.
@@ -90,8 +99,11 @@ class SessionState:
                 "that part of the gradients is lost",
                 stacklevel=3,
             )
-        if self.balance is not None and state.get("data") is not None:
-            self.balance.load_state_dict(state["data"])
+        if (position := state.get("data")) is not None:
+            if self.balance is not None:
+                self.balance.load_state_dict(position)
+            elif self.loader is not None:
+                self.loader.go_to(position)
         steps: int = state["steps"]
         self.precision.load_state_dict(state.get("loss_scale"))
         self.engine.updated(steps)

@@ -25,7 +25,7 @@ from slipstream.precision.model_precision import ModelPrecision
 from slipstream.sharding.gather import ParameterGather
 from slipstream.sharding.model import ShardedModel
 from slipstream.sharding.watch import GradientWatch
-from slipstream.strategy import Row, Sharded
+from slipstream.strategy import ByIndex, Row, Sharded, Split
 from slipstream.transport.consistency import any_of, meet
 from slipstream.transport.transport import Transport
 
@@ -109,9 +109,16 @@ class UpdateSharding:
             assert transport is not None
             shares = shares_of(self._module, self._dims, config)
             engine.use_shares(shares)
-            self.begin(config, transport, shares, engine)
+            self.begin(config, transport, shares, engine, _gather(config, shares))
 
-    def begin(self, config: Sharded, transport: Transport, shares: Shares, engine: Engine) -> None:
+    def begin(
+        self,
+        config: Sharded,
+        transport: Transport,
+        shares: Shares,
+        engine: Engine,
+        gather: Split | None = None,
+    ) -> None:
         """Let each rank update its share; the engine delivers averages to ``shares``."""
         control = self._dims.control
         assert control is not None
@@ -121,7 +128,7 @@ class UpdateSharding:
             self._optimizer,
             shares=shares,
             transport=transport,
-            gather=ParameterGather(shares, transport, config.gather, self._at),
+            gather=ParameterGather(shares, transport, gather or config.gather, self._at),
             order=partial(_forward_order, self._trainables, engine),
             meet=partial(meet, group=control),
             half_weights=self._precision.masters,
@@ -140,6 +147,17 @@ class UpdateSharding:
     def report_rows(self) -> list[Row]:
         """What this rank updates, where that is a share."""
         return [] if self._config is None else self.model.report_rows()
+
+
+def _gather(config: Sharded, shares: Shares) -> Split:
+    """The all-gathers of a predicted config; those by default where it counts other parameters.
+
+    A prediction takes parameters to be registered in the opposite of ready order: so the border of
+    the replicated part may be one parameter away.
+    """
+    gather = config.gather
+    fits = not isinstance(gather, ByIndex) or gather.last[-1] == len(shares.names) - 1
+    return gather if fits else Sharded().gather
 
 
 def _forward_order(trainables: Sequence[NamedParameter], engine: Engine) -> list[NamedParameter]:

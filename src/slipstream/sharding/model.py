@@ -23,14 +23,12 @@ from slipstream.parallel.whole_model import WholeModel
 from slipstream.plain_copy import attach
 from slipstream.precision import HalfWeights
 from slipstream.sharding.gather import ParameterGather
-from slipstream.sharding.state import OptimizerState, join_shares
+from slipstream.sharding.state import OptimizerState
 from slipstream.sharding.step_hooks import InnerHooks
 from slipstream.sharding.unfinished import refuse_unfinished
 from slipstream.strategy import Row
 from slipstream.transport.requests import AllGather, AllReduce, Request
 from slipstream.transport.transport import Transport
-
-__all__ = ["ShardedModel", "join_shares"]
 
 
 class ShardedModel(WholeModel):
@@ -189,7 +187,7 @@ class ShardedModel(WholeModel):
 
     def full_state_dict(self) -> dict[str, Any]:
         if self._masters:
-            self._meet("session.full_state_dict", 0.0)
+            self._meet("session.checkpoint", 0.0)
         state = super().full_state_dict()
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if parameter in self._masters and parameter in self._names:
@@ -197,7 +195,7 @@ class ShardedModel(WholeModel):
         return state
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
-        self._meet("session.full_optimizer_state_dict", 0.0)
+        self._meet("session.checkpoint", 0.0)
         return self._state.whole()
 
     def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:

@@ -139,7 +139,7 @@ class OptimizerState:
             raise UsageError(
                 f"the optimizer's {key} of {self._shares.names[parameter]} has shape "
                 f"{tuple(value.shape)}; allowed: {tuple(allowed)}; states of single ranks, of any "
-                "number of them, are loaded by session.load_sharded_optimizer_state_dict(states)"
+                "number of them, are loaded by session.restore(states)"
             )
         return value.shape == allowed
 

@@ -75,7 +75,6 @@ from slipstream.strategy.transport import (
     Direct as Direct,
     Flat as Flat,
     Hierarchical as Hierarchical,
-    Ring as Ring,
     Sharded as Sharded,
     SharedMemory as SharedMemory,
     Transport as Transport,

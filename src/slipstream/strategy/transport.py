@@ -26,17 +26,6 @@ class Direct(Variant, exactness="reordered"):
     kind: Literal["direct"] = "direct"
 
 
-class Ring(Variant, exactness="reordered"):
-    """Partial sums go round from rank to rank, then the sums; for many ranks. On CPUs only.
-
-    Each rank receives from one neighbour and sends to the other, with receives posted before
-    backward begins and several segments under way. Each share of a segment is summed along the
-    ring: the same bits on all ranks and in every run; 16-bit floats are rounded at every hop.
-    """
-
-    kind: Literal["ring"] = "ring"
-
-
 class Sharded(Variant, exactness="reordered"):
     """Each rank updates a share of every parameter: gradients are summed to the ranks that own
     them, and parameters are gathered under the next forward, each before the layer that reads it.
@@ -91,11 +80,15 @@ class Auto(Variant, exactness="reordered"):
     """The fastest exact transport for this model and network, found during training.
 
     The first updates take turns under the transports that are exact here, on all ranks alike:
-    ``flat``; between hosts ``direct``, ``ring`` from 8 ranks on, and ``hierarchical`` where hosts
-    have several ranks; on one host ``shared_memory``, with and without ``overlap``. The fastest
-    stays, or ``flat``, unless another was faster in every turn. With ``split: optimal`` transports,
-    splits and overlap are chosen together. ``session.report()`` shows the result, ``state_dict()``
-    keeps it.
+    ``flat``; between hosts ``direct``, ``sharded`` and its replicated part, and ``hierarchical``
+    where hosts have several ranks; on one host ``shared_memory``, with and without ``overlap``. The
+    fastest stays, or ``flat``, unless another was faster in every turn. With ``split: optimal``
+    transports, splits and overlap are chosen together. ``session.report()`` shows the result,
+    ``state_dict()`` keeps it.
+
+    ``sharded`` is not tried where it would be refused, nor where the script looks at gradients
+    between ``backward()`` and ``step()`` in the first updates. Where it is chosen, its rules hold
+    from then on: clip with ``session.clip_grad_norm_``, save with the session's verbs.
 
     Example:
         >>> Auto(updates=100).updates
@@ -108,7 +101,7 @@ class Auto(Variant, exactness="reordered"):
     """Updates that the search takes at most."""
 
 
-Transport = Annotated[Flat | Direct | Ring | Sharded | Hierarchical | SharedMemory | Auto, OneOf()]
+Transport = Annotated[Flat | Direct | Sharded | Hierarchical | SharedMemory | Auto, OneOf()]
 """A transport, or only its kind: ``flat`` for ``{kind: flat}``."""
 
 DEFAULT_TRANSPORT = Flat()

@@ -16,7 +16,6 @@ from slipstream.strategy import (
     Direct,
     Flat,
     Hierarchical,
-    Ring,
     Sharded,
     SharedMemory,
     Transport as TransportConfig,
@@ -26,7 +25,6 @@ from slipstream.transport.flat import FlatTransport
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.place import Place
 from slipstream.transport.requests import Exchange, Request
-from slipstream.transport.ring import RingTransport
 from slipstream.transport.shared_memory import SharedMemoryTransport
 from slipstream.transport.work import Work
 
@@ -63,21 +61,15 @@ class Transport(Protocol):
 TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
     Flat: FlatTransport,
     Direct: DirectTransport,
-    Ring: RingTransport,
     Sharded: DirectTransport,
     Hierarchical: HierarchicalTransport,
     SharedMemory: SharedMemoryTransport,
 }
 """By type of the strategy's ``gradients.transport``."""
 
-RANKS_OF_A_RING = 8
-"""With fewer, two hops by direct sends are as good: no link gets the packets of many at once."""
 EXACT: Mapping[TransportConfig, Callable[[Place], bool]] = {
     Flat(): lambda place: True,
     Direct(): lambda place: place.device.type == "cpu" and not place.one_host,
-    Ring(): lambda place: (
-        place.device.type == "cpu" and not place.one_host and place.ranks >= RANKS_OF_A_RING
-    ),
     Hierarchical(): lambda place: (
         place.device.type == "cpu" and not place.one_host and place.shares_hosts
     ),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.candidates import optimal_split, sharded, with_gradients
+from slipstream.planner.candidates import REPLICATED, optimal_split, sharded, with_gradients
 from slipstream.planner.comm_plan import Plan
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.simulate import predict
@@ -66,7 +66,9 @@ def _sharded_ways(
     base: Strategy, workload: Workload, network: NetworkProfile
 ) -> Iterator[tuple[Choice, float]]:
     """`Sharded` by default, and with the splits and the replicated part that are best."""
-    for strategy in sharded(workload, network, base, [base]):
+    own, best = sharded(workload, network, base, [base], REPLICATED[:1])
+    *_, replicated = sharded(workload, network, base, [base], REPLICATED[1:])
+    for strategy in (own, best, replicated):
         config = strategy.gradients
         plan = Plan.of(strategy, workload.gradients, network.codecs)
         yield Choice(config.transport, config.split), predict(workload, plan, network)
@@ -81,8 +83,9 @@ def _ways(splits: tuple[Split, Split], overlap: Sequence[bool]) -> Iterator[tupl
 def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
     """The choices to measure of those predicted: the first of all, then by rising seconds.
 
-    Among them are the best of all, and the best one of every transport beside backward: what one
-    transport costs against another is less certain than what a split costs against another.
+    Among them are the best of all, and the best one of every transport beside backward (of
+    `Sharded` with and without a replicated part): what one transport costs against another is less
+    certain than what a split costs against another.
 
     Example:
         >>> from slipstream.strategy import Direct, Flat, Single
@@ -93,8 +96,13 @@ def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
     default = predicted[0][0]
     ranked = [default, *(c for c, _ in sorted(predicted, key=lambda p: p[1]) if c != default)]
     beside = [choice for choice in ranked[1:] if choice.overlap == default.overlap]
-    best = {choice.transport.kind: choice for choice in reversed(beside)}
+    best = {_way(choice): choice for choice in reversed(beside)}
     first = [default, *ranked[1:2], *best.values()]
     chosen = [c for c in ranked if c in first][:MOST]
     chosen += [c for c in ranked if c not in chosen][: MOST - len(chosen)]
     return tuple(c for c in ranked if c in chosen)
+
+
+def _way(choice: Choice) -> tuple[str, bool]:
+    transport = choice.transport
+    return transport.kind, isinstance(transport, Sharded) and transport.replicated > 0

@@ -44,8 +44,7 @@ class Absence:
         raise UsageError(
             f"the values of parameter {self.name} were read or written, but rank {self.owner} has "
             "them: in a pipeline (parallel.pipeline) a rank has the parameters of its own stages "
-            "alone; read session.full_state_dict() and write by "
-            "session.load_full_state_dict(state), on all ranks"
+            "alone; read session.checkpoint('model') and write by session.restore, on all ranks"
         )
 
 
