@@ -43,9 +43,10 @@ def sharded_after_an_update() -> Iterator[None]:
     from slipstream.session import exchanging
     from slipstream.strategy import Sharded
     from slipstream.transport.place import Place
+    from slipstream.tuner.online_search import OnlineSearch
     from slipstream.tuner.search_space import Choice
 
-    class Chosen(exchanging.OnlineSearch):
+    class Chosen(OnlineSearch):
         windows = 0
 
         def install_due(self) -> None:

@@ -29,6 +29,7 @@ from slipstream.errors import UsageError
 from slipstream.optim import Lamb, Lars
 from slipstream.session import exchanging
 from slipstream.session.session import Session
+from slipstream.strategy import ByIndex, Sharded
 from slipstream.transport.place import Place
 from slipstream.tuner import online_search
 from tests.harness.ranks import Ranks
@@ -332,3 +333,21 @@ def late_reader() -> str:
 def test_what_a_script_does_later_is_refused_with_the_way_out(two: Ranks) -> None:
     for text in two.run(late_reader):
         assert "session.clip_grad_norm_" in text
+
+
+def with_a_gather_for_other_parameters() -> str:
+    """As a prediction may count them where weights and biases are ready in another order."""
+    training = Training(SHARDED)
+    sharding: Any = training.session._sharding
+    config = Sharded(gather=ByIndex(last=(1, 99)), replicated=0.33)
+    training.train(1)
+    sharding.use(config, sharding.model._transport, training.session._loop.engine)
+    training.train(2)
+    report = training.session.report()
+    training.session.close()
+    return " ".join(report.split())
+
+
+def test_all_gathers_that_do_not_fit_are_those_by_default(two: Ranks) -> None:
+    for report in two.run(with_a_gather_for_other_parameters):
+        assert "MB updated here" in report

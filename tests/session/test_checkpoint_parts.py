@@ -1,0 +1,117 @@
+"""``session.checkpoint()`` and ``session.restore()``: parts, mistakes, and the place in the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import slipstream
+from slipstream.errors import UsageError
+from tests.harness.ranks import Ranks
+
+
+def opened(loader: Any = None) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return slipstream.accelerate(model, optimizer, loader)
+
+
+def test_parts_are_asked_for_and_restored_one_by_one() -> None:
+    with opened() as session:
+        assert list(session.checkpoint()) == ["model", "optimizer", "session"]
+        assert list(session.checkpoint("session", "model")) == ["model", "session"]
+        session.restore({"model": {"weight": torch.ones(1, 2), "bias": torch.zeros(1)}})
+        assert session.model.weight.sum() == 2
+        with pytest.raises(UsageError, match="no part 'weights'; allowed: model, optimizer, sess"):
+            session.checkpoint("weights")
+    with pytest.raises(UsageError, match="after close"):
+        session.checkpoint()
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ({"weight": 1}, "this checkpoint has weight; allowed: model, optimizer, session"),
+        ({}, "this checkpoint has nothing"),
+        (7, r"restore\(\) of a int; pass what session.checkpoint"),
+        ([3], r"restore\(\) of a int"),
+        ([{"optimizer": {"rank": 1, "ranks": 2}}], r"shares of ranks \[1\]; allowed: those of all"),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(state: Any, words: str) -> None:
+    with opened() as session, pytest.raises(UsageError, match=words):
+        session.restore(state)
+
+
+class Stateful(list[int]):
+    """A loader that keeps its place itself, as torchdata's does."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.at < len(self):
+            self.at += 1
+            yield self[self.at - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("kind", [list, Stateful])
+def test_a_pass_goes_on_where_it_was(kind: Any) -> None:
+    with opened(kind(range(7))) as session:
+        passed = iter(session.loader)
+        before = [next(passed) for _ in range(3)]
+        saved = session.checkpoint()
+    with opened(kind(range(7))) as session:
+        session.restore(saved)
+        assert [*before, *session.loader] == [*range(7)]
+
+
+def test_a_pass_that_is_over_or_was_left_is_not_gone_on_with() -> None:
+    with opened([*range(4)]) as session:
+        for _ in session.loader:
+            pass
+        assert session.checkpoint()["session"]["data"]["batches"] == 0
+        for _ in session.loader:
+            break
+        saved = session.checkpoint()
+        assert saved["session"]["data"]["batches"] == 0
+        session.restore(saved)
+        assert [*session.loader] == [*range(4)]
+
+
+def uneven(saved: Any) -> tuple[list[int], Any]:
+    """Batches of a pass, or of the rest of one: rank 1 has two of its own, rank 0 five."""
+    count = 2 if dist.get_rank() else 5
+    with opened([*range(count)]) as session:
+        if saved is not None:
+            session.restore(saved)
+        seen = []
+        for batch in session.loader:
+            seen.append(batch)
+            session.backward(session.model(torch.ones(1, 2)).sum())
+            session.step()
+            if saved is None and len(seen) == 3:
+                return seen, session.checkpoint()
+        return seen, None
+
+
+def resumed() -> list[int]:
+    first, saved = uneven(None)
+    rest, _ = uneven(saved)
+    return first + rest
+
+
+def test_also_where_a_rank_has_run_out() -> None:
+    with Ranks(2) as two:
+        assert two.run(resumed) == [[0, 1, 2, 3, 4], [0, 1, 1, 1, 1]]
