@@ -311,3 +311,13 @@ def test_among_one_rank_nothing_costs_anything() -> None:
 def test_no_such_size(shape) -> None:
     with pytest.raises(ClusterError, match="must be above 0"):
         ring_profile().scaled(*shape)
+
+
+def test_a_file_of_an_earlier_version_is_read_without_its_ring(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    ring_profile().save(path)
+    document = yaml.safe_load(path.read_text())
+    world = document["networks"]["world"]
+    world["ring_all_reduce"] = world["all_reduce"]
+    path.write_text(yaml.safe_dump(document))
+    assert NetworkProfile.load(path) == ring_profile()

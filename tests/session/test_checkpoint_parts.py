@@ -1,4 +1,4 @@
-"""``session.checkpoint()`` and ``session.restore()``: parts, mistakes, and the place in the data."""
+"""``session.checkpoint()`` and ``restore()``: parts, mistakes, and the place in the data."""
 
 from __future__ import annotations
 

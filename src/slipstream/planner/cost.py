@@ -61,14 +61,6 @@ class Network(FrozenModel):
     reduce_scatter: Curve | None = None
     all_gather: Curve | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_ring(cls, document: Any) -> Any:
-        """Read a file of an earlier version, which measured one transport more."""
-        if isinstance(document, dict):
-            document = {key: v for key, v in document.items() if key != "ring_all_reduce"}
-        return document
-
     @property
     def curves(self) -> dict[Collective, Curve]:
         """The measured curves by collective."""
@@ -232,7 +224,7 @@ class NetworkProfile(Contention):
         """
         try:
             document = parse_yaml(Path(path).read_text(encoding="utf-8-sig"))
-            return cls.model_validate_json(json.dumps(document, default=str))
+            return cls.model_validate_json(json.dumps(_without_ring(document), default=str))
         except OSError as error:
             problem = f"cannot be read: {error.strerror}; check the path"
         except UnicodeDecodeError as error:
@@ -371,6 +363,15 @@ class NetworkProfile(Contention):
 def _ring_share(ranks: int) -> float:
     """The share of its bytes that each rank of a ring sends in one round."""
     return (ranks - 1) / ranks
+
+
+def _without_ring(document: Any) -> Any:
+    """Read files of an earlier version, which measured the curve of one transport more."""
+    networks = document.get("networks") if isinstance(document, dict) else None
+    for network in networks.values() if isinstance(networks, dict) else ():
+        if isinstance(network, dict):
+            network.pop("ring_all_reduce", None)
+    return document
 
 
 def _problems(error: ValidationError) -> str:
