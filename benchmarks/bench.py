@@ -67,6 +67,8 @@ def commands() -> Iterator[tuple[str, str]]:
         options = f"auto.py --model {model} --rounds 3 --finals 10 --more 0 --splits {GRID}"
         yield f"auto-{model}-1gbit", f"{options} --compute accelerator"
         yield f"auto-{model}-1gbit-cpu", options
+        slow = options.replace("--rounds 3 --finals 10", "--rounds 2 --finals 6 --rate 300mbit")
+        yield f"auto-{model}-300mbit", f"{slow} --compute accelerator"
     for model in ("bert", "vgg16"):
         options = f"--model {model} --loopback --nodes 2 --splits default"
         yield f"one-host-{model}", f"exchange.py {options} --transports flat shared_memory"

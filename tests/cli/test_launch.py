@@ -132,7 +132,12 @@ def test_ranks_get_arguments_untouched_variables_and_a_log_each(tmp_path: Path) 
         "rank0.log": out,
         "rank1.log": f"{tmp_path / 'config.yaml'} {threads}\n",
     }
-    for shown in ("world size", "c10d at a free local port", "overlap", f"logs: {tmp_path}/logs"):
+    for shown in (
+        "world size",
+        "c10d at a free local port",
+        "strategy: config.yaml",
+        f"logs: {tmp_path}/logs",
+    ):
         assert shown in err
 
 

@@ -215,7 +215,8 @@ NO_DOCUMENT = {
     "empty": (b"", "empty"),
     "no YAML": (b"a: [1", "not valid YAML, line"),
     "a list": (b"- 1", "(top level): Input should be an object"),
-    "a trace": (b'{"traceEvents": []}', "traceEvents: Extra"),
+    "a trace": (b'{"traceEvents": []}', "is a trace; give a file of slipstream doctor network"),
+    "a strategy": (b"gradients: {accumulate: 2}", "is a strategy; give a file"),
     "no text": (b"\xff\xfe\x00", "not UTF-8"),
 }
 

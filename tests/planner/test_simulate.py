@@ -221,7 +221,7 @@ def test_direct_sends_have_a_curve_and_a_contention_of_their_own() -> None:
 def test_a_crowd_of_direct_sends_fills_less_of_the_link(crowd: float, seconds: float) -> None:
     linear = linear_profile()
     world = linear.networks["world"]
-    curves = {"direct_all_reduce": world.all_reduce}
+    curves = {"direct_all_reduce": world.all_reduce, "all_reduce": world.reduce_scatter}
     twice_as_fast = world.model_copy(update=curves)
     direct = contention().model_copy(update={"crowd_slowdown": crowd})
     network = linear.model_copy(update={"networks": {"world": twice_as_fast}, "direct": direct})

@@ -17,7 +17,7 @@ from slipstream.cli.options import LogDir, ScriptArgs, StrategySource
 from slipstream.cli.ranks import log_folder, threads_per_rank
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, run
 from slipstream.errors import LaunchError
-from slipstream.strategy import Strategy, overview
+from slipstream.strategy import Strategy
 from slipstream.tuner.own_strategy import own_strategy
 from slipstream.version import __version__
 
@@ -55,7 +55,8 @@ def launch(
     ranks = _rank_count(nproc)
     variables = {"OMP_NUM_THREADS": threads_per_rank(ranks)}
     if strategy is not None:
-        config, path = Strategy.load(strategy), Path(strategy)
+        Strategy.load(strategy)  # a mistake is told before any rank starts
+        path = Path(strategy)
         variables["SLIPSTREAM_STRATEGY"] = str(path.resolve()) if path.is_file() else strategy
     spec = LaunchSpec(
         script=script,
@@ -72,7 +73,8 @@ def launch(
     if spec.node_rank in (None, 0):
         console.print(_environment(spec))
         if strategy is not None:
-            console.print(overview(config))
+            shown = f"strategy: {strategy} (slipstream strategy show {strategy})"
+            console.print(Text(shown), soft_wrap=True)
             if not module and (hidden := own_strategy(script)):
                 console.print(Text(f"warning: {hidden}"), style="yellow", soft_wrap=True)
     outcome = run(spec)

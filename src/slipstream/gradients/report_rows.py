@@ -27,8 +27,9 @@ def exchange_rows(
     num_bytes, wire_bytes = sum(s.num_bytes for s in segments), sum(s.wire_bytes for s in segments)
     sizes = ", ".join(f"{s.num_bytes / 2**20:.1f}" for s in segments[:_SHOWN])
     more = " ..." if len(segments) > _SHOWN else ""
+    plural = "s" * (collectives != 1)
     rows = [
-        Row("fused", f"{gradients} gradients -> {collectives} all-reduces", "in ready order"),
+        Row("fused", f"{gradients} gradients -> {collectives} exchange{plural}", "in ready order"),
         Row("segments", f"{num_bytes / 2**20:.1f} MB in {len(segments)}", f"MB: {sizes}{more}"),
     ]
     until = "" if next_phase is None else f" until update {next_phase}"

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.curve import Curve, Seconds
+from slipstream.strategy import Strategy
 from slipstream.strategy.setting import FrozenModel
 from slipstream.strategy.validate import shown
 from slipstream.strategy.yaml import format_yaml, parse_yaml
@@ -224,6 +225,8 @@ class NetworkProfile(Contention):
         """
         try:
             document = parse_yaml(Path(path).read_text(encoding="utf-8-sig"))
+            if (kind := _other_kind(document)) is not None:
+                raise ClusterError(f"{path} is {kind}; give a file of slipstream doctor network")
             return cls.model_validate_json(json.dumps(_without_ring(document), default=str))
         except OSError as error:
             problem = f"cannot be read: {error.strerror}; check the path"
@@ -363,6 +366,14 @@ class NetworkProfile(Contention):
 def _ring_share(ranks: int) -> float:
     """The share of its bytes that each rank of a ring sends in one round."""
     return (ranks - 1) / ranks
+
+
+def _other_kind(document: Any) -> str | None:
+    """Another kind of file of slipstream that was given for a description of a cluster."""
+    keys = document.keys() if isinstance(document, dict) else set()
+    if "traceEvents" in keys:
+        return "a trace"
+    return "a strategy" if keys & Strategy.model_fields.keys() else None
 
 
 def _without_ring(document: Any) -> Any:

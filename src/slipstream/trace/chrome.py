@@ -126,6 +126,8 @@ def load_json(path: str | Path, what: str) -> Any:
         problem = f"cannot be read: {error.strerror}. Give the path of {what}."
     except ValueError as error:
         problem = f"is not JSON: {error!s:.80}. Give {what}."
+        if Path(path).suffix in (".yaml", ".yml"):  # a strategy, or a description of a cluster
+            problem = f"is YAML. Give {what}."
     raise TraceError(f"{path} {problem}")
 
 
