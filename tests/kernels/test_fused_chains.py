@@ -184,6 +184,7 @@ class TestEquations:
 @pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
 def test_compiled_batch_norms(order: torch.memory_format) -> None:
     """Two sizes, in both orders of memory, with one compilation each."""
+    torch.manual_seed(0)  # of two million values one may be so near 0 that relu sees either sign
     weight, bias = drawn(16, dtype=torch.float32), drawn(16, dtype=torch.float32)
     for side in (48, 46):
         x, other = (

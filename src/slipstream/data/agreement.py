@@ -24,12 +24,14 @@ class Agreement:
     Args:
         rank, ranks: this one, and how many there are.
         number: of the pass, the same on all of them.
+        goes_on: whether batches before the first step were skipped, maybe all of a rank.
 
     Attributes:
         dummy_batch: whether this rank has no batch in the present step.
     """
 
-    def __init__(self, rank: int, ranks: int, number: int) -> None:
+    def __init__(self, rank: int, ranks: int, number: int, *, goes_on: bool = False) -> None:
+        self._goes_on = goes_on
         self._rank, self._ranks, self._number = rank, ranks, number
         self._steps = self._noted = self._used = 0
         self._agreed = 0
@@ -143,7 +145,7 @@ class Agreement:
                 )
         promises = [promise for _, _, promise in answers]
         empty = [rank for rank, promise in enumerate(promises) if not promise]
-        if not step and 0 < len(empty) < self._ranks:
+        if not step and not self._goes_on and 0 < len(empty) < self._ranks:
             raise ModelError(
                 f"the loaders of ranks {empty} are empty while others hold batches; give every "
                 "rank at least one batch, for instance by DistributedSampler(dataset, "

@@ -157,11 +157,13 @@ class UnevenInputLoader:
             self._on_start()
         batches = iter(self._loader)
         begun.skip(batches, self._skip)
+        goes_on = self._skip > 0
         self._pass, self._skip = ref(begun), 0
         if self._group is None:
             return batches, None
         self._passes += 1
-        return batches, Agreement(dist.get_rank(self._group), self._ranks, self._passes)
+        rank = dist.get_rank(self._group)
+        return batches, Agreement(rank, self._ranks, self._passes, goes_on=goes_on)
 
 
 class _Pass(Iterator[Any]):
