@@ -87,6 +87,15 @@ def test_the_planner_replicates_what_a_session_does(part: float) -> None:
     assert {gradient.name for gradient in ready[count:]} == set(cut)
 
 
+def test_also_where_parameters_are_registered_in_another_order() -> None:
+    """A head that is registered first is not replicated, though its gradient is ready first."""
+    sizes = {"head": 30, "body": 40, "tail": 30}
+    ready = [Gradient(name, "", n, registered=[*sizes].index(name)) for name, n in sizes.items()]
+    assert [num_replicated(ready, Sharded(replicated=p)) for p in (0.3, 0.7)] == [1, 2]
+    other = [replace(g, num_bytes=10) if g.name == "tail" else g for g in ready]
+    assert num_replicated(other, Sharded(replicated=0.3)) == 1  # tail and not head
+
+
 def recorded(trace: Trace) -> Trace:
     """As a session records it: without all-gathers."""
     events = tuple(e for e in trace.events if e.args.get("collective") != "all_gather")

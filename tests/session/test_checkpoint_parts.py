@@ -90,6 +90,40 @@ def test_a_pass_that_is_over_or_was_left_is_not_gone_on_with() -> None:
         assert [*session.loader] == [*range(4)]
 
 
+def test_two_sessions_on_one_loader_skip_together() -> None:
+    def pair(saved: Any) -> tuple[list[int], Any]:
+        with opened([*range(5)]) as leader, opened(leader.loader) as follower:
+            if saved is not None:
+                leader.restore(saved[0])
+                follower.restore(saved[1])
+            seen = []
+            for batch in follower.loader:
+                seen.append(batch)
+                if saved is None and len(seen) == 2:
+                    return seen, (leader.checkpoint(), follower.checkpoint())
+            return seen, None
+
+    first, saved = pair(None)
+    rest, _ = pair(saved)
+    assert first + rest == [*range(5)]
+
+
+def test_nothing_is_loaded_or_gathered_where_part_of_it_is_refused() -> None:
+    with opened() as session:
+        saved = session.checkpoint()
+        saved["model"] = {"weight": torch.full((1, 2), 7.0), "bias": torch.zeros(1)}
+        with pytest.raises(UsageError, match="this state has version 0"):
+            session.restore({**saved, "session": {**saved["session"], "version": 0}})
+        session.backward(session.model(torch.ones(1, 2)).sum())
+        with pytest.raises(UsageError, match=r"restore\(\) after a backward\(\) that no update"):
+            session.restore(saved)
+        with pytest.raises(UsageError, match=r"checkpoint\(\) inside an accumulation window"):
+            session.checkpoint()
+        assert list(session.checkpoint("model")) == ["model"]
+        assert (session.model.weight != 7).all()
+        session.step()
+
+
 def uneven(saved: Any) -> tuple[list[int], Any]:
     """Batches of a pass, or of the rest of one: rank 1 has two of its own, rank 0 five."""
     count = 2 if dist.get_rank() else 5

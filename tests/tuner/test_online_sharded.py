@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -283,6 +284,65 @@ def test_sharded_stays_out_where_the_script_does_what_it_refuses(two: Ranks, loo
         words = " ".join(report.split())
         assert "not sharded" in words
         assert "flat kept" in words  # of two that are left
+
+
+def saved_and_copied() -> list[bool]:
+    """What a script gets of a gradient in the first window, and finds after `close`."""
+    training = Training(AUTO)
+    gradient = training.model[0].weight.grad
+    answers = []
+    for look in (copy.deepcopy, lambda g: pickle.loads(pickle.dumps(g)), torch.Tensor.clone):
+        training.session.backward(training.loss())
+        gradient = training.model[0].weight.grad
+        assert gradient is not None
+        before = gradient.detach().numpy().copy()
+        copied = look(gradient)
+        answers += [type(copied) is torch.Tensor, (copied.numpy() == before).all()]
+        answers.append(type(gradient) is torch.Tensor)
+        training.session.step()
+    return answers
+
+
+def test_a_gradient_that_is_copied_or_saved_is_a_plain_tensor(two: Ranks) -> None:
+    for answers in two.run(saved_and_copied):
+        assert all(answers)
+
+
+def left_by(end: str) -> list[bool]:
+    """Whether gradients are plain, and there, after a session that ended before its step()."""
+    training = Training(AUTO)
+    training.update()
+    training.session.backward(training.loss())
+    trained = [p for p in training.model.parameters() if p.requires_grad]
+    before = [p.grad for p in trained]
+    if end == "saving":  # which must not count as the script's look
+        training.session.checkpoint("model")
+    error = (ValueError, ValueError(), None) if end == "error" else (None, None, None)
+    training.session.__exit__(*error)
+    left = [p.grad for p in trained]
+    assert all(type(gradient) is torch.Tensor for gradient in [*before, *left])
+    return [torch.equal(b, g) for b, g in zip(before, left, strict=True) if b is not None]
+
+
+@pytest.mark.parametrize("end", ["close", "error", "saving"])
+def test_the_end_before_a_step_leaves_gradients(two: Ranks, end: str) -> None:
+    for kept in two.run(left_by, end):
+        assert kept
+        assert all(kept)
+
+
+def zeroing(training: Training) -> None:
+    """Throws an update away, by zeros in place: nothing that `sharded` would refuse."""
+    training.session.backward(training.loss())
+    if training.number == 2:
+        training.optimizer.zero_grad(set_to_none=False)
+        training.session.backward(training.loss())
+    training.session.step()
+
+
+def test_zeroing_is_not_a_look(two: Ranks) -> None:
+    for _, _, cut, report in two.run(trained, AUTO, "sharded", AdamW, KEPT, zeroing):
+        assert cut, report
 
 
 def refused(settings: dict[str, Any], optimizer: Callable[..., Optimizer]) -> str:

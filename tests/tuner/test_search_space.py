@@ -95,7 +95,7 @@ def test_what_is_open(config, place, transports, overlap) -> None:
 
 def test_on_one_host_the_last_transport_is_tried_after_backward_too() -> None:
     split = ByBytes()
-    space = SearchSpace.of(Strategy.load({"gradients": AUTO}), TOGETHER)
+    space = SearchSpace.of(Strategy.load({"gradients": AUTO}), TOGETHER, None)
     choices = space.unpredicted(split)
     assert choices == (
         Choice(Flat(), split),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeGuard, runtime_checkable
 from weakref import ref
 
 import torch.distributed as dist
@@ -25,6 +25,16 @@ from slipstream.data.lengths import certain_length
 from slipstream.errors import DataError, UsageError
 from slipstream.trace.event import DATA_WAIT
 from slipstream.trace.recorder import Recorder
+
+
+@runtime_checkable
+class StatefulLoader(Protocol):
+    """A loader that keeps its place itself, as torchdata's does."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
 
 _END = object()
 _NOT_READ = object()
@@ -84,8 +94,10 @@ class UnevenInputLoader:
 
     def position(self) -> dict[str, Any]:
         """Where the present pass is: the loader's own state, or how many batches it has given."""
-        if self._is_stateful:
-            return {"own": self._loader.state_dict()}  # type: ignore[attr-defined]
+        if self._followed is not None:
+            return self._followed.position()
+        if self._keeps_place(self._loader):
+            return {"own": self._loader.state_dict()}
         present = self._pass() if self._pass is not None else None
         return {"batches": 0 if present is None else present.steps, "ranks": self._ranks}
 
@@ -94,15 +106,17 @@ class UnevenInputLoader:
 
         On another number of ranks it skips as many samples, if batches are as large.
         """
-        if "batches" in position:
+        if self._followed is not None:
+            self._followed.go_to(position)
+        elif "batches" in position:
             self._skip = position["batches"] * position["ranks"] // self._ranks
-        elif self._is_stateful:
-            self._loader.load_state_dict(position["own"])  # type: ignore[attr-defined]
+        elif self._keeps_place(self._loader):
+            self._loader.load_state_dict(position["own"])
 
-    @property
-    def _is_stateful(self) -> bool:
-        """Whether the loader itself, and not one that it stands for, keeps its place."""
-        return all(hasattr(type(self._loader), n) for n in ("state_dict", "load_state_dict"))
+    @staticmethod
+    def _keeps_place(loader: object) -> TypeGuard[StatefulLoader]:
+        """Whether the loader itself, and not one that it stands for, has a state."""
+        return issubclass(type(loader), StatefulLoader)
 
     @property
     def dummy_batch(self) -> bool:

@@ -57,7 +57,7 @@ from slipstream.gradients.segments import (
     lay_out,
     parameters_of,
 )
-from slipstream.gradients.shares import Shares
+from slipstream.gradients.shares import ShardedGradient, Shares
 from slipstream.strategy import Row, Split
 from slipstream.trace.event import BUFFERS, allreduce
 from slipstream.trace.recorder import Stamp
@@ -323,9 +323,9 @@ class Engine(GradientEngine):
         if self._layout is not None:
             for trainable in self._trainables:
                 gradient = trainable.parameter.grad
-                if gradient is not None:  # not what stands for shares of which nobody has the whole
-                    whole = type(gradient) is torch.Tensor
-                    trainable.parameter.grad = gradient.clone() if whole else None
+                if gradient is not None:
+                    shared = isinstance(gradient, ShardedGradient)  # nobody has the whole
+                    trainable.parameter.grad = None if shared else gradient.clone()
         self._layout, self._codecs = None, CodecStates()
 
     @property

@@ -32,12 +32,14 @@ class Gradient:
 
     ``num_bytes`` is 0 for a sparse gradient, which is exchanged beside the dense ones: its size is
     known only in backward. Gradients of one segment travel in one collective for each ``dtype``.
+    ``registered`` is the place of its parameter among the model's trainable ones; -1: unknown.
     """
 
     name: str
     layer: str
     num_bytes: int
     dtype: str = "float32"
+    registered: int = -1
 
 
 @dataclass(frozen=True, slots=True)

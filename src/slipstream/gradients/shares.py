@@ -249,6 +249,17 @@ METADATA = frozenset(
 """Functions that ask a tensor for anything but its values."""
 
 
+def arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """All arguments of a function of torch, those inside lists among them.
+
+    Example:
+        >>> arguments(([1, 2], 3), {"value": 4})
+        [1, 2, 3, 4]
+    """
+    given = [*args, *kwargs.values()]
+    return [x for arg in given for x in (arg if isinstance(arg, list | tuple) else [arg])]
+
+
 ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch._foreach_zero_])
 
 
@@ -275,7 +286,7 @@ class ShardedGradient(torch.Tensor):
             for guard in args[0] if isinstance(args[0], list | tuple) else args[:1]:
                 guard.zeroed = True
             return args[0]
-        each = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else [arg])]
+        each = arguments(args, kwargs or {})
         names = [x.of for x in each if isinstance(x, ShardedGradient)]
         raise UsageError(
             f"the gradient of {names[0] if names else 'a parameter'} was read between backward() "

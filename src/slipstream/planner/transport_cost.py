@@ -131,16 +131,18 @@ def traced_sharding(trace: Trace) -> Sharded | None:
 
 
 def num_replicated(gradients: Sequence[Gradient], config: Sharded) -> int:
-    """How many gradients, the first ones in ready order, every rank updates.
+    """How many gradients every rank updates; they are taken to be the first ones in ready order.
 
-    Parameters are taken to be registered in the opposite of ready order.
+    Parameters are registered in the opposite of ready order, where a trace does not say how.
 
     Example:
         >>> ready = [Gradient("head", "", 30), Gradient("body", "", 70)]
         >>> num_replicated(ready, Sharded(replicated=0.33))
         1
     """
-    sizes = [gradient.num_bytes for gradient in reversed(gradients)]
+    forward = gradients[::-1]
+    registered = sorted(forward, key=lambda gradient: gradient.registered)
+    sizes = [gradient.num_bytes for gradient in registered]
     return len(sizes) - nearest_border(sizes, 1 - config.replicated)
 
 

@@ -276,7 +276,10 @@ def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
             "planned from it; record it again with this version of slipstream"
         )
     try:
-        return tuple(Gradient(g["name"], g["layer"], int(g["bytes"]), g["dtype"]) for g in listed)
+        return tuple(
+            Gradient(g["name"], g["layer"], int(g["bytes"]), g["dtype"], g.get("registered", -1))
+            for g in listed
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise TraceError(
             f"the trace is damaged: its list of gradients cannot be read ({error!r:.80}); each one "

@@ -19,6 +19,7 @@ from torch import nn
 
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
+from slipstream.gradients.shares import ShardedGradient
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.pipeline.pipeline import Pipeline
@@ -438,6 +439,7 @@ def _is_zero(parameter: torch.Tensor) -> bool:
     gradient = parameter.grad
     if gradient is None:
         return True
-    if type(gradient) is not torch.Tensor:  # a gradient of which this rank has a shard alone
-        return bool(getattr(gradient, "zeroed", False))
-    return not (gradient._values() if gradient.is_sparse else gradient).any()
+    if isinstance(gradient, ShardedGradient):
+        return gradient.zeroed
+    with torch._C.DisableTorchFunctionSubclass():  # the look of a script at it would be noticed
+        return not (gradient._values() if gradient.is_sparse else gradient).any()

@@ -260,13 +260,7 @@ class Session(Generic[M, O]):
             ExchangeError: another rank is gone.
         """
         self._must_be_open("state_dict")
-        self._loop.settle()
-        if self._loop.window_open:
-            raise UsageError(
-                "state_dict() inside an accumulation window would lose the gradients gathered so "
-                "far; call it after a step() that returned True, or after session.flush(), which "
-                "updates with them"
-            )
+        self._must_not_lose_gradients("state_dict")
         return self._state.state(self._loop.steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -281,13 +275,11 @@ class Session(Generic[M, O]):
             MismatchError: ranks load different states.
         """
         self._must_be_open("load_state_dict")
-        self._loop.settle()
-        if self._loop.window_open:
-            raise UsageError(
-                "load_state_dict() after a backward() that no update has used: its gradients are "
-                "of the state before; call it before backward(), or after a step() that returned "
-                "True, or after session.flush()"
-            )
+        self._must_have_no_gradients("load_state_dict")
+        self._state.check(state)
+        self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._loop.steps = self._state.load(state)
         self._loop.momentum_correction.restored()
 
@@ -317,6 +309,8 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("checkpoint")
         wanted = checked(parts)
+        if "session" in wanted:  # before the rest is gathered
+            self._must_not_lose_gradients("checkpoint")
         whole, state = self._sharding.model, dict[str, Any]()
         if "model" in wanted:
             state["model"] = whole.full_state_dict()
@@ -351,13 +345,16 @@ class Session(Generic[M, O]):
         """
         self._must_be_open("restore")
         state = joined(state)
+        self._must_have_no_gradients("restore")
+        if "session" in state:  # before anything is loaded
+            self._state.check(state["session"])
         whole = self._sharding.model
         if "model" in state:
             whole.load_full_state_dict(state["model"])
         if "optimizer" in state:
             whole.load_full_optimizer_state_dict(state["optimizer"])
         if "session" in state:
-            self.load_state_dict(state["session"])
+            self._load(state["session"])
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of the whole model, also where ranks share it or its
@@ -448,6 +445,24 @@ class Session(Generic[M, O]):
             raise complaint
         if complaint is not None:
             warnings.warn(complaint, stacklevel=2)
+
+    def _must_not_lose_gradients(self, verb: str) -> None:
+        self._loop.settle()
+        if self._loop.window_open:
+            raise UsageError(
+                f"{verb}() inside an accumulation window would lose the gradients gathered so far; "
+                "call it after a step() that returned True, or after session.flush(), which "
+                "updates with them"
+            )
+
+    def _must_have_no_gradients(self, verb: str) -> None:
+        self._loop.settle()
+        if self._loop.window_open:
+            raise UsageError(
+                f"{verb}() after a backward() that no update has used: its gradients are of the "
+                "state before; call it before backward(), or after a step() that returned True, or "
+                "after session.flush()"
+            )
 
     def _must_be_open(self, verb: str) -> None:
         if self._closed:

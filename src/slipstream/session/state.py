@@ -6,6 +6,7 @@ The format of a state, as plain values, is that of ``checkpoint``.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -76,23 +77,25 @@ class SessionState:
             return self.balance.state_dict()
         return None if self.loader is None else self.loader.position()
 
-    def load(self, state: dict[str, Any]) -> int:
-        """Restore ``state()``; returns the number of updates so far. A collective.
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse what `load` cannot load; a collective.
 
         Raises:
             UsageError: the state is another version's or another model's.
             MismatchError: ranks load different states.
         """
         mesh, control = self.dims.mesh, self.dims.control
-        sharded = mesh.model_parallel > 1
         trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]
-        ranks = mesh.data * mesh.model_parallel if sharded else None
+        ranks = mesh.data * mesh.model_parallel if mesh.model_parallel > 1 else None
         error = checkpoint.refusal(state, trainable, ranks)
         if control is not None:
             agree({"state": checkpoint.digest(state)}, control, error)
         elif error is not None:
             raise error
-        keeps_codecs = control is not None and keeps_state(self.codec)
+
+    def load(self, state: Mapping[str, Any]) -> int:
+        """Restore what ``state()`` returned and `check` accepts; returns the number of updates."""
+        keeps_codecs = self.dims.control is not None and keeps_state(self.codec)
         if state["codecs"] and not keeps_codecs:
             warnings.warn(
                 "the state holds what codecs have not sent yet, but this run has no such codec: "
@@ -121,7 +124,7 @@ class SessionState:
             )
         if keeps_codecs and (codecs := state["codecs"]):
             # after the last change of the layout, which says who serves which piece
-            if sharded:
+            if self.dims.mesh.model_parallel > 1:
                 codecs = [codecs[rank] for rank in self.dims.data_ranks]
             local = checkpoint.dealt_out(codecs, self.dims.data_rank, self.dims.data_size)
             self.engine.load_codec_state(local)

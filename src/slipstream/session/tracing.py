@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.errors import SlipstreamError
 from slipstream.fusion.chains import CONVOLUTIONS
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.segments import gradients_of, parameters_of
 from slipstream.parallel.dims import ParallelDims
 from slipstream.plain_copy import attach
-from slipstream.planner.candidates import with_gradients
-from slipstream.sharding.checks import check_sharded
+from slipstream.sharding.checks import refusal_of_sharded
 from slipstream.strategy import Row, Sharded, Strategy
 from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
@@ -222,6 +220,7 @@ def _metadata(
     if search is not None:
         document["gradients"]["transport"] = search.choice.transport.document(full=True)
         document["gradients"]["overlap"] = search.choice.overlap
+    places = {t.name: i for i, t in enumerate(parameters_of(model, trainable=True))}
     said = {} if search is None else {"search": search.outcome}
     return said | {
         "model": type(model).__name__,
@@ -232,7 +231,13 @@ def _metadata(
             for s in engine.segments
         ],
         "gradients": [
-            {"name": g.name, "layer": g.layer, "bytes": g.num_bytes, "dtype": g.dtype}
+            {
+                "name": g.name,
+                "layer": g.layer,
+                "bytes": g.num_bytes,
+                "dtype": g.dtype,
+                "registered": places.get(g.name, -1),
+            }
             for g in gradients
         ],
     }
@@ -253,16 +258,10 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _is_shardable(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> bool:
-    """Whether ``transport: sharded`` would be accepted here."""
+    """Whether ``transport: sharded`` is or would be accepted here."""
     if isinstance(strategy.gradients.transport, Sharded):
         return True
-    try:
-        trainables = parameters_of(model, trainable=True)
-        sharded = with_gradients(strategy, transport=Sharded())
-        check_sharded(model, optimizer, trainables, sharded)
-    except SlipstreamError:
-        return False
-    return True
+    return refusal_of_sharded(model, optimizer, strategy) is None
 
 
 def _batch_size(inputs: Iterable[Any]) -> int:

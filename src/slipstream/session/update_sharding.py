@@ -136,11 +136,13 @@ class UpdateSharding:
 
     def close(self) -> None:
         """Complete the parameters, and give every rank the whole state; collective if sharded."""
+        self.watch.end()
         if self._config is not None:
             self.model.close()
 
     def abandon(self) -> None:
         """After an error the other ranks may not be there to gather anything."""
+        self.watch.end()
         if isinstance(self.model, ShardedModel):
             self.model.abandon()
 
@@ -152,8 +154,8 @@ class UpdateSharding:
 def _gather(config: Sharded, shares: Shares) -> Split:
     """The all-gathers of a predicted config; those by default where it counts other parameters.
 
-    A prediction takes parameters to be registered in the opposite of ready order: so the border of
-    the replicated part may be one parameter away.
+    A prediction knows the bytes that travel, which parameters of several types do not have in
+    proportion to their own: then the border of the replicated part may be one parameter away.
     """
     gather = config.gather
     fits = not isinstance(gather, ByIndex) or gather.last[-1] == len(shares.names) - 1

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from slipstream.codecs.compressor import is_dense
-from slipstream.errors import ModelError, StrategyError
+from slipstream.errors import ModelError, SlipstreamError, StrategyError
 from slipstream.gradients.segments import NamedParameter, parameters_of
 from slipstream.optim.elementwise import ELEMENTWISE, acts_elsewhere, is_elementwise
 from slipstream.optim.layerwise import Layerwise
@@ -73,6 +73,20 @@ def check_sharded(
             )
 
 
+def refusal_of_sharded(
+    model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
+) -> str | None:
+    """Why ``transport: sharded`` in the place of the strategy's would be refused; None: it would
+    not be."""
+    update = {"gradients": strategy.gradients.model_copy(update={"transport": Sharded()})}
+    try:
+        trainables = parameters_of(model, trainable=True)
+        check_sharded(model, optimizer, trainables, strategy.model_copy(update=update))
+    except SlipstreamError as error:
+        return str(error)
+    return None
+
+
 def why_not_sharded(
     model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy
 ) -> str | None:
@@ -87,13 +101,7 @@ def why_not_sharded(
         return "compute.fuse_optimizer"
     if not isinstance(config.codec, Half | None):
         return f"the codec {config.codec.kind}"
-    update = {"gradients": config.model_copy(update={"transport": Sharded()})}
-    try:
-        trainables = parameters_of(model, trainable=True)
-        check_sharded(model, optimizer, trainables, strategy.model_copy(update=update))
-    except (ModelError, StrategyError) as error:
-        return str(error)
-    return None
+    return refusal_of_sharded(model, optimizer, strategy)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

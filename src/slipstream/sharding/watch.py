@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from slipstream.gradients.shares import METADATA, ZEROING
+from slipstream.gradients.shares import METADATA, ZEROING, arguments
 
 
 class WatchedGradient(torch.Tensor):
     """A gradient that works as always, and notes when its values are read or changed."""
 
     noticed: GradientWatch
-    zeroed = False
 
     @classmethod
     def __torch_function__(
@@ -25,22 +24,20 @@ class WatchedGradient(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        each = [x for arg in args for x in (arg if isinstance(arg, list | tuple) else [arg])]
-        for gradient in each:
-            if isinstance(gradient, WatchedGradient):
-                if func in ZEROING:
-                    gradient.zeroed = True
-                elif func not in METADATA:
-                    gradient.noticed.seen = True
+        kwargs = kwargs or {}
+        if func not in METADATA and func not in ZEROING:
+            for argument in arguments(args, kwargs):
+                if isinstance(argument, WatchedGradient):
+                    argument.noticed.notice()  # no argument is watched from here on
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
 
 class GradientWatch:
     """Watches the gradients of some updates.
 
-    A gradient keeps its identity and its memory; only its class is another one from ``begin`` to
-    ``end``.
+    A gradient keeps its identity and its memory; only its class is another one, from ``begin``
+    until ``end`` or until the first look at values, which gets those of a plain tensor.
 
     Attributes:
         seen: whether the script has read or changed a gradient, or looks at gradients and
@@ -62,18 +59,26 @@ class GradientWatch:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._watched: list[torch.Tensor] = []
+        self._watched: list[WatchedGradient] = []
         self.seen = False
 
     def begin(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The averages are there: from now on whoever reads one is noticed."""
+        """Watch the averages, which are there: whoever reads one from now on is noticed."""
         self.seen = self.seen or self._has_hooks()
+        if self.seen:
+            return
         for parameter in parameters:
             gradient = parameter.grad
             if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
                 gradient.__class__ = WatchedGradient
-                gradient.noticed = self  # type: ignore[attr-defined]
-                self._watched.append(gradient)
+                watched = cast(WatchedGradient, gradient)
+                watched.noticed = self
+                self._watched.append(watched)
+
+    def notice(self) -> None:
+        """Note that the script looks at gradients; that is all there is to find out."""
+        self.seen = True
+        self.end()
 
     def end(self) -> None:
         """Give gradients their own class back: slipstream reads them now. Idempotent."""

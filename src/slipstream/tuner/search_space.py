@@ -54,7 +54,7 @@ class SearchSpace:
         split: ``split: optimal``, if the split is searched for.
         updates: that the search may take, if ``transport: auto`` says so.
         overlap: whether to exchange beside backward; both where that is to be found out.
-        not_sharded: why `Sharded` is not among the transports; None: it is, or was not asked for.
+        not_sharded: why `Sharded` is not among the transports; None: it is, or is not searched for.
     """
 
     transports: tuple[Transport, ...]
@@ -64,9 +64,7 @@ class SearchSpace:
     not_sharded: str | None = None
 
     @classmethod
-    def of(
-        cls, strategy: Strategy, place: Place, not_sharded: str | None = "not asked for"
-    ) -> SearchSpace:
+    def of(cls, strategy: Strategy, place: Place, not_sharded: str | None) -> SearchSpace:
         """What ``strategy`` leaves open; where ranks share a model, their transport stays.
 
         Exchanging after backward is only tried where the cores that compute also exchange, all
