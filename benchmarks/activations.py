@@ -23,7 +23,7 @@ from slipstream.memory import offload, recompute
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.forward_override import ForwardOverride
 from slipstream.memory.recompute.budget import peak_bytes, segments
-from slipstream.strategy import Budget, BudgetBytes, Every, Offload
+from slipstream.strategy import BudgetBytesConfig, BudgetConfig, EveryConfig, OffloadConfig
 
 PARTS = tuple(
     f"bert.encoder.layer.*.{part}"
@@ -58,9 +58,11 @@ def inputs(length: int, device: str, batch: int) -> Batch:
 
 
 @contextmanager
-def ours(model: nn.Module, _: Batch, again: bool, offload_config: Offload | None) -> Iterator[None]:
+def ours(
+    model: nn.Module, _: Batch, again: bool, offload_config: OffloadConfig | None
+) -> Iterator[None]:
     """slipstream's recomputation of every block, offload, or both."""
-    recomputed = recompute(model, Every()) if again else None
+    recomputed = recompute(model, EveryConfig()) if again else None
     offloader = offload(model, offload_config) if offload_config is not None else None
     yield
     if offloader is not None:
@@ -72,11 +74,11 @@ def ours(model: nn.Module, _: Batch, again: bool, offload_config: Offload | None
 @contextmanager
 def budgeted(model: nn.Module, given: Batch) -> Iterator[None]:
     """slipstream's cheapest plan in the memory that recomputing every block takes."""
-    with closing(recompute(model, Budget(budget=1.0))) as measured:
+    with closing(recompute(model, BudgetConfig(budget=1.0))) as measured:
         model(**given).loss.backward()
         assert measured.prediction is not None
         costs = measured.prediction.costs
-    offload_config = BudgetBytes(budget_bytes=peak_bytes(segments(len(costs), 1), costs))
+    offload_config = BudgetBytesConfig(budget_bytes=peak_bytes(segments(len(costs), 1), costs))
     with closing(recompute(model, offload_config)):
         yield
 
@@ -128,7 +130,7 @@ def torchs(model: nn.Module, _: Batch, again: bool, to_cpu: bool) -> Iterator[No
         replaced.remove()
 
 
-def variants(offload_config: Offload) -> dict[str, Install]:
+def variants(offload_config: OffloadConfig) -> dict[str, Install]:
     """All that take turns, by name."""
     parts = offload_config.model_copy(update={"modules": PARTS})
     return {

@@ -49,7 +49,15 @@ from tables import auto_in_words, save
 import slipstream
 from slipstream.planner.candidates import label, with_gradients
 from slipstream.session import exchanging
-from slipstream.strategy import Auto, Direct, Flat, Sharded, Single, Split, Strategy
+from slipstream.strategy import (
+    AutoConfig,
+    DirectConfig,
+    FlatConfig,
+    ShardedConfig,
+    SingleConfig,
+    SplitConfig,
+    Strategy,
+)
 from slipstream.tuner.online_search import OnlineSearch
 from slipstream.tuner.search_space import SETTLING, SHARDED, Choice, SearchSpace
 from slipstream.tuner.significance import median_interval
@@ -111,7 +119,7 @@ def losses(case: Case, strategy: Strategy, updates: int) -> list[float]:
     """The mean over ranks of the loss of every update."""
     training, seen = Training(case, strategy), []
     for number in range(updates):
-        if isinstance(strategy.gradients.transport, Auto):
+        if isinstance(strategy.gradients.transport, AutoConfig):
             Watched.latest.updates = number + 1
         training.update()
         seen.append(training.loss)
@@ -123,10 +131,10 @@ def losses(case: Case, strategy: Strategy, updates: int) -> list[float]:
 
 def grid(space: SearchSpace, kept: Choice, names: Sequence[str]) -> dict[str, Choice]:
     """Every exact choice by its label, that of the search among them."""
-    splits: list[Split] = [
+    splits: list[SplitConfig] = [
         with_split(SPLITS[name]).gradients.split for name in names if name != "optimal"
     ]
-    whole = [one for one in space.transports if not isinstance(one, Sharded)]
+    whole = [one for one in space.transports if not isinstance(one, ShardedConfig)]
     parts = SHARDED if len(whole) < len(space.transports) else ()
     choices = [
         Choice(transport, split, True)
@@ -136,7 +144,7 @@ def grid(space: SearchSpace, kept: Choice, names: Sequence[str]) -> dict[str, Ch
     choices += [
         Choice(transport, split, False)
         for transport in whole
-        for split in (Single(), DEFAULT.gradients.split)
+        for split in (SingleConfig(), DEFAULT.gradients.split)
     ]
     return {named(choice): choice for choice in (*choices, kept)}
 
@@ -176,14 +184,14 @@ def measure(args: argparse.Namespace) -> None:
     if case.device:
         case.device.fit(plain(*case.make()), case.device.seconds)
     vars(exchanging)["OnlineSearch"] = Watched
-    searching = with_gradients(Strategy.load("auto"), transport=Auto(updates=args.updates))
+    searching = with_gradients(Strategy.load("auto"), transport=AutoConfig(updates=args.updates))
     searched = losses(case, searching, args.updates + args.more)
     assert Watched.latest.kept is not None, "the search must have ended"
     kept, spent = Watched.latest.kept
     outcome = Watched.latest.outcome
     curves: dict[str, list[float]] = {}
     if case.device is None:  # nothing is learned on an emulated device
-        for name, transport in {"default": Flat(), "direct": Direct()}.items():
+        for name, transport in {"default": FlatConfig(), "direct": DirectConfig()}.items():
             fixed = with_gradients(DEFAULT, transport=transport)
             curves[name] = losses(case, fixed, args.updates + args.more)
         curves["auto"] = searched
@@ -273,7 +281,7 @@ def main() -> int:
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--compute", choices=("cpu", "accelerator"), default="cpu")
     parser.add_argument("--compute-seconds", type=seconds_or_wire, default="wire")
-    parser.add_argument("--updates", type=int, default=Auto().updates, help="of the search")
+    parser.add_argument("--updates", type=int, default=AutoConfig().updates, help="of the search")
     parser.add_argument(
         "--more", type=int, default=10, help="updates after those, whose loss is compared, too"
     )

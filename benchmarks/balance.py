@@ -46,7 +46,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import BertConfig, BertForMaskedLM
 
 import slipstream
-from slipstream.data.balance import BalancedBatches, Cost, fit_cost
+from slipstream.data.balance import BalancedBatches, LengthCost, fit_cost
 from slipstream.data.packing import pack
 
 RANKS = 4
@@ -154,7 +154,7 @@ def all_alike(lengths: Sequence[int]) -> Steps:
     return [[parts[0]] * RANKS for parts in at_random(lengths)]
 
 
-def balanced(lengths: Sequence[int], pads: bool, cost: Cost | None = None) -> Steps:
+def balanced(lengths: Sequence[int], pads: bool, cost: LengthCost | None = None) -> Steps:
     """slipstream's."""
 
     def make(rank: int) -> BalancedBatches:
@@ -186,20 +186,20 @@ DEALS: dict[str, tuple[Callable[[Sequence[int]], Steps], bool]] = {
 
 
 def predicted(
-    steps: Steps, lengths: Sequence[int], pads: bool, cost: Cost | None
+    steps: Steps, lengths: Sequence[int], pads: bool, cost: LengthCost | None
 ) -> tuple[float, float]:
     """The share of time that is waited, by ``cost`` or tokens, and of tokens that are padding."""
 
-    def summed(part: Sequence[int], cost: Cost) -> float:
+    def summed(part: Sequence[int], cost: LengthCost) -> float:
         costs = cost([lengths[index] for index in part])
         return float(len(costs) * costs.max() if pads else costs.sum())
 
-    def all_of(cost: Cost) -> Any:
+    def all_of(cost: LengthCost) -> Any:
         return np.array([[summed(part, cost) for part in parts] for parts in steps])
 
-    times = all_of(cost or Cost())
+    times = all_of(cost or LengthCost())
     real = sum(lengths[index] for parts in steps for part in parts for index in part)
-    return 1 - times.mean(1).sum() / times.max(1).sum(), 1 - real / all_of(Cost()).sum()
+    return 1 - times.mean(1).sum() / times.max(1).sum(), 1 - real / all_of(LengthCost()).sum()
 
 
 def in_turn(model: BertForMaskedLM, batches: Sequence[Any]) -> torch.Tensor:
@@ -269,7 +269,7 @@ def model_of() -> BertForMaskedLM:
     return BertForMaskedLM(config)
 
 
-def fitted(model: BertForMaskedLM) -> Cost:
+def fitted(model: BertForMaskedLM) -> LengthCost:
     """What samples cost by their lengths, from padded batches that the first rank measures."""
     shapes = [(samples, length) for length in (16, 48, 96, 160, 256) for samples in (2, 4, 8, 16)]
     seconds = torch.full((len(shapes),), torch.inf, dtype=torch.float64)

@@ -73,7 +73,7 @@ from tables import (
 from torch import nn
 
 from slipstream.session.session import Session
-from slipstream.strategy import Auto, Optimal, Transport
+from slipstream.strategy import AutoConfig, OptimalConfig, TransportConfig
 from slipstream.testbed import parse_rate
 from slipstream.tuner.search_space import MOST, SETTLING, TURNS
 
@@ -84,7 +84,7 @@ import models
 MODELS = ("resnet50", "vgg16", "bert", "swin-t", "gpt2", "resnet-small")
 TRANSPORTS: dict[str, object] = {
     variant.model_fields["kind"].default: variant.model_fields["kind"].default
-    for variant in get_args(get_args(Transport)[0])
+    for variant in get_args(get_args(TransportConfig)[0])
 }
 TRANSPORTS["sharded, a third replicated"] = {"kind": "sharded", "replicated": 1 / 3}
 SPLITS: dict[str, dict[str, object]] = {
@@ -291,7 +291,7 @@ def measure(args: argparse.Namespace) -> None:
         device.fit(variants["no exchange"], wanted)
     for label, session in sessions.items():
         if searches(session):
-            for _ in range(MOST * TURNS * (SETTLING + Optimal().steps)):
+            for _ in range(MOST * TURNS * (SETTLING + OptimalConfig().steps)):
                 variants[label]()  # it has made its choice before anything is timed
     seconds, cpu = take_turns(variants, args.rounds, args.warmup)
     if rank == 0:
@@ -310,7 +310,7 @@ def measure(args: argparse.Namespace) -> None:
 def searches(session: AnySession) -> bool:
     """Whether it chooses a split or a transport while it trains."""
     gradients = session.strategy.gradients
-    return isinstance(gradients.split, Optimal) or isinstance(gradients.transport, Auto)
+    return isinstance(gradients.split, OptimalConfig) or isinstance(gradients.transport, AutoConfig)
 
 
 def measure_memory(build: Mapping[str, Callable[[], Variant]], rank: int) -> dict[str, int]:

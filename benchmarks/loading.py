@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from slipstream.data.cache import CachedDataset, cached
 from slipstream.data.prefetch import prefetch
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 
 BATCH = 32
 EPOCHS = 4  # of a block, the first of which does not count
@@ -103,19 +103,19 @@ def variants(workers: int, depth: int) -> dict[str, Callable[[Dataset[Any]], Any
             data, num_workers=workers, persistent_workers=True
         ),
         "DataLoader, no workers": loader,
-        "prefetch, workers": lambda data: prefetch(loader(data), Prefetch(workers=workers)),
+        "prefetch, workers": lambda data: prefetch(loader(data), PrefetchConfig(workers=workers)),
         "prefetch, threads": lambda data: prefetch(
-            loader(data), Prefetch(workers=workers, threads=True, depth=depth)
+            loader(data), PrefetchConfig(workers=workers, threads=True, depth=depth)
         ),
         "prefetch, auto": lambda data: prefetch(loader(data)),
         "prefetch, auto, threads auto": lambda data: prefetch(
-            loader(data), Prefetch(threads="auto")
+            loader(data), PrefetchConfig(threads="auto")
         ),
         "DataLoader, persistent workers, cache": lambda data: loader(
             cached(data), num_workers=workers, persistent_workers=True
         ),
         "prefetch, threads, cache": lambda data: prefetch(
-            loader(cached(data)), Prefetch(workers=workers, threads=True, depth=depth)
+            loader(cached(data)), PrefetchConfig(workers=workers, threads=True, depth=depth)
         ),
         "prefetch, auto, cache": lambda data: prefetch(loader(cached(data))),
     }

@@ -38,7 +38,7 @@ from torch import nn
 
 from slipstream.memory import estimate, max_batch
 from slipstream.memory.forward_override import ForwardOverride
-from slipstream.strategy import Offload
+from slipstream.strategy import OffloadConfig
 
 LIMIT = 32 * 2**30
 LARGE = (1024, 24, 16, 512)
@@ -54,7 +54,7 @@ OURS = ("keep all", "recompute", "recompute + offload")
 def peak_of(name: str, shape: tuple[int, int, int, int], batch: int) -> Growth:
     """By how much this process grows in the second forward and backward of this size."""
     model, given = bert(*shape), inputs(shape[-1], "cpu", batch)
-    with variants(Offload(to="disk"))[name](model, given):
+    with variants(OffloadConfig(to="disk"))[name](model, given):
         model(**given).loss.backward()
         return growth(lambda: model(**given).loss.backward())
 
@@ -67,9 +67,9 @@ def count_bytes() -> dict[str, Any]:
         model, partial(inputs, LARGE[-1], "meta"), torch.optim.AdamW(model.parameters())
     )
     blocks = [[path] for path in found.blocks]
-    ways: dict[str, tuple[Any, Offload | None]] = {
+    ways: dict[str, tuple[Any, OffloadConfig | None]] = {
         "keep all": ((), None), "recompute": (blocks, None),
-        "recompute + offload": (blocks, Offload()),
+        "recompute + offload": (blocks, OffloadConfig()),
     }  # fmt: skip
     rows = []
     for name in track(OURS, "bytes", console=Console(stderr=True)):
@@ -95,7 +95,7 @@ def measure_time(rounds: int) -> dict[str, Any]:
     """Seconds an iteration of every variant in turn on one model, and the peak of each."""
     model = bert(*SMALL)
     given = inputs(SMALL[-1], "cpu", SMALL_BATCH)
-    every = variants(Offload(to="disk"))
+    every = variants(OffloadConfig(to="disk"))
     del every["torch: checkpoint + save_on_cpu"]  # nothing is copied from CPU to CPU
     seconds: dict[str, list[float]] = {name: [] for name in every}
     shuffle = random.Random(0)
@@ -141,7 +141,7 @@ def measure_cuda(rounds: int) -> dict[str, Any] | None:
     whole = torch.cuda.get_device_properties(device).total_memory
     amp = partial(torch.autocast, "cuda", torch.bfloat16)
     around = ForwardOverride(model, lambda forward, *args, **kwargs: _under(amp(), forward, kwargs))
-    every = variants(Offload())
+    every = variants(OffloadConfig())
     del every["torch: save_on_cpu"]  # would take all of the host's memory
     del every["torch: saved tensors to files"], every["recompute, budget of as much"]
     for name, install in every.items():

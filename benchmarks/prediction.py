@@ -49,12 +49,12 @@ from slipstream.advisor.findings import Finding
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.candidates import label
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import traced_strategy
 from slipstream.planner.simulate import predict
-from slipstream.strategy import Half, Int8, PowerSgd, Strategy
+from slipstream.strategy import HalfConfig, Int8Config, PowerSgdConfig, Strategy
 from slipstream.trace import Trace, chrome
 from slipstream.tuner.significance import median_interval
 from slipstream.tuner.trials import iterations
@@ -79,7 +79,7 @@ STRATEGIES: dict[str, dict[str, object]] = {
     "powersgd": {"codec": {"kind": "powersgd", "start_step": 0}},
 }
 PRECISIONS: dict[str, dict[str, object]] = {"half weights": {"precision": "half_weights"}}
-CODECS = (Half(), Int8(), PowerSgd())
+CODECS = (HalfConfig(), Int8Config(), PowerSgdConfig())
 BASELINE, ADVISED = "default", "advised"
 EXACT = ("gradients.split", "gradients.overlap", "gradients.transport")
 """Where advice keeps the mathematics."""
@@ -277,9 +277,9 @@ def seconds(trace: Trace) -> list[float]:
 def predicted(source: Trace, target: Trace, cluster: NetworkProfile) -> float:
     """Seconds for a batch under the plan of ``target``, from the trace ``source``."""
     workload, fitted = prepare(source, cluster)
-    plan = Plan.of_trace(target, cluster.codecs)
+    plan = CommPlan.of_trace(target, cluster.codecs)
     if plan.half != workload.half:  # a plan lists no bytes: those of the source are halved
-        plan = Plan.of(traced_strategy(target), workload.gradients, cluster.codecs)
+        plan = CommPlan.of(traced_strategy(target), workload.gradients, cluster.codecs)
     return predict(workload, plan, fitted) / plan.accumulate
 
 

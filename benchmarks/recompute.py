@@ -42,7 +42,7 @@ from slipstream.memory import recompute
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.recompute.budget import peak_bytes, segments
 from slipstream.memory.recompute.measure import saved_storages, storages_of
-from slipstream.strategy import Memory
+from slipstream.strategy import MemoryConfig
 
 Batch = dict[str, torch.Tensor]
 Settings = dict[str, Any] | str | None
@@ -120,7 +120,7 @@ def loss_of(batch: Batch, model: nn.Module) -> torch.Tensor:
 
 def config_of(recompute: Mapping[str, Any]) -> Any:
     """The settings of a contender."""
-    return Memory.model_validate({"recompute": recompute}).recompute
+    return MemoryConfig.model_validate({"recompute": recompute}).recompute
 
 
 def by_torch(model: nn.Module) -> None:

@@ -33,9 +33,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from slipstream import comm
-from slipstream.parallel.tensor.plans import Plan, known_plan
+from slipstream.parallel.tensor.plans import TensorPlan, known_plan
 from slipstream.parallel.tensor.split import split_layers
-from slipstream.strategy.parallel import TensorParallel
+from slipstream.strategy.parallel import TensorParallelConfig
 
 Theirs = dict[str, ParallelStyle]
 
@@ -59,14 +59,14 @@ def llama(width: int) -> nn.Module:
     return LlamaModel(config)
 
 
-def mlp_plans() -> tuple[Plan, Theirs]:
-    config = TensorParallel.model_validate({"ranks": 2, "plan": {"0": "column", "2": "row"}})
+def mlp_plans() -> tuple[TensorPlan, Theirs]:
+    config = TensorParallelConfig.model_validate({"ranks": 2, "plan": {"0": "column", "2": "row"}})
     plan = config.plan
     assert plan is not None
     return plan, {"0": ColwiseParallel(), "2": RowwiseParallel()}
 
 
-def llama_plans(model: nn.Module) -> tuple[Plan, Theirs]:
+def llama_plans(model: nn.Module) -> tuple[TensorPlan, Theirs]:
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     theirs: Theirs = {f"layers.*.{name}": ColwiseParallel() for name in columns}
     theirs |= {f"layers.*.mlp.{name}": ColwiseParallel() for name in ("gate_proj", "up_proj")}
@@ -75,7 +75,7 @@ def llama_plans(model: nn.Module) -> tuple[Plan, Theirs]:
     return known_plan(model.config), theirs
 
 
-def cases() -> dict[str, tuple[nn.Module, tuple[Plan, Theirs], torch.Tensor]]:
+def cases() -> dict[str, tuple[nn.Module, tuple[TensorPlan, Theirs], torch.Tensor]]:
     """Modules, plans and inputs: small ones show the cost of a call, large ones that of a copy."""
     modules: dict[str, Any] = {}
     for width, rows in ((64, 16), (256, 256), (1024, 512)):

@@ -25,8 +25,8 @@ from rich.table import Table
 from tables import save
 
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.comm_plan import Plan
-from slipstream.planner.cost import Kind, Network, NetworkProfile
+from slipstream.planner.comm_plan import CommPlan
+from slipstream.planner.cost import GroupKind, Network, NetworkProfile
 from slipstream.planner.curve import Curve
 from slipstream.planner.simulate import simulate
 from slipstream.planner.split import optimal_cuts
@@ -62,12 +62,12 @@ class Row:
 
 def network(hosts: int) -> NetworkProfile:
     """Hosts of eight ranks: rings with 1 Gbit/s between hosts and 10 times that inside."""
-    ranks: dict[Kind, int] = {
+    ranks: dict[GroupKind, int] = {
         "world": hosts * RANKS_PER_HOST,
         "intra": RANKS_PER_HOST,
         "inter": hosts,
     }
-    networks: dict[Kind, Network] = {}
+    networks: dict[GroupKind, Network] = {}
     for kind, count in ranks.items():
         per_byte = (count - 1) / count * (8e-10 if kind == "intra" else 8e-9)
         whole, half = (
@@ -109,7 +109,7 @@ def workload(ranks: int) -> Workload:
 
 def simulation() -> Callable[[], object]:
     """An iteration of eleven segments through the hierarchical transport, and its trace."""
-    plan = Plan((*range(16, GRADIENTS, 16), GRADIENTS), transport="hierarchical")
+    plan = CommPlan((*range(16, GRADIENTS, 16), GRADIENTS), transport="hierarchical")
     work, large = workload(RANKS), network(RANKS // RANKS_PER_HOST)
     return lambda: simulate(work, plan, large)
 
@@ -125,7 +125,7 @@ def split() -> Callable[[], object]:
 
 def reading(folder: Path) -> Callable[[], object]:
     """A file of simulated iterations on 64 ranks."""
-    plan, small = Plan((*range(16, GRADIENTS, 16), GRADIENTS)), network(8)
+    plan, small = CommPlan((*range(16, GRADIENTS, 16), GRADIENTS)), network(8)
     trace = simulate(workload(64), plan, small, steps=EVENTS // (64 * 16) + 1)
     assert len(trace.events) >= EVENTS, f"only {len(trace.events)} events"
     path = folder / "trace.json"

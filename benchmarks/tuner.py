@@ -47,14 +47,14 @@ from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import Prediction, rank
 from slipstream.planner.workload import gradients_of
 from slipstream.strategy import (
-    ByBytes,
-    Dgc,
-    Half,
-    Int8,
-    OneBit,
-    PlainCodec,
-    PowerSgd,
-    Single,
+    ByBytesConfig,
+    DgcConfig,
+    HalfConfig,
+    Int8Config,
+    OneBitConfig,
+    PlainCodecConfig,
+    PowerSgdConfig,
+    SingleConfig,
     Strategy,
     at_once,
 )
@@ -69,7 +69,13 @@ import models
 
 EXAMPLES = ("images", "masked_lm", "causal_lm")
 SKIP = 2
-CODECS: tuple[PlainCodec, ...] = (Half(), Int8(), OneBit(), Dgc(), PowerSgd())
+CODECS: tuple[PlainCodecConfig, ...] = (
+    HalfConfig(),
+    Int8Config(),
+    OneBitConfig(),
+    DgcConfig(),
+    PowerSgdConfig(),
+)
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def lossy_grid(sgd: bool) -> list[Strategy]:
     return [
         with_gradients(Strategy(), codec=codec, split=split)
         for codec in (None, *kinds)
-        for split in (ByBytes(), Single())
+        for split in (ByBytesConfig(), SingleConfig())
     ]
 
 

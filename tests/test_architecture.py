@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -187,6 +188,34 @@ def past_the_transport(modules: Modules) -> Iterator[str]:
             yield from (f"{module} calls {name}" for name in names if name in COLLECTIVES)
 
 
+def types_of(tree: ast.Module) -> Iterator[str]:
+    """Public names of classes and of types that a module gives a name."""
+    for node in tree.body:
+        names = [node.name] if isinstance(node, ast.ClassDef) else []
+        if isinstance(node, ast.Assign):
+            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+        yield from (n for n in names if re.fullmatch(r"[A-Z]\w*[a-z]\w*", n))
+
+
+def one_name_for_two_types(modules: Modules) -> Iterator[str]:
+    homes = defaultdict(list)
+    for module, tree in modules.items():
+        for name in types_of(tree):
+            homes[name].append(module)
+    yield from (f"{name}: {', '.join(m)}" for name, m in homes.items() if len(m) > 1)
+
+
+def settings_without_config(modules: Modules) -> Iterator[str]:
+    """Settings are values that a file of the same word carries out: their names must differ."""
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+                continue
+            bases = {getattr(base, "id", "") for base in node.bases}
+            if bases & {"Setting", "Variant"} and node.name not in ("Strategy", "Variant"):
+                yield from [f"{module}.{node.name}"] if not node.name.endswith("Config") else []
+
+
 RULES = {
     rule.__name__: rule
     for rule in (
@@ -197,6 +226,8 @@ RULES = {
         torch_users,
         vague_names,
         past_the_transport,
+        one_name_for_two_types,
+        settings_without_config,
     )
 }
 
@@ -248,6 +279,14 @@ BROKEN = {
     "gradients that send themselves": (
         "past_the_transport",
         {"gradients/a.py": "import torch\ntorch.distributed.isend(x)"},
+    ),
+    "a class of one name in two rooms": (
+        "one_name_for_two_types",
+        {"comm/a.py": "class Plan: ...", "data/b.py": "Plan = tuple[int, ...]"},
+    ),
+    "a setting that is named like its technique": (
+        "settings_without_config",
+        {"strategy/a.py": "class Cache(Setting): ..."},
     ),
     "a file called helpers": ("vague_names", {"comm/_helpers.py": ""}),
 }

@@ -17,7 +17,7 @@ from slipstream.advisor.findings import Finding, merged
 from slipstream.advisor.trace_stats import TraceStats, trace_stats
 from slipstream.errors import ClusterError, TraceError
 from slipstream.planner.candidates import candidates
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import CodecCost
 from slipstream.planner.curve import Curve
@@ -269,7 +269,7 @@ def test_a_patch_gains_what_the_finding_says(split: object) -> None:
 
     def took(settings: dict[str, Any]) -> tuple[float, Trace]:
         strategy = Strategy.load(settings)
-        trace = simulate(work, Plan.of(strategy, work.gradients), network, steps=3)
+        trace = simulate(work, CommPlan.of(strategy, work.gradients), network, steps=3)
         meta = {**trace.meta, "strategy": strategy.document(full=True)}
         return trace_stats(trace).iteration, Trace(trace.events, meta)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from rich.console import Console
 
 from slipstream.analysis.ascii_timeline import ascii_timeline
-from slipstream.analysis.breakdown import Parts, TypicalIteration
+from slipstream.analysis.breakdown import IterationParts, TypicalIteration
 from slipstream.analysis.summary import document, summary
 from slipstream.analysis.tables import PARTS, rank_table
 from slipstream.analysis.time_unit import TimeUnit
@@ -140,7 +140,7 @@ def test_any_trace_can_be_shown(trace):
 @pytest.mark.parametrize("seconds", [9e-4, 0.99, 9.9, 99.9, 5000.0])
 def test_a_row_of_a_rank_fits_where_every_part_is_as_long_as_the_iteration(seconds):
     """Medians of parts do not add up to that of the iteration."""
-    typical = TypicalIteration(8, {4095: Parts(**dict.fromkeys(PARTS, seconds))}, ())
+    typical = TypicalIteration(8, {4095: IterationParts(**dict.fromkeys(PARTS, seconds))}, ())
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
         console.print(rank_table(typical))

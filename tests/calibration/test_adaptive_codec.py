@@ -18,7 +18,7 @@ from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.cost import CodecCost
 from slipstream.planner.curve import Curve, Piece
 from slipstream.session import exchanging
-from slipstream.strategy import Adaptive, Int8
+from slipstream.strategy import AdaptiveConfig, Int8Config
 from tests.gradients.test_codec import session_of, step_of, wide
 from tests.harness import reference
 from tests.harness.counters import collectives
@@ -119,7 +119,7 @@ def test_network_and_codec_are_measured_on_the_live_ranks(two, codec) -> None:
 def what_is_measured() -> tuple[CodecDecision, set[str], int, int]:
     """The decision, the kinds of collectives, and how many: of it and of a whole calibration."""
     ranks = connect(from_environ(), "cpu")
-    config = Adaptive(codec=Int8())
+    config = AdaptiveConfig(codec=Int8Config())
     with collectives() as log:
         decision = measure(config, ranks)
     with collectives() as whole:

@@ -12,7 +12,7 @@ from slipstream.calibration import contention as measuring
 from slipstream.calibration.contention import crowd_slowdown, measure_contention
 from slipstream.planner.cost import Contention
 from slipstream.planner.curve import Curve
-from slipstream.strategy import Direct, Flat, Transport
+from slipstream.strategy import DirectConfig, FlatConfig, TransportConfig
 from slipstream.transport.transport import make_transport
 from tests.harness.ranks import Ranks
 
@@ -26,9 +26,9 @@ def two():
         yield ranks
 
 
-def where() -> tuple[dist.ProcessGroup, torch.device, Transport]:
+def where() -> tuple[dist.ProcessGroup, torch.device, TransportConfig]:
     world = dist.group.WORLD
-    return world, torch.device("cpu"), make_transport(Flat(), world)
+    return world, torch.device("cpu"), make_transport(FlatConfig(), world)
 
 
 def measure(alone: tuple[float, ...], both: tuple[float, ...], beside: float) -> Contention:
@@ -109,12 +109,12 @@ def test_where_all_exchanges_are_small_one_waits_for_all_of_the_other(two) -> No
     assert two.run(queue_of, flat, {}) == [(1.0, 1.1e-3)] * 2
 
 
-def beside(large: int, config: Transport) -> tuple[float, float]:
+def beside(large: int, config: TransportConfig) -> tuple[float, float]:
     with closing(make_transport(config, dist.group.WORLD)) as transport:
         return measuring._one_behind_the_other(dist.group.WORLD, transport, large, 4096)
 
 
-@pytest.mark.parametrize("config", [Flat(), Direct()], ids=lambda config: config.kind)
+@pytest.mark.parametrize("config", [FlatConfig(), DirectConfig()], ids=lambda config: config.kind)
 def test_a_small_exchange_lands_before_the_large_one_or_with_it(two, config) -> None:
     for large, small in two.run(beside, 2**22, config):
         assert 0.0 < small <= large
@@ -146,7 +146,7 @@ def test_a_crowd_takes_longer_than_its_bytes_by_what_the_last_rank_measures(two)
 
 
 def of_a_crowd() -> float:
-    with closing(make_transport(Direct(), dist.group.WORLD)) as transport:
+    with closing(make_transport(DirectConfig(), dist.group.WORLD)) as transport:
         world, device = dist.group.WORLD, torch.device("cpu")
         return crowd_slowdown(world, device, transport, ALL_REDUCE, 1e-12, 0.05)
 
@@ -157,7 +157,7 @@ def test_a_crowd_of_direct_sends_is_timed_alike_on_all_ranks(two) -> None:
 
 
 def of_direct_sends() -> Contention:
-    with closing(make_transport(Direct(), dist.group.WORLD)) as transport:
+    with closing(make_transport(DirectConfig(), dist.group.WORLD)) as transport:
         device = torch.device("cpu")
         return measure_contention(dist.group.WORLD, device, transport, ALL_REDUCE, 0.02)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.simulate import simulate
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, write
@@ -17,7 +17,7 @@ from tests.planner.test_ranking import UNEVEN
 def files(tmp_path: Path) -> list[str]:
     """Options that name a trace and its cluster."""
     work, where = UNEVEN
-    trace = simulate(work, Plan.of(Strategy(), work.gradients), where, steps=2)
+    trace = simulate(work, CommPlan.of(Strategy(), work.gradients), where, steps=2)
     meta = trace.meta | {"strategy": Strategy().document(full=True)}
     write(Trace(trace.events, meta), tmp_path / "trace.json")
     where.save(tmp_path / "cluster.yaml")

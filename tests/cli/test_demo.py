@@ -25,11 +25,11 @@ from slipstream.cli.demo.measured import ALONE, DDP, EXACT, LOSSY, ROUNDING, Mea
 from slipstream.cli.demo.progress import Bars
 from slipstream.cli.demo.report import alternation, result
 from slipstream.cli.demo.training import in_turn
-from slipstream.cli.demo.trainings import Ddp, Slipstream, Training
-from slipstream.planner.comm_plan import Plan
+from slipstream.cli.demo.trainings import Ddp, DemoTraining, Slipstream
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.cost import CodecCost
 from slipstream.planner.simulate import simulate
-from slipstream.strategy import Dgc, Strategy
+from slipstream.strategy import DgcConfig, Strategy
 from slipstream.testbed import unavailable
 from slipstream.trace import chrome
 from tests.harness.ranks import Ranks
@@ -217,7 +217,9 @@ def test_numbers_survive_their_file_with_the_gains_beside_them(tmp_path: Path) -
 
 
 def test_codecs_run_from_the_first_update_on() -> None:
-    assert [c for c in CODECS.values() if getattr(c, "start_step", 0) or isinstance(c, Dgc)] == []
+    assert [
+        c for c in CODECS.values() if getattr(c, "start_step", 0) or isinstance(c, DgcConfig)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_codecs_are_tried_where_they_pay(gigabits: float, coding: float, chosen:
     ratios = zip(CODECS.values(), (0.5, 0.25, 0.01), strict=True)
     costs = {c.kind: CodecCost(ratio=r, encode=coding, decode=coding) for c, r in ratios}
     network = ethernet_profile(gigabits=gigabits).model_copy(update={"codecs": costs})
-    trace = simulate(workload(), Plan.of(Strategy(), workload().gradients), network, steps=3)
+    trace = simulate(workload(), CommPlan.of(Strategy(), workload().gradients), network, steps=3)
     candidates = predict(trace, network)
     assert [(one.codec, one.sent) for one, _ in candidates] == [
         *((NONE, 1.0), ("bf16", 0.5), ("int8", 0.25), ("PowerSGD", 0.01))
@@ -261,7 +263,7 @@ def train_in_turn() -> dict[str, object]:
         DDP: Ddp(5, 8),
         EXACT: exact,
         LOSSY: Slipstream(5, coded),
-        ALONE: Training(5),
+        ALONE: DemoTraining(5),
     }
     apart = in_turn(trainings, batches[2:], Bars(Console(quiet=True)))
     exchanging = [one for name, one in trainings.items() if name != ALONE]

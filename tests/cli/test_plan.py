@@ -13,7 +13,7 @@ from slipstream.cli import main
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import plan_segments
 from slipstream.planner.candidates import label
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.simulate import simulate
 from slipstream.planner.workload import gradients_of
 from slipstream.strategy import Strategy
@@ -93,7 +93,7 @@ def test_json_is_for_machines(files, tmp_path) -> None:
 def test_what_is_not_the_exchange_is_predicted_too(files, tmp_path) -> None:
     assert "with data" not in _run(*files)  # the trace says of no use
     work = workload(late=0.04, data_wait=np.full(4, 0.05))
-    recorded = simulate(work, Plan.of(Strategy(), work.gradients), cluster(4), steps=2)
+    recorded = simulate(work, CommPlan.of(Strategy(), work.gradients), cluster(4), steps=2)
     uses = {"prefetchable": True, "balanceable": True, "strategy": Strategy().document(full=True)}
     uses["useful_compute"] = ["compile", "fuse_optimizer"]
     write(Trace(recorded.events, recorded.meta | uses), tmp_path / "trace.json")

@@ -15,7 +15,7 @@ from slipstream.cli.plan import count
 from slipstream.cli.plan.memory import parse_bytes
 from slipstream.errors import ModelError, StrategyError
 from slipstream.memory import Estimate
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.simulate import predict
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, read, write
@@ -125,7 +125,7 @@ def test_a_trace_tells_how_fast_larger_batches_are(users_model, files):
         way = ways[name]
         assert way["recomputed"] == share
         own = work.with_batch(way["batch"])
-        plan = replace(Plan.of(Strategy(), own.gradients), recompute_share=share)
+        plan = replace(CommPlan.of(Strategy(), own.gradients), recompute_share=share)
         expected = 4 * way["batch"] / predict(own, plan, network)
         assert way["samples_per_second"] == pytest.approx(expected, rel=0.05)
     assert ways["recompute all + offload"]["samples_per_second"] is None

@@ -18,7 +18,7 @@ from slipstream.cli.tune import display
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.planner.candidates import candidates
 from slipstream.planner.cost import CodecCost, HalfSpeed
-from slipstream.planner.ranking import Point, rank
+from slipstream.planner.ranking import ScaleOutPoint, rank
 from slipstream.strategy import Strategy, overview
 from slipstream.testbed import LinkCheck, Node, Testbed
 from slipstream.tuner.trial_log import Trial, Tuned
@@ -37,7 +37,7 @@ def plan_ranking() -> RenderableType:
 def plan_curve(over: str) -> RenderableType:
     workload, network = UNEVEN
     [prediction] = rank([Strategy()], workload, network, Strategy())
-    point = Point(nodes=4096, ranks=32768, rate=1e11, prediction=prediction)
+    point = ScaleOutPoint(nodes=4096, ranks=32768, rate=1e11, prediction=prediction)
     return tables.curve("by_index 6/12/17/22/29, accumulate 4: other clusters", [point], over)
 
 
@@ -70,7 +70,9 @@ def tune() -> RenderableType:
 
 
 def scaling() -> RenderableType:
-    points = [scale.Point(n, 1.23456, 12345.6, 123.45, 0.9876, 0.8765, 0.1234) for n in (1, 128)]
+    points = [
+        scale.ScalePoint(n, 1.23456, 12345.6, 123.45, 0.9876, 0.8765, 0.1234) for n in (1, 128)
+    ]
     return scale._table(points, "samples")
 
 

@@ -9,29 +9,35 @@ from typing import Any
 import torch
 
 from slipstream.codecs import Compressor, Ranks, make_compressor
-from slipstream.strategy import Dgc, Int8, OneBit, PlainCodec, PowerSgd
-from slipstream.transport.requests import AllGather, AllReduce, AllToAll, Exchange, sent_bytes
+from slipstream.strategy import (
+    DgcConfig,
+    Int8Config,
+    OneBitConfig,
+    PlainCodecConfig,
+    PowerSgdConfig,
+)
+from slipstream.transport.requests import AllGather, AllReduce, AllToAll, ExchangeSteps, sent_bytes
 
 CONFIGS = {
-    "int8": Int8(),
-    "int8, small blocks": Int8(block=8),
-    "int8, stochastic": Int8(rounding="stochastic"),
-    "int8, feedback": Int8(error_feedback=True),
-    "int8, stochastic, feedback": Int8(rounding="stochastic", error_feedback=True, block=64),
-    "onebit": OneBit(start_step=0),
-    "onebit, small blocks": OneBit(block=64, start_step=0),
-    "dgc": Dgc(density=0.05, warmup_steps=0),
-    "dgc, warm-up": Dgc(density=0.05, dense_steps=1, warmup_steps=2, warmup=(0.5, 0.1)),
-    "powersgd": PowerSgd(rank=2, start_step=0),
-    "powersgd, cold": PowerSgd(rank=1, start_step=0, warm_start=False),
-    "powersgd, later": PowerSgd(rank=2, start_step=2),
-    "powersgd, no feedback": PowerSgd(rank=2, start_step=0, error_feedback=False),
+    "int8": Int8Config(),
+    "int8, small blocks": Int8Config(block=8),
+    "int8, stochastic": Int8Config(rounding="stochastic"),
+    "int8, feedback": Int8Config(error_feedback=True),
+    "int8, stochastic, feedback": Int8Config(rounding="stochastic", error_feedback=True, block=64),
+    "onebit": OneBitConfig(start_step=0),
+    "onebit, small blocks": OneBitConfig(block=64, start_step=0),
+    "dgc": DgcConfig(density=0.05, warmup_steps=0),
+    "dgc, warm-up": DgcConfig(density=0.05, dense_steps=1, warmup_steps=2, warmup=(0.5, 0.1)),
+    "powersgd": PowerSgdConfig(rank=2, start_step=0),
+    "powersgd, cold": PowerSgdConfig(rank=1, start_step=0, warm_start=False),
+    "powersgd, later": PowerSgdConfig(rank=2, start_step=2),
+    "powersgd, no feedback": PowerSgdConfig(rank=2, start_step=0, error_feedback=False),
 }
 
 FED_BACK = [
     name
     for name, config in CONFIGS.items()
-    if isinstance(config, OneBit | Dgc) or getattr(config, "error_feedback", False)
+    if isinstance(config, OneBitConfig | DgcConfig) or getattr(config, "error_feedback", False)
 ]
 
 SHAPES = [(17, 23), (5,), (3, 4, 3, 3), (1,), (0,), (40, 40)]
@@ -41,7 +47,7 @@ SHAPES = [(17, 23), (5,), (3, 4, 3, 3), (1,), (0,), (40, 40)]
 class Team:
     """The compressors of all ranks for one bucket."""
 
-    config: PlainCodec
+    config: PlainCodecConfig
     ranks: int
     shapes: Sequence[Sequence[int]] = field(default_factory=lambda: SHAPES)
     dtype: torch.dtype = torch.float32
@@ -105,7 +111,7 @@ class Team:
         return total
 
 
-def run_together(exchanges: Sequence[Exchange]) -> float:
+def run_together(exchanges: Sequence[ExchangeSteps]) -> float:
     """Run the exchanges of all ranks in one process; returns the bytes that each rank would send.
 
     The plain reference of a transport: sums in rank order.

@@ -8,11 +8,11 @@ from itertools import pairwise
 import torch
 
 from slipstream.codecs import HostsCompressor
-from slipstream.strategy import Half, PlainCodec
+from slipstream.strategy import HalfConfig, PlainCodecConfig
 from slipstream.transport.hosts import Rails
 from slipstream.transport.requests import (
     BetweenHosts,
-    Exchange,
+    ExchangeSteps,
     ReduceInHosts,
     Request,
     SpreadInHosts,
@@ -35,7 +35,7 @@ NODES: Mapping[str, Sequence[Sequence[int]]] = {
 CODECS = {
     name: CONFIGS[name]
     for name in ("int8", "int8, feedback", "int8, stochastic, feedback", "onebit", "dgc")
-} | {"bf16": Half(), "dgc, warm-up": CONFIGS["dgc, warm-up"], "powersgd": CONFIGS["powersgd"]}
+} | {"bf16": HalfConfig(), "dgc, warm-up": CONFIGS["dgc, warm-up"], "powersgd": CONFIGS["powersgd"]}
 
 
 class HostsTeam:
@@ -43,7 +43,7 @@ class HostsTeam:
 
     def __init__(
         self,
-        config: PlainCodec,
+        config: PlainCodecConfig,
         nodes: Sequence[Sequence[int]],
         shapes: Sequence[Sequence[int]] = SHAPES,
     ) -> None:
@@ -135,7 +135,7 @@ def summed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def run_on_hosts(exchanges: Sequence[Exchange], nodes: Sequence[Sequence[int]]) -> None:
+def run_on_hosts(exchanges: Sequence[ExchangeSteps], nodes: Sequence[Sequence[int]]) -> None:
     """Carry out the exchanges of all ranks: a request when all ranks that it needs have come.
 
     A rank that waits on several rails goes on when all of them are done.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.strategy import Int8, OneBit, PowerSgd
+from slipstream.strategy import Int8Config, OneBitConfig, PowerSgdConfig
 from tests.codecs.compressors import CONFIGS, FED_BACK, SHAPES, Team
 
 RANKS = (1, 2, 3, 4, 5)
@@ -111,7 +111,7 @@ def test_every_part_of_a_large_gradient_is_looked_at(name, at) -> None:
 
 
 def test_infinity_is_found_where_powersgd_looks_along_zeros() -> None:
-    team = Team(PowerSgd(rank=1, start_step=0), 2, [(40, 40)], num_flags=3)
+    team = Team(PowerSgdConfig(rank=1, start_step=0), 2, [(40, 40)], num_flags=3)
     dead = torch.randn(40, 40, generator=torch.Generator().manual_seed(0))
     dead[:, 7] = 0  # so is Q there, from the second step on
     for step in range(2):
@@ -212,11 +212,11 @@ def test_every_dtype_has_an_exchange(name, dtype) -> None:
 @pytest.mark.parametrize(
     ("config", "payload"),
     [
-        (Int8(block=64), lambda p: 1600 + 1600 // 64 * 4),
-        (OneBit(block=64, start_step=0), lambda p: 1600 // 8 + 1600 // 64 * 4),
-        (OneBit(block=64, start_step=9), lambda p: -(-1600 // (64 * p)) * 64 * p * 4),
-        (PowerSgd(rank=2, start_step=0), lambda p: 2 * (40 + 40) * 4),
-        (PowerSgd(rank=2, start_step=9), lambda p: 1600 * 4),
+        (Int8Config(block=64), lambda p: 1600 + 1600 // 64 * 4),
+        (OneBitConfig(block=64, start_step=0), lambda p: 1600 // 8 + 1600 // 64 * 4),
+        (OneBitConfig(block=64, start_step=9), lambda p: -(-1600 // (64 * p)) * 64 * p * 4),
+        (PowerSgdConfig(rank=2, start_step=0), lambda p: 2 * (40 + 40) * 4),
+        (PowerSgdConfig(rank=2, start_step=9), lambda p: 1600 * 4),
     ],
 )
 def test_bytes_are_those_of_the_payload(config, payload, ranks) -> None:
@@ -224,4 +224,8 @@ def test_bytes_are_those_of_the_payload(config, payload, ranks) -> None:
     team.exchange(team.gradients(0))
     exact = 2 * (ranks - 1) / ranks * payload(ranks)
     padding = 2 * (ranks - 1) * (64 + 4 + 8)  # each piece: whole blocks, and 8 bytes to align
-    assert exact <= team.sent <= exact + (padding if isinstance(config, Int8 | OneBit) else 0)
+    assert (
+        exact
+        <= team.sent
+        <= exact + (padding if isinstance(config, Int8Config | OneBitConfig) else 0)
+    )

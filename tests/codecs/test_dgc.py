@@ -12,12 +12,12 @@ from slipstream.codecs import (
     Ranks,
 )
 from slipstream.codecs.dgc import largest
-from slipstream.strategy import Dgc
+from slipstream.strategy import DgcConfig
 from tests.codecs.compressors import CONFIGS, Team, run_together
 
 
 def test_dgc_sends_an_index_and_a_value_for_each_of_few() -> None:
-    team = Team(Dgc(density=0.001, warmup_steps=0), 4, [(100, 1000)], num_flags=0)
+    team = Team(DgcConfig(density=0.001, warmup_steps=0), 4, [(100, 1000)], num_flags=0)
     team.exchange(team.gradients(0))
     assert team.sent == 3 * 100 * 8
 
@@ -91,7 +91,7 @@ def test_dgc_is_momentum_that_gathers_until_it_is_among_the_largest(nesterov, de
 
 
 def test_dgc_finds_the_largest_of_many_part_by_part() -> None:
-    team = Team(Dgc(density=0.001, warmup_steps=0), 1, [(300, 1000)])
+    team = Team(DgcConfig(density=0.001, warmup_steps=0), 1, [(300, 1000)])
     x = torch.randn(team.size, generator=torch.Generator().manual_seed(4))
     sent = team.exchange([x])[0].nonzero().view(-1)
     assert torch.equal(sent.sort().values, largest(x, 300, 0.01, 0).sort().values)
@@ -101,7 +101,7 @@ def test_dgc_finds_the_largest_of_many_part_by_part() -> None:
 
 
 def test_dgc_sends_the_largest_and_masks_their_momentum() -> None:
-    team = Team(Dgc(density=0.1, warmup_steps=0), 1, [(10, 10)])
+    team = Team(DgcConfig(density=0.1, warmup_steps=0), 1, [(10, 10)])
     x = torch.arange(100.0)
     result = team.exchange([x])[0]
     assert torch.equal(result.nonzero().view(-1), torch.arange(90, 100))
@@ -112,7 +112,7 @@ def test_dgc_sends_the_largest_and_masks_their_momentum() -> None:
 
 
 def test_dgc_clips_what_comes_in() -> None:
-    clipped = Team(Dgc(density=1, warmup_steps=0, clip=1.0), 4, [(10, 10)])
+    clipped = Team(DgcConfig(density=1, warmup_steps=0, clip=1.0), 4, [(10, 10)])
     gradients = [torch.full((100,), 3.0) for _ in range(4)]
     result = clipped.exchange(gradients)[0]
     # Each rank's share: its norm is at most clip / sqrt(4) / 4, and there are four of them.

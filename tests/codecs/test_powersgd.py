@@ -9,7 +9,7 @@ from slipstream.codecs import (
     PowerSgdCompressor,
     Ranks,
 )
-from slipstream.strategy import PowerSgd
+from slipstream.strategy import PowerSgdConfig
 from tests.codecs.compressors import Team
 
 # Against plain torch.
@@ -20,7 +20,7 @@ def mean(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def test_powersgd_of_full_rank_is_dense() -> None:
-    team = Team(PowerSgd(start_step=0), 3, [(40, 30), (12, 500)])
+    team = Team(PowerSgdConfig(start_step=0), 3, [(40, 30), (12, 500)])
     team.compressors = [
         PowerSgdCompressor(
             PowerSgdCodec(rank=30, min_compression_rate=0.01),
@@ -42,7 +42,7 @@ def test_powersgd_of_full_rank_is_dense() -> None:
 
 
 def test_powersgd_follows_a_low_rank_sum() -> None:
-    team = Team(PowerSgd(rank=2, start_step=0), 3, [(60, 50)])
+    team = Team(PowerSgdConfig(rank=2, start_step=0), 3, [(60, 50)])
     random = torch.Generator().manual_seed(3)
     shares = [
         (torch.randn(60, 2, generator=random) @ torch.randn(2, 50, generator=random)) for _ in "abc"

@@ -10,7 +10,7 @@ from slipstream.codecs import (
     HalfCodec,
     Int8Codec,
 )
-from slipstream.strategy import Half, Int8, OneBit
+from slipstream.strategy import HalfConfig, Int8Config, OneBitConfig
 from tests.codecs.compressors import Team
 
 
@@ -21,14 +21,14 @@ def quantised(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def test_a_bit_a_value_is_a_thirty_second() -> None:
-    team = Team(OneBit(start_step=0), 4, [(1024, 1024)])
+    team = Team(OneBitConfig(start_step=0), 4, [(1024, 1024)])
     team.exchange(team.gradients(0))
     dense = 2 * 3 / 4 * 4 * 2**20
     assert team.sent / dense == pytest.approx(1 / 32 + 1 / 1024, rel=0.001)
 
 
 def test_int8_is_two_roundings_whatever_the_number_of_ranks() -> None:
-    team = Team(Int8(block=8), 3, [(240,)])
+    team = Team(Int8Config(block=8), 3, [(240,)])
     gradients = team.gradients(0)
     sent = [quantised(g, 8) for g in gradients]
     expected = quantised(sent[0] + sent[1] + sent[2], 8)
@@ -36,7 +36,7 @@ def test_int8_is_two_roundings_whatever_the_number_of_ranks() -> None:
 
 
 def test_stochastic_rounding_is_right_on_average_and_independent_between_ranks() -> None:
-    team = Team(Int8(rounding="stochastic"), 4, [(512,)])
+    team = Team(Int8Config(rounding="stochastic"), 4, [(512,)])
     x = torch.linspace(-1, 1, 512) / 4
     errors = torch.stack([team.exchange([x] * 4, step)[0] - 4 * x for step in range(400)])
     assert errors.mean(0).abs().max() < 0.1 * errors.abs().max()
@@ -69,7 +69,7 @@ def test_int8_is_at_most_half_a_step_off_or_one(values, rounding, seed) -> None:
 
 def test_onebit_is_signs_on_the_way_to_a_server_and_back() -> None:
     block, ranks = 64, 3
-    team = Team(OneBit(block=block, start_step=0), ranks, [(2 * block * ranks - 5,)])
+    team = Team(OneBitConfig(block=block, start_step=0), ranks, [(2 * block * ranks - 5,)])
     piece = 2 * block
     errors = [torch.zeros(piece * ranks) for _ in range(ranks)]
     served = [torch.zeros(piece) for _ in range(ranks)]
@@ -100,7 +100,7 @@ def test_onebit_is_signs_on_the_way_to_a_server_and_back() -> None:
 
 
 def test_onebit_is_sign_and_mean_magnitude() -> None:
-    team = Team(OneBit(block=64, start_step=0), 1, [(64,)])
+    team = Team(OneBitConfig(block=64, start_step=0), 1, [(64,)])
     x = torch.randn(64, generator=torch.Generator().manual_seed(0))
     assert torch.allclose(team.exchange([x])[0], x.sign() * x.abs().mean())
 
@@ -112,4 +112,4 @@ def test_16_bits_need_no_compressor() -> None:
         assert ((back - x).abs() <= far * x.abs() + 1e-7).all()
         pair = torch.complex(x[:10], x[10:20])
         assert (codec.decode(codec.encode(pair), torch.complex64) - pair).abs().max() < 0.02
-    assert Half().exactness == "lossy"
+    assert HalfConfig().exactness == "lossy"

@@ -12,7 +12,7 @@ import slipstream.fusion
 import slipstream.kernels
 import slipstream.optim
 from slipstream.strategy import Setting, Strategy
-from slipstream.strategy.codec import PlainCodec
+from slipstream.strategy.codec import PlainCodecConfig
 from tests.conformance.sides import UnderDdp
 from tests.conformance.techniques import Technique
 
@@ -29,7 +29,7 @@ def required() -> set[str]:
         found |= {f"{short}.{name}" for name in public if name not in BY_SETTINGS}
     optimizers = [n for n, v in vars(slipstream.optim).items() if inspect.isclass(v)]
     found |= {f"optim.{name}" for name in optimizers}
-    return found | {f"DdpCodec={_kind(codec)}" for codec in get_args(PlainCodec)}
+    return found | {f"DdpCodec={_kind(codec)}" for codec in get_args(PlainCodecConfig)}
 
 
 def covered(technique: Technique) -> set[str]:

@@ -41,7 +41,7 @@ def compiled_here() -> Iterator[None]:
 def sharded_after_an_update() -> Iterator[None]:
     """A search that stays with ``sharded`` after one update, if it may."""
     from slipstream.session import exchanging
-    from slipstream.strategy import Sharded
+    from slipstream.strategy import ShardedConfig
     from slipstream.transport.place import Place
     from slipstream.tuner.online_search import OnlineSearch
     from slipstream.tuner.search_space import Choice
@@ -56,8 +56,8 @@ def sharded_after_an_update() -> Iterator[None]:
             super().install_due()
 
         def _install(self, choice: Choice, for_good: bool) -> None:
-            if not for_good and self._can_use(Sharded()):
-                choice, for_good = Choice(Sharded(), choice.split), True
+            if not for_good and self._can_use(ShardedConfig()):
+                choice, for_good = Choice(ShardedConfig(), choice.split), True
                 self.settle(choice, "chosen by the matrix")
                 self._due = None
             super()._install(choice, for_good)

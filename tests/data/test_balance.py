@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, strategies as st
 from torch.utils.data import DataLoader
 
-from slipstream.data.balance import BalancedBatches, Cost, deal, deal_padded, fit_cost
+from slipstream.data.balance import BalancedBatches, LengthCost, deal, deal_padded, fit_cost
 from slipstream.errors import UsageError
 
 costs = st.lists(st.floats(0, 100), max_size=40)
@@ -62,8 +62,8 @@ def test_a_faster_rank_gets_more(costs: list[int], speed: float) -> None:
 
 
 @pytest.mark.parametrize("ranks", [4, 8])
-@pytest.mark.parametrize("cost", [Cost(), Cost(1.0, 1 / 512)])
-def test_hardly_any_rank_waits(ranks: int, cost: Cost) -> None:
+@pytest.mark.parametrize("cost", [LengthCost(), LengthCost(1.0, 1 / 512)])
+def test_hardly_any_rank_waits(ranks: int, cost: LengthCost) -> None:
     """Lengths like those of functions: predicted idle time of at most 1 %; a plain deal has 20."""
     batches = BalancedBatches(LENGTHS, rank=0, ranks=ranks, batch_size=16 * ranks, cost=cost)
     assert batches.idle() <= 0.01
@@ -206,7 +206,7 @@ def test_a_cost_is_found_in_measurements(linear: float, quadratic: float, rest: 
     rows = np.split(np.array(LENGTHS[:160]), 20)
     seconds = [rest + linear * row.sum() + quadratic * np.square(row).sum() for row in rows]
     cost = fit_cost([row.tolist() for row in rows], seconds)
-    expected = Cost(linear, quadratic)(LENGTHS[:50])
+    expected = LengthCost(linear, quadratic)(LENGTHS[:50])
     assert np.allclose(cost(LENGTHS[:50]), expected, rtol=1e-3)
 
 
@@ -241,7 +241,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         lambda: deal([1, 1], [1, 2], equal_counts=True),
         "equal_counts with different speeds",
     ),
-    "no cost": (lambda: Cost(0.0, 0.0), "more than 0 for one"),
+    "no cost": (lambda: LengthCost(0.0, 0.0), "more than 0 for one"),
     "few batches": (lambda: fit_cost([[1], [2]], [1, 2]), "2 batches and 2 times"),
     "equal batches": (lambda: fit_cost([[1]] * 4, [1, 1, 1, 1]), "of different lengths"),
     "shorter takes longer": (

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.data.balance import SampleBalance
 from slipstream.errors import UsageError
-from slipstream.strategy import Balance
+from slipstream.strategy import BalanceConfig
 
 
 class Texts(list[str]):
@@ -16,7 +16,7 @@ class Texts(list[str]):
 
 def balance_of() -> SampleBalance:
     loader = DataLoader(Texts("abcdef"), batch_size=2)  # type: ignore[arg-type]
-    return SampleBalance(loader, Balance(), rank=0, ranks=1)
+    return SampleBalance(loader, BalanceConfig(), rank=0, ranks=1)
 
 
 def test_each_batch_is_weighed_as_often_as_there_are_losses() -> None:

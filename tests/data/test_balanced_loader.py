@@ -24,7 +24,7 @@ import slipstream
 from slipstream.calibration import rank_speed
 from slipstream.data.balance import SampleBalance, is_balanceable
 from slipstream.errors import ModelError, SlipstreamError, UsageError
-from slipstream.strategy import Balance
+from slipstream.strategy import BalanceConfig
 from slipstream.trace import read
 from tests.harness.ranks import Ranks
 
@@ -261,7 +261,7 @@ def test_a_rank_that_is_measured_slower_gets_less(three) -> None:
 
 
 def build(loader: Any, rank: int = 0, ranks: int = 2, **config: Any) -> SampleBalance:
-    return SampleBalance(loader, Balance(**config), rank=rank, ranks=ranks)
+    return SampleBalance(loader, BalanceConfig(**config), rank=rank, ranks=ranks)
 
 
 class Stream(IterableDataset[int]):
@@ -392,7 +392,9 @@ def test_a_loss_may_count_other_tokens() -> None:
     dataset.loss_lengths = [8, 4, 2, 2]
     for rank in (0, 1):
         loader = spread(dataset, rank, collate_fn=collate)
-        balance = SampleBalance(loader, Balance(mean="tokens", pads=False), rank=rank, ranks=2)
+        balance = SampleBalance(
+            loader, BalanceConfig(mean="tokens", pads=False), rank=rank, ranks=2
+        )
         for *_, indices in balance.over(balance.loader):
             assert balance.weight == 2 * sum(dataset.loss_lengths[i] for i in indices) / 16
 

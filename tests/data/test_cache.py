@@ -24,7 +24,7 @@ from slipstream.data.cache import cached, store
 from slipstream.data.cache.dataset import FOLDER
 from slipstream.data.pickled import pickled
 from slipstream.errors import DataError, ModelError
-from slipstream.strategy import Cache
+from slipstream.strategy import CacheConfig
 
 
 class Rows(Dataset[Any]):
@@ -51,11 +51,11 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Cache:
-    return Cache(folder=str(tmp_path), gigabytes=0.01)
+def config(tmp_path: Path) -> CacheConfig:
+    return CacheConfig(folder=str(tmp_path), gigabytes=0.01)
 
 
-def test_samples_are_those_of_the_dataset_and_read_once(config: Cache) -> None:
+def test_samples_are_those_of_the_dataset_and_read_once(config: CacheConfig) -> None:
     data = Rows(6)
     kept = cached(data, config, key="rows")
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_what_is_kept_of_a_view_is_no_more_than_the_view() -> None:
     assert len(pickle.dumps(rows[3])) > 4_000_000
 
 
-def test_a_full_cache_keeps_what_it_has_and_reads_the_others(config: Cache) -> None:
+def test_a_full_cache_keeps_what_it_has_and_reads_the_others(config: CacheConfig) -> None:
     data = Rows(40, width=50_000)
     kept = cached(data, config)
     for _ in range(2):
@@ -90,14 +90,14 @@ def test_a_full_cache_keeps_what_it_has_and_reads_the_others(config: Cache) -> N
     kept.close()
 
 
-def test_another_dataset_has_another_cache(config: Cache) -> None:
+def test_another_dataset_has_another_cache(config: CacheConfig) -> None:
     first, second = cached(Rows(5), config), cached(Rows(5, value=1.0), config)
     assert first[1]["row"][0] + 1 == second[1]["row"][0]
     first.close()
     second.close()
 
 
-def test_random_samples_are_refused(config: Cache) -> None:
+def test_random_samples_are_refused(config: CacheConfig) -> None:
     class Noise(Rows):
         def __getitem__(self, index: int) -> Any:
             return torch.rand(3)
@@ -106,7 +106,7 @@ def test_random_samples_are_refused(config: Cache) -> None:
         cached(Noise(5), config)
 
 
-def test_samples_that_change_with_the_epoch_are_refused(config: Cache) -> None:
+def test_samples_that_change_with_the_epoch_are_refused(config: CacheConfig) -> None:
     class Epochs(Rows):
         def set_epoch(self, epoch: int) -> None:
             self.rows = self.rows + epoch
@@ -117,10 +117,10 @@ def test_samples_that_change_with_the_epoch_are_refused(config: Cache) -> None:
 
 def test_no_room_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"are asked for, .* GiB are free; set data.cache.gigabyte"):
-        cached(Rows(5), Cache(folder=str(tmp_path), gigabytes=1e6))
+        cached(Rows(5), CacheConfig(folder=str(tmp_path), gigabytes=1e6))
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match=r"data.cache cannot use .*file"):
-        cached(Rows(5), Cache(folder=str(tmp_path / "file")))
+        cached(Rows(5), CacheConfig(folder=str(tmp_path / "file")))
 
 
 FILLS_UP = """
@@ -161,7 +161,7 @@ def test_a_disk_that_fills_up_ends_the_keeping_and_nothing_else() -> None:
 
 
 def test_caches_that_nobody_uses_make_room(
-    tmp_path: Path, config: Cache, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, config: CacheConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, used = cached(Rows(5), config, key="old"), cached(Rows(5), config, key="used")
     old.close()
@@ -176,7 +176,7 @@ def test_caches_that_nobody_uses_make_room(
 
 
 def test_a_folder_of_another_user_is_refused(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = cached(Rows(5), Cache(gigabytes=0.01))
+    kept = cached(Rows(5), CacheConfig(gigabytes=0.01))
     [root] = memory.iterdir()
     assert root.stat().st_mode & 0o77 == 0
     kept.close()
@@ -184,7 +184,7 @@ def test_a_folder_of_another_user_is_refused(memory: Path, monkeypatch: pytest.M
     (memory / f"{FOLDER}-{other}").mkdir()
     monkeypatch.setattr(os, "getuid", lambda: other)
     with pytest.raises(DataError, match="belongs to another user"):
-        cached(Rows(5), Cache(gigabytes=0.01))
+        cached(Rows(5), CacheConfig(gigabytes=0.01))
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_in_memory_the_last_one_removes_it(memory: Path) -> None:
-    config = Cache(gigabytes=0.01)
+    config = CacheConfig(gigabytes=0.01)
     first, second = cached(Rows(5), config), cached(Rows(5), config)
     [root] = memory.iterdir()
     assert_equal(first[3], Rows(5)[3])
@@ -207,7 +207,7 @@ def test_in_memory_the_last_one_removes_it(memory: Path) -> None:
 
 @pytest.mark.process
 def test_workers_that_live_longer_remove_it(memory: Path) -> None:
-    kept = cached(Rows(6), Cache(gigabytes=0.01))
+    kept = cached(Rows(6), CacheConfig(gigabytes=0.01))
     loader = DataLoader(
         kept,
         num_workers=2,
@@ -224,7 +224,7 @@ def test_workers_that_live_longer_remove_it(memory: Path) -> None:
 
 
 @pytest.mark.process
-def test_workers_share_it_and_a_killed_one_leaves_it_intact(config: Cache) -> None:
+def test_workers_share_it_and_a_killed_one_leaves_it_intact(config: CacheConfig) -> None:
     data = Rows(64)
     kept = cached(data, config)
 

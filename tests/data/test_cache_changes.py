@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from slipstream.data.cache import cached
 from slipstream.errors import DataError
-from slipstream.strategy import Cache
+from slipstream.strategy import CacheConfig
 
 pytest.importorskip("lmdb")
 
@@ -54,7 +54,7 @@ def test_it_is_refused_where_the_next_epoch_begins(
     tmp_path: Path, change: Callable[[Scaled], None]
 ) -> None:
     data = Scaled()
-    kept = cached(data, Cache(folder=str(tmp_path), gigabytes=0.01))
+    kept = cached(data, CacheConfig(folder=str(tmp_path), gigabytes=0.01))
     for _ in range(2):
         assert [float(kept[i]) for i in range(6)] == [0, 1, 2, 3, 4, 5]
     change(data)
@@ -65,7 +65,7 @@ def test_it_is_refused_where_the_next_epoch_begins(
 
 def test_another_attribute_is_seen_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     data = Scaled()
-    kept = cached(data, Cache(folder=str(tmp_path), gigabytes=0.01))
+    kept = cached(data, CacheConfig(folder=str(tmp_path), gigabytes=0.01))
     _ = [kept[i] for i in range(6)], kept[0]
     another(data)
     with pytest.raises(DataError, match="was changed"):
@@ -75,7 +75,7 @@ def test_another_attribute_is_seen_in_the_middle_of_an_epoch(tmp_path: Path) -> 
 
 def test_what_does_not_change_samples_may_be_set(tmp_path: Path) -> None:
     data: Any = Scaled()
-    kept = cached(data, Cache(folder=str(tmp_path), gigabytes=0.01))
+    kept = cached(data, CacheConfig(folder=str(tmp_path), gigabytes=0.01))
     for epoch in range(3):
         assert [float(kept[i]) for i in range(6)] == [0, 1, 2, 3, 4, 5]
         data.epoch = epoch
@@ -83,7 +83,7 @@ def test_what_does_not_change_samples_may_be_set(tmp_path: Path) -> None:
 
 
 def test_a_sample_that_is_changed_in_place_is_kept_as_it_was(tmp_path: Path) -> None:
-    kept = cached(Scaled(), Cache(folder=str(tmp_path), gigabytes=0.01))
+    kept = cached(Scaled(), CacheConfig(folder=str(tmp_path), gigabytes=0.01))
     for _ in range(2):
         sample = kept[3]
         assert float(sample) == 3

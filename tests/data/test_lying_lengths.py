@@ -19,7 +19,7 @@ from slipstream.data.lengths import certain_length
 from slipstream.data.prefetch import prefetch
 from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.errors import DataError, MismatchError, UsageError
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 from tests.data.uneven_training import (
     batches,
     loss_of,
@@ -165,7 +165,7 @@ def test_which_lengths_are_certain() -> None:
     assert certain_length(DataLoader(rows, batch_size=2)) == 2
     assert certain_length(DataLoader(rows, batch_size=2, drop_last=True)) == 1
     assert certain_length(DataLoader(rows, batch_sampler=[[0], [1]])) == 2
-    ahead = prefetch(DataLoader(rows), Prefetch(threads=True, workers=1))
+    ahead = prefetch(DataLoader(rows), PrefetchConfig(threads=True, workers=1))
     assert certain_length(ahead) == 3
     ahead.close()
     stream = single(SaysStream([1, 2], 3))
@@ -332,7 +332,7 @@ def test_an_iterator_goes_on_after_an_interrupt(two: Ranks) -> None:
 def test_a_pass_that_has_ended_with_an_error_does_not_end_quietly() -> None:
     """A loader that is a generator inside ends with its first error."""
     dataset = Rising([0, 1, 2, 3], ValueError("corrupt"), at=1)
-    ahead = prefetch(single(dataset), Prefetch(threads=True, workers=1))
+    ahead = prefetch(single(dataset), PrefetchConfig(threads=True, workers=1))
     remaining = iter(UnevenInputLoader(ahead, group=None))
     assert next(remaining) == 0
     with pytest.raises(ValueError, match="corrupt"):

@@ -19,7 +19,7 @@ import slipstream
 from slipstream.data.prefetch import PrefetchLoader, map_reader, prefetch
 from slipstream.data.prefetch.map_reader import MEASURED, SEEN, _Timing
 from slipstream.errors import UsageError
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 from slipstream.trace import read
 from tests.data.datasets import Numbers, Stream, generator
 
@@ -35,7 +35,7 @@ class Pids(Numbers):
 
 @pytest.mark.process
 def test_workers_live_on_from_epoch_to_epoch() -> None:
-    loader = prefetch(DataLoader(Pids(8), batch_size=2), Prefetch(workers=2))
+    loader = prefetch(DataLoader(Pids(8), batch_size=2), PrefetchConfig(workers=2))
     try:
         first, second = pids(loader), pids(loader)
         assert first == second
@@ -47,7 +47,9 @@ def test_workers_live_on_from_epoch_to_epoch() -> None:
 
 def test_the_next_epoch_is_read_before_this_one_ends() -> None:
     data = Numbers(8)
-    loader = prefetch(DataLoader(data, batch_size=2), Prefetch(threads=True, workers=1, depth=3))
+    loader = prefetch(
+        DataLoader(data, batch_size=2), PrefetchConfig(threads=True, workers=1, depth=3)
+    )
     batches = iter(loader)
     for _ in range(4):
         next(batches)
@@ -63,7 +65,7 @@ def test_nothing_is_read_twice_or_lost() -> None:
     data = Numbers(10)
     sampler = DistributedSampler(data, num_replicas=1, rank=0)
     loading = DataLoader(data, batch_size=3, sampler=sampler)
-    loader = prefetch(loading, Prefetch(threads=True, workers=1, depth=2))
+    loader = prefetch(loading, PrefetchConfig(threads=True, workers=1, depth=2))
     for epoch in range(4):
         sampler.set_epoch(epoch)
         assert len(list(loader)) == 4
@@ -75,7 +77,7 @@ def test_nothing_is_read_twice_or_lost() -> None:
 def test_what_the_training_draws_from_makes_the_next_order_unknown_and_the_report_says_so() -> None:
     data = Numbers(6)
     loader = prefetch(
-        DataLoader(data, batch_size=2, shuffle=True), Prefetch(threads=True, workers=1)
+        DataLoader(data, batch_size=2, shuffle=True), PrefetchConfig(threads=True, workers=1)
     )
     for _ in range(3):
         for _ in loader:
@@ -96,7 +98,7 @@ def test_as_many_threads_as_reading_takes_of_computing_and_no_more_than_cores() 
             return index
 
     for data, seconds, count in ((Numbers(12), 0.05, "1 thread,"), (Slow(12), 0.0, "3 threads,")):
-        loader = prefetch(DataLoader(data, batch_size=1), Prefetch(threads=True), cores=3)
+        loader = prefetch(DataLoader(data, batch_size=1), PrefetchConfig(threads=True), cores=3)
         for _ in loader:
             time.sleep(seconds)
         [row] = loader.report_rows()
@@ -122,7 +124,7 @@ def test_the_state_of_a_loader_is_that_after_the_batch_which_was_given_out(
                 return loader.state_dict()
         return None
 
-    ahead, plain = prefetch(loader(), Prefetch(depth=4)), loader()
+    ahead, plain = prefetch(loader(), PrefetchConfig(depth=4)), loader()
     state = left_at_3(ahead)
     assert state == left_at_3(plain)
     ahead.close()
@@ -147,7 +149,9 @@ def test_attributes_are_those_of_the_loader() -> None:
 
 def test_reading_goes_on_where_a_loop_counts_its_batches() -> None:
     data = Numbers(8)
-    loader = prefetch(DataLoader(data, batch_size=2), Prefetch(threads=True, workers=1, depth=2))
+    loader = prefetch(
+        DataLoader(data, batch_size=2), PrefetchConfig(threads=True, workers=1, depth=2)
+    )
     for _ in range(3):
         batches = iter(loader)
         assert [next(batches).tolist() for _ in range(len(loader))][-1] == [6, 7]
@@ -190,7 +194,7 @@ def test_a_session_reads_ahead_and_says_so(tmp_path: Path) -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["threads", "workers", "stream"])
 def test_the_queue_is_counted(kind: str) -> None:
-    config = Prefetch(threads=kind == "threads", workers=2, depth=4)
+    config = PrefetchConfig(threads=kind == "threads", workers=2, depth=4)
     loading = DataLoader(Numbers(40), batch_size=2)
     if kind == "stream":
         loading = DataLoader(Stream(40), batch_size=2, num_workers=2)
@@ -228,7 +232,7 @@ def test_batches_come_as_they_are_the_small_ones_without_shared_memory(streams: 
             return map(Kinds(6).__getitem__, range(6))
 
     loading = DataLoader(Several() if streams else Kinds(6), batch_size=2)
-    loader = prefetch(loading, Prefetch(workers=1))
+    loader = prefetch(loading, PrefetchConfig(workers=1))
     for ours, plain in zip(loader, loading, strict=True):
         assert ours.pop("words") == plain.pop("words")
         torch.testing.assert_close(ours, plain, rtol=0, atol=0)
@@ -242,7 +246,9 @@ def test_another_order_in_memory_stays() -> None:
     def last(samples: list[int]) -> torch.Tensor:
         return torch.ones(len(samples), 3, 2, 2).to(memory_format=torch.channels_last)
 
-    loader = prefetch(DataLoader(Numbers(4), batch_size=2, collate_fn=last), Prefetch(workers=1))
+    loader = prefetch(
+        DataLoader(Numbers(4), batch_size=2, collate_fn=last), PrefetchConfig(workers=1)
+    )
     assert [batch.stride() for batch in loader] == [(12, 1, 6, 3)] * 2
     loader.close()
 
@@ -264,7 +270,9 @@ class Waits(Numbers):
 @pytest.mark.parametrize("threads", [True, False])
 def test_batches_behind_a_slow_one_are_not_there(threads: bool) -> None:
     data = Waits(8)
-    loader = prefetch(DataLoader(data, batch_size=2), Prefetch(threads=threads, workers=2, depth=4))
+    loader = prefetch(
+        DataLoader(data, batch_size=2), PrefetchConfig(threads=threads, workers=2, depth=4)
+    )
     batches = iter(loader)
     next(batches)
     time.sleep(0.3)  # in which the third one is read
@@ -294,7 +302,7 @@ class Told(Numbers):
 
 def test_each_epoch_of_a_dataset_is_read_whoever_reads() -> None:
     data = Told(24)
-    loader = prefetch(DataLoader(data), Prefetch(threads=True), cores=1)
+    loader = prefetch(DataLoader(data), PrefetchConfig(threads=True), cores=1)
     for epoch in range(4):  # measured, compared, read by this process
         data.set_epoch(epoch)
         assert [int(batch) for batch in loader] == [100 * epoch + index for index in range(24)]
@@ -312,7 +320,7 @@ class Unsized(torch.utils.data.Sampler[int]):
 def test_a_sampler_need_not_say_how_long_it_is() -> None:
     sampler: Any = Unsized()
     loading = DataLoader(Numbers(6), batch_size=4, sampler=sampler)
-    loader = prefetch(loading, Prefetch(threads=True, workers=1))
+    loader = prefetch(loading, PrefetchConfig(threads=True, workers=1))
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5]]
     loader.close()
 
@@ -327,7 +335,7 @@ class SlowInThreads(Numbers):
 
 
 def test_this_process_reads_where_handing_over_takes_longer() -> None:
-    loader = prefetch(DataLoader(SlowInThreads(24)), Prefetch(threads=True), cores=1)
+    loader = prefetch(DataLoader(SlowInThreads(24)), PrefetchConfig(threads=True), cores=1)
     for _ in range(3):
         assert [int(batch) for batch in loader] == [*range(24)]
     assert loader.report_rows()[0].value.startswith("this process")
@@ -376,7 +384,7 @@ def test_what_reads_is_judged_once_and_in_the_course_of_an_epoch(seconds: float)
             time.sleep(max(seconds, 0.05 * in_thread))
             return index
 
-    loader = prefetch(DataLoader(Slow(24)), Prefetch(threads=True, depth=1), cores=1)
+    loader = prefetch(DataLoader(Slow(24)), PrefetchConfig(threads=True, depth=1), cores=1)
     read = []
     for _ in range(3):
         read.append([])
@@ -412,7 +420,7 @@ class SlowIn(Numbers):
 @pytest.mark.process
 @pytest.mark.parametrize(("slow", "stays"), [("threads", "1 worker,"), ("processes", "1 thread,")])
 def test_threads_and_processes_take_turns_and_the_faster_ones_stay(slow: str, stays: str) -> None:
-    loader = prefetch(DataLoader(SlowIn(24, slow)), Prefetch(threads="auto"), cores=1)
+    loader = prefetch(DataLoader(SlowIn(24, slow)), PrefetchConfig(threads="auto"), cores=1)
     read = []
     for _ in range(3):
         assert [int(batch) for batch in loader] == [*range(24)]
@@ -437,7 +445,7 @@ def prepare(worker: int) -> None:
 @pytest.mark.process
 def test_a_loader_that_prepares_its_workers_keeps_them() -> None:
     loading = DataLoader(Prepared(4), num_workers=2, worker_init_fn=prepare)
-    loader = prefetch(loading, Prefetch(threads="auto"))
+    loader = prefetch(loading, PrefetchConfig(threads="auto"))
     assert [int(batch) for batch in loader] == [0, 1, 0, 1]
     assert loader.report_rows()[0].value.startswith("2 workers,")
     loader.close()
@@ -463,7 +471,9 @@ def test_what_is_read_ahead_fits_in_memory(
             return torch.zeros(100, dtype=torch.float64)
 
     monkeypatch.setattr(map_reader, "free_host_bytes", lambda: free)
-    loader = prefetch(DataLoader(Rows(12)), Prefetch(threads=True, **config), cores=4, sharers=2)
+    loader = prefetch(
+        DataLoader(Rows(12)), PrefetchConfig(threads=True, **config), cores=4, sharers=2
+    )
     assert len(list(loader)) == 12
     assert loader.report_rows()[0].value == said
     loader.close()

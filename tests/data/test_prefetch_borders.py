@@ -31,10 +31,10 @@ from torch.utils.data import (
 from slipstream.data.balance import BalancedBatches
 from slipstream.data.prefetch import device_copy, prefetch
 from slipstream.errors import DataError
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 from tests.data.datasets import Numbers, Stream, generator
 
-IN_THREADS = Prefetch(threads=True, workers=1, depth=7)
+IN_THREADS = PrefetchConfig(threads=True, workers=1, depth=7)
 
 
 def subset() -> tuple[Sampler[int], Callable[[int], None]]:
@@ -116,10 +116,12 @@ class Failing(Sampler[int]):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("config", [IN_THREADS, Prefetch(workers=1)], ids=["threads", "workers"])
+@pytest.mark.parametrize(
+    "config", [IN_THREADS, PrefetchConfig(workers=1)], ids=["threads", "workers"]
+)
 @pytest.mark.parametrize("left", [None, 1])
 def test_an_error_of_a_sampler_comes_where_its_batch_would(
-    config: Prefetch, left: int | None
+    config: PrefetchConfig, left: int | None
 ) -> None:
     loader = prefetch(DataLoader(Numbers(8), sampler=Failing()), config)
     if left is not None:
@@ -151,7 +153,9 @@ def test_what_batches_are_dealt_says_of_itself_stays_that_of_the_training() -> N
 def test_a_pass_before_the_epochs_are_set_spoils_no_more_than_a_guess_or_two() -> None:
     data = Numbers(8)
     sampler = DistributedSampler(data, num_replicas=1, rank=0)
-    loader = prefetch(DataLoader(data, sampler=sampler), Prefetch(threads=True, workers=1, depth=2))
+    loader = prefetch(
+        DataLoader(data, sampler=sampler), PrefetchConfig(threads=True, workers=1, depth=2)
+    )
     assert len([*loader]) == 8  # statistics, say
     for epoch in range(10):
         sampler.set_epoch(epoch)
@@ -239,7 +243,7 @@ class Bad(Numbers):
 def test_what_happens_to_a_batch_that_nobody_asks_for_is_not_raised(
     error: Exception | None,
 ) -> None:
-    loader = prefetch(DataLoader(Bad(6, error)), Prefetch(workers=1))
+    loader = prefetch(DataLoader(Bad(6, error)), PrefetchConfig(workers=1))
     for _ in range(3):
         assert [int(batch) for batch in islice(loader, 1)] == [0]
     with pytest.raises(DataError if error is None else type(error)):
@@ -252,7 +256,7 @@ def test_what_happens_to_a_batch_that_nobody_asks_for_is_not_raised(
 @pytest.mark.parametrize("threads", [True, False])
 def test_an_error_of_any_class_stays_what_it_is(threads: bool) -> None:
     data = Bad(3, URLError("no route"))
-    loader = prefetch(DataLoader(data), Prefetch(workers=1, threads=threads))
+    loader = prefetch(DataLoader(data), PrefetchConfig(workers=1, threads=threads))
     with pytest.raises(URLError, match="no route"):
         list(loader)
     loader.close()

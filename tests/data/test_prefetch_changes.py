@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset
 
 from slipstream.data.prefetch import prefetch
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 from tests.data.datasets import generator
 
 pytestmark = pytest.mark.process
@@ -64,9 +64,9 @@ def a_tensor(data: Scaled, epoch: int) -> None:
 
 CHANGES = [another, inside, in_a_list, a_tensor]
 SOURCES = {
-    "threads": Prefetch(threads=True, workers=1, depth=9),
-    "workers": Prefetch(workers=2, depth=4),
-    "this process": Prefetch(),
+    "threads": PrefetchConfig(threads=True, workers=1, depth=9),
+    "workers": PrefetchConfig(workers=2, depth=4),
+    "this process": PrefetchConfig(),
 }
 PARTS: dict[str, Callable[[Scaled], Dataset[int]]] = {
     "whole": lambda data: data,
@@ -95,7 +95,7 @@ def test_what_is_set_on_a_dataset_inside_is_read(part: str) -> None:
     check(SOURCES["threads"], another, part)
 
 
-def check(config: Prefetch, change: Any, part: str) -> None:
+def check(config: PrefetchConfig, change: Any, part: str) -> None:
     def loader_of(data: Scaled) -> DataLoader[int]:
         return DataLoader(PARTS[part](data), batch_size=2, shuffle=True, generator=generator())
 
@@ -111,14 +111,14 @@ def test_what_is_set_on_a_stream_is_read() -> None:
     data = ScaledStream()
     expected = seen(DataLoader(data, batch_size=2), data, another)
     data = ScaledStream()
-    ahead = prefetch(DataLoader(data, batch_size=2), Prefetch())
+    ahead = prefetch(DataLoader(data, batch_size=2), PrefetchConfig())
     assert seen(ahead, data, another)[:-1] == expected[:-1]
     ahead.close()
 
 
 def test_workers_stay_where_nothing_was_set() -> None:
     data = Scaled()
-    ahead = prefetch(DataLoader(data, batch_size=2), Prefetch(threads=True, workers=1))
+    ahead = prefetch(DataLoader(data, batch_size=2), PrefetchConfig(threads=True, workers=1))
     for _ in range(2):
         list(ahead)
     source = ahead._reader._source  # type: ignore[union-attr]

@@ -16,7 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from slipstream.data.prefetch import prefetch
 from slipstream.errors import DataError, ModelError, UsageError
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 from tests.data.datasets import Config, Numbers, Stream
 
 
@@ -30,7 +30,7 @@ class Broken(Numbers):
 @pytest.mark.process
 @pytest.mark.parametrize("config", [{"workers": 2}, {"workers": 2, "threads": True}, {}])
 def test_an_error_names_the_sample_and_the_next_pass_begins_anew(config: Config) -> None:
-    loader = prefetch(DataLoader(Broken(8), batch_size=2), Prefetch(**config))
+    loader = prefetch(DataLoader(Broken(8), batch_size=2), PrefetchConfig(**config))
     for _ in range(2):
         with pytest.raises(ValueError, match="a bad sample") as caught:
             list(loader)
@@ -57,7 +57,7 @@ class BrokenAtOnce(Broken):
     ids=["at once", "a part of it", "a part of a part, one by one"],
 )
 def test_an_error_names_what_was_asked_for_at_once(dataset: Any, named: str, threads: bool) -> None:
-    config = Prefetch(workers=1, threads=threads)
+    config = PrefetchConfig(workers=1, threads=threads)
     loader = prefetch(DataLoader(dataset, batch_size=2), config)
     with pytest.raises(ValueError, match="a bad sample") as caught:
         list(loader)
@@ -172,7 +172,7 @@ def test_a_full_shared_memory_is_an_error_that_names_it_and_the_samples(config: 
 
 def test_a_thread_that_hangs_is_an_error_that_names_the_samples() -> None:
     data = Hanging(8)
-    config = Prefetch(workers=1, threads=True, timeout=2.0)
+    config = PrefetchConfig(workers=1, threads=True, timeout=2.0)
     loader = prefetch(DataLoader(data, batch_size=2), config)
     with pytest.raises(DataError, match=r"samples 4, 5 were not read within 2 s"):
         list(loader)
@@ -189,7 +189,7 @@ class Sleeping(Numbers):
 
 @pytest.mark.process
 def test_a_worker_that_hangs_is_an_error_that_names_the_samples() -> None:
-    loader = prefetch(DataLoader(Sleeping(8), batch_size=2), Prefetch(workers=1, timeout=2.0))
+    loader = prefetch(DataLoader(Sleeping(8), batch_size=2), PrefetchConfig(workers=1, timeout=2.0))
     with pytest.raises(DataError, match=r"sent no batch for 2 s while samples 4, 5 were awaited"):
         list(loader)
     loader.close()
@@ -231,7 +231,7 @@ def test_what_cannot_be_read_ahead_is_refused(loader: Any, says: str) -> None:
 
 
 def test_threads_end_with_close_and_a_later_pass_starts_them_again() -> None:
-    loader = prefetch(DataLoader(Numbers(4)), Prefetch(threads=True, workers=2))
+    loader = prefetch(DataLoader(Numbers(4)), PrefetchConfig(threads=True, workers=2))
     before = {*threading.enumerate()}
     for _ in range(2):
         assert len(list(loader)) == 4
@@ -244,7 +244,7 @@ def test_threads_end_with_close_and_a_later_pass_starts_them_again() -> None:
 
 def test_a_loader_that_is_forgotten_leaves_no_thread() -> None:
     before = {*threading.enumerate()}
-    loader = prefetch(DataLoader(Numbers(4)), Prefetch(threads=True, workers=2))
+    loader = prefetch(DataLoader(Numbers(4)), PrefetchConfig(threads=True, workers=2))
     next(iter(loader))
     own = {*threading.enumerate()} - before
     del loader
@@ -256,7 +256,7 @@ def test_a_loader_that_is_forgotten_leaves_no_thread() -> None:
 @pytest.mark.process
 def test_a_loader_that_is_closed_in_the_middle_says_so() -> None:
     for inner in (DataLoader(Numbers(8)), DataLoader(Stream(8))):
-        loader = prefetch(inner, Prefetch(threads=True, workers=1))
+        loader = prefetch(inner, PrefetchConfig(threads=True, workers=1))
         batches = iter(loader)
         next(batches)
         loader.close()

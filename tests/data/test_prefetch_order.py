@@ -23,7 +23,7 @@ from torch.utils.data import (
 from slipstream.data.balance import BalancedBatches
 from slipstream.data.prefetch import prefetch
 from slipstream.errors import DataError
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 from tests.data.datasets import Config, Numbers, Stream, generator, run
 
 LOADERS: dict[str, Callable[[Dataset[int], Config], DataLoader[Any]]] = {
@@ -91,7 +91,7 @@ def test_batches_and_random_numbers_are_those_of_the_loader(
         how["drop_last"] = False
     options: Config = {"sets_epoch": sets_epoch, "draws": draws, "seeds_at": seeds_at}
     expected = run(LOADERS[kind](Numbers(size), how), lengths, **options)
-    config = Prefetch(threads=True, workers=2, depth=depth)
+    config = PrefetchConfig(threads=True, workers=2, depth=depth)
     ahead = prefetch(LOADERS[kind](Numbers(size), how), config)
     try:
         assert run(ahead, lengths, **options) == expected
@@ -107,7 +107,7 @@ def test_workers_give_the_same_batches(kind: str, persistent: bool) -> None:
     options: Config = {"sets_epoch": True, "draws": False}
     lengths = [None, None, 2, None, None]
     expected = run(LOADERS[kind](Numbers(20), how), lengths, **options)
-    ahead = prefetch(LOADERS[kind](Numbers(20), how), Prefetch(workers=2))
+    ahead = prefetch(LOADERS[kind](Numbers(20), how), PrefetchConfig(workers=2))
     try:
         assert run(ahead, lengths, **options) == expected
     finally:
@@ -194,7 +194,7 @@ def test_batches_come_in_order_up_to_the_one_that_a_crash_takes(
     how: Config = {"batch_size": batch_size}
     expected = passes(LOADERS[kind](Crashing(size, bad), how), lengths)
     data = Crashing(size, bad, kills=kills and not threads)
-    ahead = prefetch(LOADERS[kind](data, how), Prefetch(workers=workers, threads=threads))
+    ahead = prefetch(LOADERS[kind](data, how), PrefetchConfig(workers=workers, threads=threads))
     try:
         seen = passes(ahead, lengths)
     finally:
@@ -210,7 +210,7 @@ def test_batches_come_in_order_up_to_the_one_that_a_crash_takes(
 
 
 def test_two_iterators_at_once_are_two_passes() -> None:
-    loader = prefetch(DataLoader(Numbers(6), batch_size=2), Prefetch(threads=True, workers=1))
+    loader = prefetch(DataLoader(Numbers(6), batch_size=2), PrefetchConfig(threads=True, workers=1))
     pairs = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)]
     assert pairs == [([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4, 5], [4, 5])]
     assert loader.report_rows()[0].value.startswith("1 thread")
@@ -242,7 +242,7 @@ def test_single_samples_and_datasets_that_read_whole_batches() -> None:
         def __getitems__(self, indices: list[int]) -> list[int]:
             return [10 * index for index in indices]
 
-    config = Prefetch(threads=True, workers=1)
+    config = PrefetchConfig(threads=True, workers=1)
     for data, how, expected in (
         (Numbers(3), {"batch_size": None}, [0, 1, 2]),
         (Whole(3), {"batch_size": 2}, [[0, 10], [20]]),
@@ -267,7 +267,9 @@ class EveryOther:
 
 def test_a_sampler_of_ones_own_is_asked_when_its_epoch_begins() -> None:
     sampler = EveryOther()
-    loader = prefetch(DataLoader(Numbers(6), sampler=sampler), Prefetch(threads=True, workers=1))
+    loader = prefetch(
+        DataLoader(Numbers(6), sampler=sampler), PrefetchConfig(threads=True, workers=1)
+    )
     for passes in (1, 2, 3):
         assert [int(batch) for batch in loader] == [*range(passes % 2, 6, 2)]
         assert sampler.passes == passes

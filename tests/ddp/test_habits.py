@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.ddp import DdpCodec, codec_hook
-from slipstream.ddp._groups import Group, Routes
+from slipstream.ddp._groups import BucketGroup, Routes
 from slipstream.errors import ModelError, UsageError
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
@@ -141,7 +141,7 @@ def test_all_of_a_complex_gradient_is_exchanged(two) -> None:
 
 def test_parts_that_do_not_cover_a_bucket_are_refused() -> None:
     weight, other = torch.zeros(2, 3), torch.zeros(4)
-    group = Group(["weight"], torch.zeros(6), None, 1)
+    group = BucketGroup(["weight"], torch.zeros(6), None, 1)
     routes = Routes({weight: (group, 0)})
     assert routes.of([weight], torch.zeros(6)) == [(slice(0, 6), group, 0)]
     with pytest.raises(ModelError, match=r"bucket of 8 values for 1 parameters with 6 \(weight\)"):

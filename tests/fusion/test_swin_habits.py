@@ -19,7 +19,7 @@ import slipstream
 from slipstream.errors import ModelError
 from slipstream.fusion import fuse_swin
 from slipstream.memory import recompute
-from slipstream.strategy.memory import Every
+from slipstream.strategy.memory import EveryConfig
 from tests.fusion.test_swin import build
 
 X = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -189,7 +189,7 @@ def test_in_a_session_with_precision(kind: str) -> None:
 
 def test_a_forward_that_is_replaced_already_is_refused() -> None:
     model = build()
-    recomputed = recompute(model, Every(every=1))
+    recomputed = recompute(model, EveryConfig(every=1))
     with pytest.raises(ModelError, match=r"SwinLayer is replaced already.*before accelerate\(\)"):
         fuse_swin(model)
     recomputed.close()

@@ -23,7 +23,7 @@ from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.segments import parameters_of
 from slipstream.memory.offload.offload import offload
-from slipstream.strategy import Flat, Offload, PerLayer, Strategy, codec_of
+from slipstream.strategy import FlatConfig, OffloadConfig, PerLayerConfig, Strategy, codec_of
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.channel import Channel
 from slipstream.transport.transport import make_transport
@@ -102,7 +102,7 @@ def engine_on(
 ) -> Iterator[Engine]:
     """An engine as a session composes it for several ranks; alone, a session needs none."""
     config = Strategy.load({"gradients": {"codec": codec}}).gradients.codec
-    single, staged = (make_transport(Flat(), dist.new_group()) for _ in range(2))
+    single, staged = (make_transport(FlatConfig(), dist.new_group()) for _ in range(2))
     if late:
         single, staged = Late(single), Late(staged)
     with ExitStack() as stack:
@@ -110,7 +110,7 @@ def engine_on(
         engine = Engine(
             model,
             parameters_of(model, trainable=True),
-            split=PerLayer(),
+            split=PerLayerConfig(),
             overlap=True,
             compression_plan=CompressionPlan(partial(codec_of, config), CodecRanks(0, 1), {}),
             channel=channel,
@@ -125,7 +125,7 @@ def trained(name: str, slow: str | None, offloaded: bool, device_type: str = "cu
     with world_of_one(device), ExitStack() as stack:
         model, recorder = make(device), Recorder(0, 0, STEPS)
         # Before the engine's: a hook of the offloader must see activations as autograd saves them.
-        offloader = offload(model, Offload(min_bytes=0)) if offloaded else None
+        offloader = offload(model, OffloadConfig(min_bytes=0)) if offloaded else None
         late = slow == "exchange"
         engine = stack.enter_context(engine_on(model, device, CODECS[name], recorder, late))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

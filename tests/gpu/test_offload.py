@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.memory import offload
 from slipstream.memory.offload.host_store import HostStore
-from slipstream.strategy import Offload
+from slipstream.strategy import OffloadConfig
 from tests.memory.models import MODELS
 
 pytestmark = pytest.mark.gpu
@@ -147,7 +147,7 @@ def test_pinned_memory_is_reused():
 @pytest.mark.filterwarnings("ignore")  # of what torch cannot make deterministic
 @pytest.mark.parametrize("name", ["bert", "gpt2", "swin"])  # max-pooling adds in any order
 def test_training_is_bitwise_the_same(name, slow):
-    def trained(config: Offload | None) -> list[torch.Tensor]:
+    def trained(config: OffloadConfig | None) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = MODELS[name].build().cuda().train()
         inputs = {k: v.cuda() for k, v in MODELS[name].batch(0).items()}
@@ -166,14 +166,14 @@ def test_training_is_bitwise_the_same(name, slow):
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        plain, ours = trained(None), trained(Offload(min_bytes=0, prefetch=2))
+        plain, ours = trained(None), trained(OffloadConfig(min_bytes=0, prefetch=2))
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(map(torch.equal, plain, ours))
 
 
 def test_less_memory_is_allocated():
-    def peak(config: Offload | None) -> int:
+    def peak(config: OffloadConfig | None) -> int:
         blocks = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(16)]
         model = nn.Sequential(*blocks).cuda()
         x = torch.randn(2**14, 512, device=cuda())
@@ -188,4 +188,4 @@ def test_less_memory_is_allocated():
             offloader.close()
         return found
 
-    assert peak(Offload()) < peak(None) / 2
+    assert peak(OffloadConfig()) < peak(None) / 2

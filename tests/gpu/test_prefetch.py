@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.data.prefetch import prefetch
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 def test_batches_come_on_the_device_while_the_one_before_is_computed_with(threads: bool) -> None:
     data = TensorDataset(torch.arange(4_000_000.0).view(40, -1))
     loading = DataLoader(data, batch_size=3)
-    config = Prefetch(workers=1, threads=threads, to_device=True)
+    config = PrefetchConfig(workers=1, threads=threads, to_device=True)
     loader = prefetch(loading, config, device=torch.device("cuda"))
     for _ in range(2):
         sums = []
@@ -34,6 +34,6 @@ def test_batches_come_on_the_device_while_the_one_before_is_computed_with(thread
 
 def test_batches_are_pinned_where_they_are_copied_from() -> None:
     loading = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
-    loader = prefetch(loading, Prefetch(threads=True, workers=1), device=torch.device("cuda"))
+    loader = prefetch(loading, PrefetchConfig(threads=True, workers=1), device=torch.device("cuda"))
     assert all(batch.is_pinned() for (batch,) in loader)
     loader.close()

@@ -17,7 +17,7 @@ from slipstream.gradients.compressed import CompressionPlan
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.gradients.segments import parameters_of
-from slipstream.strategy import Flat, Split, Strategy, codec_of
+from slipstream.strategy import FlatConfig, SplitConfig, Strategy, codec_of
 from slipstream.transport.channel import Channel
 from slipstream.transport.transport import make_transport
 
@@ -120,12 +120,12 @@ def left_over(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def engine_of(model: nn.Module, codec: object, split: Split) -> Iterator[Engine]:
+def engine_of(model: nn.Module, codec: object, split: SplitConfig) -> Iterator[Engine]:
     """An engine without a session; DGC gets the momentum of ``sgd``."""
     config = Strategy.load({"gradients": {"codec": codec}}).gradients.codec
     trainables, world = parameters_of(model, trainable=True), dist.get_world_size()
     correction = MomentumCorrection(sgd(model), trainables, config, world)
-    transports = [make_transport(Flat(), dist.new_group()) for _ in range(2)]
+    transports = [make_transport(FlatConfig(), dist.new_group()) for _ in range(2)]
     channel = Channel(transports[0], transports[1:], torch.device("cpu"))
     ranks = CodecRanks(dist.get_rank(), world)
     engine = Engine(

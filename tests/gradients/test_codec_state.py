@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slipstream
-from slipstream.strategy import ByIndex, PerGradient, Single
+from slipstream.strategy import ByIndexConfig, PerGradientConfig, SingleConfig
 from tests.gradients.codecs import (
     CODECS,
     KEPT,
@@ -107,7 +107,7 @@ def test_on_other_numbers_of_ranks_nothing_unsent_is_lost(two, four, codec) -> N
 def regroup(codec: object) -> list[dict[str, torch.Tensor]]:
     """What all ranks have not sent, under one split after the other."""
     model, left = wide(), []
-    with engine_of(model, codec, PerGradient()) as engine:
+    with engine_of(model, codec, PerGradientConfig()) as engine:
 
         def update(step: int) -> None:
             engine.begin(exchange=True, scale=1 / dist.get_world_size())
@@ -120,7 +120,7 @@ def regroup(codec: object) -> list[dict[str, torch.Tensor]]:
 
         for step in range(3):
             update(step)
-        for split in (None, Single(), ByIndex(last=(1, 2)), PerGradient()):
+        for split in (None, SingleConfig(), ByIndexConfig(last=(1, 2)), PerGradientConfig()):
             if split is not None:
                 assert engine.order is not None
                 engine.install(engine.order, split)

@@ -10,13 +10,13 @@ from hypothesis import given, strategies as st
 from slipstream.errors import ModelError, StrategyError
 from slipstream.gradients.layout import MEGABYTE, Gradient, SegmentRange, plan_segments
 from slipstream.strategy import (
-    ByBytes,
-    ByIndex,
-    ByLayers,
-    ByPercent,
-    PerGradient,
-    PerLayer,
-    Single,
+    ByBytesConfig,
+    ByIndexConfig,
+    ByLayersConfig,
+    ByPercentConfig,
+    PerGradientConfig,
+    PerLayerConfig,
+    SingleConfig,
 )
 
 sizes = st.one_of(st.just(0), st.integers(1, 3 * MEGABYTE), st.just(200 * MEGABYTE))
@@ -24,16 +24,16 @@ models = st.lists(st.tuples(sizes, st.integers(0, 3)), min_size=1, max_size=40).
     lambda facts: [Gradient(f"p{i}", f"l{layer}", n) for i, (n, layer) in enumerate(facts)]
 )
 megabytes = st.floats(0.01, 8)
-by_bytes = st.builds(ByBytes, megabytes=megabytes, first_megabytes=st.none() | megabytes,
+by_bytes = st.builds(ByBytesConfig, megabytes=megabytes, first_megabytes=st.none() | megabytes,
                      last_megabytes=st.none() | megabytes)  # fmt: skip
 by_percent = st.lists(st.integers(1, 100), min_size=1, max_size=6).map(
-    lambda parts: ByPercent(percents=[100 * part / sum(parts) for part in parts])
+    lambda parts: ByPercentConfig(percents=[100 * part / sum(parts) for part in parts])
 )
 splits = st.one_of(
     by_bytes,
     by_percent,
-    st.builds(ByLayers, layers=st.integers(1, 5)),
-    st.sampled_from([PerLayer(), PerGradient(), Single()]),
+    st.builds(ByLayersConfig, layers=st.integers(1, 5)),
+    st.sampled_from([PerLayerConfig(), PerGradientConfig(), SingleConfig()]),
 )
 
 
@@ -93,7 +93,7 @@ def test_by_percent_cuts_at_the_nearest_border(ready, split):
 def test_by_layers_holds_that_many_layers(ready, layers):
     runs = [
         len(list(groupby(ready[s.start : s.stop], key=lambda g: g.layer)))
-        for s in plan_segments(ready, ByLayers(layers=layers))
+        for s in plan_segments(ready, ByLayersConfig(layers=layers))
     ]
     assert all(run == layers for run in runs[:-1])
     assert 1 <= runs[-1] <= layers
@@ -103,10 +103,13 @@ def test_by_layers_holds_that_many_layers(ready, layers):
 def test_by_index_ends_at_its_indices(ready, data):
     inner = data.draw(st.sets(st.integers(0, len(ready) - 1)))
     last = sorted(inner | {len(ready) - 1})
-    assert stops(ready, ByIndex(last=last)) == [index + 1 for index in last]
+    assert stops(ready, ByIndexConfig(last=last)) == [index + 1 for index in last]
 
 
-@pytest.mark.parametrize("split", [ByBytes(), ByPercent(), PerLayer(), PerGradient(), Single()])
+@pytest.mark.parametrize(
+    "split",
+    [ByBytesConfig(), ByPercentConfig(), PerLayerConfig(), PerGradientConfig(), SingleConfig()],
+)
 def test_one_gradient_is_one_segment(split):
     for num_bytes in (0, 4, 200 * MEGABYTE):
         assert plan_segments(gradients(num_bytes), split) == (SegmentRange(0, 1),)
@@ -115,21 +118,21 @@ def test_one_gradient_is_one_segment(split):
 @pytest.mark.parametrize(
     ("split", "expected"),
     [
-        (ByBytes(megabytes=2, first_megabytes=None, last_megabytes=None), [1, 3, 5]),
-        (ByBytes(megabytes=2, first_megabytes=9, last_megabytes=None), [3, 5]),
-        (ByBytes(megabytes=2, first_megabytes=None, last_megabytes=1), [1, 3, 4, 5]),
-        (ByBytes(megabytes=99, first_megabytes=None, last_megabytes=2), [3, 5]),
-        (ByBytes(megabytes=99, first_megabytes=None, last_megabytes=99), [5]),
-        (ByBytes(megabytes=99, first_megabytes=3, last_megabytes=2), [1, 3, 5]),
-        (ByBytes(megabytes=99, first_megabytes=99, last_megabytes=2), [5]),
-        (ByPercent(percents=(20, 80)), [1, 5]),
-        (ByPercent(percents=(1, 98, 1)), [5]),
-        (ByPercent(percents=(45, 1, 54)), [2, 5]),
-        (ByIndex(last=(1, 4)), [2, 5]),
-        (ByLayers(layers=2), [4, 5]),
-        (PerLayer(), [2, 4, 5]),
-        (PerGradient(), [1, 2, 3, 4, 5]),
-        (Single(), [5]),
+        (ByBytesConfig(megabytes=2, first_megabytes=None, last_megabytes=None), [1, 3, 5]),
+        (ByBytesConfig(megabytes=2, first_megabytes=9, last_megabytes=None), [3, 5]),
+        (ByBytesConfig(megabytes=2, first_megabytes=None, last_megabytes=1), [1, 3, 4, 5]),
+        (ByBytesConfig(megabytes=99, first_megabytes=None, last_megabytes=2), [3, 5]),
+        (ByBytesConfig(megabytes=99, first_megabytes=None, last_megabytes=99), [5]),
+        (ByBytesConfig(megabytes=99, first_megabytes=3, last_megabytes=2), [1, 3, 5]),
+        (ByBytesConfig(megabytes=99, first_megabytes=99, last_megabytes=2), [5]),
+        (ByPercentConfig(percents=(20, 80)), [1, 5]),
+        (ByPercentConfig(percents=(1, 98, 1)), [5]),
+        (ByPercentConfig(percents=(45, 1, 54)), [2, 5]),
+        (ByIndexConfig(last=(1, 4)), [2, 5]),
+        (ByLayersConfig(layers=2), [4, 5]),
+        (PerLayerConfig(), [2, 4, 5]),
+        (PerGradientConfig(), [1, 2, 3, 4, 5]),
+        (SingleConfig(), [5]),
     ],
 )
 def test_cuts_by_hand(split, expected):
@@ -138,13 +141,13 @@ def test_cuts_by_hand(split, expected):
 
 
 def test_gradients_without_bytes():
-    assert stops(gradients(0, 0, 0), ByBytes()) == [3]
-    assert stops(gradients(0, 0, 0), ByPercent()) == [3]
+    assert stops(gradients(0, 0, 0), ByBytesConfig()) == [3]
+    assert stops(gradients(0, 0, 0), ByPercentConfig()) == [3]
 
 
 def test_what_cannot_be_split():
     with pytest.raises(ModelError, match="requires_grad=True"):
-        plan_segments([], Single())
+        plan_segments([], SingleConfig())
     for last in ((0, 1), (0, 7)):
         with pytest.raises(StrategyError, match="last index must be 2"):
-            plan_segments(gradients(1, 1, 1), ByIndex(last=last))
+            plan_segments(gradients(1, 1, 1), ByIndexConfig(last=last))

@@ -8,13 +8,13 @@ from torch import nn
 
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.single import SingleReplicaEngine
-from slipstream.strategy import Single
+from slipstream.strategy import SingleConfig
 
 SCALE = 8.0
 
 
 def engine_of(model: nn.Module) -> GradientEngine:
-    return SingleReplicaEngine(model.parameters(), Single())
+    return SingleReplicaEngine(model.parameters(), SingleConfig())
 
 
 def backward(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.memory.estimate.saved_storages import SavedStorages
-from slipstream.strategy.memory import Operation
+from slipstream.strategy.memory import KeptOperation
 
 
 def kept_bytes(
-    saved: SavedStorages, regions: Sequence[Sequence[str]], keep: Sequence[Operation] = ()
+    saved: SavedStorages, regions: Sequence[Sequence[str]], keep: Sequence[KeptOperation] = ()
 ) -> int:
     """Bytes kept from forward to backward: of regions the inputs, and the results of ``keep``."""
     recomputed = {path for region in regions for path in region}

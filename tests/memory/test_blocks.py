@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from slipstream.errors import StrategyError
 from slipstream.memory import recompute
 from slipstream.memory.blocks import blocks_of, matching
-from slipstream.strategy import Every
+from slipstream.strategy import EveryConfig
 from tests.memory.models import MODELS, forwards
 
 
@@ -164,12 +164,12 @@ def test_nothing_repeats(build: Callable[[], nn.Module]) -> None:
     model = build()
     assert blocks_of(model) == []
     with pytest.raises(StrategyError, match=r"has no repeated blocks .*\{checkpoints: \[path"):
-        recompute(model, Every())
+        recompute(model, EveryConfig())
 
 
 def test_a_block_in_two_lists_is_recomputed_once_a_call() -> None:
     grads: list[Any] = []
-    for config in (None, Every()):
+    for config in (None, EveryConfig()):
         torch.manual_seed(0)
         model = Shared()
         recomputed = recompute(model, config) if config is not None else None

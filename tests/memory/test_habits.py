@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import UsageError
 from slipstream.memory import offload, recompute
-from slipstream.strategy import Offload
-from slipstream.strategy.memory import Every
+from slipstream.strategy import OffloadConfig
+from slipstream.strategy.memory import EveryConfig
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 Results = Iterable[Tensor | None]
@@ -37,10 +37,10 @@ def build() -> Any:
 
 
 TECHNIQUES: dict[str, Callable[[nn.Module], Any]] = {
-    "each block": lambda model: recompute(model, Every(every=1)),
-    "two blocks": lambda model: recompute(model, Every(every=2)),
-    "kept products": lambda model: recompute(model, Every(every=1, keep=("matmul",))),
-    "offload": lambda model: offload(model, Offload(to="disk", min_bytes=0)),
+    "each block": lambda model: recompute(model, EveryConfig(every=1)),
+    "two blocks": lambda model: recompute(model, EveryConfig(every=2)),
+    "kept products": lambda model: recompute(model, EveryConfig(every=1, keep=("matmul",))),
+    "offload": lambda model: offload(model, OffloadConfig(to="disk", min_bytes=0)),
 }
 
 

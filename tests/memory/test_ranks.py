@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import slipstream
 from slipstream.errors import StrategyError
-from slipstream.memory.recompute.budget import Cost
+from slipstream.memory.recompute.budget import BlockCost
 from slipstream.memory.recompute.measure import measure
 from tests.harness.composed import composed
 from tests.harness.ranks import Ranks
@@ -115,18 +115,18 @@ def test_bitwise_as_without_with_pipeline_parallel(two: Ranks, schedule: str) ->
     assert 6 in two.run(in_stages, schedule)
 
 
-def measured_differently(*args: Any) -> Cost:
+def measured_differently(*args: Any) -> BlockCost:
     """On rank 0 the first blocks are slow, on others the last."""
     measured_differently.count += 1  # type: ignore[attr-defined]
     place = measured_differently.count  # type: ignore[attr-defined]
     found = measure(*args)
     speed = place if dist.get_rank() else 10 - place
-    return Cost(float(speed), 1.0, found.output, found.saved)
+    return BlockCost(float(speed), 1.0, found.output, found.saved)
 
 
 def agreed() -> tuple[Any, Any]:
     from slipstream.memory import recompute
-    from slipstream.strategy import Budget
+    from slipstream.strategy import BudgetConfig
 
     plans = []
     for shared in (False, True):
@@ -135,7 +135,7 @@ def agreed() -> tuple[Any, Any]:
         model = Blocks().train()
         with patch.object(module, "measure", measured_differently):
             if not shared:
-                alone = recompute(model, Budget(budget=0.6))
+                alone = recompute(model, BudgetConfig(budget=0.6))
                 model(**rows(0)).backward()
                 plans.append(alone.regions)
                 continue

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.parallel.tensor.plans import Plan, known_plan
-from slipstream.strategy.parallel import TensorParallel
+from slipstream.parallel.tensor.plans import TensorPlan, known_plan
+from slipstream.strategy.parallel import TensorParallelConfig
 
 WORDS, LENGTH = 101, 9  # odd, so that shares of both differ by one
 
@@ -21,17 +21,17 @@ class Case:
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], tuple[Any, ...]]
-    plans: dict[str, Callable[[nn.Module], Plan]] = field(default_factory=dict)
+    plans: dict[str, Callable[[nn.Module], TensorPlan]] = field(default_factory=dict)
 
 
-def places(styles: dict[str, Any]) -> Plan:
+def places(styles: dict[str, Any]) -> TensorPlan:
     """A plan, as it is written in a strategy."""
-    plan = TensorParallel(ranks=2, plan=styles).plan
+    plan = TensorParallelConfig(ranks=2, plan=styles).plan
     assert plan is not None
     return plan
 
 
-def known(model: nn.Module) -> Plan:
+def known(model: nn.Module) -> TensorPlan:
     return known_plan(model.inner.config)
 
 

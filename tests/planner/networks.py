@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.planner.cost import Contention, Kind, Network, NetworkProfile
+from slipstream.planner.cost import Contention, GroupKind, Network, NetworkProfile
 from slipstream.planner.curve import Curve
 
 MB = 2**20
@@ -28,7 +28,7 @@ def contention(
     )
 
 
-def profile(networks: dict[Kind, Network], **fields: Any) -> NetworkProfile:
+def profile(networks: dict[GroupKind, Network], **fields: Any) -> NetworkProfile:
     """A profile of these networks: a rank a host and no contention, except as given."""
     ranks = networks["world"].ranks
     values: dict[str, Any] = {
@@ -50,7 +50,7 @@ def ring_curve(ranks: int, latency: float, per_byte: float, rounds: int = 2) -> 
     return Curve.fit([(m, rounds * (startup + slope * m)) for m in SIZES])
 
 
-def ring(kind: Kind, ranks: int, latency: float, per_byte: float) -> Network:
+def ring(kind: GroupKind, ranks: int, latency: float, per_byte: float) -> Network:
     """A network whose all-reduce costs twice what the others do."""
     once = ring_curve(ranks, latency, per_byte, rounds=1)
     twice = ring_curve(ranks, latency, per_byte)
@@ -62,7 +62,7 @@ def ring_profile(hosts: int = 4, ranks_per_host: int = 1, **changes: Any) -> Net
     """Links of 1 Gbit/s (8 ns a byte, 50 us) between hosts, 1 ns a byte and 5 us inside a host."""
     world = hosts * ranks_per_host
     between, inside = (50e-6, 8e-9), (5e-6, 1e-9)
-    networks: dict[Kind, Network] = {
+    networks: dict[GroupKind, Network] = {
         "world": ring("world", world, *(between if hosts > 1 else inside))
     }
     if hosts > 1 and ranks_per_host > 1:

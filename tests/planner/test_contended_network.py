@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.planner.comm_plan import Phase
-from slipstream.planner.contended_network import Clock, Job, run
+from slipstream.planner.contended_network import Job, NetworkClock, run
 from tests.planner.networks import contention
 
 
@@ -41,7 +41,7 @@ SHARING = {
 @pytest.mark.parametrize(("phases", "ends"), SHARING.values(), ids=SHARING)
 def test_exchanges_share_the_network_as_far_as_they_fill_it(phases, ends) -> None:
     jobs = [Job(0.0, tuple(one)) for one in phases]
-    completions = run(jobs, Clock(), lambda completed: [0.0], contention())
+    completions = run(jobs, NetworkClock(), lambda completed: [0.0], contention())
     assert [one.end for one in completions] == pytest.approx(ends)
 
 
@@ -68,7 +68,7 @@ IN_ORDER = {
 def test_the_bytes_of_direct_sends_queue(phases, ends) -> None:
     jobs = [Job(0.0, tuple(one)) for one in phases]
     queue = contention(queue_share=1.0, queue_seconds=9.0)  # which speaks of collectives
-    completions = run(jobs, Clock(), lambda completed: [0.0], queue, in_order=True)
+    completions = run(jobs, NetworkClock(), lambda completed: [0.0], queue, in_order=True)
     assert [one.end for one in completions] == pytest.approx(ends)
 
 
@@ -88,7 +88,7 @@ def test_computing_slows_latency_and_bytes_each_by_its_own_factor(
     computing, slowdowns, end
 ) -> None:
     job = Job(0.0, (latency(1.0), transfer(1.0)))
-    (completion,) = run([job], Clock(), lambda completed: [computing], slowdowns)
+    (completion,) = run([job], NetworkClock(), lambda completed: [computing], slowdowns)
     assert completion.end == pytest.approx(end)
 
 
@@ -106,7 +106,7 @@ QUEUES = {
 def test_latency_waits_behind_what_another_exchange_sends(share, most, end) -> None:
     jobs = [Job(0.0, (transfer(1.0),)), Job(0.0, (latency(0.1),))]
     queue = contention(queue_share=share, queue_seconds=most)
-    large, small = run(jobs, Clock(), lambda completed: [0.0], queue)
+    large, small = run(jobs, NetworkClock(), lambda completed: [0.0], queue)
     assert small.end == pytest.approx(end)
     assert large.end == pytest.approx(1.0)
 
@@ -114,5 +114,5 @@ def test_latency_waits_behind_what_another_exchange_sends(share, most, end) -> N
 def test_nothing_waits_behind_a_transfer_that_is_over() -> None:
     jobs = [Job(0.0, (transfer(0.4),)), Job(0.2, (latency(0.1),))]
     queue = contention(queue_share=1.0, queue_seconds=9.0)  # half of it when the transfer is over
-    _, small = run(jobs, Clock(), lambda completed: [0.0], queue)
+    _, small = run(jobs, NetworkClock(), lambda completed: [0.0], queue)
     assert small.end == pytest.approx(0.4 + 0.05)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.contention_fit import fit_contention
 from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
 from tests.planner.networks import linear_profile
 from tests.planner.workloads import random_workload, workload
 
-THIRDS = Plan((4, 8, 12))
-OTHERS = (Plan((12,)), Plan((1, 12)), Plan((6, 12), overlap=False))
+THIRDS = CommPlan((4, 8, 12))
+OTHERS = (CommPlan((12,)), CommPlan((1, 12)), CommPlan((6, 12), overlap=False))
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.13, 0.8, 2.0])
@@ -34,7 +34,7 @@ def test_one_trace_tells_how_much_compute_slows_exchanges(slowdown, seed) -> Non
 def test_one_trace_tells_how_much_compute_slows_latency(slowdown) -> None:
     known = {"compute_slowdown": 0.3, "exchange_slowdown": 0.2}
     truth = linear_profile(latency=0.05, latency_slowdown=slowdown, **known)
-    work, many = random_workload(2, 4, 12), Plan(tuple(range(1, 13)))
+    work, many = random_workload(2, 4, 12), CommPlan(tuple(range(1, 13)))
     trace = simulate(work, many, truth, 2)
     guess = truth.model_copy(update={"latency_slowdown": 2.0})
     fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
@@ -45,7 +45,7 @@ def test_one_trace_tells_how_much_compute_slows_latency(slowdown) -> None:
 
 def test_a_number_that_a_trace_hardly_tells_does_not_explain_what_the_model_lacks() -> None:
     ready = np.tile([0.1, 0.2, 0.3, 0.4, 0.58, 0.6], (4, 1))  # 0.02 s of 0.5 beside compute
-    work, plan = workload(ready=ready), Plan((5, 6))
+    work, plan = workload(ready=ready), CommPlan((5, 6))
     trace = simulate(work, plan, linear_profile(seconds=0.103, exchange_slowdown=0.5), 2)
     guess = linear_profile(exchange_slowdown=0.5)
     fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
@@ -54,12 +54,12 @@ def test_a_number_that_a_trace_hardly_tells_does_not_explain_what_the_model_lack
 
 def test_what_a_trace_does_not_tell_stays_as_it_was_measured() -> None:
     guess = linear_profile(compute_slowdown=0.2, exchange_slowdown=0.7)
-    apart = simulate(workload(), Plan((6,), overlap=False), linear_profile(), 2)
+    apart = simulate(workload(), CommPlan((6,), overlap=False), linear_profile(), 2)
     assert fit_contention(Workload.from_trace(apart, guess), apart, guess) == guess
 
 
 def test_exchanges_faster_than_alone_are_not_explained_by_less_than_nothing() -> None:
-    trace = simulate(workload(), Plan((3, 6)), linear_profile(seconds=0.05), 2)
+    trace = simulate(workload(), CommPlan((3, 6)), linear_profile(seconds=0.05), 2)
     guess = linear_profile(seconds=0.1, exchange_slowdown=0.5)
     fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
     assert fitted.exchange_slowdown == 0.0

@@ -12,13 +12,13 @@ import pytest
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import candidates, label, optimal_gather, optimal_split
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import CodecCost, HalfSpeed, NetworkProfile
 from slipstream.planner.ranking import MARGIN, rank, traced_strategy, what_if
 from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
-from slipstream.strategy import ByIndex, Strategy
+from slipstream.strategy import ByIndexConfig, Strategy
 from slipstream.trace import Trace
 from tests.planner.networks import MB, ethernet_profile, ring_profile
 
@@ -101,7 +101,7 @@ def test_a_computed_split_comes_first_only_where_it_is_faster_by_the_margin(
     work, network = UNEVEN[0], ethernet_profile(gigabits=1, latency=latency)
     ranked = rank(candidates(work, network), work, network)
     fastest = min(ranked, key=lambda one: one.seconds)
-    assert isinstance(fastest.strategy.gradients.split, ByIndex)
+    assert isinstance(fastest.strategy.gradients.split, ByIndexConfig)
     other = min(one.seconds for one in ranked if one.segments != fastest.segments)
     assert (fastest.seconds * (1 + MARGIN) < other) == is_first
     assert (ranked[0] == fastest) == is_first
@@ -164,7 +164,7 @@ def test_more_nodes_cost_and_more_bandwidth_pays() -> None:
 def test_a_trace_is_planned_from_as_it_was_recorded() -> None:
     work, network = SITUATIONS["contention"]
     strategy = Strategy.load({"gradients": {"split": "per_layer"}, "trace": {"steps": 3}})
-    trace = simulate(work, Plan.of(strategy, work.gradients), network, steps=3)
+    trace = simulate(work, CommPlan.of(strategy, work.gradients), network, steps=3)
     trace = Trace(trace.events, trace.meta | {"strategy": strategy.document(full=True)})
     assert traced_strategy(trace) == Strategy.load({"gradients": {"split": "per_layer"}})
     read_back, fitted = prepare(trace, network)
@@ -178,17 +178,17 @@ def test_a_trace_is_planned_from_as_it_was_recorded() -> None:
 
 def test_a_split_that_was_found_in_the_run_is_the_one_that_its_trace_shows() -> None:
     work, network = SITUATIONS["four ranks"]
-    trace = simulate(work, Plan((3, 7, len(SIZES))), network)
+    trace = simulate(work, CommPlan((3, 7, len(SIZES))), network)
     meta = trace.meta | {"strategy": {"gradients": {"split": "optimal", "overlap": False}}}
     strategy = traced_strategy(Trace(trace.events, meta))
-    assert strategy.gradients.split == ByIndex(last=(2, 6, len(SIZES) - 1))
+    assert strategy.gradients.split == ByIndexConfig(last=(2, 6, len(SIZES) - 1))
     assert not strategy.gradients.overlap
 
 
 def test_the_trace_of_one_process_is_planned_for_all_ranks_of_the_cluster() -> None:
     alone = workload(1)
     trace = simulate(
-        alone, Plan.of(Strategy(), alone.gradients), ethernet_profile(4).scaled(1, 1, None)
+        alone, CommPlan.of(Strategy(), alone.gradients), ethernet_profile(4).scaled(1, 1, None)
     )
     work, network = prepare(trace, ethernet_profile(4))
     assert work.num_ranks == network.world_size == 4
@@ -213,11 +213,11 @@ def test_half_weights_are_a_candidate_that_sends_half() -> None:
     seconds = {one.strategy: one.seconds for one in rank(strategies, work, network)}
     assert seconds[half] == pytest.approx(seconds[coded])
     own = [replace(g, dtype="bfloat16") if n % 2 else g for n, g in enumerate(work.gradients)]
-    [codec] = [Plan.of(half, own).codec]
+    [codec] = [CommPlan.of(half, own).codec]
     assert codec is not None
     assert codec.ratio == pytest.approx(0.5 + 0.5 * sum(SIZES[1::2]) / sum(SIZES))
     already = [replace(g, dtype="bfloat16") for g in work.gradients]
-    assert Plan.of(half, already).codec == CodecCost(ratio=1.0)
+    assert CommPlan.of(half, already).codec == CodecCost(ratio=1.0)
     assert all(one.precision == half.precision for one in candidates(work, network, base=half))
 
 
@@ -304,10 +304,10 @@ def test_transports_whose_cost_is_known_are_candidates() -> None:
 def test_what_a_training_has_not_chosen_yet_is_what_it_begins_with() -> None:
     work, network = SITUATIONS["four ranks"]
     searching = Strategy.load({"gradients": {"transport": "auto"}})
-    trace = simulate(work, Plan.of(searching, work.gradients), network)
+    trace = simulate(work, CommPlan.of(searching, work.gradients), network)
     meta = trace.meta | {"strategy": searching.document(full=True)}
     assert traced_strategy(Trace(trace.events, meta)) == Strategy()
-    assert Plan.of_trace(Trace(trace.events, meta)).transport == "flat"
+    assert CommPlan.of_trace(Trace(trace.events, meta)).transport == "flat"
 
 
 def test_the_optimal_gathers_are_predicted_to_be_faster() -> None:
@@ -315,7 +315,7 @@ def test_the_optimal_gathers_are_predicted_to_be_faster() -> None:
     count = len(work.gradients)
     best = tuple(last + 1 for last in optimal_gather(work, network).last)
     seconds = {
-        gather: predict(work, Plan((count,), transport="sharded", gather=gather), network)
+        gather: predict(work, CommPlan((count,), transport="sharded", gather=gather), network)
         for gather in (best, (count,), tuple(range(1, count + 1)))
     }
     assert min(seconds, key=lambda gather: seconds[gather]) == best
@@ -325,10 +325,10 @@ def test_a_sharded_strategy_is_priced_with_its_own_gathers() -> None:
     work, network = SITUATIONS["four ranks"]
     transport = {"kind": "sharded", "gather": {"kind": "by_index", "last": [4, 10]}}
     strategy = Strategy.load({"gradients": {"transport": transport, "split": "per_layer"}})
-    plan = Plan.of(strategy, work.gradients)
+    plan = CommPlan.of(strategy, work.gradients)
     assert (plan.transport, plan.gather) == ("sharded", (5, 11))
     trace = simulate(work, plan, network)
-    assert Plan.of_trace(trace) == plan
+    assert CommPlan.of_trace(trace) == plan
     assert candidates(work, network, base=strategy)[0] == strategy
 
 

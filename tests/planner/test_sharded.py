@@ -10,20 +10,20 @@ from torch import nn
 
 from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient
-from slipstream.gradients.shares import cut_first
+from slipstream.gradients.shards import cut_first
 from slipstream.planner.candidates import candidates, label
-from slipstream.planner.comm_plan import Plan, comm_tasks, gather_tasks
+from slipstream.planner.comm_plan import CommPlan, comm_tasks, gather_tasks
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import MARGIN, rank
 from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.transport_cost import num_replicated
-from slipstream.strategy import Sharded, Strategy
+from slipstream.strategy import ShardedConfig, Strategy
 from slipstream.trace import Trace
 from tests.planner.networks import MB, linear_profile
 from tests.planner.workloads import random_workload, workload
 
-THIRD = Plan((3,), transport="sharded", replicated=1, gather=(2,))
+THIRD = CommPlan((3,), transport="sharded", replicated=1, gather=(2,))
 
 
 def with_direct(network: NetworkProfile) -> NetworkProfile:
@@ -45,24 +45,24 @@ def test_what_every_rank_updates_is_exchanged_whole_and_not_gathered() -> None:
 
 def test_all_replicated_is_direct() -> None:
     work, network = random_workload(3, 4, 12), with_direct(linear_profile(latency=0.01))
-    all_of_it = Plan((4, 8, 12), transport="sharded", replicated=12, gather=())
-    direct = predict(work, Plan((4, 8, 12), transport="direct"), network)
+    all_of_it = CommPlan((4, 8, 12), transport="sharded", replicated=12, gather=())
+    direct = predict(work, CommPlan((4, 8, 12), transport="direct"), network)
     assert predict(work, all_of_it, network) == pytest.approx(direct)
 
 
 def test_a_plan_with_replicated_parameters_survives_its_trace() -> None:
     work = random_workload(3, 4, 12)
     transport = {"kind": "sharded", "replicated": 0.4}
-    plan = Plan.of(Strategy.load({"gradients": {"transport": transport}}), work.gradients)
+    plan = CommPlan.of(Strategy.load({"gradients": {"transport": transport}}), work.gradients)
     assert 0 < plan.replicated < 12
     assert plan.gather_cuts[-1] == 12 - plan.replicated
-    assert Plan.of_trace(simulate(work, plan, linear_profile())) == plan
+    assert CommPlan.of_trace(simulate(work, plan, linear_profile())) == plan
 
 
 def test_without_gathers_of_their_own_they_follow_the_segments() -> None:
-    assert Plan((2, 5, 6), transport="sharded").gather_cuts == (1, 4, 6)
-    assert Plan((2, 5, 6), transport="sharded", replicated=3).gather_cuts == (1, 3)
-    assert Plan((2, 5, 6), transport="sharded", replicated=6).gather_cuts == ()
+    assert CommPlan((2, 5, 6), transport="sharded").gather_cuts == (1, 4, 6)
+    assert CommPlan((2, 5, 6), transport="sharded", replicated=3).gather_cuts == (1, 3)
+    assert CommPlan((2, 5, 6), transport="sharded", replicated=6).gather_cuts == ()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_without_gathers_of_their_own_they_follow_the_segments() -> None:
 )
 def test_more_than_all_cannot_be_replicated_nor_gathered(changes, message) -> None:
     with pytest.raises(StrategyError, match=message):
-        Plan((3,), **changes)
+        CommPlan((3,), **changes)
 
 
 @pytest.mark.parametrize("part", [0.0, 0.2, 0.33, 0.5, 1.0])
@@ -83,7 +83,7 @@ def test_the_planner_replicates_what_a_session_does(part: float) -> None:
     model = nn.Sequential(*(nn.Linear(8 * n, 8 * (n + 1)) for n in range(1, 6)))
     cut = cut_first(list(model.named_parameters()), 1 - part).values()
     ready = [Gradient(n, "", p.nbytes) for n, p in reversed(list(model.named_parameters()))]
-    count = num_replicated(ready, Sharded(replicated=part))
+    count = num_replicated(ready, ShardedConfig(replicated=part))
     assert {gradient.name for gradient in ready[count:]} == set(cut)
 
 
@@ -91,9 +91,9 @@ def test_also_where_parameters_are_registered_in_another_order() -> None:
     """A head that is registered first is not replicated, though its gradient is ready first."""
     sizes = {"head": 30, "body": 40, "tail": 30}
     ready = [Gradient(name, "", n, registered=[*sizes].index(name)) for name, n in sizes.items()]
-    assert [num_replicated(ready, Sharded(replicated=p)) for p in (0.3, 0.7)] == [1, 2]
+    assert [num_replicated(ready, ShardedConfig(replicated=p)) for p in (0.3, 0.7)] == [1, 2]
     other = [replace(g, num_bytes=10) if g.name == "tail" else g for g in ready]
-    assert num_replicated(other, Sharded(replicated=0.3)) == 1  # tail and not head
+    assert num_replicated(other, ShardedConfig(replicated=0.3)) == 1  # tail and not head
 
 
 def recorded(trace: Trace) -> Trace:
@@ -105,10 +105,10 @@ def recorded(trace: Trace) -> Trace:
 @pytest.mark.parametrize("seconds", [0.05, 0.1, 0.15])
 def test_a_trace_of_sharded_tells_what_others_would_take(seconds: float) -> None:
     work, network = workload(), with_direct(linear_profile(seconds=seconds, latency=0.001))
-    trace = recorded(simulate(work, Plan((1, 2, 3, 4, 5, 6), transport="sharded"), network, 3))
+    trace = recorded(simulate(work, CommPlan((1, 2, 3, 4, 5, 6), transport="sharded"), network, 3))
     read, fitted = prepare(trace, network)
     assert read.optimizer == pytest.approx(work.optimizer)
-    flat = Plan((3, 6))
+    flat = CommPlan((3, 6))
     assert predict(read, flat, fitted) == pytest.approx(predict(work, flat, network), rel=0.05)
 
 
@@ -147,10 +147,10 @@ def test_backward_is_filled_where_forward_is_too_short_for_all_gathers() -> None
     network = linear_profile(seconds=0.9 / 30)
     ranked = rank(candidates(work, network), work, network)
     best = ranked[0].strategy
-    assert isinstance(best.gradients.transport, Sharded)
+    assert isinstance(best.gradients.transport, ShardedConfig)
     assert best.gradients.transport.replicated > 0
     assert "replicated)" in label(best)
-    whole = next(p for p in ranked if p.strategy.gradients.transport == Sharded())
+    whole = next(p for p in ranked if p.strategy.gradients.transport == ShardedConfig())
     assert ranked[0].seconds < 0.95 * whole.seconds
     assert Strategy.from_yaml(best.to_yaml()) == best
 

@@ -15,7 +15,7 @@ from slipstream.analysis.breakdown import breakdown
 from slipstream.analysis.summary import summary
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.cost import CodecCost
 from slipstream.planner.simulate import SHOWN_RANKS, predict, simulate
 from slipstream.planner.workload import Workload
@@ -31,70 +31,80 @@ EACH = (1, 2, 3, 4, 5, 6)
 SMALLER = CodecCost(ratio=0.5, encode=0.01 / MB, decode=0.02 / MB, startup=0.005)
 
 BY_HAND = {
-    "one segment hides nothing": (workload(), Plan((6,)), linear_profile(), ALONE + 0.6),
-    "a segment each hides all but one": (workload(), Plan(EACH), linear_profile(), ALONE + 0.1),
-    "without overlap": (workload(), Plan(EACH, overlap=False), linear_profile(), ALONE + 0.6),
+    "one segment hides nothing": (workload(), CommPlan((6,)), linear_profile(), ALONE + 0.6),
+    "a segment each hides all but one": (workload(), CommPlan(EACH), linear_profile(), ALONE + 0.1),
+    "without overlap": (workload(), CommPlan(EACH, overlap=False), linear_profile(), ALONE + 0.6),
     "latency is not shared": (
         workload(count=2),
-        Plan((1, 2), overlap=False),
+        CommPlan((1, 2), overlap=False),
         linear_profile(latency=0.05),
         ALONE + 0.05 + 0.2,
     ),
-    "latency hides, too": (workload(), Plan(EACH), linear_profile(latency=0.02), ALONE + 0.12),
-    "a network too slow": (workload(), Plan(EACH), linear_profile(seconds=0.2), ALONE - 0.5 + 1.2),
-    "one rank": (workload(1), Plan((6,)), linear_profile(1), ALONE),
-    "the last rank counts": (workload(late=0.1), Plan((6,)), linear_profile(), ALONE + 0.3 + 0.6),
+    "latency hides, too": (workload(), CommPlan(EACH), linear_profile(latency=0.02), ALONE + 0.12),
+    "a network too slow": (
+        workload(),
+        CommPlan(EACH),
+        linear_profile(seconds=0.2),
+        ALONE - 0.5 + 1.2,
+    ),
+    "one rank": (workload(1), CommPlan((6,)), linear_profile(1), ALONE),
+    "the last rank counts": (
+        workload(late=0.1),
+        CommPlan((6,)),
+        linear_profile(),
+        ALONE + 0.3 + 0.6,
+    ),
     "accumulation": (
         workload(),
-        Plan((6,), accumulate=3),
+        CommPlan((6,), accumulate=3),
         linear_profile(),
         ALONE + 2 * PASS + 0.6,
     ),
     "readers that cannot keep up": (
         workload(reading=2.0 * np.ones(4)),
-        Plan((6,)),
+        CommPlan((6,)),
         linear_profile(),
         2.0,
     ),
     "readers that cannot keep up with accumulation": (
         workload(reading=0.9 * np.ones(4)),
-        Plan((6,), accumulate=4),  # 3.35 without them; the queue fills beside the exchange
+        CommPlan((6,), accumulate=4),  # 3.35 without them; the queue fills beside the exchange
         linear_profile(seconds=0.01),
         4 * 0.9,
     ),
     "readers that keep up": (
         workload(reading=ALONE * np.ones(4)),
-        Plan((6,)),
+        CommPlan((6,)),
         linear_profile(),
         ALONE + 0.6,
     ),
     "one rank's readers cannot keep up": (
         workload(reading=np.array([0.0, 0.0, 2.0, 0.0])),
-        Plan((6,)),
+        CommPlan((6,)),
         linear_profile(),
         2.0,
     ),
     "recomputation": (
         workload(),
-        Plan((6,), recompute_share=0.5),
+        CommPlan((6,), recompute_share=0.5),
         linear_profile(),
         ALONE + 0.1 + 0.6,
     ),
     "buffers go first": (
         workload(count=1, buffers_bytes=8 * MB),
-        Plan((1,)),
+        CommPlan((1,)),
         linear_profile(),
         ALONE - 0.6 + 0.8 + 0.1,
     ),
     "compute slowed by an exchange": (
         workload(count=2),
-        Plan((1, 2)),
+        CommPlan((1, 2)),
         linear_profile(compute_slowdown=1.0),
         ALONE + 0.05 + 0.1,
     ),
     "an exchange slowed by compute": (
         workload(count=2),
-        Plan((1, 2)),
+        CommPlan((1, 2)),
         linear_profile(seconds=0.2, exchange_slowdown=1.0),
         ALONE + 0.05 + 0.2,
     ),
@@ -103,31 +113,31 @@ BY_HAND = {
             count=2,
             gradients=(Gradient("a", "", MB), Gradient("b", "", MB, "bfloat16")),
         ),
-        Plan((2,)),
+        CommPlan((2,)),
         linear_profile(latency=0.05),
         ALONE + 0.05 + 0.2,
     ),
     "a codec": (
         workload(),
-        Plan((6,), codec=SMALLER),
+        CommPlan((6,), codec=SMALLER),
         linear_profile(),
         ALONE + 0.065 + 0.3 + 0.125,
     ),
     "a codec without overlap": (
         workload(),
-        Plan((6,), codec=SMALLER, overlap=False),
+        CommPlan((6,), codec=SMALLER, overlap=False),
         linear_profile(),
         ALONE + 0.065 + 0.3 + 0.125,
     ),
     "sharded: parameters come back first": (
         workload(),
-        Plan((6,), transport="sharded"),
+        CommPlan((6,), transport="sharded"),
         linear_profile(),
         0.3 + 0.2 + 0.6 + 0.3 + 0.03 / 4,
     ),
     "sharded: the last gather hides": (
         workload(count=3),
-        Plan((1, 2, 3), transport="sharded"),
+        CommPlan((1, 2, 3), transport="sharded"),
         linear_profile(seconds=0.4),
         0.6 + 0.2 / 3 + 0.6 + 0.2 + 0.03 / 4,  # two land at 0.4, the third at 0.6
     ),
@@ -150,7 +160,7 @@ def spans(trace, name, rank=0):
 
 
 def test_two_exchanges_share_the_network_and_the_third_waits() -> None:
-    trace = simulate(workload(count=3), Plan((1, 2, 3), overlap=False), linear_profile())
+    trace = simulate(workload(count=3), CommPlan((1, 2, 3), overlap=False), linear_profile())
     assert spans(trace, "allreduce1") == pytest.approx((0.6, 0.8))
     assert spans(trace, "allreduce2") == pytest.approx((0.6, 0.8))
     assert spans(trace, "allreduce3") == pytest.approx((0.8, 0.9))
@@ -158,7 +168,7 @@ def test_two_exchanges_share_the_network_and_the_third_waits() -> None:
 
 def test_an_exchange_waits_for_the_last_rank_and_is_slowed_by_those_that_compute() -> None:
     work = workload(2, count=2, late=0.4)  # backward 0.6 and 1.0 s; ready at 0.3 and 0.5
-    trace = simulate(work, Plan((1, 2)), linear_profile(2, exchange_slowdown=1.0))
+    trace = simulate(work, CommPlan((1, 2)), linear_profile(2, exchange_slowdown=1.0))
     # 0.1 s at half the speed while both compute, then 0.05 s at two thirds
     assert spans(trace, "allreduce1", rank=0) == pytest.approx((0.3, 0.675))
     assert spans(trace, "allreduce1", rank=1) == pytest.approx((0.5, 0.675))
@@ -174,31 +184,31 @@ def test_hierarchical_goes_through_both_networks_one_segment_behind_the_other() 
         intra.all_gather.seconds(6 * MB),
     )
     work = workload(8)
-    hierarchical = Plan((6,), transport="hierarchical")
+    hierarchical = CommPlan((6,), transport="hierarchical")
     assert predict(work, hierarchical, network) == pytest.approx(ALONE + sum(stages))
-    staggered = predict(work, Plan((2, 6), False, "hierarchical"), network)
+    staggered = predict(work, CommPlan((2, 6), False, "hierarchical"), network)
     assert ALONE + stages[1] < staggered < ALONE + sum(stages)
     # where there is nothing to sum inside hosts, and where there is nothing else
     for hosts, ranks_per_host, same in ((8, 1, "direct"), (1, 8, "flat")):
         network = ring_profile(hosts, ranks_per_host)
-        plain = predict(work, Plan((6,), transport=same), network)
+        plain = predict(work, CommPlan((6,), transport=same), network)
         assert predict(work, hierarchical, network) == plain
 
 
 def test_gathers_have_cuts_of_their_own() -> None:
     work, network = workload(count=3), linear_profile(seconds=0.4)
-    together = predict(work, Plan((1, 2, 3), transport="sharded", gather=(3,)), network)
-    apart = predict(work, Plan((1, 2, 3), transport="sharded", gather=(1, 2, 3)), network)
-    assert apart == predict(work, Plan((1, 2, 3), transport="sharded"), network)
+    together = predict(work, CommPlan((1, 2, 3), transport="sharded", gather=(3,)), network)
+    apart = predict(work, CommPlan((1, 2, 3), transport="sharded", gather=(1, 2, 3)), network)
+    assert apart == predict(work, CommPlan((1, 2, 3), transport="sharded"), network)
     assert together == pytest.approx(0.6 + 0.2 + 0.6 + 0.2 + 0.03 / 4)
-    trace = simulate(work, Plan((3,), transport="sharded", gather=(1, 3)), network)
+    trace = simulate(work, CommPlan((3,), transport="sharded", gather=(1, 3)), network)
     gathers = [e for e in trace.events if e.args.get("collective") == "all_gather" and not e.rank]
     assert {(e.name, e.args["bytes"]) for e in gathers} == {
         ("allreduce2", MB),
         ("allreduce3", 2 * MB),
     }
     with pytest.raises(StrategyError, match=r"gather is \(2,\)"):
-        Plan((3,), transport="sharded", gather=(2,))
+        CommPlan((3,), transport="sharded", gather=(2,))
 
 
 DIRECT = contention(exchange=0.25)
@@ -209,7 +219,7 @@ def test_direct_sends_have_a_curve_and_a_contention_of_their_own() -> None:
     world = slowed.networks["world"]
     half = world.model_copy(update={"direct_all_reduce": world.reduce_scatter})
     network = slowed.model_copy(update={"networks": {"world": half}, "direct": DIRECT})
-    work, plans = workload(count=2), [Plan((1, 2)), Plan((1, 2), transport="direct")]
+    work, plans = workload(count=2), [CommPlan((1, 2)), CommPlan((1, 2), transport="direct")]
     flat, direct = (simulate(work, plan, network) for plan in plans)
     assert spans(flat, "allreduce1") == pytest.approx((0.3, 0.5))  # 0.1 s, twice as long
     assert spans(direct, "allreduce1") == pytest.approx((0.3, 0.3 + 0.05 * 1.25))
@@ -226,15 +236,17 @@ def test_a_crowd_of_direct_sends_fills_less_of_the_link(crowd: float, seconds: f
     direct = contention().model_copy(update={"crowd_slowdown": crowd})
     network = linear.model_copy(update={"networks": {"world": twice_as_fast}, "direct": direct})
     # two exchanges of 0.1 s, each of which fills half of the link alone
-    trace = simulate(workload(count=2), Plan((1, 2), overlap=False, transport="direct"), network)
+    trace = simulate(
+        workload(count=2), CommPlan((1, 2), overlap=False, transport="direct"), network
+    )
     start, end = spans(trace, "allreduce2")
     assert end - start == pytest.approx(seconds)
 
 
 def test_shared_memory_costs_what_was_measured_or_what_flat_does() -> None:
     work, network = workload(), linear_profile(hosts=1, ranks_per_host=4)
-    plan = Plan((6,), transport="shared_memory")
-    assert predict(work, plan, network) == predict(work, Plan((6,)), network)
+    plan = CommPlan((6,), transport="shared_memory")
+    assert predict(work, plan, network) == predict(work, CommPlan((6,)), network)
     world = network.networks["world"]
     measured = world.model_copy(update={"shared_memory_all_reduce": world.reduce_scatter})
     faster = network.model_copy(update={"networks": {"world": measured}})
@@ -247,9 +259,9 @@ plans = st.tuples(
 )
 
 
-def a_plan(drawn: tuple[set[int], bool, int], **changes: Any) -> Plan:
+def a_plan(drawn: tuple[set[int], bool, int], **changes: Any) -> CommPlan:
     cuts, overlap, accumulate = drawn
-    return Plan((*sorted(cuts), 12), overlap, accumulate=accumulate, **changes)
+    return CommPlan((*sorted(cuts), 12), overlap, accumulate=accumulate, **changes)
 
 
 @settings(deadline=None, max_examples=150)
@@ -280,7 +292,7 @@ def test_a_trace_read_back_predicts_itself(tmp_path_factory, seed, ranks, drawn,
     path = tmp_path_factory.getbasetemp() / "predicted.json"
     chrome.write(simulate(work, plan, network, 3), path)
     trace = chrome.read(path)
-    assert Plan.of_trace(trace) == plan
+    assert CommPlan.of_trace(trace) == plan
     again = predict(Workload.from_trace(trace, network), plan, network)
     assert again == pytest.approx(seconds, rel=1e-5)
     assert all(one.duration == pytest.approx(seconds, rel=1e-6) for one in timeline(trace.events))
@@ -334,12 +346,12 @@ def test_a_slower_network_is_never_better_and_ranks_have_no_order(seed, drawn, f
 
 
 def test_a_simulated_trace_reads_like_a_recorded_one() -> None:
-    plan = Plan.of(Strategy.load({"gradients": {"split": "per_layer"}}), workload().gradients)
+    plan = CommPlan.of(Strategy.load({"gradients": {"split": "per_layer"}}), workload().gradients)
     trace = simulate(workload(), plan, linear_profile(), 2)
     assert trace.meta["predicted"] is True
     assert trace.meta["segments"] == [{"bytes": MB, "gradients": [f"{i}.weight"]} for i in range(6)]
     strategy = Strategy.load(trace.meta["strategy"])
-    assert Plan.of(strategy, workload().gradients) == plan
+    assert CommPlan.of(strategy, workload().gradients) == plan
     first = next(event for event in trace.events if event.name == "allreduce1")
     assert first.args["bytes"] == MB
     assert first.args["ready"] == pytest.approx(first.start)
@@ -353,7 +365,7 @@ def test_thousands_of_ranks_are_simulated_and_the_slowest_is_among_those_shown()
     slowest = int(
         np.argmax(work.optimizer + work.other + work.data_wait + work.forward + work.backward)
     )
-    plan = Plan((*range(16, 161, 16), 161), transport="hierarchical")
+    plan = CommPlan((*range(16, 161, 16), 161), transport="hierarchical")
     trace = simulate(work, plan, ring_profile(512, 8))
     shown = {event.rank for event in trace.events}
     assert trace.meta["world_size"] == len(trace.meta["hosts"]) == 4096
@@ -365,27 +377,27 @@ def test_thousands_of_ranks_are_simulated_and_the_slowest_is_among_those_shown()
 
 def test_few_profiles_serve_any_number_of_ranks() -> None:
     work = workload(3, late=0.05)
-    one_host = [predict(work, Plan((6,)), linear_profile(ranks)) for ranks in (3, 6, 4096)]
+    one_host = [predict(work, CommPlan((6,)), linear_profile(ranks)) for ranks in (3, 6, 4096)]
     assert one_host == pytest.approx([one_host[0]] * 3)
 
 
 def test_a_plan_for_another_model_or_a_network_not_measured_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"last cut is \(5,\), but there are 6 gradients"):
-        predict(workload(), Plan((5,)), linear_profile())
+        predict(workload(), CommPlan((5,)), linear_profile())
     with pytest.raises(ClusterError, match=r"networks\.intra was not measured"):
         predict(
             workload(),
-            Plan((6,), transport="hierarchical"),
+            CommPlan((6,), transport="hierarchical"),
             linear_profile(hosts=2, ranks_per_host=2),
         )
     for wrong in ({"cuts": (3, 2)}, {"cuts": (0, 6)}, {"cuts": (6,), "accumulate": 0}):
         with pytest.raises(StrategyError, match="allowed"):
-            Plan(**wrong)
+            CommPlan(**wrong)
 
 
 def test_cuts_follow_the_segments() -> None:
     sizes = [gradient.num_bytes for gradient in workload().gradients]
-    plan = Plan.of(
+    plan = CommPlan.of(
         Strategy.load({"gradients": {"split": {"kind": "by_layers", "layers": 4}}}),
         workload().gradients,
     )

@@ -10,7 +10,7 @@ import pytest
 
 from slipstream.errors import ClusterError, TraceError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.simulate import predict, simulate
 from slipstream.planner.workload import Workload
 from slipstream.trace.event import Event, Trace
@@ -18,7 +18,7 @@ from tests.planner.networks import MB, linear_profile
 from tests.planner.workloads import random_workload, workload
 
 NAMES = ("data_wait", "forward", "backward", "ready", "optimizer", "other", "samples")
-THIRDS = Plan((2, 4, 6))
+THIRDS = CommPlan((2, 4, 6))
 
 
 def edited(trace: Trace, change: Callable[[Event], Event | None]) -> Trace:
@@ -39,7 +39,9 @@ def moved(event: Event, step: int, seconds: float) -> Event:
     return Event(event.name, event.rank, step, event.start + seconds, event.end + seconds, args)
 
 
-@pytest.mark.parametrize("plan", [THIRDS, Plan((6,), overlap=False), Plan((1, 6), accumulate=3)])
+@pytest.mark.parametrize(
+    "plan", [THIRDS, CommPlan((6,), overlap=False), CommPlan((1, 6), accumulate=3)]
+)
 @pytest.mark.parametrize("slowdown", [0.0, 0.7])
 def test_what_was_simulated_is_read_back_without_its_contention(plan, slowdown) -> None:
     work = workload(late=0.05, buffers_bytes=4096)
@@ -52,7 +54,7 @@ def test_what_was_simulated_is_read_back_without_its_contention(plan, slowdown) 
 
 
 @pytest.mark.parametrize("reading", [[1.7] * 4, [0.0, 0.0, 1.7, 0.0]])
-@pytest.mark.parametrize("plan", [THIRDS, Plan((1, 6), accumulate=3)])
+@pytest.mark.parametrize("plan", [THIRDS, CommPlan((1, 6), accumulate=3)])
 @pytest.mark.parametrize("slowdown", [0.0, 0.4])
 def test_readers_that_cannot_keep_up_are_read_back(plan, reading, slowdown) -> None:
     network = linear_profile(compute_slowdown=slowdown)
@@ -96,7 +98,7 @@ def test_a_trace_tells_convolutions_and_the_type_of_weights(precision) -> None:
     read_back = Workload.from_trace(Trace(trace.events, trace.meta | told), linear_profile())
     half = precision not in ("autocast", None)
     assert (read_back.half, read_back.convolutions) == (half, 0.25)
-    plan = Plan.of_trace(Trace(trace.events, trace.meta | told))
+    plan = CommPlan.of_trace(Trace(trace.events, trace.meta | told))
     assert plan.half is half
 
 
@@ -115,17 +117,17 @@ def test_ready_times_are_interpolated_by_bytes_where_a_trace_does_not_tell() -> 
     )
     sizes = (3 * MB, 1 * MB)
     work = workload(gradients=tuple(Gradient(f"{s}", "", s) for s in sizes), count=2)
-    trace = simulate(work, Plan((1, 2), overlap=False), linear_profile())
+    trace = simulate(work, CommPlan((1, 2), overlap=False), linear_profile())
     read_back = Workload.from_trace(edited(trace, without_ready_times), linear_profile()).ready[0]
     np.testing.assert_allclose(read_back, [0.45, 0.6], atol=1e-6)
 
 
 def test_one_process_has_no_exchanges_and_serves_a_cluster_of_any_size() -> None:
-    alone = simulate(workload(1), Plan((6,)), linear_profile(1), 2)
+    alone = simulate(workload(1), CommPlan((6,)), linear_profile(1), 2)
     del alone.meta["segments"]
     read_back = Workload.from_trace(edited(alone, without_ready_times), linear_profile(4))
     np.testing.assert_allclose(read_back.ready, workload(1).ready, atol=1e-9)
-    assert predict(read_back, Plan((6,)), linear_profile(4)) == pytest.approx(0.86 + 0.6)
+    assert predict(read_back, CommPlan((6,)), linear_profile(4)) == pytest.approx(0.86 + 0.6)
 
 
 def test_a_gradient_that_never_came_is_sent_when_backward_is_over() -> None:
@@ -146,10 +148,12 @@ def test_somebody_is_always_late_though_every_rank_is_in_time_on_most_days() -> 
     for step in range(9):
         backward = np.where(np.arange(ranks) == step % ranks, 0.9, 0.6)
         work = workload(ranks, backward=backward, ready=backward[:, None] * np.arange(1, 7) / 6)
-        trace = simulate(work, Plan((6,)), linear_profile(ranks))
+        trace = simulate(work, CommPlan((6,)), linear_profile(ranks))
         events += [moved(event, step, 9.0 * step) for event in trace.events]
     read_back = Workload.from_trace(Trace(tuple(events), trace.meta), linear_profile(ranks))
-    assert predict(read_back, Plan((6,)), linear_profile(ranks)) == pytest.approx(0.86 + 0.3 + 0.6)
+    assert predict(read_back, CommPlan((6,)), linear_profile(ranks)) == pytest.approx(
+        0.86 + 0.3 + 0.6
+    )
     assert sorted(read_back.backward) == pytest.approx([0.6, 0.6, 0.9])
 
 

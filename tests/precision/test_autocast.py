@@ -18,7 +18,7 @@ from slipstream.errors import StrategyError
 from slipstream.memory import recompute
 from slipstream.precision import autocast
 from slipstream.precision.op_casts import check_ops
-from slipstream.strategy import Every, HalfType
+from slipstream.strategy import EveryConfig, HalfType
 from tests.precision.battery import TYPES
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -165,7 +165,7 @@ def test_what_was_put_around_it_since_may_stay(over: str) -> None:
     layers = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)))
     plain = layers(X)
     first = autocast(layers, float_ops=["gelu"])
-    second = autocast(layers) if over == "another" else recompute(layers, Every())
+    second = autocast(layers) if over == "another" else recompute(layers, EveryConfig())
     first.close()
     assert torch.equal(layers(X), plain) == (over == "a recomputation")
     second.close()

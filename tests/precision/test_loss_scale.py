@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.precision.loss_scale import LARGEST, LossScaler, ScaleState, next_state
-from slipstream.strategy import DynamicScale, StaticScale
+from slipstream.strategy import DynamicScaleConfig, StaticScaleConfig
 
 PARAMETERS = {
     "torch": {},
@@ -27,12 +27,12 @@ PARAMETERS = {
 def walks(parameters: dict[str, Any]) -> Iterator[list[bool]]:
     """Whether each update overflowed: rarely, often, never, always."""
     length = 3 * parameters.get("incr_every_n", 2000) + 50
-    for seed, share in enumerate((0.001, 0.3, 0.0, 1.0)):
+    for seed, shard in enumerate((0.001, 0.3, 0.0, 1.0)):
         dice = random.Random(seed)
-        yield [dice.random() < share for _ in range(length)]
+        yield [dice.random() < shard for _ in range(length)]
 
 
-def by_runs(config: DynamicScale, overflows: Sequence[bool]) -> list[float]:
+def by_runs(config: DynamicScaleConfig, overflows: Sequence[bool]) -> list[float]:
     """The scale before each update, found another way: from the lengths of runs of equal ones."""
     scales, scale, run = [], config.init, 0
     for number, overflowed in enumerate(overflows):
@@ -47,7 +47,7 @@ def by_runs(config: DynamicScale, overflows: Sequence[bool]) -> list[float]:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_every_set_of_parameters_walks_as_the_table_says(name: str) -> None:
-    config = DynamicScale(**PARAMETERS[name])
+    config = DynamicScaleConfig(**PARAMETERS[name])
     for overflows in walks(PARAMETERS[name]):
         scaler, scales = LossScaler(config), []
         for overflowed in overflows:
@@ -56,7 +56,7 @@ def test_every_set_of_parameters_walks_as_the_table_says(name: str) -> None:
         assert scales == by_runs(config, overflows)
 
 
-PADDLE = DynamicScale(init=32768.0, incr_every_n=1000, decr_every_n=2, decr_ratio=0.8)
+PADDLE = DynamicScaleConfig(init=32768.0, incr_every_n=1000, decr_every_n=2, decr_ratio=0.8)
 STEPS = [  # of update_loss_scaling in Paddle's own words
     ((32768.0, 5, 0), True, (32768.0, 0, 1)),
     ((32768.0, 0, 1), True, (26214.4, 0, 0)),
@@ -103,7 +103,7 @@ def test_it_is_torchs_grad_scaler_within_bounds_that_it_does_not_reach(
     for seed in range(3):
         dice = random.Random(seed)
         overflows = [dice.random() < 0.1 * seed for _ in range(60)]
-        scaler, scales = LossScaler(DynamicScale(init=init, min=1e-30, max=3e38, **own)), []
+        scaler, scales = LossScaler(DynamicScaleConfig(init=init, min=1e-30, max=3e38, **own)), []
         for overflowed in overflows:
             scales.append(scaler.scale)
             scaler.update(overflowed)
@@ -111,14 +111,14 @@ def test_it_is_torchs_grad_scaler_within_bounds_that_it_does_not_reach(
 
 
 def test_a_scale_that_would_be_infinite_stays() -> None:
-    config = DynamicScale(init=2.0**127, incr_every_n=1, max=1e300)
+    config = DynamicScaleConfig(init=2.0**127, incr_every_n=1, max=1e300)
     assert next_state(ScaleState(2.0**127), config, False) == ScaleState(2.0**127)
     assert torch.tensor(LARGEST).isfinite()
     assert torch.tensor(LARGEST * (1 + 1e-7)).isinf()
 
 
 def test_a_static_scale_stays() -> None:
-    scaler = LossScaler(StaticScale(scale=100.0))
+    scaler = LossScaler(StaticScaleConfig(scale=100.0))
     for overflowed in (True, False, True):
         scaler.update(overflowed)
     assert scaler.scale == 100.0

@@ -58,7 +58,7 @@ def trains(parallel: dict[str, Any], kind: str, dtype: str) -> None:
         words = torch.randint(WORDS, (4, 9), generator=seed)
         for number in range(12):
             handle = None
-            if number == 4 and dist.get_rank() == 3:  # its share, or its stage, alone
+            if number == 4 and dist.get_rank() == 3:  # its shard, or its stage, alone
                 own = model.transformer.h[1].mlp.c_fc.weight
                 handle = own.register_hook(lambda g: g * torch.inf)
             before = digest(values_here(model))

@@ -28,7 +28,7 @@ def training() -> Training:
     torch.manual_seed(0)
     layer = nn.Linear(4, 4, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    return Training(layer, optimizer, half_weights(layer, optimizer, share_of=first_half))
+    return Training(layer, optimizer, half_weights(layer, optimizer, shard_of=first_half))
 
 
 def test_a_copy_is_in_fp32_and_has_the_own_master(training: Training) -> None:

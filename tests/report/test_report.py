@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 from slipstream.advisor.findings import Finding
 from slipstream.errors import TraceError
 from slipstream.report import report as report_module
-from slipstream.report.alternation import KINDS, Alternation, Training
+from slipstream.report.alternation import KINDS, Alternation, TimedTraining
 from slipstream.report.bars import MOST_RANKS, chosen_ranks, lay_out
 from slipstream.report.palette import PALETTE
 from slipstream.report.plots import (
@@ -27,7 +27,7 @@ from slipstream.report.plots import (
     timeline_plot,
 )
 from slipstream.report.report import html, png, read_trials
-from slipstream.report.runs import Run, comparisons, pairs
+from slipstream.report.runs import RecordedRun, comparisons, pairs
 from slipstream.strategy.yaml import parse_yaml
 from slipstream.trace import Event, Trace
 from tests.harness.traces import MS, by_hand, many, random_traces
@@ -51,10 +51,10 @@ TRIALS = [
 IN_TURN = Alternation(
     "twice as fast",
     [
-        Training("DDP", "baseline", [2.0, 2.2, 2.4]),
-        Training("one", "exact", [1.9, 2.0, 2.1], "1.10x", {"final loss": "0.125"}),
-        Training(EVIL, "lossy", [1.0, 1.1, 1.2], "2.00x"),
-        Training("none", "floor", [0.9]),
+        TimedTraining("DDP", "baseline", [2.0, 2.2, 2.4]),
+        TimedTraining("one", "exact", [1.9, 2.0, 2.1], "1.10x", {"final loss": "0.125"}),
+        TimedTraining(EVIL, "lossy", [1.0, 1.1, 1.2], "2.00x"),
+        TimedTraining("none", "floor", [0.9]),
     ],
 )
 
@@ -63,8 +63,8 @@ def with_meta(trace: Trace, **meta: object) -> Trace:
     return Trace(trace.events, trace.meta | meta)
 
 
-def run_of(trace: Trace, name: str = "one", *, predicted: bool = False) -> Run:
-    return Run.of(name, trace, predicted=predicted)
+def run_of(trace: Trace, name: str = "one", *, predicted: bool = False) -> RecordedRun:
+    return RecordedRun.of(name, trace, predicted=predicted)
 
 
 def alone() -> Trace:

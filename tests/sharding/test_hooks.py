@@ -104,7 +104,7 @@ def gradients_in_hooks() -> None:
     errors = []
 
     def norm(*_: object) -> None:
-        with pytest.raises(UsageError, match="has only a share of the average") as caught:
+        with pytest.raises(UsageError, match="has only a shard of the average") as caught:
             torch.nn.utils.get_total_norm(
                 [p.grad for p in model.parameters() if p.grad is not None]
             )

@@ -1,4 +1,4 @@
-"""Checkpoints of the sharded optimizer: whole and by shares, for any number of ranks."""
+"""Checkpoints of the sharded optimizer: whole and by shards, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slipstream.errors import UsageError
-from slipstream.sharding.state import join_shares
+from slipstream.sharding.state import join_shards
 from tests.harness.ranks import Ranks
 from tests.harness.reference import digest
 from tests.sharding.test_update import OPTIMIZERS, build, session_on, steps
@@ -40,7 +40,7 @@ def save(folder: Path, transport: str, half: bool) -> None:
     with session_on(model, update, transport, **precision) as session:
         steps(session, 0, 3)
         own = session.checkpoint(sharded=True)
-        torch.save(own, folder / f"share{session.rank}.pt")
+        torch.save(own, folder / f"shard{session.rank}.pt")
         full = session.checkpoint()
         if session.rank == 0:
             torch.save(full, folder / "full.pt")
@@ -60,7 +60,7 @@ def resume(folder: Path, transport: str, how: str, half: bool) -> str:
             update.load_state_dict(full["optimizer"])
         else:
             session.restore(
-                [torch.load(p, weights_only=False) for p in sorted(folder.glob("share*.pt"))[::-1]]
+                [torch.load(p, weights_only=False) for p in sorted(folder.glob("shard*.pt"))[::-1]]
             )
         for _ in range(2):
             torch.manual_seed(7)
@@ -76,7 +76,7 @@ def test_a_state_goes_on_on_another_number_of_ranks(
     four.run(save, tmp_path, "sharded", half)
     found = {
         (how, ranks.size): set(ranks.run(resume, tmp_path, "sharded", how, half))
-        for how in ("full", "torch", "shares")
+        for how in ("full", "torch", "shards")
         for ranks in (four, two)
     }
     plain = set(two.run(resume, tmp_path, "direct", "full", half))
@@ -91,13 +91,13 @@ def test_a_state_of_the_flat_transport_is_cut(two: Ranks, tmp_path: Path) -> Non
     )
 
 
-def share(rank: int, ranks: int) -> dict[str, Any]:
+def shard(rank: int, ranks: int) -> dict[str, Any]:
     state = {"state": {0: {"step": torch.tensor(1.0), "m": torch.arange(2) + 2 * rank}}}
     return {"rank": rank, "ranks": ranks, "shapes": {0: ((2, 2), (2, 1))}, "optimizer": state}
 
 
 def test_shares_join_in_any_order() -> None:
-    joined = join_shares([share(1, 2), share(0, 2)])["state"][0]
+    joined = join_shards([shard(1, 2), shard(0, 2)])["state"][0]
     assert joined["m"].tolist() == [[0, 1], [2, 3]]
     assert joined["step"] == 1
 
@@ -105,7 +105,7 @@ def test_shares_join_in_any_order() -> None:
 @pytest.mark.parametrize("present", [[], [0], [0, 0], [0, 1, 1]])
 def test_missing_shares_are_named(present: list[int]) -> None:
     with pytest.raises(UsageError, match="once each"):
-        join_shares([share(rank, 2) for rank in present])
+        join_shards([shard(rank, 2) for rank in present])
 
 
 def load_another_share() -> None:
@@ -124,7 +124,7 @@ def test_a_share_of_another_size_is_refused(two: Ranks) -> None:
 
 
 def dense() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Every rank has an equal share, as in most models."""
+    """Every rank has an equal shard, as in most models."""
     torch.manual_seed(0)
     model = nn.Linear(16, 16, bias=False)
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -1,4 +1,4 @@
-"""The sharded update: equal to every rank's own, with optimizer state of a share's size."""
+"""The sharded update: equal to every rank's own, with optimizer state of a shard's size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "lamb": lambda p: Lamb(p, lr=0.01, max_grad_norm=0.5, adapt_vectors=True),
 }
 NORMS = ("lars", "lamb")
-"""They add up norms, in another order where ranks have shares."""
+"""They add up norms, in another order where ranks have shards."""
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def overflow_on_one_rank() -> tuple[bool, str]:
     with session_on(model, update, "sharded") as session:
         loss = model(batch(0, session.rank))
         if session.rank == 1:
-            # one infinite value, in the share of one rank alone
+            # one infinite value, in the shard of one rank alone
             model.head.weight.register_hook(
                 lambda g: g + torch.full_like(g, math.inf).tril_(-6) if g.isfinite().all() else g
             )

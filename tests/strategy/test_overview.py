@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.strategy import Gradients, Row, Strategy, Trace, overview, presets
+from slipstream.strategy import GradientsConfig, Row, Strategy, TraceConfig, overview, presets
 from slipstream.strategy.overview import plain_text
 
 
@@ -19,7 +19,7 @@ def test_every_preset_is_drawn(name):
     (split,) = _lines(text, "gradients.split")
     assert strategy.gradients.split.kind in split
     assert "reordered" in split
-    assert ("gradients.split *" in split) == (strategy.gradients.split != Gradients().split)
+    assert ("gradients.split *" in split) == (strategy.gradients.split != GradientsConfig().split)
     assert ("* differs from the default" in text) == (strategy != Strategy())
     for setting in ("overlap", "transport", "accumulate"):
         assert len(_lines(text, f"gradients.{setting}")) == 1
@@ -28,7 +28,7 @@ def test_every_preset_is_drawn(name):
 def test_what_is_off_takes_one_line():
     assert len(_lines(str(Strategy()), "trace")) == 1
     assert "off" in _lines(str(Strategy()), "trace")[0]
-    on = str(Strategy(trace=Trace(steps=7, skip=0)))
+    on = str(Strategy(trace=TraceConfig(steps=7, skip=0)))
     assert "7" in _lines(on, "trace.steps *")[0]
     assert "0" in _lines(on, "trace.skip *")[0]
     assert "slipstream-trace" in _lines(on, "trace.folder")[0]
@@ -36,7 +36,7 @@ def test_what_is_off_takes_one_line():
 
 def test_values_read_as_in_yaml():
     split = {"kind": "by_percent", "percents": [62.5, 37.5]}
-    text = plain_text(overview(Gradients(split=split, overlap=False)), width=200)
+    text = plain_text(overview(GradientsConfig(split=split, overlap=False)), width=200)
     assert "by_percent (percents [62.5, 37.5])" in text
     assert "false" in _lines(text, "overlap *")[0]
     text = plain_text(overview(Strategy.load("fused_16")), width=200)
@@ -52,9 +52,9 @@ def test_what_was_resolved_is_added():
 
 def test_values_are_no_markup():
     folder = "[red]run[/red]"
-    assert folder in str(Strategy(trace=Trace(steps=1, folder=folder)))
+    assert folder in str(Strategy(trace=TraceConfig(steps=1, folder=folder)))
 
 
 def test_fits_its_width():
-    wide = Strategy(trace=Trace(steps=1, folder="x" * 500))
+    wide = Strategy(trace=TraceConfig(steps=1, folder="x" * 500))
     assert max(map(len, str(wide).splitlines())) <= 100

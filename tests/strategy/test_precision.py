@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from slipstream.errors import StrategyError
-from slipstream.strategy import DynamicScale, StaticScale, Strategy
+from slipstream.strategy import DynamicScaleConfig, StaticScaleConfig, Strategy
 
 REFUSED = {
     "another type": ({"dtype": "fp32"}, ["precision.dtype", "'fp32'", "bf16 or fp16"]),
@@ -62,10 +62,10 @@ def test_fp16_has_a_dynamic_scale_unless_it_is_told_otherwise(kind: str) -> None
         return config.scale
 
     assert scale() is None
-    assert scale(dtype="fp16") == DynamicScale()
+    assert scale(dtype="fp16") == DynamicScaleConfig()
     assert scale(dtype="fp16", loss_scale=None) is None
-    assert scale(loss_scale="dynamic") == DynamicScale()
-    assert scale(loss_scale={"kind": "static", "scale": 8}) == StaticScale(scale=8.0)
+    assert scale(loss_scale="dynamic") == DynamicScaleConfig()
+    assert scale(loss_scale={"kind": "static", "scale": 8}) == StaticScaleConfig(scale=8.0)
 
 
 @pytest.mark.parametrize("config", [{"precision": "autocast"}, {"compute": {"tf32": True}}])

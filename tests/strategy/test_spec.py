@@ -13,57 +13,57 @@ from hypothesis import given, settings, strategies as st
 
 from slipstream.errors import StrategyError
 from slipstream.strategy import (
-    Autocast,
-    Budget,
-    BudgetBytes,
-    ByBytes,
-    ByIndex,
-    ByLayers,
-    ByPercent,
-    Checkpoints,
-    Compute,
-    DynamicScale,
-    Every,
+    AutocastConfig,
+    BudgetBytesConfig,
+    BudgetConfig,
+    ByBytesConfig,
+    ByIndexConfig,
+    ByLayersConfig,
+    ByPercentConfig,
+    CheckpointsConfig,
+    ComputeConfig,
+    DynamicScaleConfig,
+    EveryConfig,
     Exactness,
-    Flat,
-    Gradients,
-    HalfWeights,
-    Memory,
-    Offload,
-    Optimal,
-    PerGradient,
-    PerLayer,
+    FlatConfig,
+    GradientsConfig,
+    HalfWeightsConfig,
+    MemoryConfig,
+    OffloadConfig,
+    OptimalConfig,
+    PerGradientConfig,
+    PerLayerConfig,
     Setting,
-    Single,
-    StaticScale,
+    SingleConfig,
+    StaticScaleConfig,
     Strategy,
-    Trace,
+    TraceConfig,
     Variant,
     presets,
 )
 
 VARIANTS: list[type[Setting]] = [
-    ByBytes,
-    ByPercent,
-    ByIndex,
-    ByLayers,
-    PerLayer,
-    PerGradient,
-    Single,
-    Optimal,
-    Flat,
+    ByBytesConfig,
+    ByPercentConfig,
+    ByIndexConfig,
+    ByLayersConfig,
+    PerLayerConfig,
+    PerGradientConfig,
+    SingleConfig,
+    OptimalConfig,
+    FlatConfig,
 ]
-PRECISIONS = [Autocast, HalfWeights, DynamicScale, StaticScale]
-RECOMPUTES = [Every, Checkpoints, Budget, BudgetBytes]
+PRECISIONS = [AutocastConfig, HalfWeightsConfig, DynamicScaleConfig, StaticScaleConfig]
+RECOMPUTES = [EveryConfig, CheckpointsConfig, BudgetConfig, BudgetBytesConfig]
 SETTINGS = [
     *VARIANTS,
     *PRECISIONS,
     *RECOMPUTES,
-    Compute,
-    Gradients,
-    Memory,
-    Offload,
-    Trace,
+    ComputeConfig,
+    GradientsConfig,
+    MemoryConfig,
+    OffloadConfig,
+    TraceConfig,
     Strategy,
 ]
 
@@ -75,23 +75,24 @@ def _percents(weights: list[int]) -> tuple[float, ...]:
 sizes = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 splits = st.one_of(
     st.builds(
-        ByBytes,
+        ByBytesConfig,
         megabytes=sizes,
         first_megabytes=st.none() | sizes,
         last_megabytes=st.none() | sizes,
     ),
     st.builds(
-        ByPercent, percents=st.lists(st.integers(1, 1000), min_size=1, max_size=9).map(_percents)
+        ByPercentConfig,
+        percents=st.lists(st.integers(1, 1000), min_size=1, max_size=9).map(_percents),
     ),
-    st.builds(ByIndex, last=st.sets(st.integers(0), min_size=1).map(sorted).map(tuple)),
-    st.builds(ByLayers, layers=st.integers(1)),
-    st.builds(Optimal, steps=st.integers(1, 99)),
-    st.sampled_from([PerLayer(), PerGradient(), Single()]),
+    st.builds(ByIndexConfig, last=st.sets(st.integers(0), min_size=1).map(sorted).map(tuple)),
+    st.builds(ByLayersConfig, layers=st.integers(1)),
+    st.builds(OptimalConfig, steps=st.integers(1, 99)),
+    st.sampled_from([PerLayerConfig(), PerGradientConfig(), SingleConfig()]),
 )
 scales = st.one_of(
     st.sampled_from([None, "auto", "dynamic"]),
-    st.builds(StaticScale, scale=st.floats(0, 2**24, exclude_min=True)),
-    st.builds(DynamicScale, init=st.floats(1, 2**24), decr_every_n=st.integers(1)),
+    st.builds(StaticScaleConfig, scale=st.floats(0, 2**24, exclude_min=True)),
+    st.builds(DynamicScaleConfig, init=st.floats(1, 2**24), decr_every_n=st.integers(1)),
 )
 half = {
     "dtype": st.sampled_from(["bf16", "fp16"]),
@@ -101,17 +102,17 @@ half = {
 }
 precisions = st.one_of(
     st.none(),
-    st.builds(Autocast, **half, float_ops=st.sampled_from([(), ("gelu",)])),
-    st.builds(HalfWeights, **half, exchange=st.sampled_from(["half", "fp32"])),
+    st.builds(AutocastConfig, **half, float_ops=st.sampled_from([(), ("gelu",)])),
+    st.builds(HalfWeightsConfig, **half, exchange=st.sampled_from(["half", "fp32"])),
 )
 paths = st.lists(st.text(min_size=1), min_size=1, max_size=3).map(tuple)
 keep = st.sets(st.sampled_from(["matmul", "convolution", "attention"])).map(sorted).map(tuple)
 recomputes = st.one_of(
     st.none(),
-    st.builds(Every, every=st.integers(1), keep=keep),
-    st.builds(Checkpoints, checkpoints=paths, keep=keep),
-    st.builds(Budget, budget=st.floats(min_value=0, max_value=1, exclude_min=True)),
-    st.builds(BudgetBytes, budget_bytes=st.integers(1)),
+    st.builds(EveryConfig, every=st.integers(1), keep=keep),
+    st.builds(CheckpointsConfig, checkpoints=paths, keep=keep),
+    st.builds(BudgetConfig, budget=st.floats(min_value=0, max_value=1, exclude_min=True)),
+    st.builds(BudgetBytesConfig, budget_bytes=st.integers(1)),
 )
 any_rank = {
     "keep_last": st.integers(0, 9),
@@ -121,14 +122,16 @@ any_rank = {
 }
 offloads = st.one_of(
     st.none(),
-    st.builds(Offload, **any_rank),
-    st.builds(Offload, to=st.just("disk"), folder=st.none() | st.text(min_size=1), **any_rank),
+    st.builds(OffloadConfig, **any_rank),
+    st.builds(
+        OffloadConfig, to=st.just("disk"), folder=st.none() | st.text(min_size=1), **any_rank
+    ),
 )
 wishes = st.builds(
     Strategy,
     precision=precisions,
     compute=st.builds(
-        Compute,
+        ComputeConfig,
         tf32=st.booleans(),
         fuse_bn_act=st.booleans(),
         fuse_add_act=st.booleans(),
@@ -136,11 +139,11 @@ wishes = st.builds(
         fuse_optimizer=st.sampled_from([False, True, "elementwise"]),
     ),
     gradients=st.builds(
-        Gradients, split=splits, overlap=st.booleans(), accumulate=st.integers(1, 99)
+        GradientsConfig, split=splits, overlap=st.booleans(), accumulate=st.integers(1, 99)
     ),
-    memory=st.builds(Memory, recompute=recomputes, offload=offloads),
+    memory=st.builds(MemoryConfig, recompute=recomputes, offload=offloads),
     trace=st.builds(
-        Trace,
+        TraceConfig,
         steps=st.none() | st.integers(1),
         skip=st.integers(0),
         folder=st.text(min_size=1),
@@ -236,10 +239,10 @@ def test_schema_refuses_what_strategy_refuses(document):
 
 
 def test_every_shorthand_of_the_schema_loads():
-    options = SCHEMA["$defs"]["Gradients"]["properties"]["split"]["anyOf"]
+    options = SCHEMA["$defs"]["GradientsConfig"]["properties"]["split"]["anyOf"]
     (kinds,) = [option["enum"] for option in options if "enum" in option]
-    assert {Gradients(split=kind).split.kind for kind in kinds} == set(kinds)
-    for split in set(VARIANTS) - {Flat}:
+    assert {GradientsConfig(split=kind).split.kind for kind in kinds} == set(kinds)
+    for split in set(VARIANTS) - {FlatConfig}:
         kind = split.model_fields["kind"].default
         required = any(field.is_required() for field in split.model_fields.values())
         assert (kind in kinds) != required
@@ -249,19 +252,20 @@ def test_every_shorthand_of_the_schema_loads():
     ("config", "text"),
     [
         (Strategy(), "{}\n"),
-        (Strategy(gradients=Gradients(split=Single())), "gradients: {split: single}\n"),
+        (Strategy(gradients=GradientsConfig(split=SingleConfig())), "gradients: {split: single}\n"),
         (
-            Strategy(gradients=Gradients(split=ByBytes(megabytes=16), accumulate=2)),
+            Strategy(gradients=GradientsConfig(split=ByBytesConfig(megabytes=16), accumulate=2)),
             "gradients:\n  split: {kind: by_bytes, megabytes: 16}\n  accumulate: 2\n",
         ),
         (
-            Strategy(gradients=Gradients(split=ByPercent(percents=(62.5, 37.5)))),
+            Strategy(gradients=GradientsConfig(split=ByPercentConfig(percents=(62.5, 37.5)))),
             "gradients:\n  split:\n    kind: by_percent\n    percents: [62.5, 37.5]\n",
         ),
         (
             Strategy(
-                memory=Memory(
-                    recompute=Every(every=2, keep=("matmul",)), offload=Offload(to="disk")
+                memory=MemoryConfig(
+                    recompute=EveryConfig(every=2, keep=("matmul",)),
+                    offload=OffloadConfig(to="disk"),
                 )
             ),
             "memory:\n"
@@ -297,13 +301,15 @@ def test_equal_by_value_and_hashable():
     one, other = Strategy.load("fused_16"), Strategy.load("fused_16")
     assert one == other
     assert len({one, other, Strategy()}) == 2
-    assert ByBytes(megabytes=25) == ByBytes(megabytes=25.0)
-    assert Gradients(split=PerLayer()) != Gradients(split=PerGradient())
+    assert ByBytesConfig(megabytes=25) == ByBytesConfig(megabytes=25.0)
+    assert GradientsConfig(split=PerLayerConfig()) != GradientsConfig(split=PerGradientConfig())
 
 
 def test_frozen():
     config = Strategy()
-    with pytest.raises(StrategyError, match=r"Gradients\.overlap cannot be set to False.*frozen"):
+    with pytest.raises(
+        StrategyError, match=r"GradientsConfig\.overlap cannot be set to False.*frozen"
+    ):
         config.gradients.overlap = False
     with pytest.raises(StrategyError, match=r"Strategy\.trace cannot be deleted.*frozen"):
         del config.trace
@@ -311,8 +317,8 @@ def test_frozen():
 
 
 def test_copies_are_checked():
-    changed = Gradients().model_copy(update={"accumulate": 4})
-    assert changed == Gradients(accumulate=4)
+    changed = GradientsConfig().model_copy(update={"accumulate": 4})
+    assert changed == GradientsConfig(accumulate=4)
     with pytest.raises(StrategyError, match="accumulate: got 0"):
         changed.model_copy(update={"accumulate": 0})
 
@@ -320,8 +326,8 @@ def test_copies_are_checked():
 def test_exactness_is_the_weakest(monkeypatch):
     assert Strategy().exactness == "reordered"
     for exactness in get_args(Exactness):
-        monkeypatch.setattr(ByBytes, "exactness", "bitwise")
-        monkeypatch.setattr(Flat, "exactness", exactness)
+        monkeypatch.setattr(ByBytesConfig, "exactness", "bitwise")
+        monkeypatch.setattr(FlatConfig, "exactness", exactness)
         assert Strategy().exactness == exactness
 
 
@@ -342,7 +348,7 @@ def test_presets_load(name):
 
 
 def test_load_from_every_source(tmp_path):
-    config = Strategy(trace=Trace(steps=3))
+    config = Strategy(trace=TraceConfig(steps=3))
     for name, text in [("s.yaml", config.to_yaml()), ("s.YML", config.to_yaml(full=True))]:
         (tmp_path / name).write_text(text, encoding="utf-8")
         assert Strategy.load(tmp_path / name) == config

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from slipstream.errors import StrategyError
-from slipstream.strategy import ByIndex, ByPercent, Flat, Gradients, Setting, Strategy
+from slipstream.strategy import (
+    ByIndexConfig,
+    ByPercentConfig,
+    FlatConfig,
+    GradientsConfig,
+    Setting,
+    Strategy,
+)
 from tests.strategy.test_spec import SETTINGS
 
 
@@ -37,7 +44,10 @@ WRONG: list[tuple[object, list[str]]] = [
     (_split(kind="by_bites"), ["gradients.split.kind: got 'by_bites'; did you mean 'by_bytes'?"]),
     ({"gradients": {"split": "layer"}}, ["gradients.split.kind: got 'layer'", "per_layer, per_gr"]),
     ({"gradients": {"split": None}}, ["gradients.split: got None; allowed: the kinds by_bytes"]),
-    ({"gradients": {"split": Flat()}}, ["gradients.split.kind: got 'flat'; allowed: the kinds"]),
+    (
+        {"gradients": {"split": FlatConfig()}},
+        ["gradients.split.kind: got 'flat'; allowed: the kinds"],
+    ),
     (_split(megabytes=3), ["gradients.split.kind: missing in {'megabytes': 3}", "by_bytes"]),
     (
         {"gradients": {"transport": "flot"}},
@@ -122,12 +132,14 @@ def test_every_problem_has_its_line():
 
 
 def test_values_built_in_python_are_refused_alike():
-    with pytest.raises(StrategyError, match=r"^ByPercent has 1 problem:\n  percents: \(60, 20\): "):
-        ByPercent(percents=(60, 20))
+    with pytest.raises(
+        StrategyError, match=r"^ByPercentConfig has 1 problem:\n  percents: \(60, 20\): "
+    ):
+        ByPercentConfig(percents=(60, 20))
     with pytest.raises(StrategyError, match="ByIndex has 1 problem:\n  last: missing"):
-        ByIndex()  # type: ignore[call-arg]
+        ByIndexConfig()  # type: ignore[call-arg]
     with pytest.raises(StrategyError, match="no such setting; did you mean 'accumulate'"):
-        Gradients(accumulat=2)  # type: ignore[call-arg]
+        GradientsConfig(accumulat=2)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.errors import StrategyError
-from slipstream.strategy import ByBytes, Strategy, Trace
+from slipstream.strategy import ByBytesConfig, Strategy, TraceConfig
 
 
 @pytest.mark.parametrize(
@@ -57,14 +57,14 @@ def test_wrong_json(text, words):
 )
 def test_exponents_are_numbers(text, megabytes):
     config = Strategy.from_yaml(f"gradients: {{split: {{kind: by_bytes, megabytes: {text}}}}}")
-    assert config.gradients.split == ByBytes(megabytes=megabytes)
+    assert config.gradients.split == ByBytesConfig(megabytes=megabytes)
 
 
 @pytest.mark.parametrize(
     "folder", ["1e2", ".5e1", "true", "null", "2026-11-21", "~", "a: b", "\x85", "\ufeff"]
 )
 def test_text_that_looks_like_something_else_stays_text(folder):
-    config = Strategy(trace=Trace(folder=folder))
+    config = Strategy(trace=TraceConfig(folder=folder))
     assert Strategy.from_yaml(config.to_yaml()) == config
 
 

@@ -16,7 +16,7 @@ from slipstream.errors import TestbedError
 from slipstream.testbed import Testbed, parse_rate, testbed, unavailable
 from slipstream.testbed.link_check import TOLERANCE
 from slipstream.testbed.machine import find_machine
-from slipstream.testbed.network import Namespace, Plan
+from slipstream.testbed.network import Namespace, NetworkPlan
 from tests.testbed.traces import interfaces, marked, wait_for_marked
 
 _reason = unavailable()
@@ -234,7 +234,7 @@ def test_a_testbed_that_cannot_be_built_says_why_and_leaves_nothing(monkeypatch)
         pytest.skip(_reason)
     broken = Namespace("node0", ["link set no-such-interface up"], [], [])
     empty = Namespace("switch", [], [], [])
-    monkeypatch.setattr(testbed, "plan", lambda *_: Plan([broken], empty, ""))
+    monkeypatch.setattr(testbed, "plan", lambda *_: NetworkPlan([broken], empty, ""))
     bed = Testbed(nodes=1)
     with pytest.raises(TestbedError, match=r"node0: .*ip -batch -: .*no-such-interface"), bed:
         pass

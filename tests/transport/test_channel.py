@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import ExchangeError
-from slipstream.strategy import Flat
+from slipstream.strategy import FlatConfig
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.channel import Channel, Label
-from slipstream.transport.requests import AllGather, AllReduce, Broadcast, Exchange, Request
+from slipstream.transport.requests import AllGather, AllReduce, Broadcast, ExchangeSteps, Request
 from slipstream.transport.transport import Transport, make_transport
 from tests.harness.counters import collectives
 from tests.harness.ranks import PerRank, Ranks
@@ -33,14 +33,14 @@ def label(span: str = "allreduce1", **args: object) -> Label:
 
 
 def flat() -> Transport:
-    return make_transport(Flat(), dist.new_group())
+    return make_transport(FlatConfig(), dist.new_group())
 
 
 def opened(recorder: Recorder | None = None, *, stages: int = 1) -> Channel:
     return Channel(flat(), [flat() for _ in range(stages)], CPU, recorder)
 
 
-def met() -> Exchange:
+def met() -> ExchangeSteps:
     """Staged; ends once all ranks have come to it."""
     yield AllReduce(torch.zeros(1))
 
@@ -55,7 +55,7 @@ def mixed(delays: Sequence[float], stages: int) -> list[float]:
     tensors = [torch.full((number + 1,), float(number + 1)) for number in range(12)]
     ran: list[int] = []
 
-    def two_collectives(number: int) -> Exchange:
+    def two_collectives(number: int) -> ExchangeSteps:
         time.sleep(delays[number % len(delays)])
         total = tensors[number].sum()
         yield AllReduce(total)
@@ -96,12 +96,12 @@ def one_codes_while_the_other_sends() -> list[str]:
     channel, may_end = opened(stages=2), threading.Event()
     ran: list[str] = []
 
-    def held_up() -> Exchange:
+    def held_up() -> ExchangeSteps:
         assert may_end.wait(60)
         yield from met()
         ran.append("first")
 
-    def passes() -> Exchange:
+    def passes() -> ExchangeSteps:
         yield from met()
         ran.append("second")
         may_end.set()
@@ -121,7 +121,7 @@ def told_as_they_land() -> list[str]:
     """What is to follow an exchange follows it, while a later one is held up."""
     channel, first_done, told = opened(stages=2), threading.Event(), list[str]()
 
-    def held_up() -> Exchange:
+    def held_up() -> ExchangeSteps:
         assert first_done.wait(60)
         yield from met()
 
@@ -145,7 +145,7 @@ def stumbles() -> list[str]:
     """What follows an exchange raises; the next one is waited for all the same."""
     channel, ran = opened(), list[str]()
 
-    def noted() -> Exchange:
+    def noted() -> ExchangeSteps:
         yield from met()
         ran.append("ran")
 
@@ -167,7 +167,7 @@ def test_what_raises_after_an_exchange_leaves_none_in_flight(three: Ranks) -> No
 def told_until_one_fails() -> list[str]:
     channel, told = opened(), list[str]()
 
-    def breaks() -> Exchange:
+    def breaks() -> ExchangeSteps:
         raise RuntimeError("out of memory")
         yield
 
@@ -189,7 +189,7 @@ def started_before_the_stage_ends() -> bool:
     channel, may_end = opened(), threading.Event()
     tensor = torch.ones(1)
 
-    def held_up() -> Exchange:
+    def held_up() -> ExchangeSteps:
         assert may_end.wait(60)
         yield from met()
 
@@ -232,7 +232,7 @@ def staged_failure(failing: bool) -> list[object]:
     channel = opened()
     ran: list[str] = []
 
-    def ends_at_once(name: str, failing: bool = False) -> Exchange:
+    def ends_at_once(name: str, failing: bool = False) -> ExchangeSteps:
         ran.append(name)
         if failing:
             raise RuntimeError("out of memory")
@@ -308,7 +308,7 @@ def failure_seen_inside() -> list[str]:
     transport = Refuses()
     channel, seen = Channel(flat(), [transport], CPU), list[str]()
 
-    def exchange() -> Exchange:
+    def exchange() -> ExchangeSteps:
         try:
             yield AllReduce(torch.ones(1))
         except RuntimeError as error:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.strategy import Direct
+from slipstream.strategy import DirectConfig
 from slipstream.transport import ahead, direct
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.requests import AllReduce
@@ -37,7 +37,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 
 def made() -> DirectTransport:
-    return DirectTransport(Direct(), dist.group.WORLD)
+    return DirectTransport(DirectConfig(), dist.group.WORLD)
 
 
 def sums(dtype: torch.dtype, num_bytes: int, window: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.strategy import Auto, Flat, Transport
+from slipstream.strategy import AutoConfig, FlatConfig, TransportConfig
 from slipstream.transport.requests import AllGather, AllReduce, AllToAll, Broadcast, Request
 from slipstream.transport.transport import TRANSPORTS, make_transport
 from tests.harness.ranks import Ranks
@@ -22,7 +22,7 @@ def two() -> Iterator[Ranks]:
 
 
 def carried_out(request: Request) -> int:
-    transport = make_transport(Flat(), dist.group.WORLD)
+    transport = make_transport(FlatConfig(), dist.group.WORLD)
     works = transport.start(request)
     for work in works:
         work.wait()
@@ -61,6 +61,6 @@ def test_rows_are_swapped_gathered_and_broadcast(two: Ranks, dtype: torch.dtype)
 
 
 def test_every_transport_of_the_strategy_has_a_road() -> None:
-    variants = get_args(Transport)[0]
+    variants = get_args(TransportConfig)[0]
     # auto is a choice among the others: a search switches between them
-    assert set(TRANSPORTS) == set(get_args(variants)) - {Auto}
+    assert set(TRANSPORTS) == set(get_args(variants)) - {AutoConfig}

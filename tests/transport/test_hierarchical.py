@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import ClusterError, MismatchError
-from slipstream.strategy import Flat, Gradients, Hierarchical
+from slipstream.strategy import FlatConfig, GradientsConfig, HierarchicalConfig
 from slipstream.transport import hierarchical, host_memory, hosts
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.hosts import find_hosts
@@ -60,7 +60,8 @@ def opened(
     if dist.get_rank() in ranks:
         with on_hosts(where):
             transport = HierarchicalTransport(
-                Gradients(transport={"kind": "hierarchical", "between": between}).transport, group
+                GradientsConfig(transport={"kind": "hierarchical", "between": between}).transport,
+                group,
             )
         with transports.opened(transport):
             yield transport, group
@@ -136,7 +137,7 @@ def test_between_flat_gives_the_same_bits_on_all_ranks_and_again(six: Ranks, nam
 
 def unequal_flat() -> None:
     with on_hosts([0, 0, 1, 1, 1, 2]):
-        HierarchicalTransport(Hierarchical(between=Flat()), dist.group.WORLD)
+        HierarchicalTransport(HierarchicalConfig(between=FlatConfig()), dist.group.WORLD)
 
 
 def test_between_flat_refuses_hosts_of_different_numbers_of_ranks(six: Ranks) -> None:
@@ -149,7 +150,7 @@ def groups_of_its_own() -> None:
     if dist.get_rank() == 2:
         dist.new_group([2], use_local_synchronization=True)
     with on_hosts([0, 0, 0, 1, 1, 1]):
-        HierarchicalTransport(Hierarchical(between=Flat()), dist.group.WORLD)
+        HierarchicalTransport(HierarchicalConfig(between=FlatConfig()), dist.group.WORLD)
 
 
 def test_between_flat_refuses_ranks_with_different_numbers_of_groups(six: Ranks) -> None:
@@ -262,7 +263,7 @@ def test_a_host_with_fewer_ranks_than_announced_is_an_error_on_all(six: Ranks) -
 def killed(where: Sequence[int], between_phases: bool) -> None:
     """The last rank is killed before it starts, or once its host's sums are there."""
     with on_hosts(where):
-        transport = HierarchicalTransport(Hierarchical(), dist.group.WORLD)
+        transport = HierarchicalTransport(HierarchicalConfig(), dist.group.WORLD)
     place = patch.object(transport, "_exchange", die)
     transports.killed(transport, place if between_phases else None)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import slipstream
-from slipstream.strategy import Gradients
+from slipstream.strategy import GradientsConfig
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.hosts import Rails
 from slipstream.transport.transport import make_transport, run
@@ -52,7 +52,9 @@ def exchanges(nodes: Sequence[Sequence[int]], between: str) -> list[Result]:
     group, rank = dist.new_group([*range(len(hosts))]), dist.get_rank()
     if rank < len(hosts):
         with on_hosts(hosts):
-            config = Gradients(transport={"kind": "hierarchical", "between": between}).transport
+            config = GradientsConfig(
+                transport={"kind": "hierarchical", "between": between}
+            ).transport
             transport = make_transport(config, group)
         assert isinstance(transport, HierarchicalTransport)
         for name in EXCHANGED:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import slipstream
 from slipstream.ddp import DdpCodec, codec_hook
-from slipstream.strategy import Flat
+from slipstream.strategy import FlatConfig
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.requests import AllGather, AllReduce, Request
 from slipstream.transport.transport import TRANSPORTS
@@ -32,7 +32,7 @@ from tests.harness.ranks import Ranks
 STEPS = 3
 
 
-class GatherAndSum(Flat):
+class GatherAndSum(FlatConfig):
     """The setting that selects the transport; slipstream's own are variants of the union."""
 
 
@@ -158,7 +158,7 @@ def test_sparse_gradients(two: Ranks) -> None:
 def hooked(codec: object) -> tuple[bool, set[str]]:
     """The same for DDP's hook."""
     models = []
-    for transport in (Flat(), GatherAndSum()):
+    for transport in (FlatConfig(), GatherAndSum()):
         with registered() as log:
             torch.manual_seed(0)
             ddp = DistributedDataParallel(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
@@ -187,7 +187,7 @@ def test_the_hook_of_ddp(two: Ranks, codec: str) -> None:
 def shared() -> tuple[float, dict[str, int]]:
     """Two ranks share each of two models: only ranks of the same part average gradients."""
     losses = []
-    for transport in (Flat(), GatherAndSum()):
+    for transport in (FlatConfig(), GatherAndSum()):
         with registered() as log:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.errors import ClusterError, MismatchError
-from slipstream.strategy import SharedMemory
+from slipstream.strategy import SharedMemoryConfig
 from slipstream.transport import host_memory, host_shares, hosts
 from slipstream.transport.hosts import find_hosts
 from slipstream.transport.requests import AllGather, AllReduce, Broadcast
@@ -37,7 +37,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
 @contextmanager
 def opened() -> Iterator[SharedMemoryTransport]:
-    with transports.opened(SharedMemoryTransport(SharedMemory(), dist.group.WORLD)) as transport:
+    with transports.opened(
+        SharedMemoryTransport(SharedMemoryConfig(), dist.group.WORLD)
+    ) as transport:
         yield transport
     assert not open_memory()
 
@@ -112,7 +114,7 @@ def without_memory() -> None:
     if dist.get_rank() == 0:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
     try:
-        SharedMemoryTransport(SharedMemory(), dist.group.WORLD)
+        SharedMemoryTransport(SharedMemoryConfig(), dist.group.WORLD)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
@@ -141,7 +143,7 @@ def test_several_hosts_are_an_error_that_names_them(ranks: Ranks) -> None:
 
 def elsewhere(where: Sequence[int]) -> None:
     with on_hosts(where):
-        SharedMemoryTransport(SharedMemory(), dist.group.WORLD)
+        SharedMemoryTransport(SharedMemoryConfig(), dist.group.WORLD)
 
 
 def crossed() -> None:
@@ -167,7 +169,7 @@ def killed(when: str) -> None:
     """The last rank is killed; what the others see."""
     between = when == "between the stages"
     transports.killed(
-        SharedMemoryTransport(SharedMemory(), dist.group.WORLD),
+        SharedMemoryTransport(SharedMemoryConfig(), dist.group.WORLD),
         patch.object(host_shares, "add_in_order", die) if between else None,
         first_may_end=between,  # all had put their values in: one rank may have its sum
         match="of this host has ended",
@@ -185,7 +187,7 @@ def test_a_rank_that_is_killed_ends_all_works_of_the_others(ranks: Ranks, when: 
 def silent() -> str:
     """The last rank never starts; the group waits for five seconds."""
     group = dist.new_group(timeout=timedelta(seconds=5))
-    transport = SharedMemoryTransport(SharedMemory(), group)
+    transport = SharedMemoryTransport(SharedMemoryConfig(), group)
     text = ""
     if dist.get_rank() == 0:
         with pytest.raises(RuntimeError) as caught:

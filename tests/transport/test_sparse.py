@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.strategy import Flat
+from slipstream.strategy import FlatConfig
 from slipstream.transport import sparse
-from slipstream.transport.requests import Exchange
+from slipstream.transport.requests import ExchangeSteps
 from slipstream.transport.transport import make_transport, run
 from tests.harness.ranks import PerRank, Ranks
 
@@ -49,10 +49,10 @@ def coo(rows: Rows, dtype: torch.dtype, shape: torch.Size, sparse_dim: int) -> t
 def summed(mine: torch.Tensor) -> torch.Tensor:
     totals: list[torch.Tensor | None] = []
 
-    def exchange() -> Exchange:
+    def exchange() -> ExchangeSteps:
         totals.append((yield from sparse.sum_over_ranks(mine, 3)))
 
-    run(exchange(), make_transport(Flat(), dist.group.WORLD))
+    run(exchange(), make_transport(FlatConfig(), dist.group.WORLD))
     (total,) = totals
     assert total is not None
     return total

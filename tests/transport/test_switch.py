@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slipstream.strategy import Direct, Flat
+from slipstream.strategy import DirectConfig, FlatConfig
 from slipstream.transport.requests import AllGather, AllReduce
 from slipstream.transport.switch import Switch
 from tests.harness.ranks import Ranks
@@ -35,15 +35,22 @@ def exchanged(switch: Switch) -> list[float]:
 
 
 def taking_turns() -> list[list[str]]:
-    switch = Switch(Flat(), dist.group.WORLD)
+    switch = Switch(FlatConfig(), dist.group.WORLD)
     threads = []
-    for config in (Flat(), Direct(), Flat(), Direct(), Direct(), Flat()):
+    for config in (
+        FlatConfig(),
+        DirectConfig(),
+        FlatConfig(),
+        DirectConfig(),
+        DirectConfig(),
+        FlatConfig(),
+    ):
         switch.use(config)
         assert switch.config == config
         assert exchanged(switch) == [6.0, 6.0, 6.0]
     for keep in (switch.keep, lambda _: switch.close()):
         threads.append([t.name for t in threading.enumerate() if t.name == "slipstream-sum"])
-        keep(Flat())
+        keep(FlatConfig())
         assert exchanged(switch) == [6.0, 6.0, 6.0]
     return threads
 

@@ -13,7 +13,7 @@ from torch import nn
 import slipstream
 from slipstream.calibration import collective_timer
 from slipstream.errors import TraceError
-from slipstream.strategy import ByIndex
+from slipstream.strategy import ByIndexConfig
 from slipstream.trace import read
 from slipstream.tuner import online_search, predicted_choices
 from slipstream.tuner.search_space import SETTLING, TURNS
@@ -69,10 +69,10 @@ def train(
 
 
 def _answer(proposed: tuple[int, ...] | Exception) -> Any:
-    def optimal_split(*_: object) -> ByIndex:
+    def optimal_split(*_: object) -> ByIndexConfig:
         if isinstance(proposed, Exception):
             raise proposed
-        return ByIndex(last=proposed)
+        return ByIndexConfig(last=proposed)
 
     return optimal_split
 

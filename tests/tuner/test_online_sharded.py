@@ -30,7 +30,7 @@ from slipstream.errors import UsageError
 from slipstream.optim import Lamb, Lars
 from slipstream.session import exchanging
 from slipstream.session.session import Session
-from slipstream.strategy import ByIndex, Sharded
+from slipstream.strategy import ByIndexConfig, ShardedConfig
 from slipstream.transport.place import Place
 from slipstream.tuner import online_search
 from tests.harness.ranks import Ranks
@@ -132,7 +132,7 @@ def trained(
     training = Training(strategy, kept, optimizer)
     training.train(updates, loop)
     state, report = training.state(), training.session.report()
-    cut = type(training.optimizer.state).__name__ == "ShareState"
+    cut = type(training.optimizer.state).__name__ == "ShardState"
     training.session.close()
     return state, training.optimizer.state_dict(), cut, report
 
@@ -221,7 +221,7 @@ def test_what_users_do_beside_it(two: Ranks, loop: Loop) -> None:
         assert cut
         torch.testing.assert_close(state["model"], expected["model"])
         torch.testing.assert_close(state["optimizer"], expected["optimizer"])
-        if loop is not accumulating:  # the norm of shares is summed in another order
+        if loop is not accumulating:  # the norm of shards is summed in another order
             assert equal(state["model"], expected["model"])
             assert equal(closed, expected_closed)
 
@@ -238,7 +238,7 @@ def resumed(at: int) -> tuple[dict[str, Any], dict[str, Any], bool]:
     again.number = at
     again.train(KEPT + 4 - at)
     state = again.state()
-    cut = type(again.optimizer.state).__name__ == "ShareState"
+    cut = type(again.optimizer.state).__name__ == "ShardState"
     again.session.close()
     return state, expected, cut
 
@@ -399,7 +399,7 @@ def with_a_gather_for_other_parameters() -> str:
     """As a prediction may count them where weights and biases are ready in another order."""
     training = Training(SHARDED)
     sharding: Any = training.session._sharding
-    config = Sharded(gather=ByIndex(last=(1, 99)), replicated=0.33)
+    config = ShardedConfig(gather=ByIndexConfig(last=(1, 99)), replicated=0.33)
     training.train(1)
     sharding.use(config, sharding.model._transport, training.session._loop.engine)
     training.train(2)

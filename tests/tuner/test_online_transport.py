@@ -15,11 +15,11 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ClusterError
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.workload import Workload
 from slipstream.session import exchanging
-from slipstream.strategy import ByIndex
+from slipstream.strategy import ByIndexConfig
 from slipstream.trace import read
 from slipstream.transport import place as transport_place
 from slipstream.transport.hosts import Hosts
@@ -42,7 +42,7 @@ def three() -> Iterator[Ranks]:
         yield ranks
 
 
-def fewer_is_slower(workload: Workload, plan: Plan, network: NetworkProfile) -> float:
+def fewer_is_slower(workload: Workload, plan: CommPlan, network: NetworkProfile) -> float:
     """The simulator's place: what it says of a network this busy is another thing in each run."""
     return 1.0 / len(plan.cuts)
 
@@ -83,7 +83,7 @@ def train(
         patch.setattr(exchanging, "why_not_sharded", lambda *_: "not in this test")
         patch.setattr(Switch, "start", started)
         patch.setattr(online_search, "CALIBRATION_SECONDS", 0.2)
-        patch.setattr(predicted_choices, "optimal_split", lambda *_: ByIndex(last=(3, 11)))
+        patch.setattr(predicted_choices, "optimal_split", lambda *_: ByIndexConfig(last=(3, 11)))
         patch.setattr(predicted_choices, "predict", fewer_is_slower)
         if seconds:
             windows = iter(seconds)

@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, strategies as st
 
 from slipstream.planner.candidates import with_gradients
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.simulate import predict
 from slipstream.strategy import (
-    ByBytes,
-    Direct,
-    Flat,
-    Hierarchical,
-    Optimal,
-    SharedMemory,
-    Single,
+    ByBytesConfig,
+    DirectConfig,
+    FlatConfig,
+    HierarchicalConfig,
+    OptimalConfig,
+    SharedMemoryConfig,
+    SingleConfig,
     Strategy,
-    Transport,
+    TransportConfig,
 )
 from slipstream.transport.place import Place
 from slipstream.tuner.predicted_choices import predict_choices, promising
@@ -36,30 +36,30 @@ TOGETHER = Place(CPU, ((0, 1, 2),))
 UNEVEN = Place(CPU, ((0, 1), (2,)))
 AUTO, OPTIMAL = {"transport": "auto"}, {"split": "optimal"}
 TENSOR = {"tensor": {"ranks": 2, "plan": {"0": "column"}}}
-DIRECT, SHARED = (Flat(), Direct()), (Flat(), SharedMemory())
+DIRECT, SHARED = (FlatConfig(), DirectConfig()), (FlatConfig(), SharedMemoryConfig())
 BOTH = (True, False)
-SPACES: dict[str, tuple[dict[str, Any], Place, tuple[Transport, ...], tuple[bool, ...]]] = {
-    "nothing": ({}, APART, (Flat(),), (True,)),
-    "a named transport": ({"transport": "direct"}, APART, (Direct(),), (True,)),
+SPACES: dict[str, tuple[dict[str, Any], Place, tuple[TransportConfig, ...], tuple[bool, ...]]] = {
+    "nothing": ({}, APART, (FlatConfig(),), (True,)),
+    "a named transport": ({"transport": "direct"}, APART, (DirectConfig(),), (True,)),
     "the transport": (AUTO, APART, DIRECT, (True,)),
     "the transport on one host": (AUTO, TOGETHER, SHARED, BOTH),
     "the transport on hosts with several ranks": (
         AUTO,
         UNEVEN,
-        (*DIRECT, Hierarchical()),
+        (*DIRECT, HierarchicalConfig()),
         (True,),
     ),
-    "the transport on GPUs": (AUTO, Place(GPU, ((0, 1),)), (Flat(),), (True,)),
-    "with 16 bits": ({**AUTO, "codec": "half"}, UNEVEN, (*DIRECT, Hierarchical()), (True,)),
+    "the transport on GPUs": (AUTO, Place(GPU, ((0, 1),)), (FlatConfig(),), (True,)),
+    "with 16 bits": ({**AUTO, "codec": "half"}, UNEVEN, (*DIRECT, HierarchicalConfig()), (True,)),
     "with a codec that does more than sum": ({**AUTO, "codec": "int8"}, UNEVEN, DIRECT, (True,)),
     "the transport of a shared model": (
         {**AUTO, "parallel": TENSOR},
         APART,
-        (Flat(),),
+        (FlatConfig(),),
         (True,),
     ),
-    "the split": (OPTIMAL, APART, (Flat(),), (True,)),
-    "the split after backward": ({**OPTIMAL, "overlap": False}, APART, (Flat(),), (False,)),
+    "the split": (OPTIMAL, APART, (FlatConfig(),), (True,)),
+    "the split after backward": ({**OPTIMAL, "overlap": False}, APART, (FlatConfig(),), (False,)),
     "both": (OPTIMAL | AUTO, APART, DIRECT, BOTH),
     "both after backward": ({**OPTIMAL, **AUTO, "overlap": False}, APART, DIRECT, (False,)),
 }
@@ -94,21 +94,21 @@ def test_what_is_open(config, place, transports, overlap) -> None:
 
 
 def test_on_one_host_the_last_transport_is_tried_after_backward_too() -> None:
-    split = ByBytes()
+    split = ByBytesConfig()
     space = SearchSpace.of(Strategy.load({"gradients": AUTO}), TOGETHER, None)
     choices = space.unpredicted(split)
     assert choices == (
-        Choice(Flat(), split),
-        Choice(SharedMemory(), split),
-        Choice(SharedMemory(), split, overlap=False),
+        Choice(FlatConfig(), split),
+        Choice(SharedMemoryConfig(), split),
+        Choice(SharedMemoryConfig(), split, overlap=False),
     )
     assert space.first_window == space.window(len(choices), 0) == 60 // 6 - SETTLING
 
 
 @given(st.integers(24, 300), st.integers(2, MOST), st.booleans(), st.integers(1, 50))
 def test_a_search_ends_within_its_updates(updates, choices, with_split, steps) -> None:
-    transports = tuple(Flat() for _ in range(choices))
-    space = SearchSpace(transports, Optimal(steps=steps) if with_split else None, updates)
+    transports = tuple(FlatConfig() for _ in range(choices))
+    space = SearchSpace(transports, OptimalConfig(steps=steps) if with_split else None, updates)
     done, window = 0, space.first_window
     for number in range(1, TURNS * choices + 1):
         assert window >= 1
@@ -120,7 +120,7 @@ def test_a_search_ends_within_its_updates(updates, choices, with_split, steps) -
 
 
 def test_a_split_alone_takes_the_steps_it_asks_for() -> None:
-    space = SearchSpace((Flat(),), Optimal(steps=7))
+    space = SearchSpace((FlatConfig(),), OptimalConfig(steps=7))
     assert [space.first_window, space.window(4, 1, 9), space.window(2, 3, 99)] == [7, 7, 7]
 
 
@@ -141,8 +141,8 @@ def test_the_default_stays_unless_another_is_faster_in_every_turn(seconds, kept)
 
 
 def test_the_best_of_each_transport_is_measured() -> None:
-    flat = [Choice(Flat(), ByBytes(megabytes=size)) for size in (8, 1, 2, 4, 16)]
-    direct = [Choice(Direct(), ByBytes(megabytes=size)) for size in (8, 1)]
+    flat = [Choice(FlatConfig(), ByBytesConfig(megabytes=size)) for size in (8, 1, 2, 4, 16)]
+    direct = [Choice(DirectConfig(), ByBytesConfig(megabytes=size)) for size in (8, 1)]
     predicted = [
         *zip(flat, (9.0, 1.0, 2.0, 3.0, 4.0), strict=True),
         (direct[0], 8.0),
@@ -154,16 +154,16 @@ def test_the_best_of_each_transport_is_measured() -> None:
 
 def test_what_is_computed_is_predicted_for_every_transport_and_without_overlap() -> None:
     work, network = workload(), with_direct(linear_profile())
-    base, transports = Strategy(), (Flat(), Direct(), Hierarchical())
+    base, transports = Strategy(), (FlatConfig(), DirectConfig(), HierarchicalConfig())
     unpriced = network.model_copy(update={"hosts": 2, "ranks_per_host": 2})
     predicted = predict_choices(base, transports, (True, False), work.gradients, work, unpriced)
-    assert predicted[0][0] == Choice(Flat(), ByBytes())
-    assert predicted[-1] == (Choice(Hierarchical(), ByBytes()), inf)
+    assert predicted[0][0] == Choice(FlatConfig(), ByBytesConfig())
+    assert predicted[-1] == (Choice(HierarchicalConfig(), ByBytesConfig()), inf)
     seconds = dict(predicted)
-    assert Choice(Direct(), Single(), overlap=False) in seconds
+    assert Choice(DirectConfig(), SingleConfig(), overlap=False) in seconds
     for choice, predicted_seconds in predicted[:-1]:
         strategy = with_gradients(base, **choice._asdict())
-        assert predicted_seconds == predict(work, Plan.of(strategy, work.gradients), network)
+        assert predicted_seconds == predict(work, CommPlan.of(strategy, work.gradients), network)
     best = min(predicted, key=lambda pair: pair[1])[0]
     chosen = promising(predicted)
     assert best in chosen

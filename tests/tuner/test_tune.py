@@ -16,7 +16,15 @@ from hypothesis import given, settings, strategies as st
 from slipstream.errors import LaunchError, TraceError
 from slipstream.planner.candidates import label
 from slipstream.planner.ranking import Prediction
-from slipstream.strategy import ByBytes, ByIndex, Dgc, Direct, Flat, Strategy, late_by
+from slipstream.strategy import (
+    ByBytesConfig,
+    ByIndexConfig,
+    DgcConfig,
+    DirectConfig,
+    FlatConfig,
+    Strategy,
+    late_by,
+)
 from slipstream.trace import Trace, chrome, read
 from slipstream.tuner import trials
 from slipstream.tuner.measured_choices import MEASURED_CHOICES, with_settings
@@ -236,9 +244,9 @@ def test_a_trial_runs_the_codec_as_it_is_in_the_end(kind: str, tmp_path: Path) -
     assert codec is not None
     assert codec.kind == kind
     assert late_by(codec) == 0
-    assert isinstance(codec, Dgc) == (kind == "dgc")
-    if isinstance(codec, Dgc):
-        assert codec.density == Dgc().density
+    assert isinstance(codec, DgcConfig) == (kind == "dgc")
+    if isinstance(codec, DgcConfig):
+        assert codec.density == DgcConfig().density
 
 
 def test_runs_are_bounded_and_alternate() -> None:
@@ -299,7 +307,7 @@ def test_a_baseline_without_a_result_is_an_error(truth, budget, error, message) 
 
 SLOW_TO_START = 94.0
 KEPT = {"split": {"kind": "by_index", "last": [0, 3]}, "transport": {"kind": "direct"}}
-DEFAULTS = {"split": ByBytes().document(full=True), "transport": {"kind": "flat"}}
+DEFAULTS = {"split": ByBytesConfig().document(full=True), "transport": {"kind": "flat"}}
 
 
 class SlowScript(Script):
@@ -349,8 +357,8 @@ def test_a_script_that_takes_long_to_start_is_started_twice(found, improved, ver
     assert tuned.trials[0].status == "measured"
     assert "60.2 s before the first step" in tuned.trials[0].reason
     gradients = tuned.strategy.gradients
-    assert gradients.transport == (Direct() if improved else Flat())
-    assert gradients.split == (ByIndex(last=(0, 3)) if improved else ByBytes())
+    assert gradients.transport == (DirectConfig() if improved else FlatConfig())
+    assert gradients.split == (ByIndexConfig(last=(0, 3)) if improved else ByBytesConfig())
 
 
 TRIED = {

@@ -19,7 +19,7 @@ from slipstream.gradients.layout import plan_segments
 from slipstream.planner.candidates import coded, with_gradients
 from slipstream.planner.cost import CodecCost
 from slipstream.planner.ranking import Prediction, rank
-from slipstream.strategy import Flat, Strategy, late_by
+from slipstream.strategy import FlatConfig, Strategy, late_by
 
 LATE = 0.25
 """Time in which gradients wait and no exchange runs, as a share of backward."""
@@ -165,7 +165,7 @@ def _in_words(what_if: WhatIf) -> str:
     shown = ", ".join(f"{size:.2f}" for size in sizes[:8]) + (" ..." if len(sizes) > 8 else "")
     when = "during" if settings.overlap else "after"
     words = f"Exchange {when} backward, in {_segments(len(sizes))} of {shown} MB"
-    if settings.transport != Flat():
+    if settings.transport != FlatConfig():
         words += f", by transport {settings.transport.kind}"
     return words
 

@@ -13,7 +13,7 @@ from slipstream.trace.event import BACKWARD, Event, exchange_order
 from slipstream.trace.intervals import Interval, length, subtract, union
 from slipstream.trace.timeline import Iteration
 
-Step = Mapping[int, Iteration]
+RanksOfStep = Mapping[int, Iteration]
 """The iterations of one step, by rank."""
 
 
@@ -60,7 +60,7 @@ class Exchanges:
         return length(subtract(union(zip(ready, until, strict=True)), union(self.spans)))
 
 
-def typical_exchanges(steps: Sequence[Step], sizes: Sequence[int]) -> Exchanges | None:
+def typical_exchanges(steps: Sequence[RanksOfStep], sizes: Sequence[int]) -> Exchanges | None:
     """The exchanges of steps with one layout; None if nothing was exchanged.
 
     Args:
@@ -88,7 +88,7 @@ def typical_exchanges(steps: Sequence[Step], sizes: Sequence[int]) -> Exchanges 
     return Exchanges(cuts, num_bytes, spans, backward, skew, lag, ready)
 
 
-def layout_of(step: Step) -> tuple[int, ...]:
+def layout_of(step: RanksOfStep) -> tuple[int, ...]:
     """How many gradients each segment has.
 
     Raises:
@@ -117,7 +117,7 @@ class _Measured(NamedTuple):
     ready: list[float]
 
 
-def _measure(step: Step, sizes: Sequence[int]) -> _Measured:
+def _measure(step: RanksOfStep, sizes: Sequence[int]) -> _Measured:
     backwards = {rank: _backward(iteration) for rank, iteration in step.items()}
     zero = min(backward.start for backward in backwards.values() if backward)
     by_rank = [_segments(iteration) for iteration in step.values()]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from slipstream.advisor.exchanges import Exchanges, Step, layout_of, typical_exchanges
+from slipstream.advisor.exchanges import Exchanges, RanksOfStep, layout_of, typical_exchanges
 from slipstream.advisor.findings import Severity
 from slipstream.advisor.what_if import WhatIf
 from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
@@ -157,7 +157,7 @@ def _predicted(
 
 def _common_steps(
     iterations: Iterable[Iteration], meta: Mapping[str, Any]
-) -> tuple[list[Step], tuple[str, ...]]:
+) -> tuple[list[RanksOfStep], tuple[str, ...]]:
     """The steps that all ranks recorded with the last step's layout, and what ranks miss."""
     by_step: dict[int, dict[int, Iteration]] = defaultdict(dict)
     for iteration in iterations:

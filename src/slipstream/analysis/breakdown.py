@@ -21,7 +21,7 @@ from slipstream.trace.timeline import Iteration
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class IterationParts:
     """The parts of one iteration.
 
     ``data_wait + forward + backward + exposed + optimizer + other == iteration``. Time covered by
@@ -41,7 +41,7 @@ class Parts:
     tail: float
 
 
-class Exchange(NamedTuple):
+class TracedExchange(NamedTuple):
     """One exchange of one iteration of one rank; ``hidden + exposed == duration``.
 
     ``hidden`` is the time beside forward or backward of this rank; ``start`` counts from the start
@@ -59,8 +59,8 @@ class Breakdown(NamedTuple):
     """The parts and exchanges of one iteration of one rank."""
 
     iteration: Iteration
-    parts: Parts
-    exchanges: tuple[Exchange, ...]
+    parts: IterationParts
+    exchanges: tuple[TracedExchange, ...]
 
 
 def breakdown(iteration: Iteration) -> Breakdown:
@@ -96,7 +96,7 @@ def breakdown(iteration: Iteration) -> Breakdown:
     ended = covers["backward"][-1][1] if covers["backward"] else inf
     tail = max((event.end - ended for event in exchanges), default=0.0)
     other, whole = length(remaining), iteration.duration
-    parts = Parts(**seconds, other=other, iteration=whole, tail=max(tail, 0.0))
+    parts = IterationParts(**seconds, other=other, iteration=whole, tail=max(tail, 0.0))
     beside = tuple(_exchange(event, iteration.start, compute) for event in exchanges)
     return Breakdown(iteration, parts, beside)
 
@@ -132,11 +132,11 @@ class TypicalIteration(NamedTuple):
     """Medians over iterations: the parts by rank, and each exchange."""
 
     iterations: int
-    ranks: Mapping[int, Parts]
+    ranks: Mapping[int, IterationParts]
     exchanges: tuple[TypicalExchange, ...]
 
     def spread(self, part: str) -> Spread:
-        """One part (a field of ``Parts``) over the ranks."""
+        """One part (a field of ``IterationParts``) over the ranks."""
         by_rank = {rank: float(getattr(parts, part)) for rank, parts in self.ranks.items()}
         slowest = max(by_rank, key=lambda rank: by_rank[rank])
         values = by_rank.values()
@@ -168,21 +168,23 @@ def typical_iteration(iterations: Iterable[Iteration], rank: int | None = None) 
     return TypicalIteration(max(map(len, chosen.values())), parts, exchanges)
 
 
-def _exchange(event: Event, zero: float, compute: Intervals) -> Exchange:
+def _exchange(event: Event, zero: float, compute: Intervals) -> TracedExchange:
     exposed = length(subtract(union([(event.start, event.end)]), compute))
-    return Exchange(event, event.start - zero, event.duration, event.duration - exposed, exposed)
+    return TracedExchange(
+        event, event.start - zero, event.duration, event.duration - exposed, exposed
+    )
 
 
-def _median_parts(breakdowns: Sequence[Breakdown]) -> Parts:
-    names = (field.name for field in fields(Parts))
-    return Parts(**{n: median(getattr(one.parts, n) for one in breakdowns) for n in names})
+def _median_parts(breakdowns: Sequence[Breakdown]) -> IterationParts:
+    names = (field.name for field in fields(IterationParts))
+    return IterationParts(**{n: median(getattr(one.parts, n) for one in breakdowns) for n in names})
 
 
 def _typical_exchanges(
     breakdowns: Sequence[Breakdown], of_all_ranks: Sequence[Breakdown]
 ) -> tuple[TypicalExchange, ...]:
     """The exchanges of ``breakdowns``, in order; their skew is that of all ranks."""
-    by_rank: dict[str, dict[int, list[Exchange]]] = defaultdict(lambda: defaultdict(list))
+    by_rank: dict[str, dict[int, list[TracedExchange]]] = defaultdict(lambda: defaultdict(list))
     for one in breakdowns:
         for exchange in one.exchanges:
             by_rank[exchange.event.name][one.iteration.rank].append(exchange)

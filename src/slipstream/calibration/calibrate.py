@@ -17,9 +17,9 @@ from slipstream.calibration.half_speed import half_speed
 from slipstream.cluster.connect import Cluster
 from slipstream.cluster.groups import new_group
 from slipstream.cluster.topology import ranks_by_host
-from slipstream.planner.cost import Collective, Curves, Kind, Network, NetworkProfile
+from slipstream.planner.cost import CollectiveName, Curves, GroupKind, Network, NetworkProfile
 from slipstream.planner.curve import Curve
-from slipstream.strategy import Direct, Flat, PlainCodec
+from slipstream.strategy import DirectConfig, FlatConfig, PlainCodecConfig
 from slipstream.transport.consistency import broadcast_from_first, collective_errors
 from slipstream.transport.transport import make_transport
 from slipstream.version import __version__
@@ -40,7 +40,7 @@ def calibrate(
     seconds: float = 20.0,
     rounds: int = 9,
     curves: Curves | None = None,
-    codecs: Sequence[PlainCodec] = (),
+    codecs: Sequence[PlainCodecConfig] = (),
     half: bool = False,
     progress: Progress | None = None,
 ) -> NetworkProfile:
@@ -106,10 +106,10 @@ def _contention(
     """That of the backend's collectives and, where these are measured, of direct sends."""
 
     where = world, ranks.device
-    with closing(make_transport(Flat(), world)) as flat:
+    with closing(make_transport(FlatConfig(), world)) as flat:
         costs = dict(measure_contention(*where, flat, network.all_reduce, seconds))
     if (curve := network.direct_all_reduce) is not None:
-        with closing(make_transport(Direct(), world)) as direct:
+        with closing(make_transport(DirectConfig(), world)) as direct:
             contention = measure_contention(*where, direct, curve, seconds)
             per_byte = network.fastest("direct_all_reduce")
             crowd = crowd_slowdown(*where, direct, curve, per_byte, CROWD_TIMES * seconds)
@@ -119,15 +119,15 @@ def _contention(
 
 @contextmanager
 def _groups(
-    ranks: Cluster, kinds: Collection[Kind] | None
-) -> Iterator[dict[Kind, dist.ProcessGroup]]:
+    ranks: Cluster, kinds: Collection[GroupKind] | None
+) -> Iterator[dict[GroupKind, dist.ProcessGroup]]:
     """This rank's group of each kind (None: all kinds), the world last; destroyed at the end."""
     assert ranks.world is not None
     hosts = list(ranks_by_host(ranks.hosts).values())
-    divisions: dict[Kind, Sequence[Sequence[int]]] = {}
+    divisions: dict[GroupKind, Sequence[Sequence[int]]] = {}
     if len({len(members) for members in hosts}) == 1 and 1 < len(hosts) < ranks.world_size:
         divisions = {"intra": hosts, "inter": list(zip(*hosts, strict=True))}
-    made: dict[Kind, dist.ProcessGroup] = {}
+    made: dict[GroupKind, dist.ProcessGroup] = {}
     try:
         for kind, division in divisions.items():
             if kinds is not None and kind not in kinds:
@@ -142,12 +142,12 @@ def _groups(
             dist.destroy_process_group(group)
 
 
-def _names(kind: Kind, curves: Curves | None, device: torch.device) -> list[Collective]:
+def _names(kind: GroupKind, curves: Curves | None, device: torch.device) -> list[CollectiveName]:
     """The collectives to measure; all-reduce is always one of them.
 
     Shared memory only where it is asked for: host names do not tell who can share it.
     """
-    wanted: set[Collective] = set(COLLECTIVES) - {"shared_memory_all_reduce"}
+    wanted: set[CollectiveName] = set(COLLECTIVES) - {"shared_memory_all_reduce"}
     if curves is not None:
         wanted = {"all_reduce", *curves.get(kind, ())}
     sends = {"direct_all_reduce"} if device.type != "cpu" else set()
@@ -156,13 +156,13 @@ def _names(kind: Kind, curves: Curves | None, device: torch.device) -> list[Coll
 
 def _networks(
     timer: CollectiveTimer,
-    groups: Mapping[Kind, dist.ProcessGroup],
-    names: Mapping[Kind, Sequence[Collective]],
+    groups: Mapping[GroupKind, dist.ProcessGroup],
+    names: Mapping[GroupKind, Sequence[CollectiveName]],
     seconds: float,
     report: Progress,
-) -> dict[Kind, Network]:
+) -> dict[GroupKind, Network]:
     """A network for each kind of groups; what one curve leaves of its time goes to the others."""
-    curves: dict[Kind, dict[Collective, Curve]] = {kind: {} for kind in groups}
+    curves: dict[GroupKind, dict[CollectiveName, Curve]] = {kind: {} for kind in groups}
     todo = [(kind, name) for kind in groups for name in names[kind]]
 
     def progress(share: float) -> None:

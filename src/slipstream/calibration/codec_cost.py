@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from slipstream.codecs import Momentum, Ranks, make_compressor
 from slipstream.planner.cost import CodecCost
-from slipstream.strategy import Half, PlainCodec
+from slipstream.strategy import HalfConfig, PlainCodecConfig
 from slipstream.transport.consistency import maximum
 from slipstream.transport.requests import AllGather, sent_bytes
 
@@ -28,7 +28,7 @@ WINDOW = 0.1
 
 
 def codec_cost(
-    codec: PlainCodec,
+    codec: PlainCodecConfig,
     ranks: int,
     device: torch.device,
     together: Callable[[], object] = lambda: None,
@@ -53,7 +53,9 @@ def codec_cost(
     return CodecCost(ratio=ratio, encode=coding, decode=per_byte - coding, startup=startup / 2)
 
 
-def slowest_cost(codec: PlainCodec, world: dist.ProcessGroup, device: torch.device) -> CodecCost:
+def slowest_cost(
+    codec: PlainCodecConfig, world: dist.ProcessGroup, device: torch.device
+) -> CodecCost:
     """The cost on the slowest rank, measured on all at once: ranks of one host share its cores."""
     together = partial(dist.barrier, group=world)
     cost = dict(codec_cost(codec, dist.get_world_size(world), device, together))
@@ -62,7 +64,7 @@ def slowest_cost(codec: PlainCodec, world: dist.ProcessGroup, device: torch.devi
 
 
 def _measured(
-    codec: PlainCodec,
+    codec: PlainCodecConfig,
     numel: int,
     ranks: int,
     device: torch.device,
@@ -72,7 +74,7 @@ def _measured(
     side = int(numel**0.5)
     generator = torch.Generator(device).manual_seed(0)  # the user's stays as it is
     weight = torch.randn(side, side, device=device, generator=generator)
-    if isinstance(codec, Half):
+    if isinstance(codec, HalfConfig):
         return _measured_half(codec, weight, together)
     momenta = [Momentum(0.9)]
     compressor = make_compressor(codec, [weight], Ranks(0, ranks), momenta=momenta, num_flags=2)
@@ -105,7 +107,7 @@ def _measured(
 
 
 def _measured_half(
-    codec: Half, weight: torch.Tensor, together: Callable[[], object]
+    codec: HalfConfig, weight: torch.Tensor, together: Callable[[], object]
 ) -> tuple[float, float, float, float]:
     """Only the cast back to fp32: the cast to 16 bits is part of filling the bucket."""
     narrow = weight.to(torch.bfloat16 if codec.dtype == "bf16" else torch.float16)

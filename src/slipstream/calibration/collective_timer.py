@@ -15,14 +15,14 @@ from torch import Tensor
 
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import ClusterError
-from slipstream.planner.cost import Collective
+from slipstream.planner.cost import CollectiveName
 from slipstream.planner.curve import Curve
-from slipstream.strategy import Direct, SharedMemory, Transport as TransportConfig
+from slipstream.strategy import DirectConfig, SharedMemoryConfig, TransportConfig
 from slipstream.transport.consistency import maximum
 from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request
 from slipstream.transport.transport import Transport, make_transport
 
-DIRECT, MEMORY = Direct(), SharedMemory()
+DIRECT, MEMORY = DirectConfig(), SharedMemoryConfig()
 
 
 class Lanes:
@@ -53,10 +53,10 @@ class Lanes:
             transport.close()
 
 
-Start = Callable[[Tensor, Tensor, Lanes], object]
+StartCollective = Callable[[Tensor, Tensor, Lanes], object]
 """Carry out a collective on (whole tensor, part of a rank, lanes)."""
 
-COLLECTIVES: Mapping[Collective, Start] = {
+COLLECTIVES: Mapping[CollectiveName, StartCollective] = {
     "all_reduce": lambda whole, _, lanes: dist.all_reduce(whole, group=lanes.group),
     "direct_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole)),
     "shared_memory_all_reduce": lambda whole, _, lanes: lanes.carry(AllReduce(whole), MEMORY),
@@ -148,7 +148,7 @@ class CollectiveTimer:
 
     def curve(
         self,
-        name: Collective,
+        name: CollectiveName,
         group: dist.ProcessGroup,
         seconds: float,
         progress: Callable[[float], None] = lambda share: None,
@@ -168,7 +168,7 @@ class CollectiveTimer:
             return self._curve(name, lanes, seconds, progress)
 
     def _curve(
-        self, name: Collective, lanes: Lanes, seconds: float, progress: Callable[[float], None]
+        self, name: CollectiveName, lanes: Lanes, seconds: float, progress: Callable[[float], None]
     ) -> tuple[Curve, float]:
         timings: list[Timing] = []
         left = seconds

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from slipstream.cli.options import LogDir, ScriptArgs, StrategySource
+from slipstream.cli.options import LogDir, ScriptArgs, StrategyOption
 from slipstream.cli.ranks import log_folder, threads_per_rank
 from slipstream.cluster.launcher import LaunchSpec, RankFailure, run
 from slipstream.errors import LaunchError
@@ -40,7 +40,7 @@ def launch(
     ] = None,
     max_restarts: Annotated[int, Option(help="Restarts of the ranks after a failure.")] = 0,
     log_dir: LogDir = None,
-    strategy: StrategySource = None,
+    strategy: StrategyOption = None,
     module: Annotated[bool, Option("--module", "-m", help="SCRIPT is a module.")] = False,
 ) -> None:
     """Run a script on several ranks of this machine, or on this node of several.

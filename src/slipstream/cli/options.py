@@ -15,7 +15,7 @@ Script = Annotated[str, Argument(help="Python file of the training.")]
 ScriptArgs = Annotated[
     list[str] | None, Argument(help="Arguments of the script, passed on untouched.")
 ]
-StrategySource = Annotated[
+StrategyOption = Annotated[
     str | None,
     Option(metavar="FILE|PRESET", envvar="SLIPSTREAM_STRATEGY", help="Strategy of the ranks."),
 ]

@@ -24,7 +24,7 @@ from slipstream.analysis.breakdown import typical_iteration
 from slipstream.analysis.compact_table import compact
 from slipstream.analysis.throughput import compute_share, iterations_per_second, samples_per_second
 from slipstream.analysis.time_unit import TimeUnit
-from slipstream.cli.options import Script, ScriptArgs, StrategySource
+from slipstream.cli.options import Script, ScriptArgs, StrategyOption
 from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream, threads_per_rank
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError
@@ -40,7 +40,7 @@ console = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class ScalePoint:
     """The speed of one run, also relative to the run of the fewest ranks.
 
     ``rate`` is in samples a second, or in batches a second where the traces do not count samples.
@@ -64,7 +64,7 @@ def scale(
     steps: Annotated[int, Option(min=1, help="Iterations to measure in each run.")] = 10,
     skip: Annotated[int, Option(min=0, help="Iterations before them, as warm-up.")] = 3,
     limit: Annotated[float, Option(help="Time limit of a run, in seconds.")] = 600.0,
-    strategy: StrategySource = None,
+    strategy: StrategyOption = None,
     folder: Annotated[
         Path | None, Option(help="For traces, logs, JSON. Default: slipstream-logs/scale-TIME.")
     ] = None,
@@ -123,7 +123,7 @@ def parse_ranks(text: str) -> list[int]:
     return sorted(set(map(int, words)))
 
 
-def curve(traces: Mapping[int, Trace]) -> tuple[list[Point], str]:
+def curve(traces: Mapping[int, Trace]) -> tuple[list[ScalePoint], str]:
     """The points of the curve, fewest ranks first, and the unit of their rates.
 
     Example:
@@ -146,7 +146,7 @@ def curve(traces: Mapping[int, Trace]) -> tuple[list[Point], str]:
     for count, run in runs.items():
         middle, speed_up = typical_iteration(run), rates[count] / rates[fewest]
         points.append(
-            Point(
+            ScalePoint(
                 ranks=count,
                 iteration=middle.spread("iteration").median,
                 rate=rates[count],
@@ -159,12 +159,12 @@ def curve(traces: Mapping[int, Trace]) -> tuple[list[Point], str]:
     return points, unit
 
 
-def plot(points: Sequence[Point]) -> Text:
+def plot(points: Sequence[ScalePoint]) -> Text:
     """The speed-ups as bars; dots mark the linear speed-up.
 
     Example:
-        >>> print(plot([Point(1, 0.4, 20.0, 1.0, 1.0, 1.0, 0.0),
-        ...             Point(2, 0.5, 32.0, 1.6, 0.8, 0.8, 0.1)]))
+        >>> print(plot([ScalePoint(1, 0.4, 20.0, 1.0, 1.0, 1.0, 0.0),
+        ...             ScalePoint(2, 0.5, 32.0, 1.6, 0.8, 0.8, 0.1)]))
         speed-up (dots: linear)
            1 rank  |####################                     1.00
            2 ranks |################################........ 1.60
@@ -207,7 +207,7 @@ def _trace(outcome: Measurement | Failure, count: int, hidden: str | None) -> Tr
     raise LaunchError(f"the run with --ranks {count}: {outcome.reason}. {fix}")
 
 
-def _table(points: Sequence[Point], unit: str) -> Table:
+def _table(points: Sequence[ScalePoint], unit: str) -> Table:
     time = TimeUnit.of(max(point.iteration for point in points))
     iteration = f"iteration {time.name}"
     headings = ("speed-up", "efficiency", f"{unit}/s", iteration, "compute", "exposed")
@@ -225,7 +225,7 @@ def _table(points: Sequence[Point], unit: str) -> Table:
     return table
 
 
-def _remarks(points: Sequence[Point], unit: str) -> Iterator[Text]:
+def _remarks(points: Sequence[ScalePoint], unit: str) -> Iterator[Text]:
     """How to read the numbers, and what limits them."""
     cores, most, fewest = len(os.sched_getaffinity(0)), points[-1].ranks, points[0].ranks
     yield Text(

@@ -19,7 +19,7 @@ from slipstream.cli.options import (
     RanksPerNode,
     Script,
     ScriptArgs,
-    StrategySource,
+    StrategyOption,
 )
 from slipstream.cli.ranks import log_folder, run_on_hosts
 from slipstream.cluster.launcher import LaunchSpec
@@ -31,17 +31,17 @@ app = typer.Typer(no_args_is_help=True)
 # As in `launch`, stdout carries the script's output alone.
 console = Console(stderr=True)
 
-Nodes = Annotated[int, Option(help="Number of hosts.")]
+_Nodes = Annotated[int, Option(help="Number of hosts.")]
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def run(
     script: Script,
     args: ScriptArgs = None,
-    nodes: Nodes = 4,
+    nodes: _Nodes = 4,
     ranks_per_node: RanksPerNode = 1,
     rate: LinkRate = "1gbit",
-    strategy: StrategySource = None,
+    strategy: StrategyOption = None,
     log_dir: LogDir = None,
 ) -> None:
     """Run a script on emulated hosts: separate networks, joined by links of the given rate.
@@ -64,7 +64,7 @@ def run(
 
 
 @app.command()
-def check(nodes: Nodes = 4, rate: LinkRate = "1gbit") -> None:
+def check(nodes: _Nodes = 4, rate: LinkRate = "1gbit") -> None:
     """Measure what the emulated links carry, and run nothing else.
 
     [dim]slipstream testbed check --nodes 4 --rate 300mbit[/dim]

@@ -22,7 +22,7 @@ from typing import Literal
 from slipstream.cluster.slurm import expand_counts, expand_hosts
 from slipstream.errors import ClusterError
 
-Source = Literal["torchrun", "mpi", "slurm", "none"]
+EnvironmentSource = Literal["torchrun", "mpi", "slurm", "none"]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -47,7 +47,7 @@ num_nodes=1, host='localhost', source='none', master_addr=None, master_port=None
     node_rank: int = 0
     num_nodes: int = 1
     host: str = "localhost"
-    source: Source = "none"
+    source: EnvironmentSource = "none"
     master_addr: str | None = None
     master_port: int | None = None
 

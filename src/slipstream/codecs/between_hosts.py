@@ -29,7 +29,7 @@ from torch import Tensor
 from slipstream.codecs.compressor import Compressor, Ranks, SlotState, mixed
 from slipstream.codecs.dgc import Momentum
 from slipstream.codecs.host_shares import (
-    Part,
+    HostPart,
     allowed_borders,
     cut,
     join,
@@ -38,9 +38,9 @@ from slipstream.codecs.host_shares import (
     taken,
 )
 from slipstream.codecs.make import make_compressor, real_shape
-from slipstream.strategy import Dgc, PlainCodec, keeps_state
+from slipstream.strategy import DgcConfig, PlainCodecConfig, keeps_state
 from slipstream.transport.hosts import Rails
-from slipstream.transport.requests import BetweenHosts, Exchange, ReduceInHosts, SpreadInHosts
+from slipstream.transport.requests import BetweenHosts, ExchangeSteps, ReduceInHosts, SpreadInHosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Share:
     """What is on one rail of this rank: elements of the bucket, as parts of gradients."""
 
     values: slice
-    parts: Sequence[Part]
+    parts: Sequence[HostPart]
     compressor: Compressor
     flags: Tensor
 
@@ -67,7 +67,7 @@ class HostsCompressor(Compressor):
 
     def __init__(
         self,
-        codec: PlainCodec,
+        codec: PlainCodecConfig,
         parameters: Sequence[Tensor],
         rails: Rails,
         *,
@@ -108,7 +108,7 @@ class HostsCompressor(Compressor):
         parameters: Sequence[Tensor],
         momenta: Sequence[Momentum],
     ) -> _Share:
-        parts = parts_of(values, self.slots) or [Part(0, 0, 0)]
+        parts = parts_of(values, self.slots) or [HostPart(0, 0, 0)]
         compressor = make_compressor(
             self.codec,
             [taken(parameters[part.slot], part) for part in parts],
@@ -120,7 +120,7 @@ class HostsCompressor(Compressor):
         flags = torch.zeros(compressor.num_flags, dtype=torch.uint8, device=self.device)
         return _Share(values, parts, compressor, flags)
 
-    def exchange(self, values: Tensor, flags: Tensor, step: int) -> Exchange:
+    def exchange(self, values: Tensor, flags: Tensor, step: int) -> ExchangeSteps:
         yield from self._hand_over()
         tail = values[self._tail]
         tail.copy_(flags[:-1])
@@ -143,7 +143,7 @@ class HostsCompressor(Compressor):
         flags[:-1] = tail > 0
         flags[-1:] = values[self._firsts].isfinite().all().logical_not()
 
-    def _hand_over(self) -> Exchange:
+    def _hand_over(self) -> ExchangeSteps:
         """Bring what was loaded of other ranks' values to these."""
         elsewhere, self._elsewhere = self._elsewhere, {}
         for vector in elsewhere.values():
@@ -161,7 +161,7 @@ class HostsCompressor(Compressor):
             if moved:
                 share.compressor.load(states)
 
-    def _place(self, part: Part) -> slice:
+    def _place(self, part: HostPart) -> slice:
         """Where a part is in the bucket."""
         start = self.slots[part.slot].start
         return slice(start + part.start, start + part.stop)
@@ -211,11 +211,11 @@ class HostsCompressor(Compressor):
                 vector[share.values] = 0
 
 
-_SUMS: Mapping[type, tuple[str, ...]] = {Dgc: ("momentum", "velocity")}
+_SUMS: Mapping[type, tuple[str, ...]] = {DgcConfig: ("momentum", "velocity")}
 """Entries of a codec's state that are parts of a sum over ranks; of others, the error."""
 
 
-def together(exchanges: Mapping[int, Exchange]) -> Exchange:
+def together(exchanges: Mapping[int, ExchangeSteps]) -> ExchangeSteps:
     """The exchanges of several rails, step by step: no rail waits for another one's end."""
     while requests := {
         rail: request

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from slipstream.codecs.residual import Residual
-from slipstream.transport.requests import AllReduce, Exchange
+from slipstream.transport.requests import AllReduce, ExchangeSteps
 
 _CACHED = 2**16
 """Values that fit into the cache of a core, with room for temporaries."""
@@ -74,7 +74,7 @@ class Compressor(ABC):
         return torch.zeros(shape, dtype=self.works_in, device=self.device)
 
     @abstractmethod
-    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
+    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> ExchangeSteps:
         """Leave the sum over ranks of the compressed gradients in ``values``.
 
         Args:
@@ -138,7 +138,7 @@ def any_infinite(values: torch.Tensor) -> torch.Tensor:
     return torch.stack(extremes).isfinite().all().logical_not()
 
 
-def exchange_dense(values: torch.Tensor, flags: torch.Tensor) -> Exchange:
+def exchange_dense(values: torch.Tensor, flags: torch.Tensor) -> ExchangeSteps:
     """The plain sum of values and flags, in one request, for codecs that have not begun yet.
 
     Raises the last flag where the sum is not finite.

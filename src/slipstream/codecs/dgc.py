@@ -35,7 +35,7 @@ from slipstream.codecs.compressor import (
     slot_slices,
 )
 from slipstream.codecs.residual import Residual
-from slipstream.transport.requests import AllGather, AllReduce, Exchange
+from slipstream.transport.requests import AllGather, AllReduce, ExchangeSteps
 
 EXACT_BELOW = 4096
 """Fewer values than this are sorted; of more, a sampled threshold finds the largest."""
@@ -161,7 +161,7 @@ class DgcCompressor(Compressor):
         densities = [density for first, density in self.stages if step >= first]
         return densities[-1] if densities else self.codec.density
 
-    def exchange(self, values: Tensor, flags: Tensor, step: int) -> Exchange:
+    def exchange(self, values: Tensor, flags: Tensor, step: int) -> ExchangeSteps:
         density = self.density(step)
         sparse = self._peaks if density < 1 else {}
         dense = [slot for i, slot in enumerate(self.slots) if i not in sparse]
@@ -213,7 +213,7 @@ class DgcCompressor(Compressor):
 
     def _exchange_sparse(
         self, values: Tensor, sparse: Collection[int], density: float, step: int, nonfinite: Tensor
-    ) -> Exchange:
+    ) -> ExchangeSteps:
         codec = DgcCodec(density, self.codec.sample)
         momentum, unsent = (residual.left() for residual in self.residuals)
         counts = [codec.count(_length(self.slots[i])) for i in sparse]

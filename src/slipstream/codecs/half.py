@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 
 from slipstream.codecs.compressor import Compressor, SlotState, any_infinite
-from slipstream.transport.requests import AllReduce, Exchange
+from slipstream.transport.requests import AllReduce, ExchangeSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class HalfCompressor(Compressor):
 
     codec: HalfCodec
 
-    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> Exchange:
+    def exchange(self, values: torch.Tensor, flags: torch.Tensor, step: int) -> ExchangeSteps:
         payload = torch.cat([self.codec.encode(values), flags.to(self.codec.wire_dtype)])
         yield AllReduce(payload)
         values.copy_(payload[: len(values)])

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from slipstream.codecs.compressor import SlotState, memory_order
-from slipstream.strategy import Half, Int8, OneBit, PlainCodec
+from slipstream.strategy import HalfConfig, Int8Config, OneBitConfig, PlainCodecConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class HostPart:
     """Elements of the gradient in a slot that are in a share."""
 
     slot: int
@@ -27,22 +27,22 @@ class Part:
     stop: int
 
 
-def allowed_borders(codec: PlainCodec, slots: Sequence[slice], hosts: int) -> Sequence[int]:
+def allowed_borders(codec: PlainCodecConfig, slots: Sequence[slice], hosts: int) -> Sequence[int]:
     """Where shares may begin and end, from 0 to the end, which may be behind the last slot.
 
     Example:
-        >>> from slipstream.strategy import Dgc
-        >>> allowed_borders(Int8(block=8), [slice(0, 40)], hosts=2)
+        >>> from slipstream.strategy import DgcConfig
+        >>> allowed_borders(Int8Config(block=8), [slice(0, 40)], hosts=2)
         range(0, 49, 16)
-        >>> allowed_borders(Dgc(), [slice(0, 3), slice(3, 9)], hosts=2)
+        >>> allowed_borders(DgcConfig(), [slice(0, 3), slice(3, 9)], hosts=2)
         [0, 3, 9]
     """
     end = slots[-1].stop
     match codec:
-        case Int8() | OneBit():
+        case Int8Config() | OneBitConfig():
             unit = codec.block * hosts
             return range(0, -(-end // unit) * unit + 1, unit)
-        case Half():
+        case HalfConfig():
             return range(end + 1)
         case _:
             return [0, *(slot.stop for slot in slots)]
@@ -68,22 +68,22 @@ def nearest_borders(allowed: Sequence[int], shares: int) -> list[int]:
     return borders
 
 
-def parts_of(share: slice, slots: Sequence[slice]) -> list[Part]:
+def parts_of(share: slice, slots: Sequence[slice]) -> list[HostPart]:
     """The parts of slots that are in a share.
 
     Example:
         >>> parts_of(slice(2, 5), [slice(0, 3), slice(3, 9)])
-        [Part(slot=0, start=2, stop=3), Part(slot=1, start=0, stop=2)]
+        [HostPart(slot=0, start=2, stop=3), HostPart(slot=1, start=0, stop=2)]
     """
     ends = [(max(s.start, share.start), min(s.stop, share.stop)) for s in slots]
     return [
-        Part(number, start - slot.start, stop - slot.start)
+        HostPart(number, start - slot.start, stop - slot.start)
         for number, (slot, (start, stop)) in enumerate(zip(slots, ends, strict=True))
         if start < stop
     ]
 
 
-def taken(parameter: Tensor, part: Part) -> Tensor:
+def taken(parameter: Tensor, part: HostPart) -> Tensor:
     """A part of a parameter, 1-D and real, or the parameter, where that is all of it."""
     values = memory_order(parameter)
     if part.stop - part.start == values.numel():
@@ -91,7 +91,7 @@ def taken(parameter: Tensor, part: Part) -> Tensor:
     return values[part.start : part.stop]
 
 
-def cut(state: SlotState, part: Part) -> dict[str, Tensor]:
+def cut(state: SlotState, part: HostPart) -> dict[str, Tensor]:
     """What a state holds of a part; ``q`` belongs to whole gradients."""
     taken = {}
     for key, value in state.items():
@@ -109,7 +109,7 @@ def cut(state: SlotState, part: Part) -> dict[str, Tensor]:
     return taken
 
 
-def join(state: dict[str, Tensor], of_part: SlotState, part: Part, numel: int) -> None:
+def join(state: dict[str, Tensor], of_part: SlotState, part: HostPart, numel: int) -> None:
     """Enter the state of a part into that of its slot, of ``numel`` values; the inverse of
     ``cut``. Parts come in their order."""
     for key, value in of_part.items():

@@ -18,11 +18,18 @@ from slipstream.codecs.int8 import Int8Codec
 from slipstream.codecs.onebit import OneBitCodec
 from slipstream.codecs.powersgd import PowerSgdCodec, PowerSgdCompressor
 from slipstream.codecs.two_phase import TwoPhaseCompressor
-from slipstream.strategy import Dgc, Half, Int8, OneBit, PlainCodec, PowerSgd
+from slipstream.strategy import (
+    DgcConfig,
+    HalfConfig,
+    Int8Config,
+    OneBitConfig,
+    PlainCodecConfig,
+    PowerSgdConfig,
+)
 
 
 def make_compressor(
-    config: PlainCodec,
+    config: PlainCodecConfig,
     parameters: Sequence[torch.Tensor],
     ranks: Ranks,
     *,
@@ -44,17 +51,17 @@ def make_compressor(
     bucket = shapes, parameters[0].dtype, ranks, parameters[0].device
     common: dict[str, Any] = {"num_flags": num_flags, "seed": seed}
     match config:
-        case Half():
+        case HalfConfig():
             return HalfCompressor(HalfCodec(config.dtype), *bucket, **common)
-        case Int8():
+        case Int8Config():
             int8 = Int8Codec(config.block, config.rounding)
             return TwoPhaseCompressor(int8, *bucket, feedback=config.error_feedback, **common)
-        case OneBit():
+        case OneBitConfig():
             onebit, start_step = OneBitCodec(config.block), config.start_step
             return TwoPhaseCompressor(
                 onebit, *bucket, feedback=True, start_step=start_step, **common
             )
-        case Dgc():
+        case DgcConfig():
             return DgcCompressor(
                 DgcCodec(config.density, config.sample),
                 *bucket,
@@ -63,7 +70,7 @@ def make_compressor(
                 clip=config.clip,
                 **common,
             )
-        case PowerSgd():
+        case PowerSgdConfig():
             return PowerSgdCompressor(
                 PowerSgdCodec(config.rank, config.min_compression_rate),
                 *bucket,
@@ -74,26 +81,26 @@ def make_compressor(
             )
 
 
-def wire_bytes(config: PlainCodec | None, parameter: torch.Tensor, ranks: int = 2) -> int:
+def wire_bytes(config: PlainCodecConfig | None, parameter: torch.Tensor, ranks: int = 2) -> int:
     """Bytes of the compressed gradient of a parameter: of a plain sum that takes the network as
     long. What is gathered, not summed, comes from every one of ``ranks`` instead of twice.
 
     Example:
         >>> weight = torch.zeros(64, 64)
-        >>> wire_bytes(None, weight), wire_bytes(Half(), weight), wire_bytes(Int8(), weight)
-        (16384, 8192, 4160)
+        >>> [wire_bytes(codec, weight) for codec in (None, HalfConfig(), Int8Config())]
+        [16384, 8192, 4160]
     """
     numel, dtype, shape = parameter.numel(), parameter.dtype, real_shape(parameter)
     match config:
-        case Half():
+        case HalfConfig():
             return min(HalfCodec(config.dtype).wire_bytes(numel, dtype), parameter.nbytes)
-        case Int8():
+        case Int8Config():
             return Int8Codec(config.block).wire_bytes(prod(shape), dtype)
-        case OneBit():
+        case OneBitConfig():
             return OneBitCodec(config.block).wire_bytes(prod(shape), dtype)
-        case Dgc() if len(shape) > 1 and config.density < 1:
+        case DgcConfig() if len(shape) > 1 and config.density < 1:
             return DgcCodec(config.density).wire_bytes(prod(shape), dtype) * ranks // 2
-        case PowerSgd():
+        case PowerSgdConfig():
             values = PowerSgdCodec(config.rank, config.min_compression_rate).wire_values(shape)
             return values * real_dtype(dtype).itemsize
         case _:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from slipstream.codecs.compressor import Compressor, SlotState, any_infinite, exchange_dense, mixed
 from slipstream.codecs.residual import Residual
-from slipstream.transport.requests import AllReduce, Exchange
+from slipstream.transport.requests import AllReduce, ExchangeSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class PowerSgdCompressor(Compressor):
         self._forgotten: set[int] = set()
         self._low_rank = False
 
-    def exchange(self, values: Tensor, flags: Tensor, step: int) -> Exchange:
+    def exchange(self, values: Tensor, flags: Tensor, step: int) -> ExchangeSteps:
         self._low_rank = step >= self.start_step
         if not self._low_rank:
             yield from exchange_dense(values, flags)

@@ -27,7 +27,7 @@ from slipstream.codecs.compressor import (
     parts,
 )
 from slipstream.codecs.residual import Residual
-from slipstream.transport.requests import AllGather, AllToAll, Exchange
+from slipstream.transport.requests import AllGather, AllToAll, ExchangeSteps
 
 _ALIGNED = 8
 
@@ -68,7 +68,7 @@ class TwoPhaseCompressor(Compressor):
             self._server = Residual(self.zeros(self._piece))
             self.residuals = [self._worker, self._server]
 
-    def exchange(self, values: Tensor, flags: Tensor, step: int) -> Exchange:
+    def exchange(self, values: Tensor, flags: Tensor, step: int) -> ExchangeSteps:
         if step < self.start_step:
             yield from exchange_dense(values, flags)
             return

@@ -14,7 +14,7 @@ import torch
 
 from slipstream.comm.collectives import Reduction
 from slipstream.comm.groups import Group
-from slipstream.comm.shards import AllToAll
+from slipstream.comm.shards import AllToAllOperation
 from slipstream.comm.signature import (
     Signature,
     check_same,
@@ -99,7 +99,7 @@ def gather_of(
 
 def all_to_all_of(
     operator: str, x: torch.Tensor, group: Group, split_axis: int, concat_axis: int, sizes: Sizes
-) -> tuple[AllToAll, bool]:
+) -> tuple[AllToAllOperation, bool]:
     """The all-to-all of ``x``, and whether any rank needs a gradient.
 
     The ranks' tensors may differ along ``concat_axis``, unless that is also the axis along which
@@ -125,7 +125,7 @@ def all_to_all_of(
             )
     may_be_equal = split != concat or sizes is None
     equal = may_be_equal and len(set(pieces)) == len(set(received)) == 1
-    collective = AllToAll(group, TensorSpec.of(x), split, concat, pieces, received, equal)
+    collective = AllToAllOperation(group, TensorSpec.of(x), split, concat, pieces, received, equal)
     return collective, needs_grad
 
 

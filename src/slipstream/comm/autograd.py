@@ -26,7 +26,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from slipstream.comm.collectives import AllReduce, Collective, Receive, Send
+from slipstream.comm.collectives import AllReduceOperation, Collective, Receive, Send
 from slipstream.comm.graphs import Graph, current
 from slipstream.comm.wire import transfer_in_group
 from slipstream.errors import UsageError
@@ -229,7 +229,7 @@ class _FuncOperator(_Operator):
 
 
 def _is_extreme(call: _Call) -> bool:
-    return isinstance(call.collective, AllReduce) and call.collective.is_extreme
+    return isinstance(call.collective, AllReduceOperation) and call.collective.is_extreme
 
 
 def _apply_adjoint(

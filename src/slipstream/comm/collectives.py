@@ -48,7 +48,7 @@ class Collective(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce:
+class AllReduceOperation:
     """The reduction of the ranks' tensors, element by element, on every rank.
 
     The ``adjoint`` of a minimum or maximum is that of the sum; backward then masks it to where this
@@ -65,8 +65,8 @@ class AllReduce:
         return self.reduction in _EXTREMES
 
     @property
-    def adjoint(self) -> AllReduce:
-        return AllReduce(self.group, self.output) if self.is_extreme else self
+    def adjoint(self) -> AllReduceOperation:
+        return AllReduceOperation(self.group, self.output) if self.is_extreme else self
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         out = contiguous_copy(x)
@@ -77,7 +77,7 @@ class AllReduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Broadcast:
+class BroadcastOperation:
     """The root's tensor on every rank."""
 
     group: Group
@@ -108,8 +108,8 @@ class Reduce:
         return self.input if self.group.rank == 0 else None
 
     @property
-    def adjoint(self) -> Broadcast:
-        return Broadcast(self.group, self.input)
+    def adjoint(self) -> BroadcastOperation:
+        return BroadcastOperation(self.group, self.input)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         out = contiguous_copy(x)  # on every rank: gloo leaves partial sums in it

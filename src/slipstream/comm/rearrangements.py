@@ -7,9 +7,9 @@ import torch
 from slipstream.comm import arguments
 from slipstream.comm.arguments import Device, Sizes
 from slipstream.comm.autograd import apply_collective, apply_with_output, graph_break
-from slipstream.comm.collectives import Broadcast
+from slipstream.comm.collectives import BroadcastOperation
 from slipstream.comm.groups import Group, member
-from slipstream.comm.shards import AllGather, Gather, ReduceScatter, Scatter
+from slipstream.comm.shards import AllGatherOperation, Gather, ReduceScatterOperation, Scatter
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.comm.traceable import (
     all_gather_in_graph,
@@ -44,7 +44,9 @@ def broadcast(
     group = member(group, "broadcast")
     spec = arguments.root_spec("broadcast", x, group, device)
     x = x if group.rank == 0 else None
-    return apply_with_output("broadcast", Broadcast(group, spec), x, needs_grad=spec.requires_grad)
+    return apply_with_output(
+        "broadcast", BroadcastOperation(group, spec), x, needs_grad=spec.requires_grad
+    )
 
 
 @graph_break
@@ -90,7 +92,7 @@ def all_gather(
     """
     group = member(group, "all_gather")
     x, whole, axis, lengths, needs_grad = arguments.gather_of("all_gather", x, group, axis, sizes)
-    collective = AllGather(group, whole, axis, lengths)
+    collective = AllGatherOperation(group, whole, axis, lengths)
     return apply_with_output("all_gather", collective, x, needs_grad=needs_grad)
 
 
@@ -160,7 +162,7 @@ def reduce_scatter_sum(
     needs_grad = arguments.check_reducible(name, x, group, axis, *arguments.sizes_digest(sizes))
     axis = arguments.normalized_axis(name, axis, x.shape)
     pieces = arguments.piece_sizes(name, x.shape[axis], axis, group, sizes)
-    collective = ReduceScatter(group, TensorSpec.of(x), axis, pieces)
+    collective = ReduceScatterOperation(group, TensorSpec.of(x), axis, pieces)
     return apply_with_output(name, collective, x, needs_grad=needs_grad)
 
 

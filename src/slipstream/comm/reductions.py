@@ -6,7 +6,7 @@ import torch
 
 from slipstream.comm.arguments import check_reducible
 from slipstream.comm.autograd import apply_collective, apply_with_output, graph_break
-from slipstream.comm.collectives import AllReduce, Reduce, Reduction
+from slipstream.comm.collectives import AllReduceOperation, Reduce, Reduction
 from slipstream.comm.groups import Group, member
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.comm.traceable import all_reduce_in_graph, traceable
@@ -88,5 +88,5 @@ def _all_reduce(reduction: Reduction, x: torch.Tensor, group: Group | None) -> t
     name = f"all_reduce_{reduction}"
     group = member(group, name)
     needs_grad = check_reducible(name, x, group, reduction=reduction)
-    collective = AllReduce(group, TensorSpec.of(x), reduction)
+    collective = AllReduceOperation(group, TensorSpec.of(x), reduction)
     return apply_with_output(name, collective, x, needs_grad=needs_grad)

@@ -78,7 +78,7 @@ class Scatter(_Sharded):
         return out
 
 
-class AllGather(_Sharded):
+class AllGatherOperation(_Sharded):
     """The ranks' pieces concatenated on every rank.
 
     Equal pieces go through gloo's own all-gather: its ring is faster beside other exchanges than
@@ -90,8 +90,8 @@ class AllGather(_Sharded):
         return self.whole
 
     @property
-    def adjoint(self) -> ReduceScatter:
-        return ReduceScatter(self.group, self.whole, self.axis, self.sizes)
+    def adjoint(self) -> ReduceScatterOperation:
+        return ReduceScatterOperation(self.group, self.whole, self.axis, self.sizes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         group, x = self.group, x.contiguous()
@@ -107,7 +107,7 @@ class AllGather(_Sharded):
         return torch.cat([pieces[rank] for rank in group.process_group_ranks], self.axis)
 
 
-class ReduceScatter(_Sharded):
+class ReduceScatterOperation(_Sharded):
     """The sum of the ranks' tensors, split over the ranks.
 
     Pieces are sent to their owners, who add them up: gloo's own reduce-scatter sends twice the
@@ -119,8 +119,8 @@ class ReduceScatter(_Sharded):
         return self.piece
 
     @property
-    def adjoint(self) -> AllGather:
-        return AllGather(self.group, self.whole, self.axis, self.sizes)
+    def adjoint(self) -> AllGatherOperation:
+        return AllGatherOperation(self.group, self.whole, self.axis, self.sizes)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         group, pieces = self.group, self.split(x)
@@ -135,7 +135,7 @@ class ReduceScatter(_Sharded):
 
 
 @dataclass(frozen=True, slots=True)
-class AllToAll:
+class AllToAllOperation:
     """Split along ``split_axis`` into ``send_sizes``, piece ``i`` for rank ``i``; concatenate what
     the ranks send along ``concat_axis``, where the pieces have ``receive_sizes``.
 
@@ -158,9 +158,9 @@ class AllToAll:
         return piece.resized(sum(self.receive_sizes), self.concat_axis)
 
     @property
-    def adjoint(self) -> AllToAll:
+    def adjoint(self) -> AllToAllOperation:
         axes, sizes = (self.concat_axis, self.split_axis), (self.receive_sizes, self.send_sizes)
-        return AllToAll(self.group, self.output, *axes, *sizes, self.equal)
+        return AllToAllOperation(self.group, self.output, *axes, *sizes, self.equal)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         group = self.group

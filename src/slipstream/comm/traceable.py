@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from slipstream.comm.autograd import graph_break, run
-from slipstream.comm.collectives import AllReduce, Reduction
+from slipstream.comm.collectives import AllReduceOperation, Reduction
 from slipstream.comm.groups import Group, named
-from slipstream.comm.shards import AllGather, AllToAll, ReduceScatter
+from slipstream.comm.shards import AllGatherOperation, AllToAllOperation, ReduceScatterOperation
 from slipstream.comm.tensor_spec import TensorSpec
 
 P = ParamSpec("P")
@@ -112,7 +112,7 @@ def _operator(name: str, arguments: str) -> Callable[[Callable[..., Tensor]], An
 
 @_operator("all_reduce", "str reduction")
 def _all_reduce(x: Tensor, reduction: Reduction, group: str) -> Tensor:
-    collective = AllReduce(named(group), TensorSpec.of(x), reduction)
+    collective = AllReduceOperation(named(group), TensorSpec.of(x), reduction)
     return _result(f"all_reduce_{reduction}", collective, x)
 
 
@@ -120,7 +120,7 @@ def _all_reduce(x: Tensor, reduction: Reduction, group: str) -> Tensor:
 def _all_gather(x: Tensor, axis: int, group: str) -> Tensor:
     found = named(group)
     whole = TensorSpec.of(x).resized(x.shape[axis] * found.size, axis)
-    collective = AllGather(found, whole, axis, (x.shape[axis],) * found.size)
+    collective = AllGatherOperation(found, whole, axis, (x.shape[axis],) * found.size)
     return _result("all_gather", collective, x)
 
 
@@ -128,7 +128,7 @@ def _all_gather(x: Tensor, axis: int, group: str) -> Tensor:
 def _reduce_scatter(x: Tensor, axis: int, group: str) -> Tensor:
     found = named(group)
     pieces = (x.shape[axis] // found.size,) * found.size
-    collective = ReduceScatter(found, TensorSpec.of(x), axis, pieces)
+    collective = ReduceScatterOperation(found, TensorSpec.of(x), axis, pieces)
     return _result("reduce_scatter_sum", collective, x)
 
 
@@ -138,7 +138,7 @@ def _all_to_all(x: Tensor, split_axis: int, concat_axis: int, group: str) -> Ten
     sent = (x.shape[split_axis] // found.size,) * found.size
     received = sent if split_axis == concat_axis else (x.shape[concat_axis],) * found.size
     axes = (split_axis, concat_axis)
-    collective = AllToAll(found, TensorSpec.of(x), *axes, sent, received, equal=True)
+    collective = AllToAllOperation(found, TensorSpec.of(x), *axes, sent, received, equal=True)
     return _result("all_to_all", collective, x)
 
 

@@ -20,10 +20,10 @@ MOST = 4096
 _OPAQUE = (type, ModuleType, FunctionType)
 _PLAIN = (int, float, complex, str, bytes, type(None))
 
-Stamp = list[Any]
+DatasetStamp = list[Any]
 
 
-def stamp_of(dataset: Any) -> Stamp:
+def stamp_of(dataset: Any) -> DatasetStamp:
     """What is set on a dataset, and on the datasets and transforms in it: numbers and words by
     value, tensors by their version, all else by identity and length.
 
@@ -38,17 +38,17 @@ def stamp_of(dataset: Any) -> Stamp:
         >>> same(before, stamp_of(data))
         False
     """
-    stamp: Stamp = []
+    stamp: DatasetStamp = []
     _look(dataset, DEPTH, stamp)
     return stamp
 
 
-def attributes_of(dataset: Any) -> Stamp:
+def attributes_of(dataset: Any) -> DatasetStamp:
     """What is set on a dataset itself: cheap enough to be asked for at each sample."""
     return [*getattr(dataset, "__dict__", {}).values()]
 
 
-def same(one: Stamp, other: Stamp) -> bool:
+def same(one: DatasetStamp, other: DatasetStamp) -> bool:
     """Whether two stamps are those of an unchanged dataset."""
     return len(one) == len(other) and all(map(_equal, one, other))
 
@@ -59,7 +59,7 @@ def _equal(one: Any, other: Any) -> bool:
     return one is other
 
 
-def _look(value: Any, depth: int, stamp: Stamp) -> None:
+def _look(value: Any, depth: int, stamp: DatasetStamp) -> None:
     stamp.append(value)  # not its id, which another object may get
     if not depth or len(stamp) > MOST or isinstance(value, (*_PLAIN, *_OPAQUE)):
         return

@@ -8,12 +8,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.errors import ModelError
-from slipstream.strategy import Adaptive, Auto, Codec, Strategy, Transport
+from slipstream.strategy import AdaptiveConfig, AutoConfig, CodecConfig, Strategy, TransportConfig
 
 
 def checked(
-    ddp: nn.Module, codec: Codec | str | Mapping[str, object], transport: Transport
-) -> Codec | None:
+    ddp: nn.Module, codec: CodecConfig | str | Mapping[str, object], transport: TransportConfig
+) -> CodecConfig | None:
     """The codec of a strategy, after what DDP cannot do with it was refused."""
     if not isinstance(ddp, DistributedDataParallel):
         raise ModelError(
@@ -21,12 +21,12 @@ def checked(
             f"{type(ddp).__name__}; without DDP, name the codec in the strategy of accelerate()"
         )
     config = Strategy.load({"gradients": {"codec": codec}}).gradients.codec
-    if isinstance(config, Adaptive):
+    if isinstance(config, AdaptiveConfig):
         raise ModelError(
             "DdpCodec has no segments, among which adaptive chooses; name the codec "
             f"itself, e.g. {config.codec.kind!r}, or use accelerate()"
         )
-    if isinstance(transport, Auto):
+    if isinstance(transport, AutoConfig):
         raise ModelError(
             "DdpCodec cannot search for a transport: DDP does not say when an update is over; "
             "name one of the others (Flat(), Direct()), or use accelerate()"

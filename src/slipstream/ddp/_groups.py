@@ -42,7 +42,7 @@ class Arrived:
 
 
 @dataclass(eq=False, slots=True)
-class Group:
+class BucketGroup:
     """Gradients that travel together, and in this backward where each of them came from."""
 
     names: Sequence[str]
@@ -142,13 +142,13 @@ class Routes:
         places: group and slot of every parameter, which this keeps alive.
     """
 
-    def __init__(self, places: Mapping[torch.Tensor, tuple[Group, int]]) -> None:
+    def __init__(self, places: Mapping[torch.Tensor, tuple[BucketGroup, int]]) -> None:
         self._places = places
-        self._found: dict[tuple[int, ...], list[tuple[slice, Group, int]]] = {}
+        self._found: dict[tuple[int, ...], list[tuple[slice, BucketGroup, int]]] = {}
 
     def of(
         self, parameters: Sequence[torch.Tensor], row: torch.Tensor
-    ) -> list[tuple[slice, Group, int]]:
+    ) -> list[tuple[slice, BucketGroup, int]]:
         """The parts of a bucket's ``row`` of real numbers, and the group and slot of each.
 
         Raises:

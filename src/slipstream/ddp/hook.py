@@ -26,7 +26,7 @@ from slipstream.cluster.groups import new_group
 from slipstream.codecs import HalfCodec, Ranks
 from slipstream.codecs.compressor import is_finite
 from slipstream.ddp._checks import checked, other_parameters
-from slipstream.ddp._groups import Arrived, Backward, Group, Routes, grouped, real_row
+from slipstream.ddp._groups import Arrived, Backward, BucketGroup, Routes, grouped, real_row
 from slipstream.ddp._momentum import MomentumWatch
 from slipstream.errors import ExchangeError, ModelError, UsageError
 from slipstream.gradients.compressed import (
@@ -38,15 +38,15 @@ from slipstream.gradients.compressed import (
 from slipstream.gradients.momentum import MomentumCorrection, check_momentum_correction
 from slipstream.gradients.segments import parameters_of
 from slipstream.strategy import (
-    Codec,
-    Dgc,
-    Flat,
-    Half,
-    Transport,
+    CodecConfig,
+    DgcConfig,
+    FlatConfig,
+    HalfConfig,
+    TransportConfig,
     codec_of,
 )
 from slipstream.transport.channel import Channel, Label
-from slipstream.transport.requests import AllReduce, Exchange
+from slipstream.transport.requests import AllReduce, ExchangeSteps
 from slipstream.transport.transport import make_transport
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ class DdpCodec:
     def __init__(
         self,
         ddp: nn.Module,
-        codec: Codec | str | Mapping[str, object],
+        codec: CodecConfig | str | Mapping[str, object],
         *,
         optimizer: torch.optim.Optimizer | None = None,
         loss_scale: Callable[[], float] = lambda: 1.0,
-        transport: Transport = Flat(),  # noqa: B008 - a frozen value
+        transport: TransportConfig = FlatConfig(),  # noqa: B008 - a frozen value
     ) -> None:
         config = checked(ddp, codec, transport)
         assert isinstance(ddp, DistributedDataParallel)
@@ -119,7 +119,7 @@ class DdpCodec:
         if optimizer is not None:
             check_momentum_correction(optimizer, trainables, config)
             self._correction = MomentumCorrection(optimizer, trainables, config, len(members))
-        elif any(isinstance(codec_of(config, t.name), Dgc) for t in trainables):
+        elif any(isinstance(codec_of(config, t.name), DgcConfig) for t in trainables):
             raise ModelError("the codec dgc applies momentum: DdpCodec(..., optimizer=...)")
         momenta = self._correction.momenta if self._correction else {}
         self._plan = CompressionPlan(partial(codec_of, config), self._ranks, momenta)
@@ -198,11 +198,11 @@ class DdpCodec:
         for group in self._groups:
             group.reset()
 
-    def _start(self, group: Group) -> None:
+    def _start(self, group: BucketGroup) -> None:
         loss_scale, backward = self._loss_scale(), self._backward
         number, is_last = backward.started, backward.started == len(self._groups)
 
-        def exchange() -> Exchange:
+        def exchange() -> ExchangeSteps:
             try:
                 yield from self._average(group, loss_scale)
                 if is_last:
@@ -218,7 +218,7 @@ class DdpCodec:
         label = Label("allreduce", lambda: f"rank {self._ranks.rank}, exchange {number}")
         self._channel.start(label, exchange())
 
-    def _average(self, group: Group, loss_scale: float) -> Exchange:
+    def _average(self, group: BucketGroup, loss_scale: float) -> ExchangeSteps:
         """Average the gradients of a group, in place; only codecs need their true size."""
         if group.codec is None:
             loss_scale = 1.0
@@ -237,8 +237,8 @@ class DdpCodec:
             torch.mul(piece, loss_scale, out=row)
 
     def _compress(
-        self, group: Group, codec: NamedCompressor, pieces: Sequence[torch.Tensor]
-    ) -> Exchange:
+        self, group: BucketGroup, codec: NamedCompressor, pieces: Sequence[torch.Tensor]
+    ) -> ExchangeSteps:
         """Let the codec sum the pieces; what it owes to an unused parameter stays owed.
 
         Where DDP looks for unused parameters, it throws away what the hook returns for those that
@@ -281,18 +281,18 @@ class DdpCodec:
         self._routes = Routes(places)
         self._states.attach([group.codec for group in self._groups if group.codec is not None])
 
-    def _group(self, parameters: Sequence[torch.Tensor]) -> Group:
+    def _group(self, parameters: Sequence[torch.Tensor]) -> BucketGroup:
         dtype = self._dtypes[parameters[0]]
         names = [self._names[p] for p in parameters]
         codec, named, num_flags = self._plan.codec_of(names[0]), None, 1
         numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
         late = [name for name in names if name not in self._plan.momenta]
-        if isinstance(codec, Dgc) and late:
+        if isinstance(codec, DgcConfig) and late:
             raise ModelError(
                 f"{', '.join(late)}: DDP averages what did not require a gradient when DdpCodec "
                 "took over the optimizer's momentum; make DdpCodec before freezing"
             )
-        if isinstance(codec, Half):
+        if isinstance(codec, HalfConfig):
             dtype = HalfCodec(codec.dtype).wire_dtype
         elif codec is not None:
             num_flags = len(parameters) + 1 if self._finds_unused else 1
@@ -300,7 +300,7 @@ class DdpCodec:
             named = self._plan.compressor(codec, names, parameters, num_flags=num_flags, seed=seed)
             numel, dtype = named.compressor.num_values, named.compressor.works_in
         values = torch.zeros(numel, dtype=dtype, device=parameters[0].device)
-        return Group(names, values, named, num_flags)
+        return BucketGroup(names, values, named, num_flags)
 
     # State.
 

@@ -94,13 +94,13 @@ class Relu:
         return torch.relu(self.x)
 
 
-Operation = Norm | Made | Sum | Relu
+LateOperation = Norm | Made | Sum | Relu
 
 
 class Pending:
     """What a `Late` is, and is to become; ``ran`` is called with the name of a chain that ran."""
 
-    def __init__(self, operation: Operation, ran: Callable[[str], None]) -> None:
+    def __init__(self, operation: LateOperation, ran: Callable[[str], None]) -> None:
         self.operation, self.ran = operation, ran
         self.is_passed = False
         """Whether a later result was computed past this one, whose graph it then is no part of."""
@@ -112,7 +112,7 @@ class Pending:
         """Whether a chain may go on: nobody has seen the values, and settings are the same."""
         return self._values is None and context_of(self.operation.tensors[0]) == self._context
 
-    def become(self, operation: Operation) -> None:
+    def become(self, operation: LateOperation) -> None:
         """Change in place."""
         self.operation = operation
         self._versions = [t._version for t in operation.tensors]
@@ -121,7 +121,7 @@ class Pending:
         """Change in place into a tensor that others see, too."""
         self.operation, self._values = Made(values), values
 
-    def checked(self) -> Operation:
+    def checked(self) -> LateOperation:
         """The operation, whose operands are as they were.
 
         Raises:
@@ -252,7 +252,7 @@ def _check_on_the_way(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any])
         )
 
 
-def late(operation: Operation, ran: Callable[[str], None]) -> Tensor:
+def late(operation: LateOperation, ran: Callable[[str], None]) -> Tensor:
     """A tensor that becomes the result of ``operation``."""
     pending = Pending(operation, ran)
     make: Any = _Unseen.apply

@@ -14,9 +14,9 @@ from slipstream.codecs.compressor import is_dense
 from slipstream.errors import ModelError
 from slipstream.fusion.memory_in_common import PLAIN, MemoryInCommon
 from slipstream.fusion.small_parameters import SmallParameters, gradient_of
-from slipstream.fusion.stand_in import Group, Stage, StandIn
+from slipstream.fusion.stand_in import PreparedStep, StandIn
 from slipstream.optim.elementwise import COUNTERS, ELEMENTWISE, is_elementwise
-from slipstream.optim.layerwise import Layerwise
+from slipstream.optim.layerwise import Layerwise, ParamGroup
 from slipstream.optim.memory_order import laid_like, lies_like
 from slipstream.strategy import Row
 
@@ -111,17 +111,17 @@ class FusedOptimizer:
         return [Row("optimizer", f"{count} {name} updates -> {calls}", self._form)]
 
     @torch.no_grad()
-    def _prepare(self) -> Stage:
+    def _prepare(self) -> PreparedStep:
         """What this step is to go through, in place of the user's groups."""
         if self._stepping:  # the last step raised: states may be ahead of their parameters' numbers
             self._forget()
         self._stepping, self._updates, self._calls = True, 0, 0
         groups = self._optimizer.param_groups
         with_gradients = [[p for p in group["params"] if p.grad is not None] for group in groups]
-        stage = Stage([], self._optimizer.state)
+        stage = PreparedStep([], self._optimizer.state)
         shared: Set[int] = set()
         if self._form == BY_BLOCK:  # what it adds for blocks is not the user's
-            stage = Stage([], self._optimizer.state.copy())
+            stage = PreparedStep([], self._optimizer.state.copy())
             shared = self._memory.of([p for having in with_gradients for p in having])
         known, self._small = self._small, {}
         for number, (group, having) in enumerate(zip(groups, with_gradients, strict=True)):
@@ -141,7 +141,7 @@ class FusedOptimizer:
             small.part()
         return stage
 
-    def _is_left_to_torch(self, group: Group, having: Sequence[Tensor]) -> bool:
+    def _is_left_to_torch(self, group: ParamGroup, having: Sequence[Tensor]) -> bool:
         """Whether a group is stepped as it is."""
         if self._form == BY_LAYER:
             return True
@@ -150,7 +150,7 @@ class FusedOptimizer:
         no_kernel = isinstance(self._optimizer, torch.optim.Adagrad) and having[0].is_cuda
         return bool(captured or twice or no_kernel or group.get("differentiable"))
 
-    def _by_torch(self, group: Group, having: Sequence[Tensor]) -> list[Group]:
+    def _by_torch(self, group: ParamGroup, having: Sequence[Tensor]) -> list[ParamGroup]:
         """As if the optimizer had been made with ``fused=True``, where torch's kernels can go."""
         find, nothing = self._optimizer.state.get, dict[str, Any]()
         states = [find(p, nothing) for p in having]
@@ -222,7 +222,7 @@ class FusedOptimizer:
         return SmallParameters(having, self._optimizer, shared)
 
     @torch.no_grad()
-    def _ends(self, stage: Stage) -> None:
+    def _ends(self, stage: PreparedStep) -> None:
         self._stepping = False
         for parameter, gradient in self._gradients:
             parameter.grad = gradient

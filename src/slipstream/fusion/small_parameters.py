@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from slipstream.codecs.compressor import is_dense
 from slipstream.fusion.memory_in_common import PLAIN
 from slipstream.fusion.stand_in import States
-from slipstream.gradients.shares import flat
+from slipstream.gradients.shards import flat
 from slipstream.optim.elementwise import COUNTERS
 from slipstream.optim.memory_order import laid_like
 

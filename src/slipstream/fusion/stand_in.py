@@ -19,19 +19,17 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from slipstream.errors import ModelError
-
-Group = dict[str, Any]
-"""Parameters and their settings, as in ``torch.optim.Optimizer.param_groups``."""
+from slipstream.optim.layerwise import ParamGroup
 
 States = dict[Tensor, dict[str, Any]]
 """As in ``torch.optim.Optimizer.state``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class PreparedStep:
     """What a step finds in place of the optimizer's groups and states."""
 
-    groups: list[Group]
+    groups: list[ParamGroup]
     states: States
 
 
@@ -47,10 +45,13 @@ class StandIn:
     """
 
     def __init__(
-        self, optimizer: Optimizer, prepare: Callable[[], Stage], ends: Callable[[Stage], None]
+        self,
+        optimizer: Optimizer,
+        prepare: Callable[[], PreparedStep],
+        ends: Callable[[PreparedStep], None],
     ) -> None:
         self._optimizer, self._prepare, self._stage_ends = optimizer, prepare, ends
-        self._stage: Stage | None = None  # of the step that runs, or that raised
+        self._stage: PreparedStep | None = None  # of the step that runs, or that raised
         self._inner_ended = False
         self._class: Any = type(
             type(optimizer).__name__,
@@ -89,9 +90,9 @@ class StandIn:
             stage, self._stage = self._stage, None
             self._stage_ends(stage)
 
-    def _staged(self) -> Stage:
+    def _staged(self) -> PreparedStep:
         if self._inner_ended:  # hooks come next, and what a class does after super().step()
-            return Stage(self._optimizer.param_groups, self._optimizer.state)
+            return PreparedStep(self._optimizer.param_groups, self._optimizer.state)
         if self._stage is None:
             self._stage = self._prepare()
         return self._stage

@@ -1,7 +1,7 @@
-"""The steps of a chain, as functions of torch that a `Start` or a `Late` answers.
+"""The steps of a chain, as functions of torch that a `ChainInput` or a `Late` answers.
 
 [Note: Where a chain runs]
-A layer at the start of a chain is called as always, with its input as a `Start`. Its forward
+A layer at the start of a chain is called as always, with its input as a `ChainInput`. Its forward
 hands that to a function of torch, with all settings as they are in this call. So hooks of layers
 fire, such as those that wait for parameters.
 """
@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_map
 
 from slipstream.fusion.late import (
     Late,
+    LateOperation,
     Made,
     Norm,
-    Operation,
     Pending,
     Relu,
     Sum,
@@ -59,10 +59,10 @@ _OF_TORCH = {
         *(F.silu, F.hardswish, F.sigmoid, F.tanh),
     )
 }
-"""Where one is replaced, torch would show the replacement to a `Start` or a `Late` once more."""
+"""Where one is replaced, torch would show the new one to a `ChainInput` or a `Late` again."""
 
 
-class Start(Tensor):
+class ChainInput(Tensor):
     """The input of a layer at the start of a chain, inside of its forward alone; a tensor, as
     modes of torch and wrappers around its functions may see it."""
 
@@ -88,9 +88,9 @@ class Start(Tensor):
         return func(*args, **kwargs)
 
 
-def as_start(tensor: Tensor, roles: set[Role], ran: Callable[[str], None]) -> Start:
+def as_start(tensor: Tensor, roles: set[Role], ran: Callable[[str], None]) -> ChainInput:
     """``tensor``, for a layer that may start a chain."""
-    made = tensor.as_subclass(Start)
+    made = tensor.as_subclass(ChainInput)
     made.tensor, made.roles, made.ran = tensor, roles, ran
     return made
 
@@ -125,7 +125,7 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def _start_norm(
-    start: Start,
+    start: ChainInput,
     func: Callable[..., Tensor],
     x: Tensor,
     running_mean: Tensor | None,
@@ -178,12 +178,14 @@ def _fits(x: Tensor, *of_channels: Tensor | None) -> bool:
     )
 
 
-def _start_made(start: Start, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+def _start_made(
+    start: ChainInput, func: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
     """A layer whose result is added, or is given to relu."""
     return _made(start, func(*args, **kwargs))
 
 
-def _made(start: Start, result: Tensor) -> Tensor:
+def _made(start: ChainInput, result: Tensor) -> Tensor:
     awaits_sum = "sum" in start.roles and not is_small_sum(result)
     awaits_relu = "relu" in start.roles and not is_small_convolution(result)
     if type(result) is not Tensor or not (awaits_sum or awaits_relu):
@@ -192,7 +194,7 @@ def _made(start: Start, result: Tensor) -> Tensor:
 
 
 def _start_relu(
-    start: Start, func: Callable[..., Tensor], x: Tensor, inplace: bool = False
+    start: ChainInput, func: Callable[..., Tensor], x: Tensor, inplace: bool = False
 ) -> Tensor:
     if inplace or is_small_convolution(x):
         return func(x, inplace)
@@ -239,7 +241,9 @@ def _relu(name: str, x: Any, pending: Pending, values: Tensor, inplace: bool) ->
     return x
 
 
-def _fused(operation: Operation, name: ActivationName, ran: Callable[[str], None]) -> Tensor | None:
+def _fused(
+    operation: LateOperation, name: ActivationName, ran: Callable[[str], None]
+) -> Tensor | None:
     """A chain as one operation."""
     if isinstance(operation, Norm):
         ran(NORM)

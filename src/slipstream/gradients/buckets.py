@@ -20,7 +20,7 @@ from torch import nn
 from slipstream.codecs.compressor import is_dense, is_finite, memory_order, parts
 from slipstream.gradients.messages import gradient_taken
 from slipstream.transport import sparse
-from slipstream.transport.requests import AllReduce, Exchange, Request
+from slipstream.transport.requests import AllReduce, ExchangeSteps, Request
 
 SMALL_GRADIENT = 64 * 1024
 """Average bytes of a bucket's gradients below which calls cost more than copies."""
@@ -55,7 +55,7 @@ class Bucket(ABC):
         """Fill the slots that are missing: with gradients of earlier backwards, else with zeros."""
 
     @abstractmethod
-    def exchange(self, step: int) -> Request | Exchange:
+    def exchange(self, step: int) -> Request | ExchangeSteps:
         """What leaves the sum over ranks in the bucket; ``step`` updates were done before."""
 
     @property
@@ -171,7 +171,7 @@ class DenseBucket(Bucket):
             return torch.view_as_real(gradient.resolve_conj())
         return gradient
 
-    def exchange(self, step: int) -> AllReduce | Exchange:
+    def exchange(self, step: int) -> AllReduce | ExchangeSteps:
         return AllReduce(self.flat)
 
     @property
@@ -252,7 +252,7 @@ class SparseBucket(Bucket):
         if self._gradient is None and self.parameter.grad is not None:
             self.fill(0, scale)
 
-    def exchange(self, step: int) -> Exchange:
+    def exchange(self, step: int) -> ExchangeSteps:
         """Several requests, as the number of rows differs between ranks."""
         mine = self._no_rows() if self._gradient is None else self._gradient
         used = self._gradient is not None

@@ -12,16 +12,16 @@ from slipstream.gradients.layout import plan_segments
 from slipstream.gradients.momentum import check_momentum_correction
 from slipstream.gradients.segments import NamedParameter, gradients_of
 from slipstream.strategy import (
-    ByName,
-    Direct,
-    Gradients,
-    Hierarchical,
-    SharedMemory,
+    ByNameConfig,
+    DirectConfig,
+    GradientsConfig,
+    HierarchicalConfig,
+    SharedMemoryConfig,
 )
 
 
 def check_gradients(
-    trainables: Sequence[NamedParameter], optimizer: torch.optim.Optimizer, config: Gradients
+    trainables: Sequence[NamedParameter], optimizer: torch.optim.Optimizer, config: GradientsConfig
 ) -> None:
     """Refuse a split or a codec that does not fit these parameters and this optimizer.
 
@@ -34,7 +34,7 @@ def check_gradients(
     check_momentum_correction(optimizer, trainables, config.codec)
     device = trainables[0].parameter.device if trainables else torch.device("cpu")
     kind = config.transport.kind
-    of_cpus = Direct | Hierarchical | SharedMemory
+    of_cpus = DirectConfig | HierarchicalConfig | SharedMemoryConfig
     if isinstance(config.transport, of_cpus) and device.type != "cpu":
         raise StrategyError(
             f"gradients.transport {kind} sends the memory of CPUs alone, and the model is on "
@@ -42,9 +42,9 @@ def check_gradients(
         )
 
 
-def gradient_warnings(trainables: Sequence[NamedParameter], config: Gradients) -> list[str]:
+def gradient_warnings(trainables: Sequence[NamedParameter], config: GradientsConfig) -> list[str]:
     """Rules of codec ``by_name`` that match no parameter: most often a misspelt path."""
-    if not isinstance(config.codec, ByName):
+    if not isinstance(config.codec, ByNameConfig):
         return []
     names = [t.name for t in trainables]
     known = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -31,10 +31,10 @@ from slipstream.codecs import (
 )
 from slipstream.gradients.buckets import Bucket, DenseBucket, gradient_dtype
 from slipstream.gradients.shard_bucket import ShardBucket
-from slipstream.gradients.shares import Shares
-from slipstream.strategy import Half, PlainCodec, phase_of, phases
+from slipstream.gradients.shards import Shards
+from slipstream.strategy import HalfConfig, PlainCodecConfig, phase_of, phases
 from slipstream.transport.hosts import Rails
-from slipstream.transport.requests import Exchange, Request
+from slipstream.transport.requests import ExchangeSteps, Request
 
 NamedState = Mapping[str, Mapping[str, torch.Tensor]]
 """What codecs keep, by parameter and then by name."""
@@ -131,14 +131,14 @@ def _without(states: NamedState, names: Sequence[str]) -> NamedState:
 class CompressionPlan:
     """Which codec codes each gradient of a model, and what DGC does for the optimizer."""
 
-    codec_of: Callable[[str], PlainCodec | None]
+    codec_of: Callable[[str], PlainCodecConfig | None]
     """By name of the parameter."""
     ranks: Ranks
     momenta: Mapping[str, Momentum] = field(default_factory=dict)
     pays: Callable[[int], bool] = lambda num_bytes: True
     """Whether a segment of so many bytes is to be compressed."""
-    shares: Shares | None = None
-    """Where every rank updates a share of the parameters, and gets that share of the averages."""
+    shards: Shards | None = None
+    """Where every rank updates a shard of the parameters, and gets that shard of the averages."""
     rails: Rails | None = None
     """Between hosts, where codecs compress only what travels there."""
     narrow: bool = True
@@ -151,18 +151,18 @@ class CompressionPlan:
         """The plan for a segment of so many bytes: no codec where that does not pay."""
         return self if self.pays(num_bytes) else replace(self, codec_of=lambda name: None)
 
-    def of(self, name: str, parameter: torch.Tensor) -> PlainCodec | None:
+    def of(self, name: str, parameter: torch.Tensor) -> PlainCodecConfig | None:
         """The codec of one gradient; None where it would not make that smaller."""
         codec = phase_of(self.codec_of(name), self.step)
         plain = parameter.dtype if self.narrow else gradient_dtype(parameter)
         num_bytes = parameter.numel() * plain.itemsize
-        if isinstance(codec, Half) and wire_bytes(codec, parameter) >= num_bytes:
+        if isinstance(codec, HalfConfig) and wire_bytes(codec, parameter) >= num_bytes:
             return None
         return codec
 
-    def compresses(self, codec: PlainCodec | None) -> bool:
+    def compresses(self, codec: PlainCodecConfig | None) -> bool:
         """Whether a compressor does what the codec asks for: 16 bits need one between hosts."""
-        return codec is not None and not (isinstance(codec, Half) and self.rails is None)
+        return codec is not None and not (isinstance(codec, HalfConfig) and self.rails is None)
 
     def ever_compresses(self, names: Iterable[str]) -> bool:
         """Whether a compressor exchanges one of these gradients, now or in a later phase."""
@@ -179,12 +179,12 @@ class CompressionPlan:
         return tuple(sorted({first for codec in codecs if codec for first, _ in phases(codec)}))
 
     def cuts(self, parameter: torch.Tensor) -> bool:
-        """Whether every rank gets a share of the average alone."""
-        return self.shares is not None and parameter in self.shares.names
+        """Whether every rank gets a shard of the average alone."""
+        return self.shards is not None and parameter in self.shards.names
 
     def compressor(
         self,
-        codec: PlainCodec,
+        codec: PlainCodecConfig,
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
         *,
@@ -205,18 +205,18 @@ class CompressionPlan:
         codec = self.of(names[0], parameters[0])
         if codec is None or not self.compresses(codec):
             dtype = None
-            if isinstance(codec, Half):
+            if isinstance(codec, HalfConfig):
                 dtype = HalfCodec(codec.dtype).wire_dtype
             elif self.narrow and parameters[0].dtype != gradient_dtype(parameters[0]):
                 dtype = parameters[0].dtype
-            if self.shares is not None and self.cuts(parameters[0]):
-                return ShardBucket(parameters, self.shares, dtype)
+            if self.shards is not None and self.cuts(parameters[0]):
+                return ShardBucket(parameters, self.shards, dtype)
             return DenseBucket(parameters, dtype)
         num_flags = len(parameters) + 1
         named = self.compressor(codec, names, parameters, num_flags=num_flags, seed=seed)
-        shares = self.shares if self.cuts(parameters[0]) else None
-        may_overflow = isinstance(codec, Half) and codec.dtype == "fp16"
-        return CompressedBucket(parameters, named, shares, may_overflow=may_overflow)
+        shards = self.shards if self.cuts(parameters[0]) else None
+        may_overflow = isinstance(codec, HalfConfig) and codec.dtype == "fp16"
+        return CompressedBucket(parameters, named, shards, may_overflow=may_overflow)
 
 
 class CompressedBucket(DenseBucket):
@@ -225,7 +225,7 @@ class CompressedBucket(DenseBucket):
     Args:
         parameters: of one dtype.
         codec: compresses their gradients.
-        shares: get this rank's part of the averages, which are whole on every rank.
+        shards: get this rank's part of the averages, which are whole on every rank.
         may_overflow: whether the codec sends fp16.
     """
 
@@ -233,13 +233,13 @@ class CompressedBucket(DenseBucket):
         self,
         parameters: Sequence[nn.Parameter],
         codec: NamedCompressor,
-        shares: Shares | None = None,
+        shards: Shards | None = None,
         *,
         may_overflow: bool = False,
     ) -> None:
         compressor = codec.compressor
         super().__init__(parameters, compressor.works_in, compressor.num_values)
-        self._shares, self.may_overflow = shares, may_overflow
+        self._shards, self.may_overflow = shards, may_overflow
         self.codec = codec
         self._is_finite = True
         self._values = self.flat[: compressor.num_values]
@@ -248,7 +248,7 @@ class CompressedBucket(DenseBucket):
             len(parameters) + 1, dtype=torch.uint8, device=self.flat.device
         )
 
-    def exchange(self, step: int) -> Exchange:
+    def exchange(self, step: int) -> ExchangeSteps:
         """Several requests."""
         self._values[self._num_real :] = 0
         self._wire_flags[:-1] = self._flags > 0
@@ -264,9 +264,9 @@ class CompressedBucket(DenseBucket):
 
     def finish(self) -> None:
         super().finish()
-        if self._shares is None:
+        if self._shards is None:
             return
         for parameter in self.parameters:
             average = parameter.grad
-            own = None if average is None else self._shares.own(average)
-            self._shares.deliver(parameter, own)
+            own = None if average is None else self._shards.own(average)
+            self._shards.deliver(parameter, own)

@@ -49,7 +49,7 @@ from slipstream.gradients.ready_order import Observer, ReadyOrder
 from slipstream.gradients.report_rows import exchange_rows
 from slipstream.gradients.segments import (
     BucketSlot,
-    Layout,
+    GradientLayout,
     NamedParameter,
     SegmentStats,
     gradients_of,
@@ -57,8 +57,8 @@ from slipstream.gradients.segments import (
     lay_out,
     parameters_of,
 )
-from slipstream.gradients.shares import ShardedGradient, Shares
-from slipstream.strategy import Row, Split
+from slipstream.gradients.shards import ShardedGradient, Shards
+from slipstream.strategy import Row, SplitConfig
 from slipstream.trace.event import BUFFERS, allreduce
 from slipstream.trace.recorder import Stamp
 from slipstream.transport.channel import Channel, Label
@@ -111,7 +111,7 @@ class Engine(GradientEngine):
         model: nn.Module,
         trainables: Sequence[NamedParameter],
         *,
-        split: Split,
+        split: SplitConfig,
         overlap: bool,
         compression_plan: CompressionPlan,
         channel: Channel,
@@ -123,11 +123,11 @@ class Engine(GradientEngine):
         self._buffers = Buffers(model.named_buffers)
         self.split, self.overlap, self._plan = split, overlap, compression_plan
         self._channel, self._control, self._any_rank = channel, control, any_rank
-        self._shares = compression_plan.shares
+        self._shards = compression_plan.shards
         names = [t.name for t in self._trainables]
         self._compresses = compression_plan.ever_compresses(names)
         self._first_steps = compression_plan.first_steps(names)
-        self._layout: Layout | None = None
+        self._layout: GradientLayout | None = None
         self._codecs = CodecStates()
         self._backward: _Backward | None = None
         self._stamps: list[Stamp | None] | None = None
@@ -180,8 +180,8 @@ class Engine(GradientEngine):
         scales = torch.tensor([scale, scale * loss_scale], dtype=torch.float64)
         backward = self._backward = _Backward(exchange, loss_scale, *scales)
         self._stamps = None
-        if self._shares is not None:
-            self._shares.begin()
+        if self._shards is not None:
+            self._shards.begin()
         if self._layout is None:
             backward.observer = Observer(len(self._trainables))
         if not exchange:
@@ -287,8 +287,8 @@ class Engine(GradientEngine):
             self._buffers.forget()
         else:
             self._buffers.restore()
-        if self._shares is not None:
-            self._shares.clear()
+        if self._shards is not None:
+            self._shards.clear()
         if before != now and self._layout is not None:
             self.install(self._layout.order)
 
@@ -303,12 +303,12 @@ class Engine(GradientEngine):
         self._failure = str(error) if isinstance(error, SlipstreamError) else repr(error)
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        """What this rank's update will use: ``parameter.grad``, or its shares of the averages."""
-        if self._shares is None:
+        """What this rank's update will use: ``parameter.grad``, or its shards of the averages."""
+        if self._shards is None:
             return super().averages(parameters)
-        self._shares.adopt()  # what the script has assigned meanwhile
-        whole = super().averages(p for p in parameters if p not in self._shares.gradients)
-        return [*self._shares.gradients.values(), *whole]
+        self._shards.adopt()  # what the script has assigned meanwhile
+        whole = super().averages(p for p in parameters if p not in self._shards.gradients)
+        return [*self._shards.gradients.values(), *whole]
 
     def local_only(self, on: bool) -> None:
         """Whether gradients may arrive outside ``begin`` and ``end``, and stay on this rank."""
@@ -318,8 +318,8 @@ class Engine(GradientEngine):
         """Remove the hooks; gradients become tensors of their own again."""
         for hook in self._hooks:
             hook.remove()
-        if self._shares is not None:
-            self._shares.clear()
+        if self._shards is not None:
+            self._shards.clear()
         if self._layout is not None:
             for trainable in self._trainables:
                 gradient = trainable.parameter.grad
@@ -366,7 +366,7 @@ class Engine(GradientEngine):
             return ()
         return tuple(gradients_of(*in_ready_order(self._trainables, self._layout.order)))
 
-    def split_points(self, split: Split) -> tuple[int, ...]:
+    def split_points(self, split: SplitConfig) -> tuple[int, ...]:
         """The index behind the last gradient of each segment that ``split`` would make."""
         assert self._layout is not None
         ready, sparse_dims = in_ready_order(self._trainables, self._layout.order)
@@ -380,7 +380,7 @@ class Engine(GradientEngine):
             return None
         return [self._stamps[index] for index in self._layout.order.order]
 
-    def install(self, order: ReadyOrder, split: Split | None = None) -> None:
+    def install(self, order: ReadyOrder, split: SplitConfig | None = None) -> None:
         """Lay out segments and buckets for a ready order, and a new split if given.
 
         Every rank calls it with the same values, between two backwards.
@@ -391,14 +391,14 @@ class Engine(GradientEngine):
         self._layout = lay_out(self._trainables, order, self.split, self._plan)
         self._codecs.attach(self._layout.compressors)
 
-    def use_shares(self, shares: Shares | None) -> None:
-        """Deliver averages to ``shares`` from now on, or whole ones to all ranks.
+    def use_shards(self, shards: Shards | None) -> None:
+        """Deliver averages to ``shards`` from now on, or whole ones to all ranks.
 
         Every rank calls it alike, between two updates.
         """
-        if self._shares is not None:
-            self._shares.clear()
-        self._shares, self._plan = shares, replace(self._plan, shares=shares)
+        if self._shards is not None:
+            self._shards.clear()
+        self._shards, self._plan = shards, replace(self._plan, shards=shards)
         if self._layout is not None:
             self.install(self._layout.order)
 
@@ -414,7 +414,7 @@ class Engine(GradientEngine):
 
     # One backward.
 
-    def _open(self, backward: _Backward, layout: Layout) -> None:
+    def _open(self, backward: _Backward, layout: GradientLayout) -> None:
         """All gradients are missing; a transport may post its receives."""
         backward.slots, backward.due = layout.slots, list(layout.order.firings)
         for segment in layout.segments:
@@ -477,7 +477,7 @@ class Engine(GradientEngine):
             self._start(backward.next_segment, self._layout, backward.loss_scale)
             backward.next_segment += 1
 
-    def _start(self, index: int, layout: Layout, loss_scale: float) -> None:
+    def _start(self, index: int, layout: GradientLayout, loss_scale: float) -> None:
         """Hand the buckets of one segment to the channel."""
         segment = layout.segments[index]
         what = f"the exchange of segment {index + 1} of {len(layout.segments)}"
@@ -505,7 +505,7 @@ class Engine(GradientEngine):
         if bucket.may_overflow:
             bucket.unscale(loss_scale)
 
-    def _first_layout(self) -> Layout:
+    def _first_layout(self) -> GradientLayout:
         observer = self._observer or Observer(len(self._trainables))
         try:
             order = observer.agree(self._control)

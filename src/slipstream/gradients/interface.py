@@ -11,7 +11,7 @@ from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.gradients.segments import SegmentStats
-from slipstream.strategy import Row, Split
+from slipstream.strategy import Row, SplitConfig
 from slipstream.trace.recorder import Stamp
 
 
@@ -23,7 +23,7 @@ class GradientEngine:
     accumulated. The methods here are those of an engine that exchanges nothing.
     """
 
-    split: Split
+    split: SplitConfig
     overflowed: bool
     """Whether the last averages are not finite on some rank; then all ranks skip the update."""
 
@@ -76,7 +76,7 @@ class GradientEngine:
         """When each gradient of the last recorded backward was ready, in ready order."""
         return None
 
-    def install(self, order: ReadyOrder, split: Split | None = None) -> None:
+    def install(self, order: ReadyOrder, split: SplitConfig | None = None) -> None:
         """Use this ready order, and from now on this split."""
 
     # The codecs' state, by parameter.

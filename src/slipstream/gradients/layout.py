@@ -12,15 +12,15 @@ from itertools import accumulate, pairwise
 
 from slipstream.errors import ModelError, StrategyError
 from slipstream.strategy import (
-    ByBytes,
-    ByIndex,
-    ByLayers,
-    ByPercent,
-    Optimal,
-    PerGradient,
-    PerLayer,
-    Single,
-    Split,
+    ByBytesConfig,
+    ByIndexConfig,
+    ByLayersConfig,
+    ByPercentConfig,
+    OptimalConfig,
+    PerGradientConfig,
+    PerLayerConfig,
+    SingleConfig,
+    SplitConfig,
 )
 
 MEGABYTE = 2**20
@@ -53,7 +53,7 @@ class SegmentRange:
         return self.stop - self.start
 
 
-def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[SegmentRange, ...]:
+def plan_segments(gradients: Sequence[Gradient], split: SplitConfig) -> tuple[SegmentRange, ...]:
     """Cut gradients, given in ready order, into contiguous segments.
 
     Ready order is the order in which backward produces gradients: the output layer comes first.
@@ -63,9 +63,9 @@ def plan_segments(gradients: Sequence[Gradient], split: Split) -> tuple[SegmentR
         StrategyError: the split does not fit this number of gradients.
 
     Example:
-        >>> from slipstream.strategy import ByPercent
+        >>> from slipstream.strategy import ByPercentConfig
         >>> ready = [Gradient("b", "2", 30), Gradient("a", "1", 60), Gradient("c", "0", 10)]
-        >>> plan_segments(ready, ByPercent(percents=(90, 10)))
+        >>> plan_segments(ready, ByPercentConfig(percents=(90, 10)))
         (SegmentRange(start=0, stop=2), SegmentRange(start=2, stop=3))
     """
     if not gradients:
@@ -88,7 +88,7 @@ def nearest_border(sizes: Sequence[float], part: float) -> int:
     return min(range(len(borders)), key=lambda i: abs(borders[i] - part * borders[-1]))
 
 
-def _by_bytes(gradients: Sequence[Gradient], split: ByBytes) -> Iterable[int]:
+def _by_bytes(gradients: Sequence[Gradient], split: ByBytesConfig) -> Iterable[int]:
     """Close a segment when it reaches its size; the last one is small, as no backward hides it.
 
     Gradients that do not fill a first segment join the last one: on a small model another exchange
@@ -121,14 +121,14 @@ def _last_segment_start(num_bytes: Sequence[int], last_megabytes: float | None) 
     return start
 
 
-def _by_percent(gradients: Sequence[Gradient], split: ByPercent) -> Iterable[int]:
+def _by_percent(gradients: Sequence[Gradient], split: ByPercentConfig) -> Iterable[int]:
     """Cut at the border nearest to each percentage; equal borders make one cut."""
     sizes = [gradient.num_bytes for gradient in gradients]
     for mark in accumulate(split.percents[:-1]):
         yield nearest_border(sizes, mark / 100)
 
 
-def _by_index(gradients: Sequence[Gradient], split: ByIndex) -> Iterable[int]:
+def _by_index(gradients: Sequence[Gradient], split: ByIndexConfig) -> Iterable[int]:
     if split.last[-1] != len(gradients) - 1:
         raise StrategyError(
             f"gradients.split.last ends with {split.last[-1]}, but this model has {len(gradients)} "
@@ -137,13 +137,13 @@ def _by_index(gradients: Sequence[Gradient], split: ByIndex) -> Iterable[int]:
     return (index + 1 for index in split.last)
 
 
-def _by_layers(gradients: Sequence[Gradient], split: ByLayers) -> Iterable[int]:
+def _by_layers(gradients: Sequence[Gradient], split: ByLayersConfig) -> Iterable[int]:
     """Cut after every ``layers`` layers; a layer is the module that owns the parameters."""
     borders = _layer_borders(gradients)
     return borders[split.layers - 1 :: split.layers]
 
 
-def _per_layer(gradients: Sequence[Gradient], split: PerLayer) -> Iterable[int]:
+def _per_layer(gradients: Sequence[Gradient], split: PerLayerConfig) -> Iterable[int]:
     return _layer_borders(gradients)
 
 
@@ -151,26 +151,26 @@ def _layer_borders(gradients: Sequence[Gradient]) -> list[int]:
     return [i for i in range(1, len(gradients)) if gradients[i].layer != gradients[i - 1].layer]
 
 
-def _per_gradient(gradients: Sequence[Gradient], split: PerGradient) -> Iterable[int]:
+def _per_gradient(gradients: Sequence[Gradient], split: PerGradientConfig) -> Iterable[int]:
     return range(1, len(gradients))
 
 
-def _single(gradients: Sequence[Gradient], split: Single) -> Iterable[int]:
+def _single(gradients: Sequence[Gradient], split: SingleConfig) -> Iterable[int]:
     return ()
 
 
-def _optimal(gradients: Sequence[Gradient], split: Optimal) -> Iterable[int]:
-    """The split that training begins with; the computed one is a ``ByIndex``."""
-    return _by_bytes(gradients, ByBytes())
+def _optimal(gradients: Sequence[Gradient], split: OptimalConfig) -> Iterable[int]:
+    """The split that training begins with; the computed one is a ``ByIndexConfig``."""
+    return _by_bytes(gradients, ByBytesConfig())
 
 
 _SPLITS: dict[type, Callable[..., Iterable[int]]] = {
-    ByBytes: _by_bytes,
-    ByPercent: _by_percent,
-    ByIndex: _by_index,
-    ByLayers: _by_layers,
-    PerLayer: _per_layer,
-    PerGradient: _per_gradient,
-    Single: _single,
-    Optimal: _optimal,
+    ByBytesConfig: _by_bytes,
+    ByPercentConfig: _by_percent,
+    ByIndexConfig: _by_index,
+    ByLayersConfig: _by_layers,
+    PerLayerConfig: _per_layer,
+    PerGradientConfig: _per_gradient,
+    SingleConfig: _single,
+    OptimalConfig: _optimal,
 }

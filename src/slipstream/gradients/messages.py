@@ -111,9 +111,9 @@ def abbreviated(names: Sequence[str]) -> str:
     return f"{names[0]} ... {names[-1]}, {len(names)} gradients"
 
 
-def sparse_in_shares(name: str) -> ModelError:
+def sparse_in_shards(name: str) -> ModelError:
     """A sparse gradient has rows of its own on every rank: there is nothing to cut."""
     return ModelError(
-        f"parameter {name} has sparse gradients, of which ranks cannot take shares; build its "
+        f"parameter {name} has sparse gradients, of which ranks cannot take shards; build its "
         "module with sparse=False, or use gradients: {transport: direct}"
     )

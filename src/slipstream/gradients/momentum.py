@@ -16,14 +16,16 @@ from slipstream.codecs import Momentum
 from slipstream.codecs.compressor import memory_order
 from slipstream.errors import ModelError, UsageError
 from slipstream.gradients.segments import NamedParameter
-from slipstream.strategy import Codec, Dgc, codec_of
+from slipstream.strategy import CodecConfig, DgcConfig, codec_of
 
 SETTINGS_KEY = "momentum_correction"
 _OFF = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0}
 
 
 def check_momentum_correction(
-    optimizer: torch.optim.Optimizer, trainables: Sequence[NamedParameter], codec: Codec | None
+    optimizer: torch.optim.Optimizer,
+    trainables: Sequence[NamedParameter],
+    codec: CodecConfig | None,
 ) -> None:
     """Refuse an optimizer whose momentum DGC cannot take over.
 
@@ -77,7 +79,7 @@ class MomentumCorrection:
         self,
         optimizer: torch.optim.Optimizer,
         trainables: Sequence[NamedParameter],
-        codec: Codec | None,
+        codec: CodecConfig | None,
         world_size: int,
     ) -> None:
         coded = _dgc_names(trainables, codec)
@@ -181,9 +183,13 @@ def _restore_settings(group: dict[str, Any]) -> None:
     group.update(group.pop(SETTINGS_KEY, {}))
 
 
-def _dgc_names(trainables: Sequence[NamedParameter], codec: Codec | None) -> dict[int, str]:
+def _dgc_names(trainables: Sequence[NamedParameter], codec: CodecConfig | None) -> dict[int, str]:
     """Names of the parameters that DGC compresses, by identity."""
-    return {id(t.parameter): t.name for t in trainables if isinstance(codec_of(codec, t.name), Dgc)}
+    return {
+        id(t.parameter): t.name
+        for t in trainables
+        if isinstance(codec_of(codec, t.name), DgcConfig)
+    }
 
 
 def largest_values(gradients: Iterable[torch.Tensor]) -> torch.Tensor:

@@ -14,10 +14,10 @@ from torch import nn
 from slipstream.gradients.buckets import Bucket, SparseBucket, gradient_dtype
 from slipstream.gradients.compressed import CompressedBucket, CompressionPlan, NamedCompressor
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.gradients.messages import sparse_in_shares, sparse_without_momentum
+from slipstream.gradients.messages import sparse_in_shards, sparse_without_momentum
 from slipstream.gradients.ready_order import ReadyOrder
-from slipstream.gradients.shares import ALIGNMENT
-from slipstream.strategy import Dgc, Split
+from slipstream.gradients.shards import ALIGNMENT
+from slipstream.strategy import DgcConfig, SplitConfig
 from slipstream.trace.recorder import Stamp
 from slipstream.transport.requests import Request
 
@@ -45,16 +45,16 @@ class NamedParameter:
 
 
 def parameters_of(
-    model: nn.Module, *, trainable: bool, shares: Mapping[str, Sequence[int]] | None = None
+    model: nn.Module, *, trainable: bool, shards: Mapping[str, Sequence[int]] | None = None
 ) -> list[NamedParameter]:
     """The parameters that require a gradient, or the others, as registered, tied ones once.
 
-    ``shares``: where ranks share the model, the shapes of the largest shards, by name.
+    ``shards``: where ranks share the model, the shapes of the largest shards, by name.
     """
     chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad is trainable]
-    if shares is None:
+    if shards is None:
         return [NamedParameter(name, p, p) for name, p in chosen]
-    shapes = [shares.get(name) for name, _ in chosen]
+    shapes = [shards.get(name) for name, _ in chosen]
     return [
         NamedParameter(name, p, p, replica=True)
         if shape is None
@@ -143,7 +143,7 @@ class BucketSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GradientLayout:
     """Where every gradient travels: what ``lay_out`` returns.
 
     Attributes:
@@ -171,26 +171,29 @@ class Layout:
 
 
 def lay_out(
-    trainables: Sequence[NamedParameter], order: ReadyOrder, split: Split, plan: CompressionPlan
-) -> Layout:
+    trainables: Sequence[NamedParameter],
+    order: ReadyOrder,
+    split: SplitConfig,
+    plan: CompressionPlan,
+) -> GradientLayout:
     """Segments and buckets for ``trainables``; sizes that a split asks for are those on the wire.
 
     Raises:
-        ModelError: a sparse gradient whose momentum DGC applies, or of which ranks take shares.
+        ModelError: a sparse gradient whose momentum DGC applies, or of which ranks take shards.
         StrategyError: the split does not fit this number of gradients.
     """
     ready, sparse_dims = in_ready_order(trainables, order)
     for trainable, sparse_dim in zip(ready, sparse_dims, strict=True):
-        if sparse_dim and isinstance(plan.of(trainable.name, trainable.parameter), Dgc):
+        if sparse_dim and isinstance(plan.of(trainable.name, trainable.parameter), DgcConfig):
             raise sparse_without_momentum(trainable.name)
         if sparse_dim and plan.cuts(trainable.parameter):
-            raise sparse_in_shares(trainable.name)
-    if plan.shares is not None:
+            raise sparse_in_shards(trainable.name)
+    if plan.shards is not None:
         # Of the dtypes that gradients or parameters may travel in, flags of use and gaps included.
         cut = [t for t in trainables if plan.cuts(t.parameter)]
-        values = sum(plan.shares.length(t.parameter) * t.widest.itemsize for t in cut)
-        room = plan.shares.ranks.count * (values + 8 * len(cut)) + ALIGNMENT * len(cut)
-        plan.shares.workspace.begin(room)
+        values = sum(plan.shards.length(t.parameter) * t.widest.itemsize for t in cut)
+        room = plan.shards.ranks.count * (values + 8 * len(cut)) + ALIGNMENT * len(cut)
+        plan.shards.workspace.begin(room)
     segments: list[Segment] = []
     slots: dict[int, BucketSlot] = {}
     for number, part in enumerate(plan_segments(gradients_of(ready, sparse_dims, plan), split)):
@@ -205,7 +208,7 @@ def lay_out(
                 slots[order.order[part.start + position]] = BucketSlot(segment, bucket, index)
     every_bucket = [bucket for segment in segments for bucket in segment.buckets]
     requests = [bucket.exchange(0) for bucket in every_bucket]
-    return Layout(
+    return GradientLayout(
         order,
         tuple(segments),
         tuple(slots[index] for index in range(len(trainables))),

@@ -1,4 +1,4 @@
-"""A bucket whose sum arrives in shares: each rank gets the part that it updates.
+"""A bucket whose sum arrives in shards: each rank gets the part that it updates.
 
 Never communicates: a bucket says what is to be exchanged.
 """
@@ -13,31 +13,31 @@ from torch import nn
 
 from slipstream.codecs.compressor import is_finite
 from slipstream.gradients.buckets import Bucket, gradient_dtype, gradient_of, scale_into
-from slipstream.gradients.shares import Shares, flat
+from slipstream.gradients.shards import Shards, flat
 from slipstream.transport.requests import ReduceScatter
 
 
 class ShardBucket(Bucket):
-    """One row for each rank: its shares of the gradients, then the flags of use of all of them.
+    """One row for each rank: its shards of the gradients, then the flags of use of all of them.
 
     Args:
         parameters: of one dtype, without holes in their memory.
-        shares: get this rank's averages.
+        shards: get this rank's averages.
         dtype: in which gradients travel; None: their own. Sums are taken and kept in the wider of
             the two where the transport can.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], shares: Shares, dtype: torch.dtype | None = None
+        self, parameters: Sequence[nn.Parameter], shards: Shards, dtype: torch.dtype | None = None
     ) -> None:
-        self.parameters, self._shares = list(parameters), shares
+        self.parameters, self._shards = list(parameters), shards
         first = parameters[0]
         grad_dtype, device = gradient_dtype(first), first.device
         wire = grad_dtype if dtype is None or grad_dtype.is_complex else dtype
-        borders = [0, *accumulate(shares.length(p) for p in parameters)]
+        borders = [0, *accumulate(shards.length(p) for p in parameters)]
         self._columns = [slice(*border) for border in pairwise(borders)]
         width = borders[-1] + len(parameters)
-        self.rows = shares.workspace.rows(shares.ranks.count, width, wire)
+        self.rows = shards.workspace.rows(shards.ranks.count, width, wire)
         self._padding = [
             part
             for p, c in zip(parameters, self._columns, strict=True)
@@ -76,14 +76,14 @@ class ShardBucket(Bucket):
         self._filled.clear()
 
     def _parts(self, slot: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The gradient in parts, each with its place: whole shares, then what is left."""
+        """The gradient in parts, each with its place: whole shards, then what is left."""
         parameter, places = self.parameters[slot], self.rows[:, self._columns[slot]]
         gradient = gradient_of(parameter)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-        yield from in_shares(places, flat(gradient))
+        yield from in_shards(places, flat(gradient))
 
     @property
     def _flags(self) -> torch.Tensor:
@@ -104,22 +104,22 @@ class ShardBucket(Bucket):
             flags = self._sums[self._columns[-1].stop :]
             used = [bool(flag) for flag in (flags.real if flags.is_complex() else flags).tolist()]
         for parameter, columns, is_used in zip(self.parameters, self._columns, used, strict=True):
-            shape = self._shares.shape(parameter)
+            shape = self._shards.shape(parameter)
             average = self._averages[columns][: shape.numel()].view(shape)
-            self._shares.deliver(parameter, average if is_used else None)
+            self._shards.deliver(parameter, average if is_used else None)
 
     def unscale(self, loss_scale: float) -> None:
         if loss_scale != 1.0:
             self._averages.mul_(1 / loss_scale)
 
 
-def in_shares(
+def in_shards(
     rows: torch.Tensor, values: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Pair the rows of a 2-D tensor with the values that belong there, in at most two pairs.
 
     Example:
-        >>> for row, part in in_shares(torch.zeros(3, 2), torch.arange(3)):
+        >>> for row, part in in_shards(torch.zeros(3, 2), torch.arange(3)):
         ...     row.shape, part.tolist()
         (torch.Size([1, 2]), [[0, 1]])
         (torch.Size([1]), [2])

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slipstream.gradients.interface import GradientEngine
-from slipstream.strategy import Split
+from slipstream.strategy import SplitConfig
 
 
 class SingleReplicaEngine(GradientEngine):
@@ -27,7 +27,7 @@ class SingleReplicaEngine(GradientEngine):
 
     overflowed = False
 
-    def __init__(self, parameters: Iterable[nn.Parameter], split: Split) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], split: SplitConfig) -> None:
         self._parameters, self.split = tuple(parameters), split
         self._exchange = False
         self._scale = 1.0

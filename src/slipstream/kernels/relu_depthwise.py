@@ -13,7 +13,7 @@ from slipstream.kernels.surroundings import (
     needs_plain_functions,
 )
 
-Size = list[int]
+KernelSize = list[int]
 """One number for each spatial dimension."""
 LARGE = 1 << 22
 """Values from which on a batch is computed in parts, on a CPU: torch's two functions write all of
@@ -27,9 +27,9 @@ def relu_depthwise(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    stride: Size,
-    padding: Size,
-    dilation: Size,
+    stride: KernelSize,
+    padding: KernelSize,
+    dilation: KernelSize,
 ) -> Tensor:
     """A depthwise convolution of ``relu(x)``; backward computes ``relu(x)`` again.
 
@@ -68,9 +68,9 @@ def reference(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    stride: Size,
-    padding: Size,
-    dilation: Size,
+    stride: KernelSize,
+    padding: KernelSize,
+    dilation: KernelSize,
 ) -> Tensor:
     """The same by torch's functions, one after another."""
     return _convolution(torch.relu(x), weight, bias, stride, padding, dilation)
@@ -80,7 +80,9 @@ class ReluDepthwise(torch.autograd.Function):
     """Named for traces."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: Size) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *numbers: KernelSize
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.bias_size, ctx.numbers = None if bias is None else [len(bias)], numbers
         size = _samples(x)
@@ -141,7 +143,12 @@ def _samples(x: Tensor) -> int:
 
 
 def _convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Size, padding: Size, dilation: Size
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: KernelSize,
+    padding: KernelSize,
+    dilation: KernelSize,
 ) -> Tensor:
     straight = [0] * (x.ndim - 2)
     return torch.convolution(

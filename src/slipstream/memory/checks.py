@@ -7,7 +7,7 @@ from torch import nn
 from slipstream.errors import StrategyError
 from slipstream.memory.offload.offload import check_offload
 from slipstream.memory.recompute.recompute import check_recompute
-from slipstream.strategy import Checkpoints, Every, Strategy
+from slipstream.strategy import CheckpointsConfig, EveryConfig, Strategy
 
 
 def check_memory(model: nn.Module, strategy: Strategy, *, local_ranks: int, rank: int) -> None:
@@ -19,8 +19,8 @@ def check_memory(model: nn.Module, strategy: Strategy, *, local_ranks: int, rank
     recompute, offload = strategy.memory.recompute, strategy.memory.offload
     if recompute is not None:
         check_recompute(model, recompute)
-        one_by_one = isinstance(recompute, Checkpoints) or (
-            isinstance(recompute, Every) and recompute.every == 1
+        one_by_one = isinstance(recompute, CheckpointsConfig) or (
+            isinstance(recompute, EveryConfig) and recompute.every == 1
         )
         if strategy.parallel.pipeline is not None and not one_by_one:
             raise StrategyError(

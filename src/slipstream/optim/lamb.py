@@ -16,7 +16,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from slipstream.errors import UsageError
-from slipstream.optim.layerwise import Bunch, Group, Layerwise, bunches_of
+from slipstream.optim.layerwise import Bunch, Layerwise, ParamGroup, bunches_of
 from slipstream.optim.memory_order import laid_like
 from slipstream.optim.settings import check_bounds, check_flag, check_number
 from slipstream.optim.trust_ratio import descend_, multiply_, norm, one_where_zero
@@ -127,7 +127,7 @@ class Lamb(Layerwise):
     ) -> None:
         super().__init__(params, locals())
 
-    def _check(self, group: Group) -> None:
+    def _check(self, group: ParamGroup) -> None:
         betas = group["betas"]
         if not isinstance(betas, tuple | list) or len(betas) != 2:
             raise UsageError(
@@ -265,7 +265,7 @@ def _fit_one_kernel(parameters: Sequence[Tensor], *parts: Sequence[Tensor]) -> b
     return once and all(kind == kinds[0] for kind in kinds)
 
 
-def _ratios(weights: Tensor, steps: Tensor, group: Group) -> Tensor:
+def _ratios(weights: Tensor, steps: Tensor, group: ParamGroup) -> Tensor:
     """Trust ratios from the norms of weights and directions."""
     if group["clip_weight_norm"] is not None:
         weights = weights.clamp(*group["clip_weight_norm"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from slipstream.errors import UsageError
-from slipstream.optim.layerwise import Bunch, Group, Layerwise, bunches_of
+from slipstream.optim.layerwise import Bunch, Layerwise, ParamGroup, bunches_of
 from slipstream.optim.settings import check_flag, check_number
 from slipstream.optim.trust_ratio import descend_, multiply_, norm, one_where_zero, rate_on
 
@@ -118,7 +118,7 @@ class Lars(Layerwise):
     ) -> None:
         super().__init__(params, locals())
 
-    def _check(self, group: Group) -> None:
+    def _check(self, group: ParamGroup) -> None:
         check_number("momentum", group["momentum"], "0.9", below=1)
         check_number("trust_coefficient", group["trust_coefficient"], "0.001", above=True)
         check_number("eps", group["eps"], "1e-8")

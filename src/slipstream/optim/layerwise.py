@@ -28,7 +28,7 @@ from slipstream.optim.trust_ratio import norms
 PART = 2**18
 """Values that a CPU steps at once: 1 MB, a part of a core's cache."""
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 """Parameters and their settings, as in ``torch.optim.Optimizer.param_groups``."""
 
 
@@ -44,7 +44,7 @@ class Treatment:
 class Bunch:
     """Parameters of one group, device, dtype and treatment; each has a gradient."""
 
-    group: Group
+    group: ParamGroup
     treatment: Treatment
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
@@ -64,7 +64,7 @@ class Layerwise(Optimizer, ABC):
     fused = False
     """Whether torch's fused kernels compute what they can; ``slipstream.fusion`` says so."""
 
-    def __init__(self, params: ParamsT, arguments: Group) -> None:
+    def __init__(self, params: ParamsT, arguments: ParamGroup) -> None:
         """``arguments``: the settings; the others of the subclass's ``locals()`` do not count."""
         others = ("self", "params", "__class__")
         super().__init__(params, {k: v for k, v in arguments.items() if k not in others})
@@ -72,7 +72,7 @@ class Layerwise(Optimizer, ABC):
         _refuse_idle(idle, self.param_groups)
 
     @abstractmethod
-    def _check(self, group: Group) -> None:
+    def _check(self, group: ParamGroup) -> None:
         """Refuse settings of the subclass that are out of range."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class Layerwise(Optimizer, ABC):
             return each
         return self.sum_squares(bunch.parameters, each.square()).sqrt()
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add parameters, as torch's optimizers do; missing settings take the defaults.
 
         Raises:
@@ -105,7 +105,7 @@ class Layerwise(Optimizer, ABC):
             self.param_groups.pop()
             raise
 
-    def _check_shared(self, group: Group) -> None:
+    def _check_shared(self, group: ParamGroup) -> None:
         check_learning_rate(group["lr"])
         check_number("weight_decay", group["weight_decay"], "1e-4 for Lars, 0.01 for Lamb")
         for name in ("adapt_vectors", "decay_vectors", "adapt_undecayed"):
@@ -154,7 +154,7 @@ class Layerwise(Optimizer, ABC):
         return loss
 
 
-def bunches_of(group: Group) -> Iterator[Bunch]:
+def bunches_of(group: ParamGroup) -> Iterator[Bunch]:
     """The parameters of a group that have a gradient, by device, dtype and treatment.
 
     Raises:
@@ -196,7 +196,7 @@ def _in_parts(bunch: Bunch) -> Iterator[Bunch]:
     yield part
 
 
-def treatment_of(group: Group, parameter: Tensor, *, excluded: bool) -> Treatment:
+def treatment_of(group: ParamGroup, parameter: Tensor, *, excluded: bool) -> Treatment:
     """Treatment of a parameter; ``excluded``: a pattern of ``exclude`` matches it.
 
     Example:
@@ -215,7 +215,7 @@ def treatment_of(group: Group, parameter: Tensor, *, excluded: bool) -> Treatmen
     return Treatment(adapted and (group["adapt_undecayed"] or decay != 0), decay)
 
 
-def name_of(group: Group, index: int) -> str:
+def name_of(group: ParamGroup, index: int) -> str:
     """A parameter in an error text: its name, else its index and shape."""
     if "param_names" in group:
         return f"parameter {group['param_names'][index]!r}"
@@ -232,7 +232,7 @@ def _excluded(patterns: tuple[str, ...], names: tuple[str, ...]) -> frozenset[in
     )
 
 
-def _refuse_idle(patterns: Sequence[str], groups: Sequence[Group]) -> None:
+def _refuse_idle(patterns: Sequence[str], groups: Sequence[ParamGroup]) -> None:
     names = [name for group in groups for name in group.get("param_names", ())]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

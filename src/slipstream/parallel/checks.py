@@ -14,15 +14,15 @@ from slipstream.parallel.pipeline.split_points import SplitPoints
 from slipstream.parallel.tensor.assign import assign
 from slipstream.parallel.tensor.plans import plan_of
 from slipstream.strategy import (
-    Adaptive,
-    ByIndex,
-    HalfWeights,
-    Optimal,
-    PipelineParallel,
+    AdaptiveConfig,
+    ByIndexConfig,
+    HalfWeightsConfig,
+    OptimalConfig,
+    PipelineParallelConfig,
     Strategy,
-    TensorParallel,
+    TensorParallelConfig,
 )
-from slipstream.strategy.parallel import Sequence, Switch
+from slipstream.strategy.parallel import SequenceConfig, SwitchConfig
 
 _OF_WHOLE_PARAMETERS = (Layerwise, optim.Adafactor, optim.LBFGS, optim.Muon)
 
@@ -45,8 +45,12 @@ def check_parallel(
     if config.tensor is not None:
         _check_tensor(model, optimizer, config.tensor)
     for setting, measures, fix in (
-        ("split optimal", isinstance(gradients.split, Optimal), "another split (by_bytes)"),
-        ("codec adaptive", isinstance(gradients.codec, Adaptive), "its codec without adaptive"),
+        ("split optimal", isinstance(gradients.split, OptimalConfig), "another split (by_bytes)"),
+        (
+            "codec adaptive",
+            isinstance(gradients.codec, AdaptiveConfig),
+            "its codec without adaptive",
+        ),
     ):
         if measures:
             raise StrategyError(
@@ -56,7 +60,7 @@ def check_parallel(
 
 
 def _check_tensor(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: TensorParallel
+    model: nn.Module, optimizer: torch.optim.Optimizer, config: TensorParallelConfig
 ) -> None:
     assign(model, plan_of(config, model), config.ranks)
     if isinstance(optimizer, _OF_WHOLE_PARAMETERS):
@@ -67,26 +71,28 @@ def _check_tensor(
         )
 
 
-def _check_pipeline(model: nn.Module, config: PipelineParallel, strategy: Strategy) -> None:
+def _check_pipeline(model: nn.Module, config: PipelineParallelConfig, strategy: Strategy) -> None:
     tensor = strategy.parallel.tensor
     split_points = SplitPoints.of(model, cut_of(model, config))
     check_schedule(config.schedule, split_points.num_stages, config.ranks, config.micro_batches)
     if tensor is not None:
         for assignment in assign(model, plan_of(tensor, model), tensor.ranks):
             style = assignment.style
-            if isinstance(style, Sequence | Switch) or getattr(style, "sequence", False):
+            if isinstance(style, SequenceConfig | SwitchConfig) or getattr(
+                style, "sequence", False
+            ):
                 raise StrategyError(
                     f"parallel.pipeline with {assignment.path} split along the sequence or the "
                     "batch: a stage does not know the full length of what an earlier stage has "
                     "split; use one of the two"
                 )
     _check_stages(model, split_points, config.ranks)
-    if isinstance(strategy.gradients.split, ByIndex):
+    if isinstance(strategy.gradients.split, ByIndexConfig):
         raise StrategyError(
             "parallel.pipeline with gradients.split by_index: each stage has its own number of "
             "gradients; use a split that does not count them (by_bytes, by_percent)"
         )
-    if isinstance(strategy.precision, HalfWeights):
+    if isinstance(strategy.precision, HalfWeightsConfig):
         raise StrategyError(
             "parallel.pipeline with precision half_weights: a rank holds the parameters of its "
             "own stages alone, and the whole model would be gathered without the fp32 masters; "
@@ -94,7 +100,7 @@ def _check_pipeline(model: nn.Module, config: PipelineParallel, strategy: Strate
         )
 
 
-def cut_of(model: nn.Module, config: PipelineParallel) -> tuple[str, ...]:
+def cut_of(model: nn.Module, config: PipelineParallelConfig) -> tuple[str, ...]:
     """Where stages begin: as the strategy says, or balanced.
 
     Raises:

@@ -19,7 +19,7 @@ from slipstream import comm
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import MismatchError, StrategyError
 from slipstream.pytree import tensors
-from slipstream.strategy import Parallel
+from slipstream.strategy import ParallelConfig
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import collective_errors
 
@@ -104,7 +104,7 @@ def gather_objects(local: T, what: str, group: dist.ProcessGroup) -> list[T]:
     return by_rank
 
 
-def mesh_of(parallel: Parallel, world_size: int) -> Mesh:
+def mesh_of(parallel: ParallelConfig, world_size: int) -> Mesh:
     """The mesh of a strategy on ``world_size`` ranks.
 
     Raises:
@@ -163,7 +163,7 @@ class ParallelDims:
     def of(
         cls,
         cluster: Cluster,
-        parallel: Parallel,
+        parallel: ParallelConfig,
         control: dist.ProcessGroup | None,
         recorder: Recorder | None,
     ) -> ParallelDims:

@@ -23,7 +23,7 @@ from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.parallel.tensor.plans import plan_of
 from slipstream.parallel.tensor.split import SplitLayers, split_layers
 from slipstream.parallel.whole_model import WholeModel
-from slipstream.strategy import Parallel, Row
+from slipstream.strategy import ParallelConfig, Row
 from slipstream.trace.recorder import Recorder
 from slipstream.transport import broadcast
 
@@ -40,7 +40,7 @@ class ModelParallel(WholeModel):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        config: Parallel,
+        config: ParallelConfig,
         dims: ParallelDims,
         recorder: Recorder | None,
     ) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import ModelError
-from slipstream.optim.share_state import is_part
+from slipstream.optim.shard_state import is_part
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.strategy import Row
 

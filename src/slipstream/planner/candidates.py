@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
 from slipstream.planner.gather_split import optimal_gather_cuts
@@ -29,20 +29,20 @@ from slipstream.planner.transport_cost import (
 )
 from slipstream.planner.workload import Workload
 from slipstream.strategy import (
-    ByBytes,
-    ByIndex,
-    ByLayers,
-    ByPercent,
-    Codec,
-    Flat,
-    HalfWeights,
-    PerGradient,
-    PerLayer,
-    Sharded,
-    Single,
-    Split,
+    ByBytesConfig,
+    ByIndexConfig,
+    ByLayersConfig,
+    ByPercentConfig,
+    CodecConfig,
+    FlatConfig,
+    HalfWeightsConfig,
+    PerGradientConfig,
+    PerLayerConfig,
+    ShardedConfig,
+    SingleConfig,
+    SplitConfig,
     Strategy,
-    Transport,
+    TransportConfig,
     late_by,
 )
 
@@ -89,7 +89,9 @@ def candidates(
     """
     kind = transport_kind(base.gradients.transport)
     others = [with_gradients(base, split=split, overlap=True) for split in _fixed_splits()]
-    others += [with_gradients(base, split=s, overlap=False) for s in (Single(), ByBytes())]
+    others += [
+        with_gradients(base, split=s, overlap=False) for s in (SingleConfig(), ByBytesConfig())
+    ]
     fixed = _distinct([base, *others], workload.gradients)
     best = with_gradients(base, split=optimal_split(workload, network, fixed), overlap=True)
     strategies = [*fixed, best]
@@ -98,8 +100,8 @@ def candidates(
             seeds = [with_gradients(one, transport=transport) for one in (base, *fixed, best)]
             split = optimal_split(workload, network, seeds)
             strategies += [seeds[0], with_gradients(seeds[0], split=split, overlap=True)]
-    allowed = workload.shardable or isinstance(base.gradients.transport, Sharded)
-    if allowed and is_priced(Sharded(), network):
+    allowed = workload.shardable or isinstance(base.gradients.transport, ShardedConfig)
+    if allowed and is_priced(ShardedConfig(), network):
         strategies += sharded(workload, network, base, [base, best])
     if not exact_only:
         strategies += [
@@ -108,10 +110,10 @@ def candidates(
             for one in (base, best)
         ]
         # What is left to send in one segment may take less time than another one takes to begin.
-        for one in (base, with_gradients(base, split=Single())):
+        for one in (base, with_gradients(base, split=SingleConfig())):
             strategies += coded(one, workload, network)
         if base.precision is None:
-            half = HalfWeights()
+            half = HalfWeightsConfig()
             strategies += [one.model_copy(update={"precision": half}) for one in (base, best)]
     return _distinct(strategies, workload.gradients)
 
@@ -124,7 +126,7 @@ def coded(base: Strategy, workload: Workload, network: NetworkProfile) -> list[S
 
 def optimal_split(
     workload: Workload, network: NetworkProfile, seeds: Sequence[Strategy]
-) -> ByIndex:
+) -> ByIndexConfig:
     """The split with the smallest predicted iteration.
 
     The dynamic program (``split``) solves the problem without contention. It runs twice: with
@@ -141,7 +143,7 @@ def optimal_split(
 
     def seconds(cuts: Sequence[int]) -> float:
         strategy = with_gradients(seeds[0], split=by_index(cuts), overlap=True)
-        return predict(workload, Plan.of(strategy, gradients, network.codecs), network)
+        return predict(workload, CommPlan.of(strategy, gradients, network.codecs), network)
 
     sizes = [g.num_bytes for g in gradients]
     kind = transport_kind(seeds[0].gradients.transport)
@@ -178,7 +180,7 @@ def sharded(
     the optimal ones, under the splits of ``seeds``; then the split for it.
     """
     own = base.gradients.transport
-    own = own if isinstance(own, Sharded) else Sharded()
+    own = own if isinstance(own, ShardedConfig) else ShardedConfig()
     options = []
     for part in parts:
         config = own.model_copy(update={"replicated": part})
@@ -190,11 +192,13 @@ def sharded(
                 split=seed.gradients.split,
                 overlap=True,
             )
-            for seed, cuts in product(seeds, [Sharded().gather, *([gather] if gather else [])])
+            for seed, cuts in product(
+                seeds, [ShardedConfig().gather, *([gather] if gather else [])]
+            )
         ]
 
     def seconds(strategy: Strategy) -> float:
-        return predict(workload, Plan.of(strategy, workload.gradients, network.codecs), network)
+        return predict(workload, CommPlan.of(strategy, workload.gradients, network.codecs), network)
 
     best = min(options, key=seconds)
     split = optimal_split(workload, network, [best])
@@ -203,7 +207,7 @@ def sharded(
 
 def optimal_gather(
     workload: Workload, network: NetworkProfile, replicated: int = 0
-) -> ByIndex | None:
+) -> ByIndexConfig | None:
     """The all-gathers under which the next forward ends first, of parameters in forward order.
 
     The exact program of the second phase of ``sharded`` (``gather_split``), with the forward of the
@@ -249,54 +253,61 @@ def label(strategy: Strategy) -> str:
     """
     gradients = strategy.gradients
     words = [_split_label(gradients.split)]
-    words += [_transport_label(gradients.transport)] if gradients.transport != Flat() else []
+    words += [_transport_label(gradients.transport)] if gradients.transport != FlatConfig() else []
     words += [] if gradients.overlap else ["no overlap"]
     words += [_codec_label(gradients.codec)] if gradients.codec else []
     words += [f"accumulate {gradients.accumulate}"] if gradients.accumulate > 1 else []
-    words += [strategy.precision.kind] if isinstance(strategy.precision, HalfWeights) else []
+    words += [strategy.precision.kind] if isinstance(strategy.precision, HalfWeightsConfig) else []
     words += [name for name, value in strategy.compute if value]
     words += [name for name, value in strategy.data if value]
     return ", ".join(words)
 
 
-def _transport_label(transport: Transport) -> str:
-    replicated = transport.replicated if isinstance(transport, Sharded) else 0.0
+def _transport_label(transport: TransportConfig) -> str:
+    replicated = transport.replicated if isinstance(transport, ShardedConfig) else 0.0
     return transport.kind + (f" ({replicated:.0%} replicated)" if replicated else "")
 
 
-def _codec_label(codec: Codec) -> str:
+def _codec_label(codec: CodecConfig) -> str:
     late = late_by(codec)
     return codec.kind + (f" from update {late}" if late else "")
 
 
-def _split_label(split: Split) -> str:
+def _split_label(split: SplitConfig) -> str:
     match split:
-        case ByBytes():
+        case ByBytesConfig():
             ends = {"first": split.first_megabytes, "last": split.last_megabytes}
             special = ", ".join(f"{name} {size:g}" for name, size in ends.items() if size)
             return f"by_bytes {split.megabytes:g}" + (f" ({special})" if special else "")
-        case ByPercent():
+        case ByPercentConfig():
             return "by_percent " + "/".join(f"{percent:g}" for percent in split.percents)
-        case ByIndex():
+        case ByIndexConfig():
             few = "/".join(map(str, split.last[:6]))
             return f"by_index {few}" + (f"/... ({len(split.last)})" if split.last[6:] else "")
-        case ByLayers():
+        case ByLayersConfig():
             return f"by_layers {split.layers}"
     return split.kind
 
 
-def _fixed_splits() -> list[Split]:
+def _fixed_splits() -> list[SplitConfig]:
     by_bytes = [
-        ByBytes(megabytes=size, first_megabytes=first, last_megabytes=last)
+        ByBytesConfig(megabytes=size, first_megabytes=first, last_megabytes=last)
         for size, (first, last) in product(MEGABYTES, ((1, 1), (1, None), (None, None)))
     ]
-    by_layers = [ByLayers(layers=layers) for layers in LAYERS]
-    return [*by_bytes, ByPercent(), *by_layers, PerLayer(), PerGradient(), Single()]
+    by_layers = [ByLayersConfig(layers=layers) for layers in LAYERS]
+    return [
+        *by_bytes,
+        ByPercentConfig(),
+        *by_layers,
+        PerLayerConfig(),
+        PerGradientConfig(),
+        SingleConfig(),
+    ]
 
 
-def by_index(cuts: Sequence[int]) -> ByIndex:
+def by_index(cuts: Sequence[int]) -> ByIndexConfig:
     """A cut is the index after the last gradient of a segment; a strategy names the last one."""
-    return ByIndex(last=tuple(int(cut) - 1 for cut in cuts))
+    return ByIndexConfig(last=tuple(int(cut) - 1 for cut in cuts))
 
 
 def _distinct(strategies: Sequence[Strategy], gradients: Sequence[Gradient]) -> list[Strategy]:
@@ -304,6 +315,6 @@ def _distinct(strategies: Sequence[Strategy], gradients: Sequence[Gradient]) -> 
     first: dict[object, Strategy] = {}
     for strategy in strategies:
         segments = plan_segments(gradients, strategy.gradients.split)
-        rest = strategy.gradients.model_copy(update={"split": Single()})
+        rest = strategy.gradients.model_copy(update={"split": SingleConfig()})
         first.setdefault((segments, rest, strategy.precision), strategy)
     return list(first.values())

@@ -16,7 +16,7 @@ from slipstream.planner.cost import CodecCost, NetworkProfile
 from slipstream.planner.transport_cost import (
     GATHERS,
     ExchangeCurve,
-    Stage,
+    ExchangeStage,
     TransportKind,
     gather_stage,
     num_replicated,
@@ -25,12 +25,12 @@ from slipstream.planner.transport_cost import (
     transport_kind,
 )
 from slipstream.planner.workload import Workload, gradients_of, in_half
-from slipstream.strategy import HalfWeights, Sharded, Strategy, Transport
+from slipstream.strategy import HalfWeightsConfig, ShardedConfig, Strategy, TransportConfig
 from slipstream.trace.event import BUFFERS, Trace, allreduce
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CommPlan:
     """How one iteration computes and exchanges: what a strategy means for the simulator.
 
     Attributes:
@@ -96,7 +96,7 @@ class Plan:
         strategy: Strategy,
         gradients: Sequence[Gradient],
         codecs: Mapping[str, CodecCost] | None = None,
-    ) -> Plan:
+    ) -> CommPlan:
         """The plan of a strategy for these gradients.
 
         Args:
@@ -109,7 +109,7 @@ class Plan:
             StrategyError: its split does not fit the gradients, or its codec was not measured.
 
         Example:
-            >>> Plan.of(Strategy(), [Gradient("weight", "", 4096)]).cuts
+            >>> CommPlan.of(Strategy(), [Gradient("weight", "", 4096)]).cuts
             (1,)
         """
         config, cost = strategy.gradients, None
@@ -122,11 +122,11 @@ class Plan:
             cost = CodecCost(ratio=sum(g.num_bytes for g in gradients) / whole)
         cuts = tuple(segment.stop for segment in plan_segments(gradients, config.split))
         kind = transport_kind(config.transport)
-        half = isinstance(strategy.precision, HalfWeights)
+        half = isinstance(strategy.precision, HalfWeightsConfig)
         return cls(cuts, config.overlap, kind, cost, config.accumulate, half=half, **sharding)
 
     @classmethod
-    def of_trace(cls, trace: Trace, codecs: Mapping[str, CodecCost] | None = None) -> Plan:
+    def of_trace(cls, trace: Trace, codecs: Mapping[str, CodecCost] | None = None) -> CommPlan:
         """The plan that a trace was recorded under, with the segments that it shows.
 
         Raises:
@@ -167,7 +167,9 @@ class Plan:
 
 def _in_half(strategy: Strategy) -> bool:
     """Whether the gradients of fp32 weights would be in 16 bits."""
-    return isinstance(strategy.precision, HalfWeights) and strategy.precision.exchange == "half"
+    return (
+        isinstance(strategy.precision, HalfWeightsConfig) and strategy.precision.exchange == "half"
+    )
 
 
 def _halved(gradient: Gradient) -> Gradient:
@@ -176,9 +178,9 @@ def _halved(gradient: Gradient) -> Gradient:
     return replace(gradient, num_bytes=gradient.num_bytes // 2)
 
 
-def _sharding(gradients: Sequence[Gradient], transport: Transport | None) -> dict[str, Any]:
+def _sharding(gradients: Sequence[Gradient], transport: TransportConfig | None) -> dict[str, Any]:
     """What only a plan of ``sharded`` has."""
-    if not isinstance(transport, Sharded):
+    if not isinstance(transport, ShardedConfig):
         return {}
     replicated = num_replicated(gradients, transport)
     gathered = gradients[: replicated - 1 : -1] if replicated else gradients[::-1]
@@ -238,7 +240,7 @@ class CommTask:
     collective: str = ""
 
 
-def comm_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[CommTask]:
+def comm_tasks(workload: Workload, plan: CommPlan, network: NetworkProfile) -> list[CommTask]:
     """The exchanges from the start of backward on, in order: buffers, then the segments.
 
     A broadcast of buffers is assumed to cost as much as an all-reduce. Each dtype of a segment is
@@ -267,7 +269,7 @@ def comm_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[
     return tasks
 
 
-def gather_tasks(workload: Workload, plan: Plan, network: NetworkProfile) -> list[CommTask]:
+def gather_tasks(workload: Workload, plan: CommPlan, network: NetworkProfile) -> list[CommTask]:
     """The all-gathers of parameters during the next forward, which uses the last segment first."""
     if network.world_size == 1 or plan.transport not in GATHERS:
         return []
@@ -295,7 +297,7 @@ def _stages(exchange: ExchangeCurve, size: float) -> tuple[Phase, ...]:
     return tuple(phase for stage in exchange.stages for phase in _phases(stage, size))
 
 
-def _phases(stage: Stage, size: float) -> tuple[Phase, ...]:
+def _phases(stage: ExchangeStage, size: float) -> tuple[Phase, ...]:
     """The latency, which exchanges do not share, and the transfer, which they do; by rounds."""
     size *= stage.share
     total = stage.curve.seconds(max(size, 1.0))

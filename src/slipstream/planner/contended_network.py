@@ -61,7 +61,7 @@ IdleFrom = Callable[[Sequence[Completion | None]], Sequence[float]]
 left to compute, ascending."""
 
 
-class Clock:
+class NetworkClock:
     """Time as a function of work: piecewise linear, at the full rate after the last piece."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ def _one_behind_the_other(
 
 def run(
     jobs: Sequence[Job],
-    clock: Clock,
+    clock: NetworkClock,
     idle_from: IdleFrom,
     contention: Contention,
     in_order: bool = False,

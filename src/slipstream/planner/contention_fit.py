@@ -13,8 +13,8 @@ from statistics import fmean, median
 
 import numpy as np
 
-from slipstream.planner.comm_plan import Plan
-from slipstream.planner.contended_network import Clock
+from slipstream.planner.comm_plan import CommPlan
+from slipstream.planner.contended_network import NetworkClock
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.iteration import IterationModel
 from slipstream.planner.simulate import predict
@@ -63,7 +63,7 @@ def without_waits(workload: Workload, trace: Trace, network: NetworkProfile) -> 
     Raises:
         StrategyError, ClusterError: as `predict`.
     """
-    plan = Plan.of_trace(trace, network.codecs)
+    plan = CommPlan.of_trace(trace, network.codecs)
     if plan.transport not in GATHERS or workload.reading is not None:
         return workload  # or forward takes its time while batches are waited for
     seconds, _ = _observed(trace)
@@ -90,7 +90,7 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
         trace: a measured one; its own plan is replayed.
         network: where the fit starts.
     """
-    plan = Plan.of_trace(trace, network.codecs)
+    plan = CommPlan.of_trace(trace, network.codecs)
     seconds, ends = _observed(trace)
     recipe = RECIPES[plan.transport]
     direct = recipe.direct
@@ -100,7 +100,7 @@ def fit_contention(workload: Workload, trace: Trace, network: NetworkProfile) ->
         """Mean squared difference between replay and trace, in iterations, and of the change."""
         model = IterationModel(workload, plan, network.with_contention(direct, values))
         start, read, replayed = model.settle()
-        replay = zip(model.tasks, model.run(start, Clock(), read).exchanges, strict=True)
+        replay = zip(model.tasks, model.run(start, NetworkClock(), read).exchanges, strict=True)
         replayed_ends = {task.name: one.end for task, one in replay}
         if recipe.in_order:  # bytes queue: when early ones end says little about the iteration
             replayed_ends = dict(list(replayed_ends.items())[-1:])

@@ -20,8 +20,8 @@ from slipstream.strategy.setting import FrozenModel
 from slipstream.strategy.validate import shown
 from slipstream.strategy.yaml import format_yaml, parse_yaml
 
-Kind = Literal["world", "intra", "inter"]
-Collective = Literal[
+GroupKind = Literal["world", "intra", "inter"]
+CollectiveName = Literal[
     "all_reduce",
     "direct_all_reduce",
     "shared_memory_all_reduce",
@@ -32,14 +32,14 @@ Collective = Literal[
 those of the transports. On CPUs a reduce-scatter sends each share
 to its owner, and an all-gather each owner's share to the others: gloo's own reduce-scatter would be
 an all-reduce inside, of twice the bytes."""
-ROUNDS: Mapping[Collective, int] = {
+ROUNDS: Mapping[CollectiveName, int] = {
     "all_reduce": 2,
     "direct_all_reduce": 2,
     "reduce_scatter": 1,
     "all_gather": 1,
 }
 """How often a rank sends its part, ``(p - 1) / p`` of the bytes; of collectives that send."""
-Curves = Mapping[Kind, tuple[Collective, ...]]
+Curves = Mapping[GroupKind, tuple[CollectiveName, ...]]
 """Names of curves, by kind of groups."""
 
 FRAMES = 1514 / 1448
@@ -54,7 +54,7 @@ class Network(FrozenModel):
     A curve that was not measured is None.
     """
 
-    kind: Kind
+    kind: GroupKind
     ranks: int = Field(ge=1)
     all_reduce: Curve
     direct_all_reduce: Curve | None = None
@@ -63,12 +63,12 @@ class Network(FrozenModel):
     all_gather: Curve | None = None
 
     @property
-    def curves(self) -> dict[Collective, Curve]:
+    def curves(self) -> dict[CollectiveName, Curve]:
         """The measured curves by collective."""
-        curves = {name: getattr(self, name) for name in get_args(Collective)}
+        curves = {name: getattr(self, name) for name in get_args(CollectiveName)}
         return {name: curve for name, curve in curves.items() if curve is not None}
 
-    def curve(self, name: Collective) -> Curve:
+    def curve(self, name: CollectiveName) -> Curve:
         """The curve of one collective.
 
         Raises:
@@ -81,7 +81,7 @@ class Network(FrozenModel):
             )
         return self.curves[name]
 
-    def fastest(self, name: Collective) -> float:
+    def fastest(self, name: CollectiveName) -> float:
         """Seconds for a byte of a collective, at the rate of the fastest one in these groups.
 
         The rate is that of the largest exchange as a whole: slopes between measured points scatter,
@@ -92,7 +92,7 @@ class Network(FrozenModel):
         return ROUNDS[name] * min(rates)
 
     def scaled(
-        self, kind: Kind, ranks: int, sharing: float = 1.0, per_byte: float | None = None
+        self, kind: GroupKind, ranks: int, sharing: float = 1.0, per_byte: float | None = None
     ) -> Network:
         """Groups of ``ranks``, ``sharing`` times as many to a link; see `NetworkProfile.scaled`.
 
@@ -182,7 +182,7 @@ class NetworkProfile(Contention):
     world_size: int = Field(ge=1)
     hosts: int = Field(ge=1)
     ranks_per_host: int = Field(ge=1)
-    networks: Mapping[Kind, Network]
+    networks: Mapping[GroupKind, Network]
     direct: Contention | None = None
     codecs: Mapping[str, CodecCost] = {}
     half_speed: HalfSpeed | None = None
@@ -251,7 +251,7 @@ class NetworkProfile(Contention):
             problem = f"{path}: cannot be written: {error.strerror}; choose another file"
             raise ClusterError(problem) from error
 
-    def groups(self, kind: Kind) -> Network:
+    def groups(self, kind: GroupKind) -> Network:
         """The groups of this kind; the world where they are the same ranks.
 
         Raises:
@@ -287,10 +287,10 @@ class NetworkProfile(Contention):
         notes += [] if rate is None or nodes == 1 else [f"links of {rate / 1e9:g} Gbit/s"]
         if nodes > 1 and self.hosts == 1 and rate is None:
             notes.append("links between hosts taken to be as fast as inside the measured one")
-        ranks_of: dict[Kind, int] = {"world": nodes * ranks_per_node}
+        ranks_of: dict[GroupKind, int] = {"world": nodes * ranks_per_node}
         if nodes > 1 and ranks_per_node > 1:
             ranks_of |= {"intra": ranks_per_node, "inter": nodes}
-        networks: dict[Kind, Network] = {}
+        networks: dict[GroupKind, Network] = {}
         for kind, ranks in ranks_of.items():
             source = self._nearest("intra" if nodes == 1 else kind)
             if source.kind != kind:
@@ -322,7 +322,7 @@ class NetworkProfile(Contention):
                 "scaled; measure where every host has the same number of ranks"
             )
 
-    def _nearest(self, kind: Kind) -> Network:
+    def _nearest(self, kind: GroupKind) -> Network:
         """The groups of this kind; the world where they were not measured."""
         return self.networks.get(kind, self.networks["world"])
 

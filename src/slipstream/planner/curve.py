@@ -19,7 +19,7 @@ from slipstream.planner.fit import Array, segmented_fit
 from slipstream.strategy.setting import FrozenModel
 from slipstream.strategy.validate import shown
 
-Size = Annotated[int, Field(gt=0)]
+NumBytes = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(ge=0)]
 
 SMALL = 64 * 1024
@@ -51,7 +51,7 @@ class Curve(FrozenModel):
         (0.00404, 0.009, True)
     """
 
-    points: tuple[tuple[Size, Seconds], ...] = Field(min_length=2)
+    points: tuple[tuple[NumBytes, Seconds], ...] = Field(min_length=2)
     pieces: tuple[Piece, ...] = Field(min_length=1)
     error_by_decade: Mapping[str, Seconds]
     trusted: bool

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.errors import StrategyError
-from slipstream.planner.comm_plan import Plan, comm_tasks, gather_tasks
-from slipstream.planner.contended_network import Clock, Completion, Job, run
+from slipstream.planner.comm_plan import CommPlan, comm_tasks, gather_tasks
+from slipstream.planner.contended_network import Completion, Job, NetworkClock, run
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
 from slipstream.planner.transport_cost import GATHERS, RECIPES, sends_early, updated_part
@@ -81,7 +81,7 @@ class IterationModel:
         ClusterError: the transport needs a network that was not measured.
     """
 
-    def __init__(self, workload: Workload, plan: Plan, network: NetworkProfile) -> None:
+    def __init__(self, workload: Workload, plan: CommPlan, network: NetworkProfile) -> None:
         if plan.cuts[-1:] != (len(workload.gradients),):
             raise StrategyError(
                 f"the plan's last cut is {plan.cuts[-1:]}, but there are {len(workload.gradients)} "
@@ -117,7 +117,7 @@ class IterationModel:
         start = self.optimizer - self.optimizer.min()
         read = np.full(len(start), -np.inf)
         for _ in range(_SETTLING if self.workload.reading is None else 4 * _SETTLING):
-            clock = Clock()
+            clock = NetworkClock()
             simulated = self.run(start, clock, read)
             end, before = clock.times_of(simulated.end), read
             seconds, read = end - start, simulated.read - simulated.end.min()
@@ -128,7 +128,7 @@ class IterationModel:
             start = end - end.min()
         return Settled(start, read, float(seconds.max()))
 
-    def run(self, start: Array, clock: Clock, read: Array) -> SimulatedIteration:
+    def run(self, start: Array, clock: NetworkClock, read: Array) -> SimulatedIteration:
         """Simulate one iteration; the clock advances to its last completion.
 
         Args:
@@ -196,7 +196,9 @@ class IterationModel:
         delay = np.concatenate([[0.0], encoded])[first_task]
         return begins + self._ready + delay, when + encoded, last.ends + encoded[-1]
 
-    def _exchange(self, handed_over: Array, busy: Array, clock: Clock) -> tuple[Completion, ...]:
+    def _exchange(
+        self, handed_over: Array, busy: Array, clock: NetworkClock
+    ) -> tuple[Completion, ...]:
         """Run the tasks; each starts when the last rank has handed it over."""
         latest, begun = handed_over.max(axis=0), np.full(len(self.tasks), np.inf)
         if sends_early(self.plan.transport):
@@ -218,7 +220,7 @@ class IterationModel:
         return np.stack(columns, axis=1) if columns else np.zeros((len(busy), 0))
 
     def _forward_under_gathers(
-        self, loaded: Array, available: float, clock: Clock
+        self, loaded: Array, available: float, clock: NetworkClock
     ) -> tuple[tuple[Completion, ...], Array]:
         """Completions of all-gathers, and the end of a forward that waits for each in turn."""
         starts = [0, *self.plan.gather_cuts[:-1]]

@@ -11,22 +11,22 @@ from typing import NamedTuple
 
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.planner.candidates import TOLERANCE, by_index, with_gradients
-from slipstream.planner.comm_plan import Plan, cuts_of
+from slipstream.planner.comm_plan import CommPlan, cuts_of
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.simulate import predict
 from slipstream.planner.transport_cost import num_replicated, updated_part
 from slipstream.planner.workload import Workload
 from slipstream.strategy import (
-    Adaptive,
-    Auto,
-    ByIndex,
-    Dgc,
-    Flat,
-    Optimal,
-    PowerSgd,
-    Sharded,
+    AdaptiveConfig,
+    AutoConfig,
+    ByIndexConfig,
+    DgcConfig,
+    FlatConfig,
+    OptimalConfig,
+    PowerSgdConfig,
+    ShardedConfig,
     Strategy,
-    Trace as TraceSettings,
+    TraceConfig as TraceSettings,
     keeps_state,
     late_by,
 )
@@ -67,7 +67,7 @@ class Prediction:
         return self.seconds / self.strategy.gradients.accumulate
 
 
-class Point(NamedTuple):
+class ScaleOutPoint(NamedTuple):
     """A prediction for a number of nodes and ranks, with links of ``rate`` bits/s.
 
     ``rate`` None: that of the measured network.
@@ -89,10 +89,10 @@ def traced_strategy(trace: Trace) -> Strategy:
         StrategyError: it has settings that this version does not know.
     """
     strategy = Strategy.load(trace.meta.get("strategy") or {})
-    if isinstance(strategy.gradients.split, Optimal):
+    if isinstance(strategy.gradients.split, OptimalConfig):
         strategy = with_gradients(strategy, split=by_index(cuts_of(trace)))
-    if isinstance(strategy.gradients.transport, Auto):
-        strategy = with_gradients(strategy, transport=Flat())
+    if isinstance(strategy.gradients.transport, AutoConfig):
+        strategy = with_gradients(strategy, transport=FlatConfig())
     return strategy.model_copy(update={"trace": TraceSettings()})
 
 
@@ -135,13 +135,13 @@ def handicap(strategy: Strategy, base: Strategy) -> float:
         >>> handicap(Strategy.load({"gradients": {"transport": "sharded"}}), Strategy())
         1.03
     """
-    asks = [isinstance(one.gradients.transport, Sharded) for one in (strategy, base)]
+    asks = [isinstance(one.gradients.transport, ShardedConfig) for one in (strategy, base)]
     return 1 + MARGIN if asks == [True, False] else 1.0
 
 
 def _is_computed(strategy: Strategy, base: Strategy) -> bool:
     split = strategy.gradients.split
-    return isinstance(split, ByIndex) and split != base.gradients.split
+    return isinstance(split, ByIndexConfig) and split != base.gradients.split
 
 
 def what_if(
@@ -152,14 +152,14 @@ def what_if(
     nodes: Sequence[int] = NODES,
     ranks_per_node: int = 1,
     rates: Sequence[float | None] = (None,),
-) -> list[Point]:
+) -> list[ScaleOutPoint]:
     """One strategy on other networks: every number of nodes at every rate."""
     points = []
     for count, rate in product(nodes, rates):
         larger = workload.for_ranks(count * ranks_per_node)
         other = network.scaled(count, ranks_per_node, rate)
         prediction = _prediction(strategy, larger, other, strategy)
-        points.append(Point(count, larger.num_ranks, rate, prediction))
+        points.append(ScaleOutPoint(count, larger.num_ranks, rate, prediction))
     return points
 
 
@@ -183,7 +183,7 @@ def speed(
         TraceError: how many samples the workload has is not known.
     """
     larger = workload.with_batch(batch)
-    plan = Plan.of(strategy, larger.gradients, network.codecs)
+    plan = CommPlan.of(strategy, larger.gradients, network.codecs)
     seconds = predict(larger, replace(plan, recompute_share=recompute_share), network)
     return float(larger.samples.sum()) * plan.accumulate / seconds
 
@@ -217,10 +217,10 @@ def _prediction(
     base: Strategy,
     updates: int | None = None,
 ) -> Prediction:
-    plan = Plan.of(strategy, workload.gradients, network.codecs)
+    plan = CommPlan.of(strategy, workload.gradients, network.codecs)
     seconds = predict(workload, plan, network)
     if late := late_share(strategy, updates):  # DGC's warm-up counts as dense, which it nearly is
-        dense = Plan.of(with_gradients(strategy, codec=None), workload.gradients)
+        dense = CommPlan.of(with_gradients(strategy, codec=None), workload.gradients)
         seconds = (1 - late) * seconds + late * predict(workload, dense, network)
     accumulate = strategy.gradients.accumulate
     workload = workload.computed(plan.half, network.half_speed)
@@ -243,7 +243,7 @@ def _memory(strategy: Strategy, workload: Workload) -> int:
     """
     gradients, config = workload.gradients, strategy.gradients.transport
     exchanged = sum(map(_with_flag, gradients)) + _codec_memory(strategy, workload)
-    if not isinstance(config, Sharded):
+    if not isinstance(config, ShardedConfig):
         return exchanged + workload.optimizer_bytes
     replicated = num_replicated(gradients, config)
     part = updated_part(gradients, replicated, workload.num_ranks)
@@ -259,12 +259,12 @@ def _codec_memory(strategy: Strategy, workload: Workload) -> int:
     DGC's, which takes its place.
     """
     codec = strategy.gradients.codec
-    codec = codec.codec if isinstance(codec, Adaptive) else codec
+    codec = codec.codec if isinstance(codec, AdaptiveConfig) else codec
     if codec is None or not keeps_state(codec):
         return 0
     copies = 2.0  # momentum and velocity
-    if not isinstance(codec, Dgc):  # the error; and of what two phases sum, that of this rank
-        copies = 1.0 if isinstance(codec, PowerSgd) else 1 + 1 / workload.num_ranks
+    if not isinstance(codec, DgcConfig):  # the error; and of what two phases sum, that of this rank
+        copies = 1.0 if isinstance(codec, PowerSgdConfig) else 1 + 1 / workload.num_ranks
     return round(2 * copies * sum(gradient.num_bytes for gradient in workload.gradients))
 
 

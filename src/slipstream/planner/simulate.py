@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from slipstream.planner.comm_plan import CommTask, Plan
-from slipstream.planner.contended_network import IN_FLIGHT, Clock, Completion
+from slipstream.planner.comm_plan import CommPlan, CommTask
+from slipstream.planner.contended_network import IN_FLIGHT, Completion, NetworkClock
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.fit import Array
 from slipstream.planner.iteration import IterationModel, SimulatedIteration
@@ -34,7 +34,7 @@ DECODE = "decode"
 """The span in which a rank turns what a codec sent back into gradients."""
 
 
-def predict(workload: Workload, plan: Plan, network: NetworkProfile) -> float:
+def predict(workload: Workload, plan: CommPlan, network: NetworkProfile) -> float:
     """Seconds of an iteration in the long run, on as many ranks as the network has.
 
     Raises:
@@ -44,7 +44,7 @@ def predict(workload: Workload, plan: Plan, network: NetworkProfile) -> float:
     return IterationModel(workload, plan, network).settle().seconds
 
 
-def simulate(workload: Workload, plan: Plan, network: NetworkProfile, steps: int = 1) -> Trace:
+def simulate(workload: Workload, plan: CommPlan, network: NetworkProfile, steps: int = 1) -> Trace:
     """The trace that a run would leave, of all ranks or, of more than 64, of 64.
 
     ``meta`` says that it is predicted, of how many ranks (``world_size``), and whose events it
@@ -56,7 +56,7 @@ def simulate(workload: Workload, plan: Plan, network: NetworkProfile, steps: int
         StrategyError: the plan is for another number of gradients.
         ClusterError: the transport needs a network that was not measured.
     """
-    model, clock = IterationModel(workload, plan, network), Clock()
+    model, clock = IterationModel(workload, plan, network), NetworkClock()
     start, read, _ = model.settle()
     iterations: list[SimulatedIteration] = []
     for _ in range(steps):
@@ -84,7 +84,7 @@ _Span = tuple[str, float, float, dict[str, Any]]
 
 
 def _spans(
-    model: IterationModel, iteration: SimulatedIteration, clock: Clock, rank: int
+    model: IterationModel, iteration: SimulatedIteration, clock: NetworkClock, rank: int
 ) -> Iterator[_Span]:
     """Name, start, end and arguments of each span, as the recorder would have written them."""
 
@@ -132,7 +132,7 @@ def _exchange_spans(
 
 
 def _meta(
-    workload: Workload, plan: Plan, network: NetworkProfile, ranks: list[int]
+    workload: Workload, plan: CommPlan, network: NetworkProfile, ranks: list[int]
 ) -> dict[str, Any]:
     count = workload.num_ranks
     hosts = list(workload.hosts) or [f"host{r // network.ranks_per_host}" for r in range(count)]

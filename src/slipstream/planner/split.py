@@ -13,7 +13,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Array = NDArray[np.float64]
+from slipstream.planner.fit import Array
+
 Numbers = Sequence[float] | Array
 Cuts = tuple[int, ...]
 SizeCost = Callable[[Array], ArrayLike]

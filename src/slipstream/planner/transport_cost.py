@@ -13,17 +13,17 @@ import numpy as np
 
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import Gradient, nearest_border
-from slipstream.planner.cost import Collective, Curves, Kind, NetworkProfile
+from slipstream.planner.cost import CollectiveName, Curves, GroupKind, NetworkProfile
 from slipstream.planner.curve import Curve
 from slipstream.planner.fit import Array
 from slipstream.strategy import (
-    Auto,
-    Direct,
-    Flat,
-    Hierarchical,
-    Sharded,
+    AutoConfig,
+    DirectConfig,
+    FlatConfig,
+    HierarchicalConfig,
+    ShardedConfig,
     Strategy,
-    Transport,
+    TransportConfig,
 )
 from slipstream.trace.event import Trace
 
@@ -41,7 +41,7 @@ class Recipe(NamedTuple):
         rounds: how often each stage waits and then sends, an equal part of its cost each time.
     """
 
-    stages: tuple[tuple[Kind, Collective], ...]
+    stages: tuple[tuple[GroupKind, CollectiveName], ...]
     in_order: bool = False
     direct: bool = False
     rounds: int = 1
@@ -58,7 +58,9 @@ RECIPES: Mapping[TransportKind, Recipe] = {
     ),
     "sharded": Recipe((("world", "reduce_scatter"),), in_order=True, direct=True),
 }
-GATHERS: Mapping[TransportKind, tuple[Kind, Collective]] = {"sharded": ("world", "all_gather")}
+GATHERS: Mapping[TransportKind, tuple[GroupKind, CollectiveName]] = {
+    "sharded": ("world", "all_gather")
+}
 """What brings parameters together during the next forward, by transport."""
 
 
@@ -71,7 +73,7 @@ def sends_early(transport: TransportKind) -> bool:
     return RECIPES[transport].direct and transport not in GATHERS
 
 
-ALTERNATIVES: tuple[Transport, ...] = (Flat(), Direct(), Hierarchical())
+ALTERNATIVES: tuple[TransportConfig, ...] = (FlatConfig(), DirectConfig(), HierarchicalConfig())
 """What may be exchanged for one another: exact, and without any change of the user's code."""
 
 
@@ -82,7 +84,7 @@ def curves_of(transports: Iterable[TransportKind]) -> Curves:
         >>> curves_of(["flat", "direct"])
         {'world': ('all_reduce', 'direct_all_reduce')}
     """
-    merged: dict[Kind, tuple[Collective, ...]] = {"world": ("all_reduce",)}  # of buffers
+    merged: dict[GroupKind, tuple[CollectiveName, ...]] = {"world": ("all_reduce",)}  # of buffers
     for transport in transports:
         recipe = RECIPES[transport]
         read = [*recipe.stages, *([GATHERS[transport]] if transport in GATHERS else [])]
@@ -92,13 +94,13 @@ def curves_of(transports: Iterable[TransportKind]) -> Curves:
     return merged
 
 
-def transport_kind(transport: Transport) -> TransportKind:
+def transport_kind(transport: TransportConfig) -> TransportKind:
     """The kind of a transport; ``auto`` counts as the one that it begins with."""
-    return "flat" if isinstance(transport, Auto) else transport.kind
+    return "flat" if isinstance(transport, AutoConfig) else transport.kind
 
 
-def is_priced(transport: Transport, network: NetworkProfile) -> bool:
-    """Whether all that a prediction of this transport reads was measured; of `Hierarchical` also
+def is_priced(transport: TransportConfig, network: NetworkProfile) -> bool:
+    """Whether all that a prediction of this transport reads was measured; of ``hierarchical`` also
     whether there is anything to sum inside hosts."""
     kind = transport_kind(transport)
     if kind == "hierarchical" and 1 in (network.hosts, network.ranks_per_host):
@@ -120,24 +122,24 @@ def traced_transport(trace: Trace) -> TransportKind:
     return "flat" if kind == "auto" else kind
 
 
-def traced_sharding(trace: Trace) -> Sharded | None:
+def traced_sharding(trace: Trace) -> ShardedConfig | None:
     """The settings of ``sharded``, if a trace was recorded under it."""
     if traced_transport(trace) != "sharded":
         return None
     transport = trace.meta["strategy"]["gradients"]["transport"]
     config = Strategy.load({"gradients": {"transport": transport}}).gradients.transport
-    assert isinstance(config, Sharded)
+    assert isinstance(config, ShardedConfig)
     return config
 
 
-def num_replicated(gradients: Sequence[Gradient], config: Sharded) -> int:
+def num_replicated(gradients: Sequence[Gradient], config: ShardedConfig) -> int:
     """How many gradients every rank updates; they are taken to be the first ones in ready order.
 
     Parameters are registered in the opposite of ready order, where a trace does not say how.
 
     Example:
         >>> ready = [Gradient("head", "", 30), Gradient("body", "", 70)]
-        >>> num_replicated(ready, Sharded(replicated=0.33))
+        >>> num_replicated(ready, ShardedConfig(replicated=0.33))
         1
     """
     forward = gradients[::-1]
@@ -158,7 +160,7 @@ def updated_part(gradients: Sequence[Gradient], replicated: int, ranks: int) -> 
     return (whole + (sum(sizes) - whole) / ranks) / max(sum(sizes), 1)
 
 
-class Stage(NamedTuple):
+class ExchangeStage(NamedTuple):
     """One collective of an exchange.
 
     Attributes:
@@ -169,14 +171,16 @@ class Stage(NamedTuple):
         rounds: as in ``Recipe``.
     """
 
-    kind: Kind
+    kind: GroupKind
     curve: Curve
     per_byte: float
     share: float = 1.0
     rounds: int = 1
 
     @classmethod
-    def of(cls, kind: Kind, name: Collective, recipe: Recipe, network: NetworkProfile) -> Stage:
+    def of(
+        cls, kind: GroupKind, name: CollectiveName, recipe: Recipe, network: NetworkProfile
+    ) -> ExchangeStage:
         """The stage on this network.
 
         Raises:
@@ -193,27 +197,27 @@ class Stage(NamedTuple):
         return cls(kind, curve, per_byte, share, recipe.rounds)
 
 
-def gather_stage(transport: TransportKind, network: NetworkProfile) -> Stage:
+def gather_stage(transport: TransportKind, network: NetworkProfile) -> ExchangeStage:
     """What brings updated parameters together.
 
     Raises:
         ClusterError: its curve was not measured.
     """
     kind, name = GATHERS[transport]
-    return Stage.of(kind, name, RECIPES[transport], network)
+    return ExchangeStage.of(kind, name, RECIPES[transport], network)
 
 
 class ExchangeCurve(NamedTuple):
     """What a transport takes for a segment: its stages, one after the other."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[ExchangeStage, ...]
 
     @classmethod
     def of(cls, transport: TransportKind, network: NetworkProfile) -> ExchangeCurve:
         """The stages on this network.
 
-        Where there is nothing to sum inside hosts, `Hierarchical` is ``direct``. On one host it is
-        taken for ``flat``, and so is ``shared_memory`` unless it was measured: both are faster.
+        Where there is nothing to sum inside hosts, ``hierarchical`` is ``direct``. On one host it
+        is taken for ``flat``, and so is ``shared_memory`` unless it was measured: both are faster.
 
         Raises:
             ClusterError: a curve was not measured.
@@ -226,13 +230,15 @@ class ExchangeCurve(NamedTuple):
             and recipe.stages[0][1] not in network.networks["world"].curves
         ):
             recipe = RECIPES["flat"]
-        return cls(tuple(Stage.of(kind, name, recipe, network) for kind, name in recipe.stages))
+        return cls(
+            tuple(ExchangeStage.of(kind, name, recipe, network) for kind, name in recipe.stages)
+        )
 
     @classmethod
     def of_replicated(cls, network: NetworkProfile) -> ExchangeCurve:
         """What ``sharded`` takes for gradients that every rank updates: an all-reduce by direct
         sends, or by the backend where these cannot be used."""
-        return cls.of("direct" if is_priced(Direct(), network) else "flat", network)
+        return cls.of("direct" if is_priced(DirectConfig(), network) else "flat", network)
 
     @property
     def latency(self) -> float:

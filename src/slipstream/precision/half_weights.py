@@ -31,7 +31,7 @@ from slipstream.precision.casts import HALF_TYPES, cast
 from slipstream.precision.float_modules import Modules, modules_in_float
 from slipstream.precision.half_checks import check_half_weights
 from slipstream.precision.late import LateParameters
-from slipstream.precision.masters import Masters, ShareOf, everything, wide
+from slipstream.precision.masters import Masters, ShardOf, everything, wide
 from slipstream.strategy import HalfType
 
 
@@ -39,7 +39,7 @@ class HalfWeights:
     """A model with 16-bit weights; made by `half_weights`.
 
     Args:
-        share_of: what this rank updates; it has the masters of that alone.
+        shard_of: what this rank updates; it has the masters of that alone.
 
     Attributes:
         floats: the modules that stay fp32, by path.
@@ -53,13 +53,13 @@ class HalfWeights:
         optimizer: Optimizer,
         dtype: torch.dtype,
         floats: Modules,
-        share_of: ShareOf = everything,
+        shard_of: ShardOf = everything,
     ) -> None:
         self._model, self._optimizer, self._dtype, self.floats = model, optimizer, dtype, floats
         inside = {m for module in floats.values() for m in module.modules()}
         self._modules = [m for m in model.modules() if m not in inside]
         self._former: dict[nn.Parameter, torch.dtype] = {}
-        self._masters = Masters(dtype, share_of)
+        self._masters = Masters(dtype, shard_of)
         self._buffers: dict[tuple[nn.Module, str], torch.Tensor] = {}
         self._widened: list[tuple[nn.Module, str]] = []
         self._undo: list[Callable[[], None]] = []
@@ -279,7 +279,7 @@ class HalfWeights:
                 self._masters.whole(parameter)  # takes what was written into a copy of it before
                 like = torch.empty_like(parameter, dtype=torch.float32).copy_(value.detach())
                 master = self.masters[parameter]
-                master.copy_(self._masters.share_of(parameter, like))
+                master.copy_(self._masters.shard_of(parameter, like))
         for (owner, name), kept in self._buffers.items():
             value = state.get(prefix + name)
             if owner is module and isinstance(value, torch.Tensor) and value.shape == kept.shape:
@@ -296,7 +296,7 @@ def half_weights(
     dtype: HalfType = "bf16",
     *,
     float_modules: Sequence[str] = (),
-    share_of: ShareOf = everything,
+    shard_of: ShardOf = everything,
 ) -> HalfWeights:
     """Compute ``model`` in 16 bits while ``optimizer`` works on fp32 masters of its parameters.
 
@@ -307,7 +307,7 @@ def half_weights(
     Name a module in ``float_modules`` if a buffer of it must be exact, e.g. rotary positions.
     Writes to parameters count, in place under ``torch.no_grad()`` or through ``.data``, which is
     the fp32 master outside of the model's forward and backward, as is ``detach()``; with
-    ``share_of`` both are fp32 copies, which count until the next step. fp32 parameters that enter
+    ``shard_of`` both are fp32 copies, which count until the next step. fp32 parameters that enter
     the model later are cast while it computes. Only ``model`` itself casts: a submodule that is
     called directly takes and returns 16-bit tensors.
 
@@ -316,7 +316,7 @@ def half_weights(
         optimizer: the only optimizer of its parameters; its state stays its own.
         dtype: of weights and activations.
         float_modules: patterns of module paths that stay fp32, too.
-        share_of: what this rank updates, if not everything; it has the masters of that alone.
+        shard_of: what this rank updates, if not everything; it has the masters of that alone.
 
     Exactness: lossy.
 
@@ -345,4 +345,4 @@ def half_weights(
     """
     floats = modules_in_float(model, float_modules, normalisation=True)
     check_half_weights(model, optimizer, dtype, floats)
-    return HalfWeights(model, optimizer, HALF_TYPES[dtype], floats, share_of)
+    return HalfWeights(model, optimizer, HALF_TYPES[dtype], floats, shard_of)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from slipstream.strategy import DynamicScale, StaticScale
+from slipstream.strategy import DynamicScaleConfig, StaticScaleConfig
 
 LARGEST = (2 - 2**-23) * 2.0**127
 """The largest finite fp32 number; losses are scaled in fp32."""
@@ -22,11 +22,11 @@ class ScaleState(NamedTuple):
     bad: int = 0
 
 
-def next_state(state: ScaleState, config: DynamicScale, overflowed: bool) -> ScaleState:
+def next_state(state: ScaleState, config: DynamicScaleConfig, overflowed: bool) -> ScaleState:
     """The state after an update; ``overflowed``: the update was skipped.
 
     Example:
-        >>> config = DynamicScale(init=4.0, incr_every_n=1)
+        >>> config = DynamicScaleConfig(init=4.0, incr_every_n=1)
         >>> next_state(ScaleState(4.0), config, True), next_state(ScaleState(4.0), config, False)
         (ScaleState(scale=2.0, good=0, bad=0), ScaleState(scale=8.0, good=0, bad=0))
 
@@ -48,16 +48,18 @@ class LossScaler:
     """A loss scale that follows its updates.
 
     Example:
-        >>> scaler = LossScaler(DynamicScale(init=8.0, incr_every_n=2))
+        >>> scaler = LossScaler(DynamicScaleConfig(init=8.0, incr_every_n=2))
         >>> for overflowed in (False, False, True):
         ...     scaler.update(overflowed)
         >>> scaler.scale, scaler.state
         (8.0, ScaleState(scale=8.0, good=0, bad=0))
     """
 
-    def __init__(self, config: DynamicScale | StaticScale) -> None:
+    def __init__(self, config: DynamicScaleConfig | StaticScaleConfig) -> None:
         self._config = config
-        self.state = ScaleState(config.init if isinstance(config, DynamicScale) else config.scale)
+        self.state = ScaleState(
+            config.init if isinstance(config, DynamicScaleConfig) else config.scale
+        )
 
     @property
     def scale(self) -> float:
@@ -66,5 +68,5 @@ class LossScaler:
 
     def update(self, overflowed: bool) -> None:
         """Record an update; ``overflowed``: it was skipped."""
-        if isinstance(self._config, DynamicScale):
+        if isinstance(self._config, DynamicScaleConfig):
             self.state = next_state(self.state, self._config, overflowed)

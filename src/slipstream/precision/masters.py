@@ -21,7 +21,7 @@ from torch import nn
 from slipstream.errors import UsageError
 from slipstream.precision.whole_copies import WholeCopies
 
-ShareOf = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
+ShardOf = Callable[[nn.Parameter, torch.Tensor], torch.Tensor]
 """From a parameter, and a tensor laid out like it, to a view of the part that this rank updates."""
 
 _DATA: Any = cast(Any, torch.Tensor).data
@@ -48,7 +48,7 @@ class Masters:
 
     Args:
         dtype: with 16 bits.
-        share_of: what this rank updates; it has the masters of that alone.
+        shard_of: what this rank updates; it has the masters of that alone.
 
     Attributes:
         values: masters by parameter.
@@ -57,8 +57,8 @@ class Masters:
         depth: of calls of the model that are under way.
     """
 
-    def __init__(self, dtype: torch.dtype, share_of: ShareOf) -> None:
-        self._dtype, self.share_of = dtype, share_of
+    def __init__(self, dtype: torch.dtype, shard_of: ShardOf) -> None:
+        self._dtype, self.shard_of = dtype, shard_of
         self.values: dict[nn.Parameter, torch.Tensor] = {}
         self.halves: dict[nn.Parameter, torch.Tensor] = {}
         self.stepping: list[nn.Parameter] = []
@@ -74,7 +74,7 @@ class Masters:
 
     def add(self, parameter: nn.Parameter, before: torch.Tensor) -> None:
         """A parameter is 16-bit from now on; ``before``: its values until now."""
-        self.values[parameter] = self.share_of(parameter, before.float()).clone()
+        self.values[parameter] = self.shard_of(parameter, before.float()).clone()
         self.halves[parameter] = _DATA.__get__(parameter)
         self._is_half(parameter)
 
@@ -100,7 +100,7 @@ class Masters:
         """Round the masters into the 16-bit values."""
         if not self.stepping:
             return
-        halves = [self.share_of(p, self.halves[p]) for p in self.stepping]
+        halves = [self.shard_of(p, self.halves[p]) for p in self.stepping]
         torch._foreach_copy_(halves, [self.values[p] for p in self.stepping])
         for parameter in self.stepping:
             _DATA.__set__(parameter, self.halves[parameter])
@@ -135,7 +135,7 @@ class Masters:
         master = self.values[parameter]
         if self.stepping or self._master_written(parameter) or not self._half_written(parameter):
             return master.detach()
-        own = self.share_of(parameter, self.halves[parameter])
+        own = self.shard_of(parameter, self.halves[parameter])
         newest, before = wide(own, master, self._dtype), self._before.get(parameter)
         if before is not None:
             back = (before.to(self._dtype) == own) & (master.to(self._dtype) != own)
@@ -151,7 +151,7 @@ class Masters:
 
     @torch.no_grad()
     def _from_master(self, parameter: nn.Parameter) -> None:
-        self.share_of(parameter, self.halves[parameter]).copy_(self.values[parameter])
+        self.shard_of(parameter, self.halves[parameter]).copy_(self.values[parameter])
         self._agree(parameter)
 
     def _agree(self, parameter: nn.Parameter) -> None:
@@ -173,7 +173,7 @@ class Masters:
         if master.shape == parameter.shape:
             return newest
         whole = torch.Tensor.detach(parameter).float()  # waits for values that are on their way
-        self.share_of(parameter, whole).copy_(newest)
+        self.shard_of(parameter, whole).copy_(newest)
         return whole
 
     def _copied(self, parameter: nn.Parameter) -> torch.Tensor:
@@ -187,7 +187,7 @@ class Masters:
         self.values = {p: gather(p, master) for p, master in self.values.items()}
         for parameter in self._shown:
             self._show(parameter)
-        self.share_of = everything
+        self.shard_of = everything
 
     # From outside; see the note at the top of the file.
 
@@ -204,7 +204,7 @@ class Masters:
         outside = self._outside
         if outside:
             self.follow([parameter])
-            if self.share_of is not everything:
+            if self.shard_of is not everything:
                 return self._copies.of(parameter)
         if parameter not in self._shown:
             self._show(parameter)
@@ -232,8 +232,8 @@ class Masters:
                 "; do it before half_weights or accelerate(), or after close()"
             )
         self.follow([parameter])
-        new = self.share_of(parameter, torch.empty_like(half, dtype=torch.float32).copy_(values))
-        same = self.share_of(parameter, half).float() == new
+        new = self.shard_of(parameter, torch.empty_like(half, dtype=torch.float32).copy_(values))
+        same = self.shard_of(parameter, half).float() == new
         self.values[parameter] = torch.where(same, self.values[parameter], new)
         half.copy_(values)
         self._agree(parameter)

@@ -13,15 +13,21 @@ from slipstream.errors import StrategyError, UsageError
 from slipstream.precision.float_modules import modules_in_float
 from slipstream.precision.half_checks import check_half_weights
 from slipstream.precision.loss_scale import LossScaler, ScaleState
-from slipstream.precision.masters import ShareOf, everything
+from slipstream.precision.masters import ShardOf, everything
 from slipstream.precision.op_casts import check_ops
 from slipstream.precision.tf32 import allow_tf32
-from slipstream.strategy import Autocast, Compute, HalfWeights, Precision, Row
+from slipstream.strategy import (
+    AutocastConfig,
+    ComputeConfig,
+    HalfWeightsConfig,
+    PrecisionConfig,
+    Row,
+)
 
 _SHOWN = 4  # module paths in the report
 
 
-def check_precision(model: nn.Module, optimizer: Optimizer, config: Precision | None) -> None:
+def check_precision(model: nn.Module, optimizer: Optimizer, config: PrecisionConfig | None) -> None:
     """Refuse what does not fit this model, this optimizer or this machine.
 
     Raises:
@@ -30,9 +36,9 @@ def check_precision(model: nn.Module, optimizer: Optimizer, config: Precision | 
     """
     if config is None:
         return
-    half = isinstance(config, HalfWeights)
+    half = isinstance(config, HalfWeightsConfig)
     floats = modules_in_float(model, config.float_modules, normalisation=half)
-    if isinstance(config, Autocast):
+    if isinstance(config, AutocastConfig):
         check_ops([*config.float_ops, *config.half_ops])
     else:
         check_half_weights(model, optimizer, config.dtype, floats)
@@ -43,7 +49,7 @@ def check_precision(model: nn.Module, optimizer: Optimizer, config: Precision | 
         )
 
 
-def precision_warnings(model: nn.Module, config: Precision | None) -> list[str]:
+def precision_warnings(model: nn.Module, config: PrecisionConfig | None) -> list[str]:
     """Settings that work here, but slower than fp32."""
     device = _device(model)
     if config is None or config.dtype != "bf16" or has_bf16(device):
@@ -82,7 +88,7 @@ class ModelPrecision:
         optimizer: of the model.
         config: None: nothing is cast.
         compute: TF32.
-        share_of: what this rank updates of a parameter.
+        shard_of: what this rank updates of a parameter.
 
     Attributes:
         scales: whether there is a loss scale, so that gradients are checked before an update.
@@ -93,23 +99,23 @@ class ModelPrecision:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        config: Precision | None,
-        compute: Compute,
-        share_of: ShareOf = everything,
+        config: PrecisionConfig | None,
+        compute: ComputeConfig,
+        shard_of: ShardOf = everything,
     ) -> None:
         self._config, self._compute = config, compute
         self._scaler = LossScaler(config.scale) if config is not None and config.scale else None
         self.scales = self._scaler is not None
         self._skipped = 0
-        self.exchanges_wide = isinstance(config, HalfWeights) and config.exchange == "fp32"
+        self.exchanges_wide = isinstance(config, HalfWeightsConfig) and config.exchange == "fp32"
         self._numel = sum(p.numel() for p in model.parameters())
         self._casts: precision.Autocast | precision.HalfWeights | None = None
         if config is not None:
             options = config.model_dump(include={"dtype", "float_ops", "half_ops", "float_modules"})
-            if isinstance(config, Autocast):
+            if isinstance(config, AutocastConfig):
                 self._casts = precision.autocast(model, **options)
             else:
-                self._casts = precision.half_weights(model, optimizer, share_of=share_of, **options)
+                self._casts = precision.half_weights(model, optimizer, shard_of=shard_of, **options)
         self._undo = allow_tf32() if compute.tf32 and torch.cuda.is_available() else None
 
     @property
@@ -172,7 +178,7 @@ class ModelPrecision:
             rows.append(Row("tf32", "active" if here else "inactive", note))
         return rows
 
-    def _row(self, config: Precision) -> Row:
+    def _row(self, config: PrecisionConfig) -> Row:
         if not isinstance(self._casts, precision.HalfWeights):
             return Row(
                 "precision", f"{config.dtype} autocast", "weights are fp32", config.exactness

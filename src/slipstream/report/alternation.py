@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 from slipstream.report.palette import PAPER, Swatch
 
-Kind = Literal["baseline", "exact", "lossy", "floor"]
+TrainingKind = Literal["baseline", "exact", "lossy", "floor"]
 
-KINDS: Mapping[Kind, Swatch] = {
+KINDS: Mapping[TrainingKind, Swatch] = {
     "baseline": Swatch("the baseline", "#44546a", PAPER),
     "exact": Swatch("exact: the same mathematics", "#0072b2", PAPER),
     "lossy": Swatch("lossy: an approximation", "#e69f00"),
@@ -18,7 +18,7 @@ KINDS: Mapping[Kind, Swatch] = {
 }
 
 
-class Training(NamedTuple):
+class TimedTraining(NamedTuple):
     """One of them.
 
     ``seconds`` are those of its iterations, ``gain`` says what it gains over the baseline,
@@ -26,7 +26,7 @@ class Training(NamedTuple):
     """
 
     name: str
-    kind: Kind
+    kind: TrainingKind
     seconds: Sequence[float]
     gain: str = ""
     results: Mapping[str, str] = {}
@@ -36,9 +36,9 @@ class Training(NamedTuple):
         """First quartile, median and third quartile of the iterations.
 
         Example:
-            >>> Training("one", "exact", [3.0, 1.0, 2.0]).quartiles
+            >>> TimedTraining("one", "exact", [3.0, 1.0, 2.0]).quartiles
             (1.5, 2.0, 2.5)
-            >>> Training("one", "exact", [1.0]).quartiles
+            >>> TimedTraining("one", "exact", [1.0]).quartiles
             (1.0, 1.0, 1.0)
         """
         values = self.seconds if len(self.seconds) > 1 else [*self.seconds, *self.seconds]
@@ -50,4 +50,4 @@ class Alternation(NamedTuple):
     """The trainings in the order of display, and what they show, in a line."""
 
     headline: str
-    trainings: Sequence[Training]
+    trainings: Sequence[TimedTraining]

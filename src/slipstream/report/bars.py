@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from slipstream.analysis.time_unit import TimeUnit
 from slipstream.report.palette import PALETTE, chart_unit, shortened
-from slipstream.report.runs import Run
+from slipstream.report.runs import RecordedRun
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, OPTIMIZER, Event, exchange_order
 from slipstream.trace.intervals import Interval, Intervals, lanes, length, subtract, union
 from slipstream.trace.timeline import Iteration
@@ -54,7 +54,7 @@ class Drawing(NamedTuple):
     note: str
 
 
-def lay_out(run: Run, most_bars: int = MOST_BARS) -> Drawing:
+def lay_out(run: RecordedRun, most_bars: int = MOST_BARS) -> Drawing:
     """The typical step of a run; of many ranks and of many exchanges only some.
 
     Example:
@@ -64,7 +64,7 @@ def lay_out(run: Run, most_bars: int = MOST_BARS) -> Drawing:
         ...     Event("backward", 0, 2, 0.25, 0.75),
         ...     Event("allreduce1", 0, 2, 0.5, 1.0),
         ... ))
-        >>> drawing = lay_out(Run.of("run", trace, predicted=False))
+        >>> drawing = lay_out(RecordedRun.of("run", trace, predicted=False))
         >>> [(bar.kind, bar.start, bar.length) for bar in drawing.bars]
         [('backward', 0.25, 0.5), ('hidden', 0.5, 0.25), ('exposed', 0.75, 0.25)]
     """

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any
 
 from slipstream.analysis.time_unit import TimeUnit
-from slipstream.report.alternation import KINDS, Training
+from slipstream.report.alternation import KINDS, TimedTraining
 from slipstream.report.bars import Bar, Drawing
 from slipstream.report.palette import (
     FAINT,
@@ -25,7 +25,7 @@ from slipstream.report.palette import (
     chart_unit,
     shortened,
 )
-from slipstream.report.runs import Comparison, Run
+from slipstream.report.runs import Comparison, RecordedRun
 
 Figure = dict[str, Any]
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif"
@@ -55,7 +55,7 @@ def timeline_plot(drawing: Drawing, end: float) -> Figure:
     return Figure(data=data, layout=_layout(height, "overlay", xaxis, yaxis))
 
 
-def breakdown_plot(runs: Sequence[Run]) -> Figure:
+def breakdown_plot(runs: Sequence[RecordedRun]) -> Figure:
     """One stacked bar for each run, with its whole iteration written after it."""
     lengths = [sum(run.parts.values()) for run in runs]
     unit = chart_unit(max(lengths))
@@ -87,7 +87,7 @@ def comparison_plot(comparisons: Sequence[Comparison]) -> Figure:
     return Figure(data=[predicted, measured], layout=layout)
 
 
-def alternation_plot(trainings: Sequence[Training]) -> Figure:
+def alternation_plot(trainings: Sequence[TimedTraining]) -> Figure:
     """A bar to each median, a line between the quartiles, and a dot for each iteration."""
     longest = max(max(one.seconds) for one in trainings)
     unit = chart_unit(longest)
@@ -101,7 +101,7 @@ def alternation_plot(trainings: Sequence[Training]) -> Figure:
     return Figure(data=data, layout=layout)
 
 
-def _alternation_bar(one: Training, row: int, unit: TimeUnit) -> Figure:
+def _alternation_bar(one: TimedTraining, row: int, unit: TimeUnit) -> Figure:
     low, middle, high = (value * unit.scale for value in one.quartiles)
     text = f"{unit(one.quartiles[1])}  {one.gain}"
     tip = f"<b>{escape(one.name)}</b><br>{text}<br>quartiles {low:.4g} to {high:.4g} {unit.name}"
@@ -112,7 +112,7 @@ def _alternation_bar(one: Training, row: int, unit: TimeUnit) -> Figure:
     return bar | {"error_x": spread | look, "insidetextanchor": "start"}
 
 
-def _iterations(one: Training, row: int, unit: TimeUnit) -> Figure:
+def _iterations(one: TimedTraining, row: int, unit: TimeUnit) -> Figure:
     """A dot below the bar for each iteration."""
     return Figure(
         type="scatter",
@@ -140,7 +140,7 @@ def _timeline_bars(swatch: Swatch, bars: Sequence[Bar], unit: TimeUnit) -> Figur
     )
 
 
-def _breakdown_bars(part: str, runs: Sequence[Run], unit: TimeUnit) -> Figure:
+def _breakdown_bars(part: str, runs: Sequence[RecordedRun], unit: TimeUnit) -> Figure:
     swatch, seconds = PALETTE[part], [run.parts[part] for run in runs]
     whole = [run.iteration or 1.0 for run in runs]
     shares = [100 * value / of for value, of in zip(seconds, whole, strict=True)]

@@ -17,7 +17,7 @@ from slipstream.report.alternation import Alternation
 from slipstream.report.bars import MOST_BARS, lay_out
 from slipstream.report.page import page
 from slipstream.report.picture import picture
-from slipstream.report.runs import Run
+from slipstream.report.runs import RecordedRun
 from slipstream.trace.chrome import load_json
 from slipstream.trace.event import Trace
 
@@ -128,9 +128,9 @@ def _require(package: str, purpose: str) -> None:
         )
 
 
-def _runs(measured: Named, predicted: Named) -> list[Run]:
-    runs = [Run.of(name, trace, predicted=False) for name, trace in measured]
-    runs += [Run.of(name, trace, predicted=True) for name, trace in predicted]
+def _runs(measured: Named, predicted: Named) -> list[RecordedRun]:
+    runs = [RecordedRun.of(name, trace, predicted=False) for name, trace in measured]
+    runs += [RecordedRun.of(name, trace, predicted=True) for name, trace in predicted]
     if not runs:
         raise TraceError("a report needs a trace, but there is none: give one or more.")
     return runs

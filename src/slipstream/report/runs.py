@@ -18,7 +18,7 @@ from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
 
 
-class Run(NamedTuple):
+class RecordedRun(NamedTuple):
     """One trace of the report; make it with ``of``."""
 
     name: str
@@ -28,7 +28,7 @@ class Run(NamedTuple):
     typical: TypicalIteration
 
     @classmethod
-    def of(cls, name: str, trace: Trace, *, predicted: bool) -> Run:
+    def of(cls, name: str, trace: Trace, *, predicted: bool) -> RecordedRun:
         """Compute what the report needs from a trace."""
         iterations = timeline(trace.events)
         return cls(name, predicted, trace.meta, iterations, typical_iteration(iterations))
@@ -71,7 +71,7 @@ class Run(NamedTuple):
             words.append(f"{len(segments)} segment{'s' * (len(segments) != 1)}")
         return ", ".join(words) or "unknown"
 
-    def change_from(self, first: Run) -> str | None:
+    def change_from(self, first: RecordedRun) -> str | None:
         """How much shorter or longer an iteration is than that of ``first``.
 
         None if the two do not compare: only runs of one model on as many ranks do.
@@ -110,7 +110,7 @@ class Comparison(NamedTuple):
         return self.predicted / self.measured - 1 if self.measured else 0.0
 
 
-def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
+def pairs(runs: Sequence[RecordedRun]) -> list[tuple[RecordedRun, RecordedRun]]:
     """Each prediction with the measured run of its name, else of its configuration."""
     matched = []
     measured = [run for run in runs if not run.predicted]
@@ -122,7 +122,7 @@ def pairs(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
 
 
 def comparisons(
-    pairs: Iterable[tuple[Run, Run]], trials: Iterable[Mapping[str, Any]]
+    pairs: Iterable[tuple[RecordedRun, RecordedRun]], trials: Iterable[Mapping[str, Any]]
 ) -> list[Comparison]:
     """Predicted against measured: runs, then trials; trials of one name are merged.
 
@@ -154,7 +154,7 @@ def _complete(settings: Mapping[str, Any]) -> dict[str, Any]:
         return dict(settings)
 
 
-def _spread(run: Run) -> float:
+def _spread(run: RecordedRun) -> float:
     """Half the distance between the quartiles of the slowest rank's iterations."""
     slowest: dict[int, float] = defaultdict(float)
     for one in run.iterations:

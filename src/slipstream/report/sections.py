@@ -18,13 +18,13 @@ from slipstream.report.plots import (
     comparison_plot,
     timeline_plot,
 )
-from slipstream.report.runs import Comparison, Run, comparisons, pairs
+from slipstream.report.runs import Comparison, RecordedRun, comparisons, pairs
 
 _MOST_COMPARED = 24
 """Pairs of bars in one plot; the table below it has all."""
 
 
-def cards(runs: Sequence[Run]) -> Iterable[tuple[str, str, str]]:
+def cards(runs: Sequence[RecordedRun]) -> Iterable[tuple[str, str, str]]:
     """The last measured run in large letters, and how it compares with the first."""
     first = runs[0]
     last = next((run for run in reversed(runs) if not run.predicted), first)
@@ -62,7 +62,7 @@ def alternation(alternation: Alternation) -> str:
     return page.section("alternation", alternation.headline, remark, plot, table)
 
 
-def timelines(runs: Sequence[Run], *, with_library: bool = True) -> str:
+def timelines(runs: Sequence[RecordedRun], *, with_library: bool = True) -> str:
     """A typical step of each run, all on one scale of time.
 
     Includes plotly's script, unless another section does.
@@ -83,7 +83,7 @@ def timelines(runs: Sequence[Run], *, with_library: bool = True) -> str:
     return page.section("timeline", "One iteration", remark, *content)
 
 
-def breakdowns(runs: Sequence[Run]) -> str:
+def breakdowns(runs: Sequence[RecordedRun]) -> str:
     """The parts of an iteration of each run, as bars and as numbers."""
     unit = chart_unit(max(run.iteration for run in runs))
     columns = [["part", *(PALETTE[part].name for part in PARTS), "iteration"]]
@@ -102,7 +102,7 @@ def breakdowns(runs: Sequence[Run]) -> str:
     return page.section("breakdown", "Where the time goes", remark, *content)
 
 
-def findings(runs: Sequence[Run], by_name: Mapping[str, Sequence[Finding]]) -> str:
+def findings(runs: Sequence[RecordedRun], by_name: Mapping[str, Sequence[Finding]]) -> str:
     """The findings in the runs."""
     if not by_name:
         return ""
@@ -119,7 +119,7 @@ def findings(runs: Sequence[Run], by_name: Mapping[str, Sequence[Finding]]) -> s
     return page.section("findings", "Findings", remark, *content)
 
 
-def predictions(runs: Sequence[Run], trials: Sequence[Mapping[str, Any]]) -> str:
+def predictions(runs: Sequence[RecordedRun], trials: Sequence[Mapping[str, Any]]) -> str:
     """How far predictions are from measurements: of runs, part by part, and of trials."""
     matched = pairs(runs)
     compared = comparisons(matched, trials)
@@ -153,7 +153,7 @@ def trials(log: Sequence[Mapping[str, Any]]) -> str:
     return page.section("trials", "Trials of the tuner", remark, page.trials_table(log))
 
 
-def _run_table(runs: Sequence[Run]) -> str:
+def _run_table(runs: Sequence[RecordedRun]) -> str:
     """Configuration and speed of each run, and its change from the first."""
     rows = []
     for run in runs:
@@ -164,7 +164,7 @@ def _run_table(runs: Sequence[Run]) -> str:
     return page.table(headings, rows, words=(0, 1, 3))
 
 
-def _part_by_part(prediction: Run, measured: Run) -> str:
+def _part_by_part(prediction: RecordedRun, measured: RecordedRun) -> str:
     unit = chart_unit(max(prediction.iteration, measured.iteration))
     names = [*(PALETTE[part].name for part in PARTS), "iteration"]
     predicted, real = ([*run.parts.values(), run.iteration] for run in (prediction, measured))

@@ -23,7 +23,7 @@ from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.ready_order import ReadyOrder
 from slipstream.parallel.dims import checksum, gather_objects
 from slipstream.pytree import mapped
-from slipstream.sharding.state import join_shares
+from slipstream.sharding.state import join_shards
 
 VERSION = 2
 KEYS = {"version", "steps", "split", "ready_order", "codecs"}
@@ -68,7 +68,7 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
         return state
     whole = {key: one[key] for one in ranks for key in one if key != "optimizer"}
     if parts := [one["optimizer"] for one in ranks if "optimizer" in one]:
-        whole["optimizer"] = join_shares(parts)
+        whole["optimizer"] = join_shards(parts)
     return whole
 
 

@@ -27,12 +27,12 @@ from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.accumulation import AccumulationWindow
 from slipstream.session.computing import install_compute
 from slipstream.session.exchanging import (
-    Exchange,
     Given,
+    GradientExchange,
     exchange_groups,
     install_exchange,
     search_space,
-    shares_at_start,
+    shards_at_start,
 )
 from slipstream.session.handles import Handle, HandleStack
 from slipstream.session.loading import install_balance, install_loader, useful_loading
@@ -101,7 +101,7 @@ def compose(
         groups = exchange_groups(given)
         if groups:
             broadcast.broadcast(whole.local_tensors, groups[0])
-        shares = shares_at_start(given)
+        shards = shards_at_start(given)
         if recorder is not None and strategy.trace.steps is not None:  # before it is installed
             recorder.meta["useful_compute"] = useful_settings(model, optimizer)
             recorder.meta |= useful_loading(loader, strategy.data, dims)
@@ -110,18 +110,18 @@ def compose(
         # Before all that exchanges parameters while the optimizer steps: it works inside.
         fused_optimizer = _fused_optimizer(given)
         # Changes the types of parameters: before the engine lays out their gradients.
-        share_of = everything if shares is None else shares.share_of
+        shard_of = everything if shards is None else shards.shard_of
         precision = handles.add(
-            ModelPrecision(model, optimizer, strategy.precision, strategy.compute, share_of)
+            ModelPrecision(model, optimizer, strategy.precision, strategy.compute, shard_of)
         )
         # Wraps the layers, which have their final form by now.
         _recompute(given)
         # Wraps recomputed blocks, so that it offloads their inputs.
         _offload(given)
         # After all that changes the model: its hooks see final gradients.
-        exchange = install_exchange(given, groups, whole, precision, shares)
+        exchange = install_exchange(given, groups, whole, precision, shards)
         if fused_optimizer is not None:
-            # Inside the steps of precision and of the shares, whose hooks are there by now.
+            # Inside the steps of precision and of the shards, whose hooks are there by now.
             fused_optimizer.attach()
             computing.append(fused_optimizer)
         # After the engine, whose segments it describes.
@@ -207,7 +207,7 @@ def _offload(given: Given) -> None:
         given.handles.add(offload(given.model, config, local_ranks=local_ranks, rank=cluster.rank))
 
 
-def _tracer(given: Given, exchange: Exchange, computing: Sequence[Handle]) -> Tracer:
+def _tracer(given: Given, exchange: GradientExchange, computing: Sequence[Handle]) -> Tracer:
     if given.recorder is None:
         return NoTracing()
     tracer = SessionTracer(

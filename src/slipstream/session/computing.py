@@ -13,11 +13,11 @@ from slipstream.fusion.compiled_blocks import compile_blocks
 from slipstream.fusion.graphs import graph_blocks
 from slipstream.fusion.patterns import FusedPatterns, fuse_patterns
 from slipstream.session.handles import Handle, HandleStack
-from slipstream.strategy.compute import Compute, Pattern
+from slipstream.strategy.compute import ComputeConfig, Pattern
 
 
 def install_compute(
-    model: nn.Module, optimizer: torch.optim.Optimizer, compute: Compute, handles: HandleStack
+    model: nn.Module, optimizer: torch.optim.Optimizer, compute: ComputeConfig, handles: HandleStack
 ) -> list[Handle]:
     """Install what ``compute`` says of the model; returns the handles.
 

@@ -19,16 +19,25 @@ from slipstream.gradients.engine import Engine
 from slipstream.gradients.interface import GradientEngine
 from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.gradients.segments import NamedParameter, as_wide_as_gradients, parameters_of
-from slipstream.gradients.shares import Shares
+from slipstream.gradients.shards import Shards
 from slipstream.gradients.single import SingleReplicaEngine
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session.handles import HandleStack
 from slipstream.session.report import adaptive_rows, hosts_rows
-from slipstream.session.update_sharding import UpdateSharding, shares_of
+from slipstream.session.update_sharding import UpdateSharding, shards_of
 from slipstream.sharding.checks import why_not_sharded
-from slipstream.strategy import Adaptive, Auto, ByBytes, Codec, Optimal, Sharded, Strategy, codec_of
+from slipstream.strategy import (
+    AdaptiveConfig,
+    AutoConfig,
+    ByBytesConfig,
+    CodecConfig,
+    OptimalConfig,
+    ShardedConfig,
+    Strategy,
+    codec_of,
+)
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.channel import STAGES, Channel
 from slipstream.transport.hierarchical import HierarchicalTransport
@@ -54,13 +63,13 @@ class Given:
     handles: HandleStack
 
     @property
-    def codec(self) -> Codec | None:
+    def codec(self) -> CodecConfig | None:
         """Gradient codec; None without data-parallel peers."""
         return self.strategy.gradients.codec if self.dims.data is not None else None
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class GradientExchange:
     """An installed exchange.
 
     Attributes:
@@ -74,7 +83,7 @@ class Exchange:
 
     engine: GradientEngine
     names: Sequence[str]
-    codec: Codec | None
+    codec: CodecConfig | None
     momentum: MomentumCorrection
     sharding: UpdateSharding
     search: OnlineSearch | None
@@ -89,7 +98,7 @@ def search_space(
 ) -> SearchSpace:
     """What the strategy leaves open; ``auto`` asks which ranks share a host, a collective."""
     place = Place.apart(cluster.device, cluster.world_size)
-    searches = isinstance(strategy.gradients.transport, Auto) and not strategy.parallel.active
+    searches = isinstance(strategy.gradients.transport, AutoConfig) and not strategy.parallel.active
     if searches and control is not None and cluster.device.type == "cpu":
         place = find_place(cluster.device, control)
     reason = why_not_sharded(model, optimizer, strategy) if searches else None
@@ -103,12 +112,12 @@ def exchange_groups(given: Given) -> list[dist.ProcessGroup]:
     return [group for group in made if group is not None]
 
 
-def shares_at_start(given: Given) -> Shares | None:
-    """Who updates what, where the strategy lets every rank update a share of the parameters."""
+def shards_at_start(given: Given) -> Shards | None:
+    """Who updates what, where the strategy lets every rank update a shard of the parameters."""
     config = given.strategy.gradients.transport
-    if given.dims.data is None or not isinstance(config, Sharded):
+    if given.dims.data is None or not isinstance(config, ShardedConfig):
         return None
-    return shares_of(given.model, given.dims, config)
+    return shards_of(given.model, given.dims, config)
 
 
 def install_exchange(
@@ -116,16 +125,16 @@ def install_exchange(
     groups: Sequence[dist.ProcessGroup],
     whole: WholeModel,
     precision: ModelPrecision,
-    shares: Shares | None,
-) -> Exchange:
+    shards: Shards | None,
+) -> GradientExchange:
     """Install codec, engine, search and sharded update, in this order.
 
     Args:
         given: the model as later steps see it: its hooks see final gradients.
         groups: as from `exchange_groups`.
-        whole: the model where no rank updates a share.
+        whole: the model where no rank updates a shard.
         precision: says in which type gradients travel.
-        shares: as from `shares_at_start`.
+        shards: as from `shards_at_start`.
     """
     trainables = _trainables(given, whole, precision)
     # Before the codecs, which compress between hosts alone where a transport knows these.
@@ -142,22 +151,22 @@ def install_exchange(
     names = [t.name for t in trainables]
     if given.dims.data is None:
         alone = SingleReplicaEngine(given.model.parameters(), given.strategy.gradients.split)
-        return Exchange(given.handles.add(alone), names, codec, momentum, sharding, None)
-    engine = _engine(given, transports, trainables, codec, momentum, precision, sharding, shares)
+        return GradientExchange(given.handles.add(alone), names, codec, momentum, sharding, None)
+    engine = _engine(given, transports, trainables, codec, momentum, precision, sharding, shards)
     # After the engine, which knows the order of the parameters.
     given.handles.add(sharding, on_error=sharding.abandon)
     config = given.strategy.gradients.transport
-    if isinstance(config, Sharded) and shares is not None:
-        sharding.begin(config, transports[0], shares, engine)
+    if isinstance(config, ShardedConfig) and shards is not None:
+        sharding.begin(config, transports[0], shards, engine)
     search = _search(given, transports, engine, sharding)
     given.handles.add_rows(given.space.report_rows)
     given.handles.add_rows(partial(hosts_rows, rails, given.codec))
-    return Exchange(engine, names, codec, momentum, sharding, search)
+    return GradientExchange(engine, names, codec, momentum, sharding, search)
 
 
 def _trainables(given: Given, whole: WholeModel, precision: ModelPrecision) -> list[NamedParameter]:
     """The parameters whose gradients this rank exchanges, in the type in which these travel."""
-    named = parameters_of(given.model, trainable=True, shares=whole.largest_shapes)
+    named = parameters_of(given.model, trainable=True, shards=whole.largest_shapes)
     trainables = [t for t in named if whole.is_local(t.name)]
     return as_wide_as_gradients(trainables) if precision.exchanges_wide else trainables
 
@@ -179,31 +188,31 @@ def _engine(
     given: Given,
     transports: Sequence[Transport],
     trainables: Sequence[NamedParameter],
-    codec: Codec | None,
+    codec: CodecConfig | None,
     momentum: MomentumCorrection,
     precision: ModelPrecision,
     sharding: UpdateSharding,
-    shares: Shares | None,
+    shards: Shards | None,
 ) -> Engine:
     """The engine on its channel."""
     dims, config = given.dims, given.strategy.gradients
     assert dims.data is not None
     channel = Channel(transports[0], transports[1:], given.cluster.device, given.recorder)
     given.handles.enter_context(closing(channel))  # closed after the engine that uses it
-    verdict = measure(codec, given.cluster) if isinstance(codec, Adaptive) else None
+    verdict = measure(codec, given.cluster) if isinstance(codec, AdaptiveConfig) else None
     plan = CompressionPlan(
         partial(codec_of, codec),
         Ranks(dims.data_rank, dims.data_size),
         momentum.momenta,
         verdict.pays if verdict else lambda num_bytes: True,
-        shares,
+        shards,
         _rails(transports),
         narrow=not precision.exchanges_wide,
     )
     engine = Engine(
         given.model,
         trainables,
-        split=ByBytes() if isinstance(config.split, Optimal) else config.split,
+        split=ByBytesConfig() if isinstance(config.split, OptimalConfig) else config.split,
         # in a pipeline the last micro-batch's backward is not over before the sums of what
         # stages share
         overlap=config.overlap and given.strategy.parallel.pipeline is None,

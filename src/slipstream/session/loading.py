@@ -19,12 +19,14 @@ from slipstream.errors import ModelError, UsageError
 from slipstream.parallel.dims import ParallelDims
 from slipstream.session.handles import HandleStack
 from slipstream.session.tracing import Tracer
-from slipstream.strategy import Data
+from slipstream.strategy import DataConfig
 from slipstream.trace.recorder import Recorder
 from slipstream.transport.consistency import agree
 
 
-def useful_loading(loader: Iterable[Any] | None, data: Data, dims: ParallelDims) -> dict[str, bool]:
+def useful_loading(
+    loader: Iterable[Any] | None, data: DataConfig, dims: ParallelDims
+) -> dict[str, bool]:
     """Which settings of ``data`` the loader allows and does not have, for a trace."""
     balanceable = is_balanceable(loader, dims.data_rank, dims.data_size)
     return {
@@ -36,7 +38,7 @@ def useful_loading(loader: Iterable[Any] | None, data: Data, dims: ParallelDims)
 
 def install_balance(
     loader: Iterable[Any] | None,
-    data: Data,
+    data: DataConfig,
     cluster: Cluster,
     dims: ParallelDims,
     handles: HandleStack,
@@ -63,7 +65,7 @@ def install_balance(
 def install_loader(
     loader: Iterable[Any] | None,
     balance: SampleBalance | None,
-    data: Data,
+    data: DataConfig,
     cluster: Cluster,
     dims: ParallelDims,
     recorder: Recorder | None,
@@ -94,7 +96,7 @@ def install_loader(
 def _installed(
     loader: Iterable[Any],
     balance: SampleBalance | None,
-    data: Data,
+    data: DataConfig,
     cluster: Cluster,
     dims: ParallelDims,
     recorder: Recorder | None,

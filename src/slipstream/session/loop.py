@@ -19,7 +19,7 @@ from torch import nn
 
 from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
-from slipstream.gradients.shares import ShardedGradient
+from slipstream.gradients.shards import ShardedGradient
 from slipstream.kernels.surroundings import outside_autocast
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.pipeline.pipeline import Pipeline
@@ -27,7 +27,7 @@ from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import messages
 from slipstream.session.accumulation import AccumulationWindow
-from slipstream.session.exchanging import Exchange
+from slipstream.session.exchanging import GradientExchange
 from slipstream.session.members import Members
 from slipstream.session.step_hooks import StepHooks
 from slipstream.session.tracing import Tracer
@@ -58,7 +58,7 @@ class TrainingLoop:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        exchange: Exchange,
+        exchange: GradientExchange,
         dims: ParallelDims,
         *,
         window: AccumulationWindow,
@@ -384,7 +384,7 @@ class TrainingLoop:
             return False  # without a loss scale, NaN gradients are an update like any other
         averages = self.engine.averages(self._parameters)
         infinite = [any_infinite(g._values() if g.is_sparse else g) for g in averages]
-        # Averages are the same on all data-parallel ranks, unless each has a share of them; those
+        # Averages are the same on all data-parallel ranks, unless each has a shard of them; those
         # that share a model must agree.
         return self.sharding.any_rank(bool(infinite) and bool(torch.stack(infinite).any()))
 

@@ -1,6 +1,6 @@
 """The parameters that a session trains: those that model and optimizer had when it began.
 
-Segments, shares, masters and codecs are laid out for these. A parameter that enters later would be
+Segments, shards, masters and codecs are laid out for these. A parameter that enters later would be
 trained by each rank alone, one that is replaced would never be updated: both are refused.
 
 [Note: Looking costs nothing]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.calibration.adaptive_codec import CodecDecision
 from slipstream.gradients.interface import GradientEngine
-from slipstream.strategy import Codec, Row
+from slipstream.strategy import CodecConfig, Row
 from slipstream.transport.hosts import Rails
 
 
@@ -19,7 +19,7 @@ def adaptive_rows(decision: CodecDecision, engine: GradientEngine) -> list[Row]:
     return [Row("adaptive", value, note)]
 
 
-def hosts_rows(rails: Rails | None, codec: Codec | None) -> list[Row]:
+def hosts_rows(rails: Rails | None, codec: CodecConfig | None) -> list[Row]:
     """The hosts that a hierarchical transport found, and what a codec has to do between them."""
     if rails is None:
         return []

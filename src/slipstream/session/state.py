@@ -16,7 +16,7 @@ from slipstream.data.uneven_inputs import UnevenInputLoader
 from slipstream.parallel.dims import ParallelDims
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import checkpoint
-from slipstream.session.exchanging import Exchange
+from slipstream.session.exchanging import GradientExchange
 from slipstream.strategy import Strategy, keeps_state
 from slipstream.transport.consistency import agree
 
@@ -36,7 +36,7 @@ class SessionState:
     def __init__(
         self,
         model: nn.Module,
-        exchange: Exchange,
+        exchange: GradientExchange,
         dims: ParallelDims,
         precision: ModelPrecision,
         loader: UnevenInputLoader | None,

@@ -21,7 +21,7 @@ from slipstream.gradients.segments import gradients_of, parameters_of
 from slipstream.parallel.dims import ParallelDims
 from slipstream.plain_copy import attach
 from slipstream.sharding.checks import refusal_of_sharded
-from slipstream.strategy import Row, Sharded, Strategy
+from slipstream.strategy import Row, ShardedConfig, Strategy
 from slipstream.trace import chrome
 from slipstream.trace.event import BACKWARD, FORWARD, OPTIMIZER, Trace
 from slipstream.trace.recorder import Recorder, Stamp
@@ -259,7 +259,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _is_shardable(model: nn.Module, optimizer: torch.optim.Optimizer, strategy: Strategy) -> bool:
     """Whether ``transport: sharded`` is or would be accepted here."""
-    if isinstance(strategy.gradients.transport, Sharded):
+    if isinstance(strategy.gradients.transport, ShardedConfig):
         return True
     return refusal_of_sharded(model, optimizer, strategy) is None
 

@@ -1,7 +1,7 @@
-"""Who updates what: every rank everything, or each a share; changed between two updates.
+"""Who updates what: every rank everything, or each a shard; changed between two updates.
 
 [Note: A change while training runs]
-The optimizer's state is cut to this rank's shares, without communication, and gathered when that
+The optimizer's state is cut to this rank's shards, without communication, and gathered when that
 ends. Both leave every value as it is, so that a run goes on, bit for bit, as one that was always as
 it is now. They happen where a backward pass begins: there parameters are whole, no exchange is in
 flight, and the optimizer is not inside a step.
@@ -18,23 +18,23 @@ from torch import nn
 from slipstream.codecs import Ranks
 from slipstream.gradients.engine import Engine
 from slipstream.gradients.segments import NamedParameter
-from slipstream.gradients.shares import Shares, cut_first
+from slipstream.gradients.shards import Shards, cut_first
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.sharding.gather import ParameterGather
 from slipstream.sharding.model import ShardedModel
 from slipstream.sharding.watch import GradientWatch
-from slipstream.strategy import ByIndex, Row, Sharded, Split
+from slipstream.strategy import ByIndexConfig, Row, ShardedConfig, SplitConfig
 from slipstream.transport.consistency import any_of, meet
 from slipstream.transport.transport import Transport
 
 
-def shares_of(model: nn.Module, dims: ParallelDims, config: Sharded) -> Shares:
+def shards_of(model: nn.Module, dims: ParallelDims, config: ShardedConfig) -> Shards:
     """Cut what ``config`` does not replicate among the data-parallel ranks."""
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     names = cut_first(trainable, 1 - config.replicated)
-    return Shares(Ranks(dims.data_rank, dims.data_size), names)
+    return Shards(Ranks(dims.data_rank, dims.data_size), names)
 
 
 class AnyRank:
@@ -84,12 +84,14 @@ class UpdateSharding:
         self._at = at
         self._module, self._optimizer, self._whole = model, optimizer, whole
         self._trainables, self._precision, self._dims = trainables, precision, dims
-        self._config: Sharded | None = None
+        self._config: ShardedConfig | None = None
         self.model = whole
         self.watch = GradientWatch(optimizer)
         self.any_rank = AnyRank(dims)
 
-    def use(self, config: Sharded | None, transport: Transport | None, engine: Engine) -> None:
+    def use(
+        self, config: ShardedConfig | None, transport: Transport | None, engine: Engine
+    ) -> None:
         """Begin, change or end a sharded update; None: every rank updates everything.
 
         A collective, where a backward pass begins.
@@ -97,38 +99,38 @@ class UpdateSharding:
         Args:
             config: what ranks share from now on.
             transport: carries parameters; used by nothing else while a forward runs.
-            engine: lays out the gradients that it exchanges for the shares of an update.
+            engine: lays out the gradients that it exchanges for the shards of an update.
         """
         if config == self._config:
             return
         if self._config is not None:
             self.model.close()  # gives every rank the whole state
-            engine.use_shares(None)
+            engine.use_shards(None)
             self._config, self.model, self.any_rank.sharded = None, self._whole, False
         if config is not None:
             assert transport is not None
-            shares = shares_of(self._module, self._dims, config)
-            engine.use_shares(shares)
-            self.begin(config, transport, shares, engine, _gather(config, shares))
+            shards = shards_of(self._module, self._dims, config)
+            engine.use_shards(shards)
+            self.begin(config, transport, shards, engine, _gather(config, shards))
 
     def begin(
         self,
-        config: Sharded,
+        config: ShardedConfig,
         transport: Transport,
-        shares: Shares,
+        shards: Shards,
         engine: Engine,
-        gather: Split | None = None,
+        gather: SplitConfig | None = None,
     ) -> None:
-        """Let each rank update its share; the engine delivers averages to ``shares``."""
+        """Let each rank update its shard; the engine delivers averages to ``shards``."""
         control = self._dims.control
         assert control is not None
         self._config, self.any_rank.sharded = config, True
         self.model = ShardedModel(
             self._module,
             self._optimizer,
-            shares=shares,
+            shards=shards,
             transport=transport,
-            gather=ParameterGather(shares, transport, gather or config.gather, self._at),
+            gather=ParameterGather(shards, transport, gather or config.gather, self._at),
             order=partial(_forward_order, self._trainables, engine),
             meet=partial(meet, group=control),
             half_weights=self._precision.masters,
@@ -147,19 +149,19 @@ class UpdateSharding:
             self.model.abandon()
 
     def report_rows(self) -> list[Row]:
-        """What this rank updates, where that is a share."""
+        """What this rank updates, where that is a shard."""
         return [] if self._config is None else self.model.report_rows()
 
 
-def _gather(config: Sharded, shares: Shares) -> Split:
+def _gather(config: ShardedConfig, shards: Shards) -> SplitConfig:
     """The all-gathers of a predicted config; those by default where it counts other parameters.
 
     A prediction knows the bytes that travel, which parameters of several types do not have in
     proportion to their own: then the border of the replicated part may be one parameter away.
     """
     gather = config.gather
-    fits = not isinstance(gather, ByIndex) or gather.last[-1] == len(shares.names) - 1
-    return gather if fits else Sharded().gather
+    fits = not isinstance(gather, ByIndexConfig) or gather.last[-1] == len(shards.names) - 1
+    return gather if fits else ShardedConfig().gather
 
 
 def _forward_order(trainables: Sequence[NamedParameter], engine: Engine) -> list[NamedParameter]:

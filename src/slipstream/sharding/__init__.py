@@ -1,5 +1,5 @@
-"""The sharded transport's side of the update: each rank steps its share of every parameter.
+"""The sharded transport's side of the update: each rank steps its shard of every parameter.
 
-``gradients`` delivers this rank's shares of the averages; ``update`` steps them with the user's
-optimizer, and ``gather`` brings the other ranks' shares under the next forward.
+``gradients`` delivers this rank's shards of the averages; ``update`` steps them with the user's
+optimizer, and ``gather`` brings the other ranks' shards under the next forward.
 """

@@ -12,7 +12,14 @@ from slipstream.errors import ModelError, SlipstreamError, StrategyError
 from slipstream.gradients.segments import NamedParameter, parameters_of
 from slipstream.optim.elementwise import ELEMENTWISE, acts_elsewhere, is_elementwise
 from slipstream.optim.layerwise import Layerwise
-from slipstream.strategy import Dgc, Half, HalfWeights, Sharded, Strategy, codec_of
+from slipstream.strategy import (
+    DgcConfig,
+    HalfConfig,
+    HalfWeightsConfig,
+    ShardedConfig,
+    Strategy,
+    codec_of,
+)
 
 _FIX = "use gradients: {transport: direct}"
 
@@ -23,14 +30,14 @@ def check_sharded(
     trainables: Sequence[NamedParameter],
     strategy: Strategy,
 ) -> None:
-    """Refuse a model, an optimizer or a strategy of which ranks cannot each update a share.
+    """Refuse a model, an optimizer or a strategy of which ranks cannot each update a shard.
 
     Raises:
         StrategyError: with a technique that sharding does not work with.
         ModelError: names the optimizer or the parameter.
     """
     config = strategy.gradients.transport
-    if not isinstance(config, Sharded):
+    if not isinstance(config, ShardedConfig):
         return
     if strategy.parallel.active:
         raise StrategyError(
@@ -40,7 +47,7 @@ def check_sharded(
     if (problem := acts_elsewhere(optimizer)) is not None:
         raise ModelError(
             f"gradients.transport sharded with the optimizer {type(optimizer).__name__}, which "
-            f"{problem}: there parameters are whole and its state is a rank's share; {_FIX}"
+            f"{problem}: there parameters are whole and its state is a rank's shard; {_FIX}"
         )
     known = is_elementwise(optimizer) or isinstance(optimizer, Layerwise)
     if not known and not config.elementwise:
@@ -52,7 +59,7 @@ def check_sharded(
             f", else {_FIX}"
         )
     for t in trainables:
-        if isinstance(codec_of(strategy.gradients.codec, t.name), Dgc):
+        if isinstance(codec_of(strategy.gradients.codec, t.name), DgcConfig):
             raise StrategyError(
                 "gradients.transport sharded with the codec dgc, which applies momentum to whole "
                 f"gradients; {_FIX}, or another codec"
@@ -69,7 +76,7 @@ def check_sharded(
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ModelError(
                 f"gradients.transport sharded: module {path} has sparse gradients, of which ranks "
-                f"cannot take shares; build it with sparse=False, or {_FIX}"
+                f"cannot take shards; build it with sparse=False, or {_FIX}"
             )
 
 
@@ -78,7 +85,7 @@ def refusal_of_sharded(
 ) -> str | None:
     """Why ``transport: sharded`` in the place of the strategy's would be refused; None: it would
     not be."""
-    update = {"gradients": strategy.gradients.model_copy(update={"transport": Sharded()})}
+    update = {"gradients": strategy.gradients.model_copy(update={"transport": ShardedConfig()})}
     try:
         trainables = parameters_of(model, trainable=True)
         check_sharded(model, optimizer, trainables, strategy.model_copy(update=update))
@@ -95,11 +102,11 @@ def why_not_sharded(
     Half weights and a fused optimizer keep copies that are made for whole updates.
     """
     config = strategy.gradients
-    if isinstance(strategy.precision, HalfWeights):
+    if isinstance(strategy.precision, HalfWeightsConfig):
         return "precision keeps fp32 copies of all weights"
     if strategy.compute.fuse_optimizer:
         return "compute.fuse_optimizer"
-    if not isinstance(config.codec, Half | None):
+    if not isinstance(config.codec, HalfConfig | None):
         return f"the codec {config.codec.kind}"
     return refusal_of_sharded(model, optimizer, strategy)
 

@@ -1,13 +1,13 @@
-"""Gathers updated parameters under the next forward: every rank sends its shares to all others.
+"""Gathers updated parameters under the next forward: every rank sends its shards to all others.
 
-Never decides who owns what (``gradients.shares``), nor how it travels (the transport).
+Never decides who owns what (``gradients.shards``), nor how it travels (the transport).
 
 [Note: Written as memory]
 A parameter is completed wherever it is read first: inside a transform of ``torch.func``, while
 ``torch.jit.trace`` records, under a dispatch mode. There an in-place operation on it would be
 refused, recorded or faked. So on a CPU what arrives is copied as memory, by numpy, which none of
 them sees. It does not count as a write of the parameter's version either: that of the optimizer's
-step on this rank's share has counted already.
+step on this rank's shard has counted already.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from slipstream.errors import ExchangeError
 from slipstream.gradients.layout import Gradient, plan_segments
 from slipstream.gradients.messages import exchange_failed
 from slipstream.gradients.segments import NamedParameter
-from slipstream.gradients.shard_bucket import in_shares
-from slipstream.gradients.shares import Shares, flat
+from slipstream.gradients.shard_bucket import in_shards
+from slipstream.gradients.shards import Shards, flat
 from slipstream.sharding.pending import resume, suspend
-from slipstream.strategy import Split
+from slipstream.strategy import SplitConfig
 from slipstream.transport.requests import AllGather
 from slipstream.transport.transport import Transport
 from slipstream.transport.work import Work
@@ -37,7 +37,7 @@ from slipstream.transport.work import Work
 
 @dataclass(eq=False, slots=True)
 class _Segment:
-    """Parameters of one dtype that travel together: a row of shares for each rank."""
+    """Parameters of one dtype that travel together: a row of shards for each rank."""
 
     names: tuple[str, ...]
     parameters: Sequence[nn.Parameter]
@@ -59,7 +59,7 @@ class ParameterGather:
     """Starts after an update; a parameter is complete when it is read first.
 
     Args:
-        shares: which values each rank has updated.
+        shards: which values each rank has updated.
         transport: used by nobody else between ``start`` and ``finish``.
         split: which parameters travel together.
         at: names this rank in an error.
@@ -67,9 +67,9 @@ class ParameterGather:
     Exactness: bitwise.
     """
 
-    shares: Shares
+    shards: Shards
     transport: Transport
-    split: Split
+    split: SplitConfig
     at: str
     _segments: Sequence[_Segment] = ()
     _order: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ class ParameterGather:
         if order == self._order:
             return
         self._order, self._segments = order, ()
-        self.shares.workspace.begin()
+        self.shards.workspace.begin()
         gradients = [
             Gradient(p.name, p.layer, p.parameter.nbytes, str(p.parameter.dtype))
             for p in parameters
@@ -103,12 +103,12 @@ class ParameterGather:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Send this rank's shares; from now on parameters are pending."""
-        rank = self.shares.ranks.rank
+        """Send this rank's shards; from now on parameters are pending."""
+        rank = self.shards.ranks.rank
         requests = [AllGather(s.rows[rank], s.rows) for s in self._segments]
         self.transport.prepare(requests)
         for number, (segment, request) in enumerate(zip(self._segments, requests, strict=True)):
-            own = [self.shares.own_of(parameter).view(-1) for parameter in segment.parameters]
+            own = [self.shards.own_of(parameter).view(-1) for parameter in segment.parameters]
             segment.waits = None
             if number and request.send.device.type == "cpu":
                 segment.works = self._sender.submit(self._send, segment, own, request)
@@ -126,7 +126,7 @@ class ParameterGather:
     def _send(
         self, segment: _Segment, own: list[torch.Tensor], request: AllGather
     ) -> Sequence[Work]:
-        """Copy this rank's shares into its row, and send that to all others."""
+        """Copy this rank's shards into its row, and send that to all others."""
         places = [request.send[c][: len(o)] for c, o in zip(segment.columns, own, strict=True)]
         torch._foreach_copy_(places, own)
         return self.transport.start(request)
@@ -151,7 +151,7 @@ class ParameterGather:
         return [name for segment in pending for name in segment.names]
 
     def _complete(self, segment: _Segment) -> None:
-        """Wait for the others' shares, and copy them into the parameters.
+        """Wait for the others' shards, and copy them into the parameters.
 
         An exception in between, one of the keyboard above all, leaves the parameters pending.
         """
@@ -175,9 +175,9 @@ class ParameterGather:
 
     def _segment(self, parameters: Sequence[NamedParameter]) -> _Segment:
         tensors = [p.parameter for p in parameters]
-        borders = [0, *accumulate(self.shares.length(t) for t in tensors)]
+        borders = [0, *accumulate(self.shards.length(t) for t in tensors)]
         columns = [slice(*border) for border in pairwise(borders)]
-        rows = self.shares.workspace.rows(self.shares.ranks.count, borders[-1], tensors[0].dtype)
+        rows = self.shards.workspace.rows(self.shards.ranks.count, borders[-1], tensors[0].dtype)
         return _Segment(tuple(p.name for p in parameters), tensors, columns, rows)
 
     def _failed(self, segment: _Segment, error: RuntimeError) -> ExchangeError:
@@ -194,7 +194,7 @@ def _find_memory(segment: _Segment) -> None:
     segment.copies = [
         (_memory(values), _memory(row))
         for parameter, columns in zip(segment.parameters, segment.columns, strict=True)
-        for row, values in in_shares(segment.rows[:, columns], flat(parameter))
+        for row, values in in_shards(segment.rows[:, columns], flat(parameter))
     ]
 
 

@@ -1,9 +1,9 @@
-"""A model of which every rank updates a share: its optimizer's steps, and its state as a whole.
+"""A model of which every rank updates a shard: its optimizer's steps, and its state as a whole.
 
-[Note: One parameter, its share] Parameters stay the user's objects, in the model and in the
-optimizer's groups. While the optimizer steps, their ``data`` is this rank's share, a view of the
-same memory, and their ``grad`` the share of the average. So the optimizer updates in place, and its
-state has the size of the shares.
+[Note: One parameter, its shard] Parameters stay the user's objects, in the model and in the
+optimizer's groups. While the optimizer steps, their ``data`` is this rank's shard, a view of the
+same memory, and their ``grad`` the shard of the average. So the optimizer updates in place, and its
+state has the size of the shards.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import nn
 
 from slipstream.errors import UsageError
 from slipstream.gradients.segments import NamedParameter
-from slipstream.gradients.shares import Shares
+from slipstream.gradients.shards import Shards
 from slipstream.optim.layerwise import Layerwise
-from slipstream.optim.share_state import is_part
+from slipstream.optim.shard_state import is_part
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.plain_copy import attach
 from slipstream.precision import HalfWeights
@@ -32,18 +32,18 @@ from slipstream.transport.transport import Transport
 
 
 class ShardedModel(WholeModel):
-    """Steps the shares of this rank, and gathers the others' afterwards.
+    """Steps the shards of this rank, and gathers the others' afterwards.
 
     Args:
         model: whole on every rank.
-        optimizer: as ``check_sharded`` accepts it; its state is cut to this rank's shares.
-        shares: which values belong to this rank.
+        optimizer: as ``check_sharded`` accepts it; its state is cut to this rank's shards.
+        shards: which values belong to this rank.
         transport: sums norms, gathers states.
-        gather: brings the others' shares.
+        gather: brings the others' shards.
         order: the parameters in the order in which forward needs them, once known.
         meet: sums a number over ranks, all of which must have called the same verb; see
             ``transport.consistency.meet``.
-        half_weights: have the fp32 values of this rank's shares.
+        half_weights: have the fp32 values of this rank's shards.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ShardedModel(WholeModel):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        shares: Shares,
+        shards: Shards,
         transport: Transport,
         gather: ParameterGather,
         order: Callable[[], Sequence[NamedParameter]],
@@ -59,16 +59,16 @@ class ShardedModel(WholeModel):
         half_weights: HalfWeights | None = None,
     ) -> None:
         super().__init__(model, optimizer)
-        self._names = shares.names
-        self._shares, self._transport, self._gather = shares, transport, gather
+        self._names = shards.names
+        self._shards, self._transport, self._gather = shards, transport, gather
         self._order, self._meet, self._half_weights = order, meet, half_weights
         self._stepping = False
         self._whole: dict[nn.Parameter, torch.Tensor] = {}  # while the optimizer steps
         # Others read parameters without a call that could be noticed.
         self._at_once = any(map(_reads_unnoticed, model.modules())) or _shares_memory(model)
-        self._state = OptimizerState(optimizer, shares, self._gather_rows)
+        self._state = OptimizerState(optimizer, shards, self._gather_rows)
         for parameter in self._names:
-            shares.own_of(parameter)  # the form in which the state is cut
+            shards.own_of(parameter)  # the form in which the state is cut
         if isinstance(optimizer, Layerwise):
             optimizer.sum_squares = self._sum_squares
         self._hooks = InnerHooks(optimizer, self._step_begins, self._step_ends)
@@ -81,22 +81,22 @@ class ShardedModel(WholeModel):
         if any(x is not None for x in [*args[1:], *kwargs.values()]):
             raise UsageError(
                 "optimizer.step(closure) with gradients.transport sharded: the closure would "
-                "compute with shares of the parameters; use transport: direct"
+                "compute with shards of the parameters; use transport: direct"
             )
         self._hooks.check()
         self.complete()
         if not self._state.is_cut:
             self._state.cut()
-        self._shares.adopt()
+        self._shards.adopt()
         # All that may refuse comes before the first change.
-        own = {p: self._shares.own_of(p) for p in self._state.held if p not in self._masters}
+        own = {p: self._shards.own_of(p) for p in self._state.held if p not in self._masters}
         self._stepping = True
         for parameter in self._state.held:
             parameter.grad = None
-            if parameter in own:  # else the hook of half weights has put the share there already
+            if parameter in own:  # else the hook of half weights has put the shard there already
                 self._whole[parameter] = parameter.data
                 parameter.data = own[parameter]
-            parameter.grad = self._shares.gradients.get(parameter)
+            parameter.grad = self._shards.gradients.get(parameter)
 
     def _step_ends(self, *_: object) -> None:
         self._restore()
@@ -118,7 +118,7 @@ class ShardedModel(WholeModel):
             parameter.data = whole
         self._whole.clear()
         self._stepping = False
-        self._shares.guard()
+        self._shards.guard()
 
     @property
     def _masters(self) -> Mapping[nn.Parameter, torch.Tensor]:
@@ -128,31 +128,31 @@ class ShardedModel(WholeModel):
         self, parameters: Sequence[torch.Tensor], squares: torch.Tensor
     ) -> torch.Tensor:
         """Sum squared norms over ranks, in place; those of whole parameters are all equal."""
-        squares *= _parts(parameters, self._names, self._shares.ranks.count).to(squares)
+        squares *= _parts(parameters, self._names, self._shards.ranks.count).to(squares)
         self._run(AllReduce(squares))
         return squares
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """As torch's, of shares.
+        """As torch's, of shards.
 
         Raises:
             UsageError: the gradients are not averages yet.
             MismatchError: other ranks have called something else.
         """
         having = [p for p in self._model.parameters() if p.grad is not None]
-        if having and not self._shares.delivered:
+        if having and not self._shards.delivered:
             raise UsageError(
                 "session.clip_grad_norm_() of gradients that are not averages yet; call it after "
                 "the session.backward() that an update follows, before session.step()"
             )
-        self._shares.adopt()
-        self._shares.guard()
-        of = {p: p.grad for p in having if p.grad is not None} | self._shares.gradients
+        self._shards.adopt()
+        self._shards.guard()
+        of = {p: p.grad for p in having if p.grad is not None} | self._shards.gradients
         gradients, total = list(of.values()), 0.0
         if gradients:
             each = [torch.linalg.vector_norm(g).double().square() for g in gradients]
-            count = self._shares.ranks.count
+            count = self._shards.ranks.count
             total = float(torch.stack(each) @ _parts(of, self._names, count).to(each[0].device))
         total = self._meet("session.clip_grad_norm_", total)
         norm = torch.tensor(total, dtype=torch.float64).sqrt()
@@ -191,7 +191,7 @@ class ShardedModel(WholeModel):
         state = super().full_state_dict()
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             if parameter in self._masters and parameter in self._names:
-                state[name] = self._state.joined(parameter, self._shares.own(state[name]))
+                state[name] = self._state.joined(parameter, self._shards.own(state[name]))
         return state
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class ShardedModel(WholeModel):
 
     def report_rows(self) -> list[Row]:
         whole = sum(p.nbytes for p in self._names)
-        own = sum(self._shares.shape(p).numel() * p.element_size() for p in self._names)
+        own = sum(self._shards.shape(p).numel() * p.element_size() for p in self._names)
         sizes = self._gather.num_bytes
         value = f"{own / 2**20:.1f} of {whole / 2**20:.1f} MB updated here"
         if not sizes:

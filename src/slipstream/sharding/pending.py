@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import register_pytree_node
 
 from slipstream.errors import UsageError
-from slipstream.gradients.shares import METADATA
+from slipstream.gradients.shards import METADATA
 
 _DATA: Any = cast(Any, torch.Tensor).data
 _OF_ITS_CLASS: dict[Any, Callable[..., Any]] = {

@@ -1,4 +1,4 @@
-"""The optimizer's state: this rank's share while a session is open, and the whole for a file."""
+"""The optimizer's state: this rank's shard while a session is open, and the whole for a file."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ import torch
 from torch import nn
 
 from slipstream.errors import UsageError
-from slipstream.gradients.shares import Shares, flat
+from slipstream.gradients.shards import Shards, flat
 from slipstream.optim.elementwise import COUNTERS
-from slipstream.optim.share_state import MARK, ShareState, is_part, refuse_part, saving
+from slipstream.optim.shard_state import MARK, ShardState, is_part, refuse_part, saving
 
 
 class OptimizerState:
-    """Cuts the state of an optimizer to this rank's shares, and joins it again.
+    """Cuts the state of an optimizer to this rank's shards, and joins it again.
 
     Args:
-        optimizer: its state becomes a `ShareState`, which nobody else can save.
-        shares: which values belong to this rank.
+        optimizer: its state becomes a `ShardState`, which nobody else can save.
+        shards: which values belong to this rank.
         gather: fills the rows of all ranks from this rank's; a collective.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        shares: Shares,
+        shards: Shards,
         gather: Callable[[torch.Tensor, torch.Tensor], None],
     ) -> None:
-        self._optimizer, self._shares, self._gather = optimizer, shares, gather
+        self._optimizer, self._shards, self._gather = optimizer, shards, gather
         self._loads_part = False
         left = optimizer.state  # by a session that ended with an error, maybe
-        if isinstance(left, ShareState):
+        if isinstance(left, ShardState):
             self._loads_part = is_part({MARK: left.mark}, self._mark)
         self.cut()
         self._hooks = [
@@ -45,13 +45,13 @@ class OptimizerState:
 
     @property
     def _mark(self) -> Mapping[str, int]:
-        return {"rank": self._shares.ranks.rank, "ranks": self._shares.ranks.count}
+        return {"rank": self._shards.ranks.rank, "ranks": self._shards.ranks.count}
 
     @property
     def held(self) -> Iterator[nn.Parameter]:
         """The optimizer's parameters that are cut."""
         for group in self._optimizer.param_groups:
-            yield from (p for p in group["params"] if p in self._shares.names)
+            yield from (p for p in group["params"] if p in self._shards.names)
 
     @property
     def _numbered(self) -> list[nn.Parameter]:
@@ -61,7 +61,7 @@ class OptimizerState:
     @property
     def is_cut(self) -> bool:
         """Whether all that the optimizer has is this rank's: nobody has replaced it."""
-        return isinstance(self._optimizer.state, ShareState)
+        return isinstance(self._optimizer.state, ShardState)
 
     def part(self) -> dict[str, Any]:
         """This rank's part, which says so."""
@@ -69,11 +69,11 @@ class OptimizerState:
             return {**self._optimizer.state_dict(), MARK: dict(self._mark)}
 
     def part_with_shapes(self) -> dict[str, Any]:
-        """This rank's part, and what `join_shares` needs to know."""
+        """This rank's part, and what `join_shards` needs to know."""
         shapes = {
             number: (tuple(p.shape), tuple(p.stride()))
             for number, p in enumerate(self._numbered)
-            if p in self._shares.names
+            if p in self._shards.names
         }
         return {**self._mark, "shapes": shapes, "optimizer": self.part()}
 
@@ -84,7 +84,7 @@ class OptimizerState:
         joined = {
             number: {
                 key: self.joined(parameters[number], value)
-                if isinstance(value, torch.Tensor) and parameters[number] in self._shares.names
+                if isinstance(value, torch.Tensor) and parameters[number] in self._shards.names
                 else value
                 for key, value in values.items()
             }
@@ -93,11 +93,11 @@ class OptimizerState:
         return {**state, "state": joined}
 
     def joined(self, parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor of which this rank has a share, others as they are; collective."""
-        if parameter not in self._shares.names or value.shape != self._shares.shape(parameter):
+        """The whole of a tensor of which this rank has a shard, others as they are; collective."""
+        if parameter not in self._shards.names or value.shape != self._shards.shape(parameter):
             return value
-        ranks = self._shares.ranks
-        rows = value.new_zeros(ranks.count, self._shares.length(parameter))
+        ranks = self._shards.ranks
+        rows = value.new_zeros(ranks.count, self._shards.length(parameter))
         row = rows[ranks.rank]
         row[: value.numel()] = value.view(-1)
         self._gather(row, rows)
@@ -115,37 +115,37 @@ class OptimizerState:
 
     @torch.no_grad()
     def cut(self, *_: object) -> None:
-        """Keep this rank's share of whole states, which a checkpoint or earlier steps have left.
+        """Keep this rank's shard of whole states, which a checkpoint or earlier steps have left.
 
         Raises:
-            UsageError: a state has neither the shape of its parameter nor that of its share.
+            UsageError: a state has neither the shape of its parameter nor that of its shard.
         """
         parts, self._loads_part = self._loads_part, False
         for parameter in self.held:
             state = self._optimizer.state.get(parameter, {})
             for key, value in state.items():
                 if self._is_cut_from(parameter, key, value, parts) and not parts:
-                    state[key] = self._share(parameter, value)
-        self._optimizer.state = ShareState(**self._mark, state=self._optimizer.state)
+                    state[key] = self._shard(parameter, value)
+        self._optimizer.state = ShardState(**self._mark, state=self._optimizer.state)
 
     def _is_cut_from(self, parameter: nn.Parameter, key: str, value: Any, parts: bool) -> bool:
-        """Whether ``value`` has a number for each of the parameter's, or of its share's."""
-        if parameter not in self._shares.names or not isinstance(value, torch.Tensor):
+        """Whether ``value`` has a number for each of the parameter's, or of its shard's."""
+        if parameter not in self._shards.names or not isinstance(value, torch.Tensor):
             return False
         if value.ndim == 0 and key in COUNTERS:
             return False
-        allowed = self._shares.shape(parameter) if parts else self._shares.size(parameter)
+        allowed = self._shards.shape(parameter) if parts else self._shards.size(parameter)
         if value.shape != allowed and value.numel() > 1:
             raise UsageError(
-                f"the optimizer's {key} of {self._shares.names[parameter]} has shape "
+                f"the optimizer's {key} of {self._shards.names[parameter]} has shape "
                 f"{tuple(value.shape)}; allowed: {tuple(allowed)}; states of single ranks, of any "
                 "number of them, are loaded by session.restore(states)"
             )
         return value.shape == allowed
 
-    def _share(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    def _shard(self, parameter: nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
         like = torch.empty_like(parameter, dtype=whole.dtype).copy_(whole)  # in memory, too
-        return self._shares.own(like).clone()
+        return self._shards.own(like).clone()
 
     def close(self, whole: Mapping[int, dict[str, Any]]) -> None:
         """Give the optimizer the whole state again."""
@@ -163,8 +163,8 @@ class OptimizerState:
             hook.remove()
 
 
-def join_shares(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The whole optimizer state from the share states of all ranks of a run, in any order.
+def join_shards(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The whole optimizer state from the shard states of all ranks of a run, in any order.
 
     Raises:
         UsageError: a rank's state is missing, or there are two of one rank.
@@ -173,7 +173,7 @@ def join_shares(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     count = states[0]["ranks"] if states else 0
     if sorted(by_rank) != list(range(count)) or len(states) != count or not states:
         raise UsageError(
-            f"these are the shares of ranks {sorted(s['rank'] for s in states)}; allowed: those of "
+            f"these are the shards of ranks {sorted(s['rank'] for s in states)}; allowed: those of "
             f"all {count} ranks of the saved run, once each; pass all files that it saved"
         )
     first = by_rank[0]

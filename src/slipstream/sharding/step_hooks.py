@@ -1,7 +1,7 @@
 """Hooks of an optimizer's step that exchange the data of parameters: inside all others.
 
 torch runs step hooks in the order of their registration, before the step and after it. A hook of
-the user's that was registered before ours would see a rank's shares after the step, one that was
+the user's that was registered before ours would see a rank's shards after the step, one that was
 registered later would see them before it. Handles of other hooks have ``prepend`` for that; those
 of steps do not, so the order is set here, as ``prepend`` sets it.
 """
@@ -49,7 +49,7 @@ class InnerHooks:
         self._last = next(reversed(before))
 
     def check(self) -> None:
-        """Refuse a step with a hook that would see shares.
+        """Refuse a step with a hook that would see shards.
 
         Raises:
             UsageError: it was registered since the last ``arrange``.
@@ -60,7 +60,7 @@ class InnerHooks:
         if last != self._last and not _exchanges(before[last]):
             raise UsageError(
                 "with gradients.transport sharded a hook that was registered between backward() "
-                "and step() by optimizer.register_step_pre_hook would see this rank's shares of "
+                "and step() by optimizer.register_step_pre_hook would see this rank's shards of "
                 "the parameters; register it before session.backward()"
             )
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from slipstream.gradients.shares import METADATA, ZEROING, arguments
+from slipstream.gradients.shards import METADATA, ZEROING, arguments
 
 
 class WatchedGradient(torch.Tensor):

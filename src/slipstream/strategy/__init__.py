@@ -4,16 +4,16 @@ Other rooms read these values and act on them. Nothing here imports torch.
 """
 
 from slipstream.strategy.codec import (
-    Adaptive as Adaptive,
-    ByName as ByName,
-    Codec as Codec,
-    Dgc as Dgc,
-    Half as Half,
-    Int8 as Int8,
-    OneBit as OneBit,
-    PlainCodec as PlainCodec,
-    PowerSgd as PowerSgd,
-    Rule as Rule,
+    AdaptiveConfig as AdaptiveConfig,
+    ByNameConfig as ByNameConfig,
+    CodecConfig as CodecConfig,
+    CodecRuleConfig as CodecRuleConfig,
+    DgcConfig as DgcConfig,
+    HalfConfig as HalfConfig,
+    Int8Config as Int8Config,
+    OneBitConfig as OneBitConfig,
+    PlainCodecConfig as PlainCodecConfig,
+    PowerSgdConfig as PowerSgdConfig,
     at_once as at_once,
     codec_of as codec_of,
     keeps_state as keeps_state,
@@ -21,36 +21,36 @@ from slipstream.strategy.codec import (
     phase_of as phase_of,
     phases as phases,
 )
-from slipstream.strategy.compute import Compute as Compute
+from slipstream.strategy.compute import ComputeConfig as ComputeConfig
 from slipstream.strategy.data import (
-    Balance as Balance,
-    Cache as Cache,
-    Data as Data,
-    Prefetch as Prefetch,
+    BalanceConfig as BalanceConfig,
+    CacheConfig as CacheConfig,
+    DataConfig as DataConfig,
+    PrefetchConfig as PrefetchConfig,
 )
 from slipstream.strategy.memory import (
-    Budget as Budget,
-    BudgetBytes as BudgetBytes,
-    Checkpoints as Checkpoints,
-    Every as Every,
-    Memory as Memory,
-    Offload as Offload,
-    Recompute as Recompute,
+    BudgetBytesConfig as BudgetBytesConfig,
+    BudgetConfig as BudgetConfig,
+    CheckpointsConfig as CheckpointsConfig,
+    EveryConfig as EveryConfig,
+    MemoryConfig as MemoryConfig,
+    OffloadConfig as OffloadConfig,
+    RecomputeConfig as RecomputeConfig,
 )
 from slipstream.strategy.overview import Row as Row, overview as overview
 from slipstream.strategy.parallel import (
-    Parallel as Parallel,
-    PipelineParallel as PipelineParallel,
-    TensorParallel as TensorParallel,
+    ParallelConfig as ParallelConfig,
+    PipelineParallelConfig as PipelineParallelConfig,
+    TensorParallelConfig as TensorParallelConfig,
 )
 from slipstream.strategy.precision import (
-    Autocast as Autocast,
-    DynamicScale as DynamicScale,
+    AutocastConfig as AutocastConfig,
+    DynamicScaleConfig as DynamicScaleConfig,
     HalfType as HalfType,
-    HalfWeights as HalfWeights,
-    LossScale as LossScale,
-    Precision as Precision,
-    StaticScale as StaticScale,
+    HalfWeightsConfig as HalfWeightsConfig,
+    LossScaleConfig as LossScaleConfig,
+    PrecisionConfig as PrecisionConfig,
+    StaticScaleConfig as StaticScaleConfig,
 )
 from slipstream.strategy.presets import Preset as Preset, presets as presets
 from slipstream.strategy.setting import (
@@ -58,24 +58,28 @@ from slipstream.strategy.setting import (
     Setting as Setting,
     Variant as Variant,
 )
-from slipstream.strategy.spec import Gradients as Gradients, Strategy as Strategy, Trace as Trace
+from slipstream.strategy.spec import (
+    GradientsConfig as GradientsConfig,
+    Strategy as Strategy,
+    TraceConfig as TraceConfig,
+)
 from slipstream.strategy.split import (
-    ByBytes as ByBytes,
-    ByIndex as ByIndex,
-    ByLayers as ByLayers,
-    ByPercent as ByPercent,
-    Optimal as Optimal,
-    PerGradient as PerGradient,
-    PerLayer as PerLayer,
-    Single as Single,
-    Split as Split,
+    ByBytesConfig as ByBytesConfig,
+    ByIndexConfig as ByIndexConfig,
+    ByLayersConfig as ByLayersConfig,
+    ByPercentConfig as ByPercentConfig,
+    OptimalConfig as OptimalConfig,
+    PerGradientConfig as PerGradientConfig,
+    PerLayerConfig as PerLayerConfig,
+    SingleConfig as SingleConfig,
+    SplitConfig as SplitConfig,
 )
 from slipstream.strategy.transport import (
-    Auto as Auto,
-    Direct as Direct,
-    Flat as Flat,
-    Hierarchical as Hierarchical,
-    Sharded as Sharded,
-    SharedMemory as SharedMemory,
-    Transport as Transport,
+    AutoConfig as AutoConfig,
+    DirectConfig as DirectConfig,
+    FlatConfig as FlatConfig,
+    HierarchicalConfig as HierarchicalConfig,
+    ShardedConfig as ShardedConfig,
+    SharedMemoryConfig as SharedMemoryConfig,
+    TransportConfig as TransportConfig,
 )

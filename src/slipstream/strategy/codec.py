@@ -12,11 +12,11 @@ from slipstream.strategy.setting import OneOf, Setting, Variant
 _Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class Half(Variant, kind="half", exactness="lossy"):
+class HalfConfig(Variant, kind="half", exactness="lossy"):
     """Gradients travel and are summed as 16-bit floats.
 
     Example:
-        >>> Half(dtype="fp16").dtype
+        >>> HalfConfig(dtype="fp16").dtype
         'fp16'
     """
 
@@ -26,11 +26,11 @@ class Half(Variant, kind="half", exactness="lossy"):
     loss scale, an overflow skips the update."""
 
 
-class Int8(Variant, kind="int8", exactness="lossy"):
+class Int8Config(Variant, kind="int8", exactness="lossy"):
     """Gradients travel as 8-bit integers with one scale per block and are summed in fp32.
 
     Example:
-        >>> Int8(rounding="stochastic").block
+        >>> Int8Config(rounding="stochastic").block
         256
     """
 
@@ -44,14 +44,14 @@ class Int8(Variant, kind="int8", exactness="lossy"):
     """Add the rounding error to the next gradients; needs as much memory as the gradients."""
 
 
-class OneBit(Variant, kind="onebit", exactness="lossy"):
+class OneBitConfig(Variant, kind="onebit", exactness="lossy"):
     """Gradients travel as signs with one scale per block; error feedback sends the rest later.
 
     The first ``start_step`` updates are dense, as in 1-bit Adam (Tang et al. 2021): an optimizer
     that scales gradients by their history and has none yet moves parameters too far on signs alone.
 
     Example:
-        >>> OneBit().block
+        >>> OneBitConfig().block
         1024
     """
 
@@ -62,14 +62,14 @@ class OneBit(Variant, kind="onebit", exactness="lossy"):
     """Updates that send gradients uncompressed first: early gradients change too fast."""
 
 
-class Dgc(Variant, kind="dgc", exactness="lossy"):
+class DgcConfig(Variant, kind="dgc", exactness="lossy"):
     """Only the largest values travel; the others accumulate until they are large (DGC).
 
     Takes over momentum and weight decay of ``torch.optim.SGD``, because DGC applies them before it
     accumulates; refuses other optimizers.
 
     Example:
-        >>> Dgc(density=0.01, warmup_steps=0).density
+        >>> DgcConfig(density=0.01, warmup_steps=0).density
         0.01
     """
 
@@ -97,7 +97,7 @@ class Dgc(Variant, kind="dgc", exactness="lossy"):
         """Pairs of (first update, density from there on).
 
         Example:
-            >>> Dgc(density=0.01, dense_steps=100, warmup_steps=40, warmup=(0.2, 0.05)).stages
+            >>> DgcConfig(density=0.01, dense_steps=100, warmup_steps=40, warmup=(0.2, 0.05)).stages
             ((0, 1.0), (100, 0.2), (120, 0.05), (140, 0.01))
         """
         each = self.warmup_steps / max(len(self.warmup), 1)
@@ -109,11 +109,11 @@ class Dgc(Variant, kind="dgc", exactness="lossy"):
         return (*stages, (end, self.density))
 
 
-class PowerSgd(Variant, kind="powersgd", exactness="lossy"):
+class PowerSgdConfig(Variant, kind="powersgd", exactness="lossy"):
     """Gradients travel as products of two thin matrices; error feedback sends the rest later.
 
     Example:
-        >>> PowerSgd(rank=2).start_step
+        >>> PowerSgdConfig(rank=2).start_step
         1000
     """
 
@@ -133,15 +133,15 @@ class PowerSgd(Variant, kind="powersgd", exactness="lossy"):
     """Add the approximation error to the next gradients; needs as much memory as the gradients."""
 
 
-PlainCodec = Half | Int8 | OneBit | Dgc | PowerSgd
-_OneCodec = Annotated[PlainCodec, OneOf()]
+PlainCodecConfig = HalfConfig | Int8Config | OneBitConfig | DgcConfig | PowerSgdConfig
+_OneCodec = Annotated[PlainCodecConfig, OneOf()]
 
 
-class Rule(Setting):
+class CodecRuleConfig(Setting):
     """The codec of parameters whose path matches a pattern.
 
     Example:
-        >>> Rule(match="*.bias", codec=None).match
+        >>> CodecRuleConfig(match="*.bias", codec=None).match
         '*.bias'
     """
 
@@ -152,42 +152,43 @@ class Rule(Setting):
     """Their codec; null: none."""
 
 
-class ByName(Variant, kind="by_name", exactness="lossy"):
+class ByNameConfig(Variant, kind="by_name", exactness="lossy"):
     """Each parameter gets the codec of the first rule that matches its path, else none.
 
     ``accelerate()`` warns about a rule that matches no trainable parameter.
 
     Example:
-        >>> by_name = ByName(rules=(Rule(match="*.bias"), Rule(match="*", codec=Half())))
+        >>> rules = CodecRuleConfig(match="*.bias"), CodecRuleConfig(match="*", codec=HalfConfig())
+        >>> by_name = ByNameConfig(rules=rules)
         >>> by_name.of("head.bias"), by_name.of("head.weight").dtype
         (None, 'bf16')
     """
 
-    rules: tuple[Rule, ...] = Field(min_length=1, strict=False)
+    rules: tuple[CodecRuleConfig, ...] = Field(min_length=1, strict=False)
     """First match wins."""
 
-    def of(self, name: str) -> PlainCodec | None:
+    def of(self, name: str) -> PlainCodecConfig | None:
         """The codec of a parameter, by its path."""
         return next((r.codec for r in self.rules if fnmatchcase(name, r.match)), None)
 
 
-class Adaptive(Variant, kind="adaptive", exactness="lossy"):
+class AdaptiveConfig(Variant, kind="adaptive", exactness="lossy"):
     """A codec, used only for segments where it saves more time on the wire than it costs.
 
     Both times are measured on the live ranks before the first update.
 
     Example:
-        >>> Adaptive(codec="int8").codec.kind
+        >>> AdaptiveConfig(codec="int8").codec.kind
         'int8'
     """
 
-    codec: _OneCodec = Half()
+    codec: _OneCodec = HalfConfig()
     """The codec for segments where it pays."""
 
     @field_validator("codec")
     @classmethod
-    def _not_dgc(cls, codec: PlainCodec) -> PlainCodec:
-        if isinstance(codec, Dgc):
+    def _not_dgc(cls, codec: PlainCodecConfig) -> PlainCodecConfig:
+        if isinstance(codec, DgcConfig):
             raise ValueError(
                 "dgc takes over the momentum of all parameters, even where it does not pay; "
                 "allowed: half, int8, onebit, powersgd, or dgc without adaptive"
@@ -195,34 +196,35 @@ class Adaptive(Variant, kind="adaptive", exactness="lossy"):
         return codec
 
 
-Codec = Annotated[PlainCodec | ByName | Adaptive, OneOf()]
+CodecConfig = Annotated[PlainCodecConfig | ByNameConfig | AdaptiveConfig, OneOf()]
 """A codec, or only its kind where the defaults do: ``half`` for ``{kind: half}``."""
 
 
-def phases(codec: PlainCodec) -> tuple[tuple[int, PlainCodec | None], ...]:
+def phases(codec: PlainCodecConfig) -> tuple[tuple[int, PlainCodecConfig | None], ...]:
     """Pairs of (first update, codec at work from there on); None: gradients travel as they are.
 
     Example:
-        >>> phases(OneBit(start_step=100)) == ((0, None), (100, OneBit(start_step=100)))
+        >>> phases(OneBitConfig(start_step=100)) == ((0, None), (100, OneBitConfig(start_step=100)))
         True
-        >>> [(first, dgc.density) for first, dgc in phases(Dgc(warmup_steps=8, warmup=(0.2, 0.1)))]
+        >>> dgc = DgcConfig(warmup_steps=8, warmup=(0.2, 0.1))
+        >>> [(first, phase.density) for first, phase in phases(dgc)]
         [(0, 0.2), (4, 0.1), (8, 0.001)]
     """
-    if isinstance(codec, Dgc):
+    if isinstance(codec, DgcConfig):
         single = {"dense_steps": 0, "warmup_steps": 0}
         return tuple(
             (first, codec.model_copy(update={"density": density, **single}))
             for first, density in codec.stages
         )
-    start = codec.start_step if isinstance(codec, OneBit | PowerSgd) else 0
+    start = codec.start_step if isinstance(codec, OneBitConfig | PowerSgdConfig) else 0
     return ((0, None), (start, codec)) if start else ((0, codec),)
 
 
-def phase_of(codec: PlainCodec | None, step: int) -> PlainCodec | None:
+def phase_of(codec: PlainCodecConfig | None, step: int) -> PlainCodecConfig | None:
     """The codec at work after ``step`` updates.
 
     Example:
-        >>> phase_of(PowerSgd(), 999), phase_of(PowerSgd(), 1000).kind
+        >>> phase_of(PowerSgdConfig(), 999), phase_of(PowerSgdConfig(), 1000).kind
         (None, 'powersgd')
     """
     at_work = None
@@ -231,67 +233,71 @@ def phase_of(codec: PlainCodec | None, step: int) -> PlainCodec | None:
     return at_work
 
 
-def late_by(codec: PlainCodec | ByName | Adaptive | None) -> int:
+def late_by(codec: PlainCodecConfig | ByNameConfig | AdaptiveConfig | None) -> int:
     """Updates until the codec sends as little as it ever will.
 
     Example:
-        >>> late_by(Int8()), late_by(Dgc(dense_steps=5)), late_by(Adaptive(codec="onebit"))
-        (0, 1005, 1000)
+        >>> late_by(Int8Config()), late_by(DgcConfig(dense_steps=5))
+        (0, 1005)
     """
     match codec:
         case None:
             return 0
-        case ByName():
+        case ByNameConfig():
             return max(late_by(rule.codec) for rule in codec.rules)
-        case Adaptive():
+        case AdaptiveConfig():
             return late_by(codec.codec)
     return phases(codec)[-1][0]
 
 
-def at_once(codec: PlainCodec | ByName | Adaptive | None) -> PlainCodec | ByName | Adaptive | None:
+def at_once(
+    codec: PlainCodecConfig | ByNameConfig | AdaptiveConfig | None,
+) -> PlainCodecConfig | ByNameConfig | AdaptiveConfig | None:
     """The codec as it is in the end, from the first update on.
 
     Example:
-        >>> at_once(OneBit(block=64)) == OneBit(block=64, start_step=0), at_once(Half()).kind
-        (True, 'half')
+        >>> at_once(OneBitConfig(block=64)) == OneBitConfig(block=64, start_step=0)
+        True
     """
     match codec:
-        case ByName():
+        case ByNameConfig():
             rules = [rule.model_copy(update={"codec": at_once(rule.codec)}) for rule in codec.rules]
             return codec.model_copy(update={"rules": tuple(rules)})
-        case Adaptive():
+        case AdaptiveConfig():
             return codec.model_copy(update={"codec": at_once(codec.codec)})
-        case OneBit() | PowerSgd():
+        case OneBitConfig() | PowerSgdConfig():
             return codec.model_copy(update={"start_step": 0})
-        case Dgc():
+        case DgcConfig():
             return phases(codec)[-1][1]
     return codec
 
 
-def codec_of(codec: PlainCodec | ByName | Adaptive | None, name: str) -> PlainCodec | None:
+def codec_of(
+    codec: PlainCodecConfig | ByNameConfig | AdaptiveConfig | None, name: str
+) -> PlainCodecConfig | None:
     """The codec of a parameter's gradient; for ``adaptive``, the codec used where it pays.
 
     Example:
-        >>> codec_of(Adaptive(codec="int8"), "head.weight").kind
+        >>> codec_of(AdaptiveConfig(codec="int8"), "head.weight").kind
         'int8'
     """
-    if isinstance(codec, ByName):
+    if isinstance(codec, ByNameConfig):
         return codec.of(name)
-    return codec.codec if isinstance(codec, Adaptive) else codec
+    return codec.codec if isinstance(codec, AdaptiveConfig) else codec
 
 
-def keeps_state(codec: PlainCodec | ByName | Adaptive | None) -> bool:
+def keeps_state(codec: PlainCodecConfig | ByNameConfig | AdaptiveConfig | None) -> bool:
     """Whether the codec keeps state between updates, which differs from rank to rank.
 
     Example:
-        >>> keeps_state(Half()), keeps_state(Int8()), keeps_state(OneBit())
+        >>> keeps_state(HalfConfig()), keeps_state(Int8Config()), keeps_state(OneBitConfig())
         (False, False, True)
     """
     match codec:
-        case Int8():
+        case Int8Config():
             return codec.error_feedback
-        case ByName():
+        case ByNameConfig():
             return any(keeps_state(rule.codec) for rule in codec.rules)
-        case Adaptive():
+        case AdaptiveConfig():
             return keeps_state(codec.codec)
-    return not isinstance(codec, Half | None)
+    return not isinstance(codec, HalfConfig | None)

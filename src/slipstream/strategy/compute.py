@@ -12,13 +12,13 @@ Pattern = Literal["add_act", "bn_act", "relu_depthwise"]
 """A chain of operations that ``fusion`` finds in a model."""
 
 
-class Compute(Setting):
+class ComputeConfig(Setting):
     """How the device computes.
 
     Example:
-        >>> Compute(tf32=True).active, Compute().active
+        >>> ComputeConfig(tf32=True).active, ComputeConfig().active
         (True, False)
-        >>> Compute(fuse_optimizer=True).exactness
+        >>> ComputeConfig(fuse_optimizer=True).exactness
         'reordered'
     """
 
@@ -71,14 +71,14 @@ class Compute(Setting):
     @property
     def active(self) -> bool:
         """Whether anything differs from torch's defaults."""
-        return self != Compute()
+        return self != ComputeConfig()
 
     @property
     def exactness(self) -> Exactness:
         """The weakest of what is on."""
         if self.tf32:
             return "lossy"
-        return "bitwise" if self == Compute(cuda_graph=self.cuda_graph) else "reordered"
+        return "bitwise" if self == ComputeConfig(cuda_graph=self.cuda_graph) else "reordered"
 
     @property
     def patterns(self) -> tuple[Pattern, ...]:

@@ -11,11 +11,11 @@ from slipstream.strategy.setting import Exactness, Setting
 _Speeds = Annotated[tuple[PositiveFloat, ...], Field(strict=False, examples=[[1.0, 1.0, 0.5]])]
 
 
-class Balance(Setting):
+class BalanceConfig(Setting):
     """Samples of each update are dealt to ranks by what they cost, so that none waits.
 
     Example:
-        >>> Balance(mean="tokens").pads
+        >>> BalanceConfig(mean="tokens").pads
         True
     """
 
@@ -41,11 +41,11 @@ class Balance(Setting):
     compute when the session begins; null: all alike."""
 
 
-class Prefetch(Setting):
+class PrefetchConfig(Setting):
     """Batches are read ahead, by workers that live as long as the session.
 
     Example:
-        >>> Prefetch(workers=2).depth
+        >>> PrefetchConfig(workers=2).depth
         'auto'
     """
 
@@ -69,11 +69,11 @@ class Prefetch(Setting):
     """Seconds to wait for a batch before its workers count as hanging."""
 
 
-class Cache(Setting):
+class CacheConfig(Setting):
     """Samples that were read once are kept, for later epochs and the other ranks of the host.
 
     Example:
-        >>> Cache(gigabytes=2.0).to
+        >>> CacheConfig(gigabytes=2.0).to
         'memory'
     """
 
@@ -88,27 +88,27 @@ class Cache(Setting):
     """Another folder."""
 
 
-class Data(Setting):
+class DataConfig(Setting):
     """How batches come to the training.
 
     Example:
-        >>> Data(prefetch=Prefetch()).active, Data().active
+        >>> DataConfig(prefetch=PrefetchConfig()).active, DataConfig().active
         (True, False)
     """
 
-    balance: Balance | None = None
+    balance: BalanceConfig | None = None
     """Deal samples by what they cost; null: the loader's batches are used as they are."""
 
-    cache: Cache | None = None
+    cache: CacheConfig | None = None
     """Keep samples that were read; null: they are read in every epoch."""
 
-    prefetch: Prefetch | None = None
+    prefetch: PrefetchConfig | None = None
     """Read the loader's batches ahead, across epochs; null: the loader is used as it is."""
 
     @property
     def active(self) -> bool:
         """Whether anything differs from the user's loader."""
-        return self != Data()
+        return self != DataConfig()
 
     @property
     def exactness(self) -> Exactness:

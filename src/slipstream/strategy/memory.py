@@ -9,12 +9,12 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, model_
 
 from slipstream.strategy.setting import OneOf, Setting, Variant, from_kind
 
-Operation = Literal["matmul", "convolution", "attention"]
+KeptOperation = Literal["matmul", "convolution", "attention"]
 
 Kept = Annotated[
-    tuple[Operation, ...], Field(default=(), strict=False, examples=[["matmul", "attention"]])
+    tuple[KeptOperation, ...], Field(default=(), strict=False, examples=[["matmul", "attention"]])
 ]
-"""Operations whose results are kept (selective recomputation). `Offload` does not move these
+"""Operations whose results are kept (selective recomputation). `OffloadConfig` does not move these
 results, nothing may change them in place, and backward runs once (no ``retain_graph``)."""
 
 
@@ -23,13 +23,13 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-class Every(Variant, kind="every", exactness="bitwise"):
+class EveryConfig(Variant, kind="every", exactness="bitwise"):
     """Checkpoint every N blocks: keep only the group's input, recompute the rest in backward.
 
     Blocks are the repeated modules found in the model, such as the layers of a transformer.
 
     Example:
-        >>> Every(every=2, keep=("matmul",)).keep
+        >>> EveryConfig(every=2, keep=("matmul",)).keep
         ('matmul',)
     """
 
@@ -41,11 +41,11 @@ class Every(Variant, kind="every", exactness="bitwise"):
     """Operations whose results are kept; backward runs once (no ``retain_graph``)."""
 
 
-class Checkpoints(Variant, kind="checkpoints", exactness="bitwise"):
+class CheckpointsConfig(Variant, kind="checkpoints", exactness="bitwise"):
     """Keep only the input of the named modules; recompute the rest in backward.
 
     Example:
-        >>> Checkpoints(checkpoints=("encoder.layer.*",)).kind
+        >>> CheckpointsConfig(checkpoints=("encoder.layer.*",)).kind
         'checkpoints'
     """
 
@@ -56,13 +56,13 @@ class Checkpoints(Variant, kind="checkpoints", exactness="bitwise"):
     """Operations whose results are kept; backward runs once (no ``retain_graph``)."""
 
 
-class Budget(Variant, kind="budget", exactness="bitwise"):
+class BudgetConfig(Variant, kind="budget", exactness="bitwise"):
     """Recompute the blocks that cost least time, so that activations fit a share of their bytes.
 
     Blocks are measured in the first forward: hooks on modules inside them run four more times.
 
     Example:
-        >>> Budget(budget=0.5).budget
+        >>> BudgetConfig(budget=0.5).budget
         0.5
     """
 
@@ -70,13 +70,13 @@ class Budget(Variant, kind="budget", exactness="bitwise"):
     """Share of the bytes that the blocks keep without recomputation."""
 
 
-class BudgetBytes(Variant, kind="budget_bytes", exactness="bitwise"):
+class BudgetBytesConfig(Variant, kind="budget_bytes", exactness="bitwise"):
     """Recompute the blocks that cost least time, so that activations fit a number of bytes.
 
-    Measured as for `Budget`.
+    Measured as for `BudgetConfig`.
 
     Example:
-        >>> BudgetBytes(budget_bytes=2**30).kind
+        >>> BudgetBytesConfig(budget_bytes=2**30).kind
         'budget_bytes'
     """
 
@@ -97,17 +97,19 @@ def _kind_of(value: object) -> object:
     return from_kind(value)
 
 
-Recompute = Annotated[Every | Checkpoints | Budget | BudgetBytes, OneOf(_kind_of)]
+RecomputeConfig = Annotated[
+    EveryConfig | CheckpointsConfig | BudgetConfig | BudgetBytesConfig, OneOf(_kind_of)
+]
 """What to recompute. ``kind`` may be left out: ``{every: 2}`` means ``{kind: every, every: 2}``."""
 
 
-class Offload(Setting):
+class OffloadConfig(Setting):
     """Move the activations of blocks out of device memory in forward; prefetch them for backward.
 
     With recomputation, these are the inputs of the recomputed blocks. Bitwise exact.
 
     Example:
-        >>> Offload(to="disk").prefetch
+        >>> OffloadConfig(to="disk").prefetch
         1
     """
 
@@ -132,24 +134,24 @@ class Offload(Setting):
     """Folder of the spool file; null: the system's temporary folder."""
 
     @model_validator(mode="after")
-    def _folder_of_disk(self) -> Offload:
+    def _folder_of_disk(self) -> OffloadConfig:
         if self.folder is not None and self.to != "disk":
             raise ValueError(f"folder with to {self.to}: only {{to: disk}} writes a file")
         return self
 
 
-class Memory(Setting):
+class MemoryConfig(Setting):
     """Where activations are kept between forward and backward.
 
     Example:
-        >>> Memory(recompute={"every": 2}).recompute
-        Every(kind='every', every=2, keep=())
+        >>> MemoryConfig(recompute={"every": 2}).recompute
+        EveryConfig(kind='every', every=2, keep=())
     """
 
-    recompute: Recompute | None = None
+    recompute: RecomputeConfig | None = None
     """Activations to recompute in backward."""
 
-    offload: Offload | None = None
+    offload: OffloadConfig | None = None
     """Activations to move out of device memory until backward."""
 
     @property

@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field
 from slipstream.strategy.setting import OneOf, Setting, Variant
 
 
-class Column(Variant, kind="column", exactness="reordered"):
+class ColumnConfig(Variant, kind="column", exactness="reordered"):
     """A linear or convolutional layer is split along its outputs.
 
     Example:
-        >>> Column(parts=3).gather
+        >>> ColumnConfig(parts=3).gather
         False
     """
 
@@ -34,27 +34,27 @@ class Column(Variant, kind="column", exactness="reordered"):
     """The input is split along the sequence (axis 1); all-gather it before the layer."""
 
 
-class Row(Variant, kind="row", exactness="reordered"):
+class RowConfig(Variant, kind="row", exactness="reordered"):
     """A linear or convolutional layer is split along its inputs, which arrive split."""
 
     sequence: bool = False
     """Reduce-scatter the output along the sequence (axis 1) instead of all-reducing it."""
 
 
-class Channels(Variant, kind="channels", exactness="reordered"):
+class ChannelsConfig(Variant, kind="channels", exactness="reordered"):
     """A layer between column and row works on this rank's channels: batch or group normalisation, a
     grouped or depthwise convolution."""
 
 
-class Vocabulary(Variant, kind="vocabulary", exactness="reordered"):
+class VocabularyConfig(Variant, kind="vocabulary", exactness="reordered"):
     """An embedding is split along its rows."""
 
 
-class Heads(Variant, kind="heads", exactness="reordered"):
+class HeadsConfig(Variant, kind="heads", exactness="reordered"):
     """Attributes of a module, such as its number of heads, are divided by the number of ranks.
 
     Example:
-        >>> Heads(divide=("num_heads", "split_size")).divide
+        >>> HeadsConfig(divide=("num_heads", "split_size")).divide
         ('num_heads', 'split_size')
     """
 
@@ -62,7 +62,7 @@ class Heads(Variant, kind="heads", exactness="reordered"):
     """Names of the attributes."""
 
 
-class Sequence(Variant, kind="sequence", exactness="reordered"):
+class SequenceConfig(Variant, kind="sequence", exactness="reordered"):
     """A module works on this rank's part of the sequence or of the batch: normalisation, dropout,
     data-parallel layers between split layers."""
 
@@ -76,12 +76,12 @@ class Sequence(Variant, kind="sequence", exactness="reordered"):
     """All-gather the output on every rank."""
 
 
-class Switch(Variant, kind="switch", exactness="reordered"):
+class SwitchConfig(Variant, kind="switch", exactness="reordered"):
     """Switch tensors between a split along batch or sequence and a split along features, before or
     after a module without parameters. An all-to-all, which moves fewer bytes than a gather.
 
     Example:
-        >>> Switch(before="features", after="part").axis
+        >>> SwitchConfig(before="features", after="part").axis
         1
     """
 
@@ -95,15 +95,23 @@ class Switch(Variant, kind="switch", exactness="reordered"):
     """Split of its output."""
 
 
-Style = Column | Row | Channels | Vocabulary | Heads | Sequence | Switch
-_OneStyle = Annotated[Style, OneOf()]
+StyleConfig = (
+    ColumnConfig
+    | RowConfig
+    | ChannelsConfig
+    | VocabularyConfig
+    | HeadsConfig
+    | SequenceConfig
+    | SwitchConfig
+)
+_OneStyle = Annotated[StyleConfig, OneOf()]
 
 
-class Place(Setting):
+class LayerRuleConfig(Setting):
     """The style of the modules whose path matches a pattern.
 
     Example:
-        >>> Place(match="*.mlp.c_fc", style="column").style.gather
+        >>> LayerRuleConfig(match="*.mlp.c_fc", style="column").style.gather
         False
     """
 
@@ -115,28 +123,30 @@ class Place(Setting):
 
 
 def _places(value: object) -> object:
-    """Reads ``{pattern: style}`` as a list of `Place`; passes anything else on."""
+    """Reads ``{pattern: style}`` as a list of `LayerRuleConfig`; passes anything else on."""
     if isinstance(value, Mapping):
         return [{"match": match, "style": style} for match, style in value.items()]
     return value
 
 
-class TensorParallel(Setting):
+class TensorParallelConfig(Setting):
     """Split layers over ranks by a plan of module paths.
 
     Example:
         >>> plan = {"*.c_fc": "column", "*.mlp.c_proj": "row"}
-        >>> TensorParallel(ranks=2, plan=plan).plan[1]
-        Place(match='*.mlp.c_proj', style=Row(kind='row', sequence=False))
+        >>> TensorParallelConfig(ranks=2, plan=plan).plan[1]
+        LayerRuleConfig(match='*.mlp.c_proj', style=RowConfig(kind='row', sequence=False))
     """
 
     ranks: int = Field(ge=2)
     """Ranks that split a layer; consecutive ranks, best on one host."""
 
     plan: Annotated[
-        tuple[Place, ...] | None,
+        tuple[LayerRuleConfig, ...] | None,
         Field(strict=False),
-        BeforeValidator(_places, json_schema_input_type=list[Place] | dict[str, _OneStyle] | None),
+        BeforeValidator(
+            _places, json_schema_input_type=list[LayerRuleConfig] | dict[str, _OneStyle] | None
+        ),
     ] = None
     """First match wins; a module without a match stays whole on every rank. null: the built-in plan
     for this model class."""
@@ -145,11 +155,11 @@ class TensorParallel(Setting):
     """With a built-in plan: also split the sequence between the split layers."""
 
 
-class PipelineParallel(Setting):
+class PipelineParallelConfig(Setting):
     """Each rank computes some layers; a batch runs in several micro-batches.
 
     Example:
-        >>> PipelineParallel(ranks=2, cut=("transformer.h.6",)).schedule
+        >>> PipelineParallelConfig(ranks=2, cut=("transformer.h.6",)).schedule
         '1f1b'
     """
 
@@ -170,18 +180,18 @@ class PipelineParallel(Setting):
     """Equal parts of a batch; more of them means a smaller bubble."""
 
 
-class Parallel(Setting):
+class ParallelConfig(Setting):
     """Ranks that split one model; the remaining factor of the world size is data-parallel.
 
     Example:
-        >>> Parallel().active, Parallel(tensor=TensorParallel(ranks=2)).active
+        >>> ParallelConfig().active, ParallelConfig(tensor=TensorParallelConfig(ranks=2)).active
         (False, True)
     """
 
-    tensor: TensorParallel | None = None
+    tensor: TensorParallelConfig | None = None
     """Tensor parallelism: ranks that split each layer."""
 
-    pipeline: PipelineParallel | None = None
+    pipeline: PipelineParallelConfig | None = None
     """Pipeline parallelism: ranks that each hold some layers."""
 
     @property

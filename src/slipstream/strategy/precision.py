@@ -11,18 +11,18 @@ from slipstream.strategy.setting import OneOf, Variant, from_kind
 from slipstream.strategy.validate import did_you_mean
 
 
-class AutoScale(Variant, kind="auto", exactness="reordered"):
+class AutoScaleConfig(Variant, kind="auto", exactness="reordered"):
     """Dynamic for fp16; none for bf16, which has the range of fp32."""
 
 
-class DynamicScale(Variant, kind="dynamic", exactness="reordered"):
+class DynamicScaleConfig(Variant, kind="dynamic", exactness="reordered"):
     """The scale shrinks when gradients overflow and grows after many updates without an overflow.
 
     The defaults are those of ``torch.amp.GradScaler`` and Apex. Paddle's are ``init 32768,
     incr_every_n 1000, decr_every_n 2, decr_ratio 0.8``.
 
     Example:
-        >>> DynamicScale(init=2.0**15, decr_every_n=2).incr_every_n
+        >>> DynamicScaleConfig(init=2.0**15, decr_every_n=2).incr_every_n
         2000
     """
 
@@ -48,7 +48,7 @@ class DynamicScale(Variant, kind="dynamic", exactness="reordered"):
     """Largest scale."""
 
     @model_validator(mode="after")
-    def _in_range(self) -> DynamicScale:
+    def _in_range(self) -> DynamicScaleConfig:
         if not self.min <= self.init <= self.max:
             raise ValueError(
                 f"init {self.init:g} is outside min {self.min:g} to max {self.max:g}; "
@@ -57,11 +57,11 @@ class DynamicScale(Variant, kind="dynamic", exactness="reordered"):
         return self
 
 
-class StaticScale(Variant, kind="static", exactness="reordered"):
+class StaticScaleConfig(Variant, kind="static", exactness="reordered"):
     """A constant scale; updates whose gradients overflow are still skipped.
 
     Example:
-        >>> StaticScale(scale=128.0).scale
+        >>> StaticScaleConfig(scale=128.0).scale
         128.0
     """
 
@@ -69,7 +69,7 @@ class StaticScale(Variant, kind="static", exactness="reordered"):
     """Factor for losses."""
 
 
-LossScale = Annotated[AutoScale | DynamicScale | StaticScale, OneOf()]
+LossScaleConfig = Annotated[AutoScaleConfig | DynamicScaleConfig | StaticScaleConfig, OneOf()]
 """A loss scale, or only its kind where the defaults do."""
 
 HalfType = Literal["bf16", "fp16"]
@@ -81,7 +81,7 @@ class _Half(Variant, exactness="lossy"):
     dtype: HalfType = "bf16"
     """bf16: the range of fp32, 8 bits of mantissa. fp16: 6e-8 to 65504, 11 bits of mantissa."""
 
-    loss_scale: LossScale | None = AutoScale()
+    loss_scale: LossScaleConfig | None = AutoScaleConfig()
     """Factor for losses, so that small gradients do not become 0 in fp16; null: none."""
 
     float_modules: tuple[str, ...] = Field(default=(), strict=False)
@@ -91,23 +91,23 @@ class _Half(Variant, exactness="lossy"):
     """Accept fp16 on a CPU without fp16 instructions: hundreds of times slower."""
 
     @property
-    def scale(self) -> DynamicScale | StaticScale | None:
+    def scale(self) -> DynamicScaleConfig | StaticScaleConfig | None:
         """The loss scale, with ``auto`` resolved.
 
         Example:
-            >>> Autocast().scale, Autocast(dtype="fp16").scale.kind
+            >>> AutocastConfig().scale, AutocastConfig(dtype="fp16").scale.kind
             (None, 'dynamic')
         """
-        if isinstance(self.loss_scale, AutoScale):
-            return DynamicScale() if self.dtype == "fp16" else None
+        if isinstance(self.loss_scale, AutoScaleConfig):
+            return DynamicScaleConfig() if self.dtype == "fp16" else None
         return self.loss_scale
 
 
-class Autocast(_Half, kind="autocast"):
+class AutocastConfig(_Half, kind="autocast"):
     """Matrix products and convolutions run in 16 bits, weights stay fp32 (O1).
 
     Example:
-        >>> Autocast(dtype="fp16", float_ops=("gelu",)).kind
+        >>> AutocastConfig(dtype="fp16", float_ops=("gelu",)).kind
         'autocast'
     """
 
@@ -118,19 +118,19 @@ class Autocast(_Half, kind="autocast"):
     """Torch functions that run in 16 bits, e.g. softmax."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Autocast:
+    def _one_of_both(self) -> AutocastConfig:
         if both := sorted({*self.float_ops} & {*self.half_ops}):
             raise ValueError(f"{both[0]!r} is in float_ops and in half_ops; keep it in one of them")
         return self
 
 
-class HalfWeights(_Half, kind="half_weights"):
+class HalfWeightsConfig(_Half, kind="half_weights"):
     """16-bit weights and activations; the optimizer works on fp32 masters (O2).
 
     Normalisation layers stay fp32.
 
     Example:
-        >>> HalfWeights(float_modules=("head",)).exchange
+        >>> HalfWeightsConfig(float_modules=("head",)).exchange
         'half'
     """
 
@@ -153,5 +153,5 @@ def _kind_of(value: object) -> object:
     return found
 
 
-Precision = Annotated[Autocast | HalfWeights, OneOf(_kind_of)]
+PrecisionConfig = Annotated[AutocastConfig | HalfWeightsConfig, OneOf(_kind_of)]
 """A precision, or only its kind."""

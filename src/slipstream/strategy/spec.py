@@ -14,39 +14,39 @@ from typing import Any, Self, get_args
 from pydantic import Field, NonNegativeInt
 
 from slipstream.errors import StrategyError
-from slipstream.strategy.codec import Codec
-from slipstream.strategy.compute import Compute
-from slipstream.strategy.data import Data
-from slipstream.strategy.memory import Memory
+from slipstream.strategy.codec import CodecConfig
+from slipstream.strategy.compute import ComputeConfig
+from slipstream.strategy.data import DataConfig
+from slipstream.strategy.memory import MemoryConfig
 from slipstream.strategy.overview import overview, plain_text
-from slipstream.strategy.parallel import Parallel
-from slipstream.strategy.precision import Precision
+from slipstream.strategy.parallel import ParallelConfig
+from slipstream.strategy.precision import PrecisionConfig
 from slipstream.strategy.presets import preset
 from slipstream.strategy.setting import Exactness, Setting
-from slipstream.strategy.split import ByBytes, Split
-from slipstream.strategy.transport import DEFAULT_TRANSPORT, Transport
+from slipstream.strategy.split import ByBytesConfig, SplitConfig
+from slipstream.strategy.transport import DEFAULT_TRANSPORT, TransportConfig
 from slipstream.strategy.validate import shown
 from slipstream.strategy.yaml import SUFFIXES, format_yaml, parse_json, parse_yaml, read
 
 
-class Gradients(Setting):
+class GradientsConfig(Setting):
     """How gradients are averaged over ranks.
 
     Example:
-        >>> Gradients(split="per_layer", overlap=False).accumulate
+        >>> GradientsConfig(split="per_layer", overlap=False).accumulate
         1
     """
 
-    split: Split = ByBytes()
+    split: SplitConfig = ByBytesConfig()
     """Which gradients share one exchange."""
 
     overlap: bool = True
     """Exchange during backward, not after it."""
 
-    transport: Transport = DEFAULT_TRANSPORT
+    transport: TransportConfig = DEFAULT_TRANSPORT
     """How a segment travels between ranks."""
 
-    codec: Codec | None = None
+    codec: CodecConfig | None = None
     """How gradients are compressed before they are sent; null: not at all."""
 
     accumulate: int = Field(default=1, ge=1)
@@ -56,11 +56,11 @@ class Gradients(Setting):
     """
 
 
-class Trace(Setting):
+class TraceConfig(Setting):
     """Record where time goes.
 
     Example:
-        >>> Trace(steps=100).active, Trace().active
+        >>> TraceConfig(steps=100).active, TraceConfig().active
         (True, False)
     """
 
@@ -91,32 +91,33 @@ class Strategy(Setting):
     Example:
         >>> strategy = Strategy.from_yaml("gradients: {split: per_layer, accumulate: 4}")
         >>> strategy.gradients.split
-        PerLayer(kind='per_layer')
-        >>> strategy == Strategy(gradients=Gradients(split=strategy.gradients.split, accumulate=4))
+        PerLayerConfig(kind='per_layer')
+        >>> gradients = GradientsConfig(split=strategy.gradients.split, accumulate=4)
+        >>> strategy == Strategy(gradients=gradients)
         True
         >>> print(strategy.to_yaml(), end="")
         gradients: {split: per_layer, accumulate: 4}
     """
 
-    gradients: Gradients = Gradients()
+    gradients: GradientsConfig = GradientsConfig()
     """How gradients are averaged over ranks."""
 
-    parallel: Parallel = Parallel()
+    parallel: ParallelConfig = ParallelConfig()
     """Which ranks share one model."""
 
-    precision: Precision | None = None
+    precision: PrecisionConfig | None = None
     """Which values are computed and kept in 16 bits."""
 
-    memory: Memory = Memory()
+    memory: MemoryConfig = MemoryConfig()
     """Where activations are kept between forward and backward."""
 
-    compute: Compute = Compute()
+    compute: ComputeConfig = ComputeConfig()
     """How the device computes."""
 
-    data: Data = Data()
+    data: DataConfig = DataConfig()
     """How batches come to the training."""
 
-    trace: Trace = Trace()
+    trace: TraceConfig = TraceConfig()
     """What is recorded, and where."""
 
     @property

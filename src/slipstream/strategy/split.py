@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_va
 from slipstream.strategy.setting import OneOf, Variant
 
 
-class ByBytes(Variant, kind="by_bytes", exactness="reordered"):
+class ByBytesConfig(Variant, kind="by_bytes", exactness="reordered"):
     """A segment closes when it reaches a size.
 
     A small first segment starts the exchange early; a small last one is short, because no backward
@@ -22,7 +22,7 @@ class ByBytes(Variant, kind="by_bytes", exactness="reordered"):
     of which one embedding holds most of the gradients.
 
     Example:
-        >>> ByBytes(megabytes=16).first_megabytes
+        >>> ByBytesConfig(megabytes=16).first_megabytes
         1.0
     """
 
@@ -37,14 +37,14 @@ class ByBytes(Variant, kind="by_bytes", exactness="reordered"):
     model whose remaining gradients do not reach ``first_megabytes`` is one segment."""
 
 
-class ByPercent(Variant, kind="by_percent", exactness="reordered"):
+class ByPercentConfig(Variant, kind="by_percent", exactness="reordered"):
     """Segments hold given percentages of the gradient bytes.
 
     Each segment ends at the gradient boundary nearest to its mark. The percentages sum to 100
     within 0.01. Idea and default come from Ascend's HCCL.
 
     Example:
-        >>> ByPercent(percents=(60, 20, 20)).percents
+        >>> ByPercentConfig(percents=(60, 20, 20)).percents
         (60.0, 20.0, 20.0)
     """
 
@@ -61,14 +61,14 @@ class ByPercent(Variant, kind="by_percent", exactness="reordered"):
         return percents
 
 
-class ByIndex(Variant, kind="by_index", exactness="reordered"):
+class ByIndexConfig(Variant, kind="by_index", exactness="reordered"):
     """Segments end after the gradients with the given indices.
 
     Indices start at 0 and ascend; the last one must be the index of the model's last gradient,
     which ``accelerate()`` checks. As in Ascend's HCCL.
 
     Example:
-        >>> ByIndex(last=(20, 100, 159)).last
+        >>> ByIndexConfig(last=(20, 100, 159)).last
         (20, 100, 159)
     """
 
@@ -83,13 +83,13 @@ class ByIndex(Variant, kind="by_index", exactness="reordered"):
         return last
 
 
-class ByLayers(Variant, kind="by_layers", exactness="reordered"):
+class ByLayersConfig(Variant, kind="by_layers", exactness="reordered"):
     """A segment holds the gradients of at most ``layers`` layers.
 
     A layer is a module with parameters of its own. As in Paddle Fleet.
 
     Example:
-        >>> ByLayers(layers=50).layers
+        >>> ByLayersConfig(layers=50).layers
         50
     """
 
@@ -97,19 +97,19 @@ class ByLayers(Variant, kind="by_layers", exactness="reordered"):
     """Layers per segment, at most."""
 
 
-class PerLayer(Variant, kind="per_layer", exactness="reordered"):
+class PerLayerConfig(Variant, kind="per_layer", exactness="reordered"):
     """One segment per layer: weight and bias share it."""
 
 
-class PerGradient(Variant, kind="per_gradient", exactness="reordered"):
+class PerGradientConfig(Variant, kind="per_gradient", exactness="reordered"):
     """One segment per gradient: nothing is fused."""
 
 
-class Single(Variant, kind="single", exactness="reordered"):
+class SingleConfig(Variant, kind="single", exactness="reordered"):
     """One segment for all gradients: nothing overlaps."""
 
 
-class Optimal(Variant, kind="optimal", exactness="reordered"):
+class OptimalConfig(Variant, kind="optimal", exactness="reordered"):
     """The best split for this model on this network, found during training.
 
     The first iterations run under the default split and are traced. Then rank 0 computes the split
@@ -119,7 +119,7 @@ class Optimal(Variant, kind="optimal", exactness="reordered"):
     ``session.report()`` shows the result, ``state_dict()`` keeps it.
 
     Example:
-        >>> Optimal(steps=20).steps
+        >>> OptimalConfig(steps=20).steps
         20
     """
 
@@ -127,7 +127,15 @@ class Optimal(Variant, kind="optimal", exactness="reordered"):
     """Iterations measured per turn; each split has two turns."""
 
 
-Split = Annotated[
-    ByBytes | ByPercent | ByIndex | ByLayers | PerLayer | PerGradient | Single | Optimal, OneOf()
+SplitConfig = Annotated[
+    ByBytesConfig
+    | ByPercentConfig
+    | ByIndexConfig
+    | ByLayersConfig
+    | PerLayerConfig
+    | PerGradientConfig
+    | SingleConfig
+    | OptimalConfig,
+    OneOf(),
 ]
 """A split, or only its kind where the defaults do: ``single`` for ``{kind: single}``."""

@@ -7,16 +7,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from slipstream.strategy.setting import OneOf, Variant
-from slipstream.strategy.split import ByBytes, Split
+from slipstream.strategy.split import ByBytesConfig, SplitConfig
 
 
-class Flat(Variant, exactness="reordered"):
+class FlatConfig(Variant, exactness="reordered"):
     """The backend's own all-reduce over all ranks."""
 
     kind: Literal["flat"] = "flat"  # written out for type checkers: the planner looks it up
 
 
-class Direct(Variant, exactness="reordered"):
+class DirectConfig(Variant, exactness="reordered"):
     """Each rank sums a share of every segment, and sends the sum to all others. On CPUs only.
 
     Receives are posted before backward begins, so messages wait neither for their receiver nor, hop
@@ -26,7 +26,7 @@ class Direct(Variant, exactness="reordered"):
     kind: Literal["direct"] = "direct"
 
 
-class Sharded(Variant, exactness="reordered"):
+class ShardedConfig(Variant, exactness="reordered"):
     """Each rank updates a share of every parameter: gradients are summed to the ranks that own
     them, and parameters are gathered under the next forward, each before the layer that reads it.
 
@@ -40,7 +40,7 @@ class Sharded(Variant, exactness="reordered"):
 
     kind: Literal["sharded"] = "sharded"
 
-    gather: Split = ByBytes()
+    gather: SplitConfig = ByBytesConfig()
     """Which parameters travel together, in the order in which forward needs them."""
 
     replicated: float = Field(default=0.0, ge=0, le=1)
@@ -54,29 +54,29 @@ class Sharded(Variant, exactness="reordered"):
     own: its steps on a part of a parameter are those on the whole."""
 
 
-class Hierarchical(Variant, exactness="reordered"):
+class HierarchicalConfig(Variant, exactness="reordered"):
     """Sums inside each host first, then exchanges the sums between the hosts. On CPUs only.
 
     Of the ranks of a host each exchanges another share, all at the same time: a host sends as much
-    as one rank of `Direct` would, however many ranks it has and however they are numbered. Sums are
-    taken in a fixed order: the same bits on all ranks and in every run. A codec compresses what
+    as one rank of ``direct`` would, however many ranks it has and however they are numbered. Sums
+    are taken in a fixed order: the same bits on all ranks and in every run. A codec compresses what
     travels between the hosts, and nothing else.
     """
 
     kind: Literal["hierarchical"] = "hierarchical"
 
-    between: Annotated[Flat | Direct, OneOf()] = Direct()
+    between: Annotated[FlatConfig | DirectConfig, OneOf()] = DirectConfig()
     """How shares travel between hosts: ``direct``, or ``flat``, the backend's ring, which is faster
     while cores are free and needs as many ranks on each host."""
 
 
-class SharedMemory(Variant, exactness="reordered"):
+class SharedMemoryConfig(Variant, exactness="reordered"):
     """Ranks of one host sum in memory that they share, in rank order. On CPUs only."""
 
     kind: Literal["shared_memory"] = "shared_memory"
 
 
-class Auto(Variant, exactness="reordered"):
+class AutoConfig(Variant, exactness="reordered"):
     """The fastest exact transport for this model and network, found during training.
 
     The first updates take turns under the transports that are exact here, on all ranks alike:
@@ -91,7 +91,7 @@ class Auto(Variant, exactness="reordered"):
     from then on: clip with ``session.clip_grad_norm_``, save with the session's verbs.
 
     Example:
-        >>> Auto(updates=100).updates
+        >>> AutoConfig(updates=100).updates
         100
     """
 
@@ -101,8 +101,16 @@ class Auto(Variant, exactness="reordered"):
     """Updates that the search takes at most."""
 
 
-Transport = Annotated[Flat | Direct | Sharded | Hierarchical | SharedMemory | Auto, OneOf()]
+TransportConfig = Annotated[
+    FlatConfig
+    | DirectConfig
+    | ShardedConfig
+    | HierarchicalConfig
+    | SharedMemoryConfig
+    | AutoConfig,
+    OneOf(),
+]
 """A transport, or only its kind: ``flat`` for ``{kind: flat}``."""
 
-DEFAULT_TRANSPORT = Flat()
+DEFAULT_TRANSPORT = FlatConfig()
 """Of a strategy that names none."""

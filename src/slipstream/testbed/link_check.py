@@ -19,7 +19,7 @@ _PROBE = (sys.executable, "-I", "-S", str(Path(__file__).with_name("_link_probe.
 # buckets start full, and TCP's window has to grow.
 _SECONDS, _LEAST_SECONDS = 1.0, 0.06
 
-Start = Callable[..., subprocess.Popen[Any]]
+StartProcess = Callable[..., subprocess.Popen[Any]]
 """``Testbed.popen``."""
 
 
@@ -45,7 +45,7 @@ class LinkCheck:
         return max(abs(measured / rate - 1) for measured in (self.there, self.back))
 
 
-def check_links(nodes: tuple[Node, ...], popen: Start) -> list[LinkCheck]:
+def check_links(nodes: tuple[Node, ...], popen: StartProcess) -> list[LinkCheck]:
     """Measure between the first node and each other one, one after the other.
 
     Raises:

@@ -49,7 +49,7 @@ class Namespace:
 
 
 @dataclass(frozen=True)
-class Plan:
+class NetworkPlan:
     """Namespaces to set up, the hosts before the switch, and the text of ``/etc/hosts``."""
 
     hosts: list[Namespace]
@@ -72,7 +72,7 @@ def make_nodes(count: int) -> tuple[Node, ...]:
     return tuple(Node(i, f"node{i}", f"198.18.0.{i + 1}") for i in range(count))
 
 
-def plan(nodes: tuple[Node, ...], rate: int) -> Plan:
+def plan(nodes: tuple[Node, ...], rate: int) -> NetworkPlan:
     """Namespaces for ``nodes`` on one switch, every link at ``rate`` bits per second both ways.
 
     The switch of a testbed is in a namespace, too, so that names and addresses cannot clash with
@@ -86,7 +86,7 @@ def plan(nodes: tuple[Node, ...], rate: int) -> Plan:
     names = {"127.0.0.1": "localhost"} | {node.address: node.name for node in nodes}
     # Also IPv4-mapped IPv6 addresses: torch warns if those have no name.
     lines = [f"{address} {name}\n::ffff:{address} {name}-ipv6\n" for address, name in names.items()]
-    return Plan(hosts, switch, "".join(lines))
+    return NetworkPlan(hosts, switch, "".join(lines))
 
 
 def _host(node: Node, port: str, rate: int) -> Namespace:

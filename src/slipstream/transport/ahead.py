@@ -17,6 +17,16 @@ TAGS = 2**15
 """Exchanges after which tags begin anew; far more than are ever under way."""
 
 
+def aligned_length(count: int, parts: int, unit: int) -> int:
+    """Elements of each of so many equal parts, a multiple of ``unit``; the last may have fewer.
+
+    Example:
+        >>> aligned_length(40, parts=4, unit=16)
+        16
+    """
+    return -(-count // (parts * unit)) * unit
+
+
 def cut_into_shares(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
     """A tensor of one axis as shares by rank; the first is the longest, the last may be empty.
 
@@ -25,7 +35,7 @@ def cut_into_shares(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
         [16, 16, 8, 0]
     """
     unit = max(ALIGNMENT // flat.itemsize, 1)
-    length = -(-flat.numel() // (ranks * unit)) * unit
+    length = aligned_length(flat.numel(), ranks, unit)
     return [flat[rank * length :][:length] for rank in range(ranks)]
 
 

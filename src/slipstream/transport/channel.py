@@ -26,7 +26,7 @@ import torch
 
 from slipstream.errors import ExchangeError
 from slipstream.trace.recorder import Recorder, Stamp
-from slipstream.transport.requests import Exchange, Request
+from slipstream.transport.requests import ExchangeSteps, Request
 from slipstream.transport.transport import Transport, run
 from slipstream.transport.work import Work
 
@@ -107,7 +107,7 @@ class Channel:
     def start(
         self,
         label: Label,
-        exchange: Request | Exchange,
+        exchange: Request | ExchangeSteps,
         then: Callable[[], None] | None = None,
     ) -> None:
         """Begin a request, or queue an exchange of several; returns at once.
@@ -161,7 +161,7 @@ class Channel:
         for transport in (self._single, *self._staged):
             transport.close()
 
-    def _stage(self, entry: _InFlight, exchange: Exchange) -> None:
+    def _stage(self, entry: _InFlight, exchange: ExchangeSteps) -> None:
         """Queue an exchange for the thread whose turn it is."""
         entry.done = threading.Event()
         turn = self._num_staged % len(self._staged)
@@ -170,7 +170,7 @@ class Channel:
         self._num_staged += 1
         self._stages[turn].submit(lambda transport: self._run(entry, exchange, transport), entry)
 
-    def _run(self, entry: _InFlight, exchange: Exchange, transport: Transport) -> None:
+    def _run(self, entry: _InFlight, exchange: ExchangeSteps, transport: Transport) -> None:
         recording = self.recording
         entry.start = self.stamp() if recording else 0.0
         run(exchange, transport)

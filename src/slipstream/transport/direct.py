@@ -29,7 +29,7 @@ from typing import TypeGuard
 import torch
 import torch.distributed as dist
 
-from slipstream.strategy import Direct, Flat, Sharded
+from slipstream.strategy import DirectConfig, FlatConfig, ShardedConfig
 from slipstream.transport.ahead import TAGS, Pieces, ReceiveBuffers, cut_into_shares
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.p2p import start_transfer
@@ -88,12 +88,12 @@ class DirectTransport:
 
     def __init__(
         self,
-        config: Direct | Sharded,
+        config: DirectConfig | ShardedConfig,
         group: dist.ProcessGroup,
         members: Sequence[int] | None = None,
         first_tag: int = 0,
     ) -> None:
-        self._flat, self._group = FlatTransport(Flat(), group), group
+        self._flat, self._group = FlatTransport(FlatConfig(), group), group
         self._members = range(dist.get_world_size(group)) if members is None else members
         self._rank, self._ranks = self._members.index(dist.get_rank(group)), len(self._members)
         self._first_tag = first_tag

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from slipstream.strategy import Flat
+from slipstream.strategy import FlatConfig
 from slipstream.transport import p2p
 from slipstream.transport.requests import (
     AllGather,
@@ -25,7 +25,7 @@ class FlatTransport:
     Exactness: reordered; bitwise on two ranks, where a sum has one order.
     """
 
-    def __init__(self, config: Flat, group: dist.ProcessGroup) -> None:
+    def __init__(self, config: FlatConfig, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def prepare(self, requests: Sequence[Request]) -> None:

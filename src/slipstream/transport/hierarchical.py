@@ -33,14 +33,14 @@ import torch.distributed as dist
 
 from slipstream.cluster.groups import new_group, timeout_of
 from slipstream.errors import ClusterError
-from slipstream.strategy import Direct, Flat, Hierarchical
+from slipstream.strategy import DirectConfig, FlatConfig, HierarchicalConfig
 from slipstream.transport.ahead import TAGS
 from slipstream.transport.consistency import agree
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.host_memory import share_memory
-from slipstream.transport.host_pipeline import Pipeline
-from slipstream.transport.host_shares import Cut, Shares
+from slipstream.transport.host_pipeline import ChunkPipeline
+from slipstream.transport.host_shares import Cut, HostSum
 from slipstream.transport.hosts import Hosts, Rails, find_hosts
 from slipstream.transport.requests import (
     AllReduce,
@@ -81,13 +81,13 @@ class HierarchicalTransport:
         MismatchError: ``between: flat`` meets ranks with different numbers of process groups.
     """
 
-    def __init__(self, config: Hierarchical, group: dist.ProcessGroup) -> None:
-        self._flat = FlatTransport(Flat(), group)
+    def __init__(self, config: HierarchicalConfig, group: dist.ProcessGroup) -> None:
+        self._flat = FlatTransport(FlatConfig(), group)
         hosts = find_hosts(group, 2)
         local = hosts.neighbours
         self._ranks, self._rank = len(local), local.index(hosts.rank)
         self.rails = Rails.of(hosts.nodes, hosts.rank)
-        if isinstance(config.between, Flat):
+        if isinstance(config.between, FlatConfig):
             try:
                 _check_groups(hosts, group)
             except Exception:
@@ -109,7 +109,7 @@ class HierarchicalTransport:
         self._pipelines = []
         if self._ranks > 1:
             timeout, slots = timeout_of(group).total_seconds(), self._into.slots
-            self._pipelines = [Pipeline(x, 2, slots, timeout, self._fail) for x in hosts.lines]
+            self._pipelines = [ChunkPipeline(x, 2, slots, timeout, self._fail) for x in hosts.lines]
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Announce the shares of the next backward pass, rail by rail."""
@@ -156,7 +156,7 @@ class HierarchicalTransport:
         if not self._pipelines:
             then(None)
             return
-        shares = Shares(cut, self._into.blocks(cut), self._ranks, self._rank)
+        shares = HostSum(cut, self._into.blocks(cut), self._ranks, self._rank)
         self._pipelines[0].submit((shares.put, shares.add), cut.num_chunks, then)
 
     def _spread(self, cut: Cut, then: Callable[[Exception | None], None]) -> None:
@@ -164,7 +164,7 @@ class HierarchicalTransport:
         if not self._pipelines:
             then(None)
             return
-        shares = Shares(cut, self._out_of.blocks(cut), self._ranks, self._rank)
+        shares = HostSum(cut, self._out_of.blocks(cut), self._ranks, self._rank)
         self._pipelines[1].submit((shares.give, shares.take), cut.num_chunks, then)
 
     def _start_on_rails(self, requests: Mapping[int, Request]) -> Sequence[Work]:
@@ -273,10 +273,10 @@ def _check_groups(hosts: Hosts, group: dist.ProcessGroup) -> None:
 
 
 def _between(
-    config: Flat | Direct, group: dist.ProcessGroup, members: Sequence[int], rail: int
+    config: FlatConfig | DirectConfig, group: dist.ProcessGroup, members: Sequence[int], rail: int
 ) -> FlatTransport | DirectTransport:
     """What carries one rail."""
-    if isinstance(config, Direct):
+    if isinstance(config, DirectConfig):
         return DirectTransport(config, group, members, 2 * TAGS * rail)
     world = dist.get_process_group_ranks(group)
     inside = [world[rank] for rank in members]

@@ -29,7 +29,7 @@ SLOTS = 2
 """Chunks under way."""
 
 
-class Memory:
+class HostMemory:
     """Memory of the ranks of a host: slots of rows of as many bytes as a chunk, one row a rank.
 
     Args:
@@ -66,7 +66,7 @@ class Memory:
 
 def share_memory(
     hosts: Hosts, owners: int, lines: Sequence[int], rows: Sequence[int], group: dist.ProcessGroup
-) -> list[Memory]:
+) -> list[HostMemory]:
     """Memory for each of ``lines``, the same in all ranks of a host. Collective.
 
     Args:
@@ -106,7 +106,7 @@ def share_memory(
             else:
                 files += socket.recv_fds(sockets[first], 1, 1)[1]
             mapped = mmap.mmap(files[number], size) if sockets else bytearray(size)
-            memories.append(Memory(torch.frombuffer(mapped, dtype=torch.uint8), count, chunk))
+            memories.append(HostMemory(torch.frombuffer(mapped, dtype=torch.uint8), count, chunk))
         return memories
     finally:
         for file in files:

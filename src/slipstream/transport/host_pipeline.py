@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 
 _BYE = 255
 
-Stage = Callable[[int, int], None]
+ChunkStage = Callable[[int, int], None]
 """What a rank does with a chunk before the others may go on; gets its slot and its index."""
 
 
@@ -31,7 +31,7 @@ Stage = Callable[[int, int], None]
 class _Entry:
     """A tensor on its way, and what is done with each of its chunks."""
 
-    stages: Sequence[Stage]
+    stages: Sequence[ChunkStage]
     num_chunks: int
     done: Callable[[Exception | None], None]
     next_chunk: int = 0
@@ -45,7 +45,7 @@ class _Chunk:
     stage: int = 0
 
 
-class Pipeline:
+class ChunkPipeline:
     """Takes chunks through their stages in a thread, in step with the other ranks of a host.
 
     A rank begins a stage of a chunk when all have ended the stage before it, and puts a new chunk
@@ -89,7 +89,7 @@ class Pipeline:
 
     def submit(
         self,
-        stages: Sequence[Stage],
+        stages: Sequence[ChunkStage],
         num_chunks: int,
         done: Callable[[Exception | None], None],
     ) -> None:

@@ -19,10 +19,8 @@ from itertools import pairwise
 
 import torch
 
+from slipstream.transport.ahead import ALIGNMENT, aligned_length
 from slipstream.transport.direct import add_in_order
-
-ALIGNMENT = 64
-"""Bytes; pieces begin at multiples of it, as vectorized sums like."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,7 @@ class Cut:
         """Into equal shares for so many owners; ``chunk``: bytes of a chunk."""
         flat = tensor.view(-1)
         unit = max(ALIGNMENT // flat.itemsize, 1)
-        length = -(-flat.numel() // (owners * unit)) * unit
+        length = aligned_length(flat.numel(), owners, unit)
         return cls.at([owner * length for owner in range(owners + 1)], tensor, chunk)
 
     @classmethod
@@ -64,7 +62,7 @@ class Cut:
 
 
 @dataclass(slots=True)
-class Shares:
+class HostSum:
     """What the ranks of a host do with the chunks of a tensor: the stages of a pipeline.
 
     Args:

@@ -83,7 +83,7 @@ class SpreadInHosts:
 
 InHierarchy = ReduceInHosts | BetweenHosts | SpreadInHosts
 Request = AllReduce | ReduceScatter | AllToAll | AllGather | Broadcast | InHierarchy
-Exchange = Generator[Request, None, None]
+ExchangeSteps = Generator[Request, None, None]
 
 
 def sent_bytes(request: Request, ranks: int) -> float:

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from slipstream.cluster.groups import timeout_of
 from slipstream.errors import ClusterError
-from slipstream.strategy import Flat, SharedMemory
+from slipstream.strategy import FlatConfig, SharedMemoryConfig
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.host_memory import share_memory
-from slipstream.transport.host_pipeline import Pipeline, Stage
-from slipstream.transport.host_shares import Cut, Shares
+from slipstream.transport.host_pipeline import ChunkPipeline, ChunkStage
+from slipstream.transport.host_shares import Cut, HostSum
 from slipstream.transport.hosts import find_hosts
 from slipstream.transport.requests import AllReduce, Request
 from slipstream.transport.work import ThreadWork, Work
@@ -28,8 +28,8 @@ class SharedMemoryTransport:
         ClusterError: the ranks are not all on one host, or it gives no memory.
     """
 
-    def __init__(self, config: SharedMemory, group: dist.ProcessGroup) -> None:
-        self._flat = FlatTransport(Flat(), group)
+    def __init__(self, config: SharedMemoryConfig, group: dist.ProcessGroup) -> None:
+        self._flat = FlatTransport(FlatConfig(), group)
         hosts = find_hosts(group, 1)
         if len(hosts.nodes) > 1:
             hosts.close()
@@ -43,7 +43,7 @@ class SharedMemoryTransport:
         [self._memory] = share_memory(hosts, self._owners, [0], [self._ranks], group)
         timeout, stages = timeout_of(group).total_seconds(), 2 if self._ranks == 2 else 3
         slots = self._memory.slots
-        self._pipeline = Pipeline(hosts.lines[0], stages, slots, timeout, lambda _: None)
+        self._pipeline = ChunkPipeline(hosts.lines[0], stages, slots, timeout, lambda _: None)
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Nothing to do: a row is there before the tensor is."""
@@ -52,8 +52,8 @@ class SharedMemoryTransport:
         if not isinstance(request, AllReduce):
             return self._flat.start(request)
         cut, work = Cut.even(request.tensor, self._owners, self._memory.chunk), ThreadWork()
-        shares = Shares(cut, self._memory.blocks(cut), self._ranks, self._rank)
-        stages: Sequence[Stage] = (shares.put, shares.add_and_give, shares.take)
+        shares = HostSum(cut, self._memory.blocks(cut), self._ranks, self._rank)
+        stages: Sequence[ChunkStage] = (shares.put, shares.add_and_give, shares.take)
         if self._ranks == 2:
             stages = shares.put_all, shares.add_two
         self._pipeline.submit(stages, cut.num_chunks, work.complete)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from slipstream.strategy import Transport as TransportConfig
+from slipstream.strategy import TransportConfig
 from slipstream.transport.requests import Request
 from slipstream.transport.transport import Transport, make_transport
 from slipstream.transport.work import Work

@@ -13,18 +13,18 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from slipstream.strategy import (
-    Direct,
-    Flat,
-    Hierarchical,
-    Sharded,
-    SharedMemory,
-    Transport as TransportConfig,
+    DirectConfig,
+    FlatConfig,
+    HierarchicalConfig,
+    ShardedConfig,
+    SharedMemoryConfig,
+    TransportConfig,
 )
 from slipstream.transport.direct import DirectTransport
 from slipstream.transport.flat import FlatTransport
 from slipstream.transport.hierarchical import HierarchicalTransport
 from slipstream.transport.place import Place
-from slipstream.transport.requests import Exchange, Request
+from slipstream.transport.requests import ExchangeSteps, Request
 from slipstream.transport.shared_memory import SharedMemoryTransport
 from slipstream.transport.work import Work
 
@@ -59,21 +59,21 @@ class Transport(Protocol):
 
 
 TRANSPORTS: dict[type, Callable[[Any, dist.ProcessGroup], Transport]] = {
-    Flat: FlatTransport,
-    Direct: DirectTransport,
-    Sharded: DirectTransport,
-    Hierarchical: HierarchicalTransport,
-    SharedMemory: SharedMemoryTransport,
+    FlatConfig: FlatTransport,
+    DirectConfig: DirectTransport,
+    ShardedConfig: DirectTransport,
+    HierarchicalConfig: HierarchicalTransport,
+    SharedMemoryConfig: SharedMemoryTransport,
 }
 """By type of the strategy's ``gradients.transport``."""
 
 EXACT: Mapping[TransportConfig, Callable[[Place], bool]] = {
-    Flat(): lambda place: True,
-    Direct(): lambda place: place.device.type == "cpu" and not place.one_host,
-    Hierarchical(): lambda place: (
+    FlatConfig(): lambda place: True,
+    DirectConfig(): lambda place: place.device.type == "cpu" and not place.one_host,
+    HierarchicalConfig(): lambda place: (
         place.device.type == "cpu" and not place.one_host and place.shares_hosts
     ),
-    SharedMemory(): lambda place: place.device.type == "cpu" and place.one_host,
+    SharedMemoryConfig(): lambda place: place.device.type == "cpu" and place.one_host,
 }
 """What ``auto`` chooses among, and where each is worth a try; the first one everywhere. They ask
 nothing of the user's code, and may be exchanged for one another between two updates."""
@@ -89,7 +89,7 @@ def make_transport(config: TransportConfig, group: dist.ProcessGroup) -> Transpo
     return TRANSPORTS[type(config)](config, group)
 
 
-def run(exchange: Exchange, transport: Transport) -> None:
+def run(exchange: ExchangeSteps, transport: Transport) -> None:
     """Carry out what ``exchange`` asks for, one request after the other.
 
     Raises:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from slipstream.strategy import Balance, Prefetch, Strategy
+from slipstream.strategy import BalanceConfig, PrefetchConfig, Strategy
 from slipstream.trace import Trace
 
 MEASURED_CHOICES: tuple[Mapping[str, Any], ...] = (
-    {"balance": Balance()},
-    {"prefetch": Prefetch()},
+    {"balance": BalanceConfig()},
+    {"prefetch": PrefetchConfig()},
     {"channels_last": True},
     {"compile": True},
     {"fuse_bn_act": True, "fuse_add_act": True},

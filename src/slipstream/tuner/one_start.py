@@ -15,7 +15,14 @@ from math import ceil
 from slipstream.errors import LaunchError
 from slipstream.planner.candidates import label, with_gradients
 from slipstream.planner.ranking import Prediction, traced_strategy
-from slipstream.strategy import Auto, ByBytes, Flat, Optimal, Sharded, Strategy
+from slipstream.strategy import (
+    AutoConfig,
+    ByBytesConfig,
+    FlatConfig,
+    OptimalConfig,
+    ShardedConfig,
+    Strategy,
+)
 from slipstream.trace import Trace
 from slipstream.tuner.search_space import MOST, SETTLING, TURNS
 from slipstream.tuner.trial_log import TrialLog, Tuned
@@ -23,7 +30,7 @@ from slipstream.tuner.trials import Failure, Measurement
 
 STEPS = 5
 """Iterations in a window, where the split alone is searched for."""
-UPDATES = max(TURNS * MOST * (SETTLING + STEPS), Auto().updates)
+UPDATES = max(TURNS * MOST * (SETTLING + STEPS), AutoConfig().updates)
 """Of the script until the choice stays, at most."""
 CALIBRATION = 20.0
 """Seconds in which the network is measured meanwhile, at most."""
@@ -32,7 +39,7 @@ RESERVE = 1.2
 WORTH = 0.05
 """By how much another start must be faster: starts differ, and there is no time for pairs."""
 
-Run = Callable[[Strategy, float], Measurement | Failure]
+RunTrial = Callable[[Strategy, float], Measurement | Failure]
 Predict = Callable[[Trace], Sequence[Prediction]]
 
 
@@ -48,8 +55,8 @@ def open_strategy(base: Strategy) -> Strategy | None:
     """
     split, transport = base.gradients.split, base.gradients.transport
     settings = {
-        "split": Optimal(steps=STEPS) if split == ByBytes() else split,
-        "transport": Auto() if transport == Flat() else transport,
+        "split": OptimalConfig(steps=STEPS) if split == ByBytesConfig() else split,
+        "transport": AutoConfig() if transport == FlatConfig() else transport,
     }
     searching = with_gradients(base, **settings)
     return None if searching == base else searching
@@ -79,7 +86,7 @@ class OneStart:
         doing: called with what happens next, in words.
     """
 
-    run: Run
+    run: RunTrial
     predict: Predict
     log: TrialLog
     left: Callable[[], float]
@@ -135,7 +142,7 @@ class OneStart:
         except LaunchError:  # within the budget
             return None
         strategy = prediction.strategy
-        if not isinstance(strategy.gradients.transport, Sharded):
+        if not isinstance(strategy.gradients.transport, ShardedConfig):
             return None
         self.doing(label(strategy))
         outcome = self.run(strategy, self.left())

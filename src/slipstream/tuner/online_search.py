@@ -23,11 +23,18 @@ from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.transport_cost import curves_of, transport_kind
 from slipstream.sharding.watch import GradientWatch
-from slipstream.strategy import PlainCodec, Row, Sharded, Split, Strategy, Transport
+from slipstream.strategy import (
+    PlainCodecConfig,
+    Row,
+    ShardedConfig,
+    SplitConfig,
+    Strategy,
+    TransportConfig,
+)
 from slipstream.trace.event import Trace
 from slipstream.transport.consistency import any_of, broadcast_from_first, collective_errors
 from slipstream.transport.switch import Switch
-from slipstream.transport.transport import Transport as MadeTransport
+from slipstream.transport.transport import Transport
 from slipstream.tuner.predicted_choices import predict_choices, promising
 from slipstream.tuner.search_space import SETTLING, TURNS, Choice, SearchSpace, fastest
 from slipstream.tuner.trials import iterations
@@ -45,7 +52,9 @@ class Sharding(Protocol):
     watch: GradientWatch
     """Of gradients that the script looks at."""
 
-    def use(self, config: Sharded | None, transport: MadeTransport | None, engine: Engine) -> None:
+    def use(
+        self, config: ShardedConfig | None, transport: Transport | None, engine: Engine
+    ) -> None:
         """Update as ``config`` says from now on; None: every rank updates everything."""
 
 
@@ -129,7 +138,9 @@ class OnlineSearch:
         self.outcome, self.settled = outcome, True
         self.choice, self._due = choice, (choice, True)
 
-    def resume(self, split: Split | None, transport: Transport | None, overlap: bool) -> None:
+    def resume(
+        self, split: SplitConfig | None, transport: TransportConfig | None, overlap: bool
+    ) -> None:
         """Stay with what was chosen before a checkpoint, if that is all that is open here.
 
         Args:
@@ -149,12 +160,12 @@ class OnlineSearch:
         self.settle(Choice(only, kept, beside), "chosen before the checkpoint")
 
     @property
-    def chosen_split(self) -> Split | None:
+    def chosen_split(self) -> SplitConfig | None:
         """The split that stays; None until the search is over, or if none was searched for."""
         return self.choice.split if self.settled and self._space.split else None
 
     @property
-    def chosen_transport(self) -> Transport | None:
+    def chosen_transport(self) -> TransportConfig | None:
         """The transport that stays, likewise."""
         searched = len(self._space.transports) > 1
         return self.choice.transport if self.settled and searched else None
@@ -174,18 +185,18 @@ class OnlineSearch:
 
     @property
     def watches(self) -> bool:
-        """Whether gradients are watched, to see if the script does what `Sharded` refuses."""
+        """Whether gradients are watched, to see if the script does what ``sharded`` refuses."""
         return not self._choices and not self.settled and self._tries_sharded
 
     @property
     def _tries_sharded(self) -> bool:
-        return any(isinstance(transport, Sharded) for transport in self._space.transports)
+        return any(isinstance(transport, ShardedConfig) for transport in self._space.transports)
 
     def install_due(self) -> None:
         """Install what was chosen since the last call; a collective.
 
         Where a backward pass begins: a search ends inside ``optimizer.step()`` if the script calls
-        that by itself, and there the parameters may be this rank's shares.
+        that by itself, and there the parameters may be this rank's shards.
         """
         if self._due is None:
             return
@@ -197,7 +208,7 @@ class OnlineSearch:
             raise
 
     def _install(self, choice: Choice, for_good: bool) -> None:
-        config = choice.transport if isinstance(choice.transport, Sharded) else None
+        config = choice.transport if isinstance(choice.transport, ShardedConfig) else None
         if config is None:  # gathers by the transport that is given up
             self._sharding.use(None, None, self._engine)
         self._engine.overlap = choice.overlap
@@ -225,16 +236,16 @@ class OnlineSearch:
             self._receive(None if trace is None else self._solve(trace, network, usable))
         self._seconds = [[] for _ in self._choices]
 
-    def _can_use(self, transport: Transport) -> bool:
+    def _can_use(self, transport: TransportConfig) -> bool:
         """Whether a transport can be made on all groups, alike on all ranks; a collective."""
         for switch in self._switches:
             error: Exception | None = None
             try:
                 switch.make(transport)
-                if isinstance(transport, Sharded) and self._sharding.watch.seen:
+                if isinstance(transport, ShardedConfig) and self._sharding.watch.seen:
                     raise ModelError(
                         "the script looks at gradients between backward() and step(), when a rank "
-                        "would have its share alone (to clip: session.clip_grad_norm_)"
+                        "would have its shard alone (to clip: session.clip_grad_norm_)"
                     )
             except (SlipstreamError, OSError) as failure:
                 error = failure
@@ -243,7 +254,7 @@ class OnlineSearch:
                 return False
         return True
 
-    def _leave_out(self, transport: Transport, error: Exception | None) -> None:
+    def _leave_out(self, transport: TransportConfig, error: Exception | None) -> None:
         for switch in self._switches:
             switch.drop(transport)
         why = str(error or "another rank cannot use it")
@@ -252,7 +263,7 @@ class OnlineSearch:
             print(text, file=sys.stderr)
         self._left_out[transport.kind] = why
 
-    def _measure_network(self, transports: Sequence[Transport]) -> NetworkProfile:
+    def _measure_network(self, transports: Sequence[TransportConfig]) -> NetworkProfile:
         codec = self._base.gradients.codec
         return calibrate(
             self._ranks,
@@ -260,7 +271,7 @@ class OnlineSearch:
             seconds=CALIBRATION_SECONDS * len(transports),
             rounds=3,
             curves=curves_of(map(transport_kind, transports)),
-            codecs=[codec] if isinstance(codec, PlainCodec) else [],
+            codecs=[codec] if isinstance(codec, PlainCodecConfig) else [],
         )
 
     def _receive(self, decision: _Decision | None) -> None:
@@ -270,7 +281,7 @@ class OnlineSearch:
         self._choices, self.outcome = agreed
 
     def _solve(
-        self, trace: Trace, network: NetworkProfile, transports: Sequence[Transport]
+        self, trace: Trace, network: NetworkProfile, transports: Sequence[TransportConfig]
     ) -> _Decision:
         """The choices to measure; only rank 0 has the trace of all ranks."""
         try:
@@ -312,7 +323,7 @@ class OnlineSearch:
         """What tells a choice from the others: its transport, its number of segments, or both."""
         transport = choice.transport
         words: list[str] = [transport.kind] if len(self._space.transports) > 1 else []
-        if isinstance(transport, Sharded) and transport.replicated:
+        if isinstance(transport, ShardedConfig) and transport.replicated:
             words.append(f"({transport.replicated:.0%} replicated)")
         if self._space.split is not None:
             words.append(f"{len(self._engine.split_points(choice.split))}{unit}")

@@ -7,21 +7,28 @@ from math import inf
 
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.candidates import REPLICATED, optimal_split, sharded, with_gradients
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.simulate import predict
 from slipstream.planner.transport_cost import is_priced
 from slipstream.planner.workload import Workload
-from slipstream.strategy import ByBytes, Sharded, Single, Split, Strategy, Transport
+from slipstream.strategy import (
+    ByBytesConfig,
+    ShardedConfig,
+    SingleConfig,
+    SplitConfig,
+    Strategy,
+    TransportConfig,
+)
 from slipstream.tuner.search_space import MOST, Choice
 
-NEARBY = (ByBytes(megabytes=2), ByBytes(megabytes=8), ByBytes(megabytes=16))
+NEARBY = (ByBytesConfig(megabytes=2), ByBytesConfig(megabytes=8), ByBytesConfig(megabytes=16))
 """Predicted besides the computed split: the cost of one more segment is the least certain part."""
 
 
 def predict_choices(
     base: Strategy,
-    transports: Sequence[Transport],
+    transports: Sequence[TransportConfig],
     overlap: Sequence[bool],
     gradients: Sequence[Gradient],
     workload: Workload,
@@ -48,14 +55,14 @@ def predict_choices(
             unknown = Choice(transport, base.gradients.split, overlap[0])
             predicted[transport] = unknown, inf
             continue
-        if isinstance(transport, Sharded):
+        if isinstance(transport, ShardedConfig):
             ways = _sharded_ways(base, workload, network)
             predicted |= {one: (one, seconds) for one, seconds in ways}
             continue
         best = optimal_split(workload, network, [with_gradients(base, transport=transport)])
         for split, beside in _ways((base.gradients.split, best), overlap):
             choice = Choice(transport, split, beside)
-            plan = Plan.of(with_gradients(base, **choice._asdict()), gradients, network.codecs)
+            plan = CommPlan.of(with_gradients(base, **choice._asdict()), gradients, network.codecs)
             key = transport, plan.cuts, beside
             if key not in predicted:
                 predicted[key] = choice, predict(workload, plan, network)
@@ -65,31 +72,33 @@ def predict_choices(
 def _sharded_ways(
     base: Strategy, workload: Workload, network: NetworkProfile
 ) -> Iterator[tuple[Choice, float]]:
-    """`Sharded` by default, and with the splits and the replicated part that are best."""
+    """``sharded`` by default, and with the splits and the replicated part that are best."""
     own, best = sharded(workload, network, base, [base], REPLICATED[:1])
     *_, replicated = sharded(workload, network, base, [base], REPLICATED[1:])
     for strategy in (own, best, replicated):
         config = strategy.gradients
-        plan = Plan.of(strategy, workload.gradients, network.codecs)
+        plan = CommPlan.of(strategy, workload.gradients, network.codecs)
         yield Choice(config.transport, config.split), predict(workload, plan, network)
 
 
-def _ways(splits: tuple[Split, Split], overlap: Sequence[bool]) -> Iterator[tuple[Split, bool]]:
+def _ways(
+    splits: tuple[SplitConfig, SplitConfig], overlap: Sequence[bool]
+) -> Iterator[tuple[SplitConfig, bool]]:
     """The first split, the computed one and others; then without overlap, if that is open."""
     yield from ((split, overlap[0]) for split in (*splits, *NEARBY))
-    yield from ((split, after) for after in overlap[1:] for split in (Single(), splits[0]))
+    yield from ((split, after) for after in overlap[1:] for split in (SingleConfig(), splits[0]))
 
 
 def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
     """The choices to measure of those predicted: the first of all, then by rising seconds.
 
     Among them are the best of all, and the best one of every transport beside backward (of
-    `Sharded` with and without a replicated part): what one transport costs against another is less
-    certain than what a split costs against another.
+    ``sharded`` with and without a replicated part): what one transport costs against another is
+    less certain than what a split costs against another.
 
     Example:
-        >>> from slipstream.strategy import Direct, Flat, Single
-        >>> one, other = Choice(Flat(), Single()), Choice(Direct(), Single())
+        >>> from slipstream.strategy import DirectConfig, FlatConfig, SingleConfig
+        >>> one, other = (Choice(t, SingleConfig()) for t in (FlatConfig(), DirectConfig()))
         >>> [choice.transport.kind for choice in promising([(one, 1.0), (other, 2.0)])]
         ['flat', 'direct']
     """
@@ -105,4 +114,4 @@ def promising(predicted: Sequence[tuple[Choice, float]]) -> tuple[Choice, ...]:
 
 def _way(choice: Choice) -> tuple[str, bool]:
     transport = choice.transport
-    return transport.kind, isinstance(transport, Sharded) and transport.replicated > 0
+    return transport.kind, isinstance(transport, ShardedConfig) and transport.replicated > 0

@@ -12,16 +12,16 @@ from statistics import median
 from typing import NamedTuple
 
 from slipstream.strategy import (
-    Auto,
-    Direct,
-    Half,
-    Hierarchical,
-    Optimal,
+    AutoConfig,
+    DirectConfig,
+    HalfConfig,
+    HierarchicalConfig,
+    OptimalConfig,
     Row,
-    Sharded,
-    Split,
+    ShardedConfig,
+    SplitConfig,
     Strategy,
-    Transport,
+    TransportConfig,
 )
 from slipstream.transport.place import Place
 from slipstream.transport.transport import exact_transports
@@ -30,7 +30,7 @@ SETTLING = 2
 """Updates after a change that are not measured: new buckets, cold connections."""
 TURNS = 2
 """Windows of each choice, in turn, so that a drift of the machine affects all alike."""
-SHARDED = (Sharded(), Sharded(replicated=0.33))
+SHARDED = (ShardedConfig(), ShardedConfig(replicated=0.33))
 """Tried where nothing predicts the part that every rank should update; the first one stands for
 all where something does."""
 MOST = 4
@@ -40,8 +40,8 @@ MOST = 4
 class Choice(NamedTuple):
     """One way to exchange the gradients."""
 
-    transport: Transport
-    split: Split
+    transport: TransportConfig
+    split: SplitConfig
     overlap: bool = True
 
 
@@ -54,11 +54,11 @@ class SearchSpace:
         split: ``split: optimal``, if the split is searched for.
         updates: that the search may take, if ``transport: auto`` says so.
         overlap: whether to exchange beside backward; both where that is to be found out.
-        not_sharded: why `Sharded` is not among the transports; None: it is, or is not searched for.
+        not_sharded: why ``sharded`` is not among them; None: it is, or is not searched for.
     """
 
-    transports: tuple[Transport, ...]
-    split: Optimal | None = None
+    transports: tuple[TransportConfig, ...]
+    split: OptimalConfig | None = None
     updates: int | None = None
     overlap: tuple[bool, ...] = (True,)
     not_sharded: str | None = None
@@ -68,24 +68,24 @@ class SearchSpace:
         """What ``strategy`` leaves open; where ranks share a model, their transport stays.
 
         Exchanging after backward is only tried where the cores that compute also exchange, all
-        ranks being on one host, or where a prediction says whether it may pay. `Sharded` is
+        ranks being on one host, or where a prediction says whether it may pay. ``sharded`` is
         tried between hosts, unless ``not_sharded`` says why it cannot be.
         """
         config = strategy.gradients
-        optimal = config.split if isinstance(config.split, Optimal) else None
-        if not isinstance(config.transport, Auto):
+        optimal = config.split if isinstance(config.split, OptimalConfig) else None
+        if not isinstance(config.transport, AutoConfig):
             return cls((config.transport,), optimal, None, (config.overlap,))
         usable = exact_transports(place)
-        if not isinstance(config.codec, Half | None):  # which then do more than sum
-            usable = tuple(one for one in usable if not isinstance(one, Hierarchical))
+        if not isinstance(config.codec, HalfConfig | None):  # which then do more than sum
+            usable = tuple(one for one in usable if not isinstance(one, HierarchicalConfig))
         usable = usable[:1] if strategy.parallel.active else usable
         after = len(usable) > 1 and config.overlap and (place.one_host or optimal is not None)
         overlap = (True, False) if after else (config.overlap,)
-        if Direct() in usable and config.overlap and not_sharded is None:
+        if DirectConfig() in usable and config.overlap and not_sharded is None:
             usable += SHARDED if optimal is None else SHARDED[:1]
         return cls(usable, optimal, config.transport.updates, overlap, not_sharded)
 
-    def unpredicted(self, split: Split) -> tuple[Choice, ...]:
+    def unpredicted(self, split: SplitConfig) -> tuple[Choice, ...]:
         """The choices under one split, all to be measured: each transport, then the last of them
         without overlap, if that is open."""
         choices = [Choice(transport, split, self.overlap[0]) for transport in self.transports]
@@ -123,7 +123,7 @@ class SearchSpace:
         if len(self.transports) == 1:
             only = self.transports[0].kind
             rows.append(Row("auto", only, "no other exact transport to choose here"))
-        elif Direct() in self.transports and self.not_sharded is not None:
+        elif DirectConfig() in self.transports and self.not_sharded is not None:
             rows.append(Row("auto", "not sharded", self.not_sharded))
         return rows
 

@@ -33,7 +33,7 @@ from slipstream.planner.candidates import label
 from slipstream.planner.ranking import Prediction, handicap
 from slipstream.strategy import Strategy, late_by
 from slipstream.tuner.measured_choices import useful, with_settings
-from slipstream.tuner.one_start import RESERVE, OneStart, Predict, Run, open_strategy
+from slipstream.tuner.one_start import RESERVE, OneStart, Predict, RunTrial, open_strategy
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
 from slipstream.tuner.trial_log import Trial, TrialLog, Tuned
 from slipstream.tuner.trials import Failure, Measurement
@@ -65,7 +65,7 @@ class Tuner:
         hidden: why the script does not take the strategies of trials, if that is known.
     """
 
-    run: Run
+    run: RunTrial
     predict: Predict
     base: Strategy
     budget: float

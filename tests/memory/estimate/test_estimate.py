@@ -16,7 +16,7 @@ from slipstream.memory.estimate.saved_bytes import saved_by, saved_on_meta
 from slipstream.optim import Lamb, Lars
 from slipstream.precision.autocast import autocast
 from slipstream.precision.half_weights import half_weights
-from slipstream.strategy import Every, Offload
+from slipstream.strategy import EveryConfig, OffloadConfig
 from tests.memory.kept import kept_bytes
 from tests.memory.models import MODELS, REAL, built
 
@@ -56,7 +56,7 @@ def test_saved_bytes_equal_those_of_a_real_forward(name):
 def test_what_is_kept_with_recomputation_equals_a_real_forward(name, every):
     model, given = built(name), inputs(name, 3)
     saved = saved_by(model, given)
-    recomputed = recompute(model, Every(every=every))
+    recomputed = recompute(model, EveryConfig(every=every))
     model(**given)  # settles the regions
     measured = really_saved(model, given)
     recomputed.close()
@@ -156,10 +156,10 @@ X = 4 * 32  # bytes of a tensor
         ([[str(i)] for i in range(6)], None, 6 + 1),
         ([["0", "1"], ["2", "3"], ["4", "5"]], None, 3 + 3),
         ([["0"], ["1"], ["2"]], None, 3 + 6),  # the others are kept
-        ([], Offload(to="disk", keep_last=1, prefetch=1), 2 * 2),
-        ([], Offload(to="disk", keep_last=3, prefetch=1), 2 * 3),
-        ([], Offload(to="disk", keep_last=0, prefetch=0), 2 * 2),
-        ([[str(i)] for i in range(6)], Offload(to="disk", keep_last=1, prefetch=2), 3 + 1),
+        ([], OffloadConfig(to="disk", keep_last=1, prefetch=1), 2 * 2),
+        ([], OffloadConfig(to="disk", keep_last=3, prefetch=1), 2 * 3),
+        ([], OffloadConfig(to="disk", keep_last=0, prefetch=0), 2 * 2),
+        ([[str(i)] for i in range(6)], OffloadConfig(to="disk", keep_last=1, prefetch=2), 3 + 1),
     ],
 )
 def test_the_peak_in_backward(regions, config, tensors):
@@ -173,7 +173,7 @@ def test_the_peak_in_backward(regions, config, tensors):
     ("config", "tensors"),
     [
         (None, 6 + 6 + 1),  # inputs, products and what the last block saves besides
-        (Offload(to="disk", keep_last=1, prefetch=1), 2 + 6 + 1),  # products do not leave
+        (OffloadConfig(to="disk", keep_last=1, prefetch=1), 2 + 6 + 1),  # products do not leave
     ],
 )
 def test_the_peak_with_kept_products(config, tensors):
@@ -224,7 +224,7 @@ def test_the_estimated_largest_batch_is_found_by_trying(name):
     optimizer = torch.optim.AdamW(model.parameters())
     found = estimate(model, lambda n: inputs(name, n), optimizer)
     regions = [[path] for path in found.blocks]
-    config = Offload(to="disk")
+    config = OffloadConfig(to="disk")
     batches = []
     for choice in ({}, {"regions": regions}, {"regions": regions, "offload": config}):
         memory = found.total().at(6)
@@ -238,8 +238,8 @@ def test_the_estimated_largest_batch_is_found_by_trying(name):
 
 
 INSTALLED = [
-    lambda model: recompute(model, Every()),
-    lambda model: offload(model, Offload(to="disk")),
+    lambda model: recompute(model, EveryConfig()),
+    lambda model: offload(model, OffloadConfig(to="disk")),
 ]
 
 
@@ -265,7 +265,7 @@ def test_counting_is_refused_while_a_technique_is_installed(install):
 
 def test_regions_can_be_read_after_close():
     model = built("bert")
-    recomputed = recompute(model, Every(every=2))
+    recomputed = recompute(model, EveryConfig(every=2))
     model(**inputs("bert", 2))  # settles the regions
     recomputed.close()
     found = estimate(model, lambda n: inputs("bert", n))

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.memory.offload.disk_store import DiskStore
-from slipstream.strategy import Offload
+from slipstream.strategy import OffloadConfig
 
-ALL = Offload(to="disk", min_bytes=0)
+ALL = OffloadConfig(to="disk", min_bytes=0)
 
 
 class LoggedStore(DiskStore):

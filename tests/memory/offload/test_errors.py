@@ -14,7 +14,7 @@ from slipstream.errors import OffloadError, StrategyError, UsageError
 from slipstream.memory import offload, recompute
 from slipstream.memory.forward_override import ForwardOverride
 from slipstream.memory.offload import open_store
-from slipstream.strategy import Checkpoints, Offload
+from slipstream.strategy import CheckpointsConfig, OffloadConfig
 from tests.harness.ranks import Ranks
 from tests.memory.offload.squares import ALL, LoggedStore, squares, start
 
@@ -82,10 +82,22 @@ def test_a_later_override_must_be_removed_first():
 @pytest.mark.parametrize(
     ("config", "model", "words"),
     [
-        (Offload(), squares(), r"model is on the CPU, .*; use \{to: disk\}"),
-        (Offload(to="disk"), nn.Linear(2, 2), "Linear has no repeated blocks .*; name the modules"),
-        (Offload(to="disk", keep_last=5), squares(), "model has 5 blocks.* allowed: at most 4"),
-        (Offload(to="disk", modules=("x.*",)), squares(), r"offload.modules: no module .*'x\.\*'"),
+        (OffloadConfig(), squares(), r"model is on the CPU, .*; use \{to: disk\}"),
+        (
+            OffloadConfig(to="disk"),
+            nn.Linear(2, 2),
+            "Linear has no repeated blocks .*; name the modules",
+        ),
+        (
+            OffloadConfig(to="disk", keep_last=5),
+            squares(),
+            "model has 5 blocks.* allowed: at most 4",
+        ),
+        (
+            OffloadConfig(to="disk", modules=("x.*",)),
+            squares(),
+            r"offload.modules: no module .*'x\.\*'",
+        ),
     ],
 )
 def test_invalid_configs_are_refused(config, model, words):
@@ -102,10 +114,10 @@ def test_scripted_blocks_are_refused(modules):
         "1 is a ScriptModule" if modules else "no repeated blocks .a ScriptModule does not count"
     )
     with pytest.raises(StrategyError, match=words):
-        offload(model, Offload(to="disk", modules=modules, keep_last=0))
+        offload(model, OffloadConfig(to="disk", modules=modules, keep_last=0))
     if modules:
         with pytest.raises(StrategyError, match=words):
-            recompute(model, Checkpoints(checkpoints=modules))
+            recompute(model, CheckpointsConfig(checkpoints=modules))
 
 
 def test_a_second_offload_is_refused():
@@ -114,13 +126,13 @@ def test_a_second_offload_is_refused():
         offload(model, ALL),
         pytest.raises(UsageError, match=r"0 is already offloaded; call close"),
     ):
-        offload(model, Offload(to="disk", modules=("3.inner",), keep_last=0))
+        offload(model, OffloadConfig(to="disk", modules=("3.inner",), keep_last=0))
     offload(model, ALL).close()
 
 
 def test_a_folder_needs_a_disk():
     with pytest.raises(StrategyError, match=r"only \{to: disk\} writes a file"):
-        Offload(folder="/tmp")
+        OffloadConfig(folder="/tmp")
 
 
 def test_too_little_free_space_is_refused_at_once(monkeypatch):

@@ -11,8 +11,8 @@ from torch import nn
 from slipstream.memory import offload, recompute
 from slipstream.memory.offload.disk_store import DiskStore
 from slipstream.memory.offload.host_store import HostStore
-from slipstream.memory.offload.store import Store
-from slipstream.strategy import Budget, Checkpoints, Every, Offload
+from slipstream.memory.offload.store import TensorStore
+from slipstream.strategy import BudgetConfig, CheckpointsConfig, EveryConfig, OffloadConfig
 from tests.memory.models import MODELS, REAL, built
 from tests.memory.offload.squares import ALL
 
@@ -36,7 +36,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(map(torch.equal, first, second))
 
 
-STORES: dict[str, Callable[[], Store]] = {
+STORES: dict[str, Callable[[], TensorStore]] = {
     "disk": DiskStore,
     # The code that GPUs run, with memory that is not pinned and streams that do nothing.
     "host": lambda: HostStore(torch.device("cpu"), 2**30),
@@ -49,7 +49,7 @@ STORES: dict[str, Callable[[], Store]] = {
 def test_training_is_bitwise_the_same(name, prefetch, store):
     plain = trained(name, built(name))
     model = built(name)
-    config = Offload(to="disk", min_bytes=64, prefetch=prefetch)
+    config = OffloadConfig(to="disk", min_bytes=64, prefetch=prefetch)
     with offload(model, config, store=store()) as offloader:
         ours = trained(name, model)
     assert same(plain, ours)
@@ -57,7 +57,12 @@ def test_training_is_bitwise_the_same(name, prefetch, store):
     assert len(offloader.blocks) == MODELS[name].count - 1
 
 
-CONFIGS = [Every(), Every(every=2), Budget(budget=0.7), Checkpoints(checkpoints=("*attention",))]
+CONFIGS = [
+    EveryConfig(),
+    EveryConfig(every=2),
+    BudgetConfig(budget=0.7),
+    CheckpointsConfig(checkpoints=("*attention",)),
+]
 
 
 @pytest.mark.parametrize(
@@ -65,14 +70,14 @@ CONFIGS = [Every(), Every(every=2), Budget(budget=0.7), Checkpoints(checkpoints=
 )
 @pytest.mark.parametrize("name", REAL)
 def test_training_is_bitwise_the_same_with_recomputation(name, config):
-    if isinstance(config, Checkpoints) and name == "resnet":
-        config = Checkpoints(checkpoints=("*.layers.?.layer",))
-    if isinstance(config, Checkpoints) and name == "gpt2":
-        config = Checkpoints(checkpoints=("*.attn",))
+    if isinstance(config, CheckpointsConfig) and name == "resnet":
+        config = CheckpointsConfig(checkpoints=("*.layers.?.layer",))
+    if isinstance(config, CheckpointsConfig) and name == "gpt2":
+        config = CheckpointsConfig(checkpoints=("*.attn",))
     plain = trained(name, built(name), steps=3)
     model = built(name)
     recomputed = recompute(model, config)
-    with offload(model, Offload(to="disk", min_bytes=64)) as offloader:
+    with offload(model, OffloadConfig(to="disk", min_bytes=64)) as offloader:
         ours = trained(name, model, steps=3)
     recomputed.close()
     assert same(plain, ours)

@@ -9,7 +9,7 @@ import torch
 
 import slipstream
 from slipstream.memory import Offloader, offload
-from slipstream.strategy import Offload, Row
+from slipstream.strategy import OffloadConfig, Row
 from tests.memory.models import MODELS, built
 from tests.memory.offload.squares import ALL, squares, start
 
@@ -21,7 +21,7 @@ def report_row(offloader: Offloader) -> Row:
 
 def test_the_report_says_that_tensors_are_too_small():
     model = squares()
-    with offload(model, Offload(to="disk", min_bytes=2**20)) as offloader:
+    with offload(model, OffloadConfig(to="disk", min_bytes=2**20)) as offloader:
         assert report_row(offloader).value == "4 blocks offloaded, 1 kept"  # as far as is known
         for size in (2**16, 2**17):
             model(start(size)).sum().backward()

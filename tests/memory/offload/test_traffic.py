@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from slipstream.memory import offload
-from slipstream.strategy import Offload
+from slipstream.strategy import OffloadConfig
 from tests.memory.models import MODELS, REAL, built
 from tests.memory.offload.squares import ALL, LoggedStore, Square, squares, start
 
@@ -42,7 +42,7 @@ def saved_storages(model, run, paths, min_bytes):
 @pytest.mark.parametrize("name", REAL)
 def test_each_storage_is_copied_once(name):
     model = built(name)
-    with offload(model, Offload(to="disk", min_bytes=64)) as offloader:
+    with offload(model, OffloadConfig(to="disk", min_bytes=64)) as offloader:
         torch.manual_seed(1)
         MODELS[name].loss(model, MODELS[name].batch(0)).backward()
     torch.manual_seed(1)
@@ -68,7 +68,7 @@ def test_parameters_buffers_and_small_tensors_are_not_offloaded():
 
     model = nn.Sequential(*(Block() for _ in range(3)))
     x = torch.randn(64, 64, requires_grad=True)
-    with offload(model, Offload(to="disk", min_bytes=1000)) as offloader:
+    with offload(model, OffloadConfig(to="disk", min_bytes=1000)) as offloader:
         loss = model(x).sum()
         # x and what is multiplied with the small one, of two blocks; the mask needs no gradient
         assert offloader.traffic.bytes_out == 2 * 2 * x.nbytes
@@ -78,7 +78,7 @@ def test_parameters_buffers_and_small_tensors_are_not_offloaded():
 def test_blocks_are_fetched_ahead_and_the_last_ones_are_kept():
     store = LoggedStore()
     model = squares(5)
-    config = Offload(to="disk", min_bytes=0, keep_last=2)
+    config = OffloadConfig(to="disk", min_bytes=0, keep_last=2)
     with offload(model, config, store=store):
         loss = model(start()).sum()
         forward, store.log = store.log, []
@@ -108,7 +108,7 @@ def test_backward_continues_while_earlier_blocks_are_read():
 
     released, store = threading.Event(), Held()
     model = squares(3)
-    config = Offload(to="disk", min_bytes=0, keep_last=1, prefetch=2)
+    config = OffloadConfig(to="disk", min_bytes=0, keep_last=1, prefetch=2)
     with offload(model, config, store=store):
         hidden = model[:2](start())
         hidden.register_hook(lambda grad: (store.log.append("out of 2"), released.set())[0])
@@ -128,7 +128,7 @@ def test_offloaded_activations_take_no_memory():
             return hidden.log()
 
     model = nn.Sequential(*(Watched() for _ in range(5)))
-    with offload(model, Offload(to="disk", min_bytes=0, keep_last=2)):
+    with offload(model, OffloadConfig(to="disk", min_bytes=0, keep_last=2)):
         loss = model(start()).sum()
         assert [weak() is not None for weak in alive] == [False] * 3 + [True] * 2
         loss.backward()

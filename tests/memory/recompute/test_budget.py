@@ -11,9 +11,9 @@ from hypothesis import given, settings, strategies as st
 
 from slipstream.errors import StrategyError
 from slipstream.memory.recompute.budget import (
-    Cost,
-    Parts,
+    BlockCost,
     Region,
+    RegionParts,
     cheapest,
     peak_bytes,
     seconds,
@@ -21,7 +21,7 @@ from slipstream.memory.recompute.budget import (
 )
 
 
-def least_bytes(costs: list[Cost], borders: Collection[int] = ()) -> int:
+def least_bytes(costs: list[BlockCost], borders: Collection[int] = ()) -> int:
     """The least budget that the error of one below it names."""
     if not any(cost.saved for cost in costs):
         return 0
@@ -31,7 +31,7 @@ def least_bytes(costs: list[Cost], borders: Collection[int] = ()) -> int:
 
 
 costs_of_a_block = st.builds(
-    Cost,
+    BlockCost,
     forward=st.integers(1, 9).map(float),
     backward=st.integers(1, 9).map(float),
     output=st.integers(0, 5),
@@ -41,12 +41,12 @@ chains = st.lists(costs_of_a_block, min_size=1, max_size=4)
 
 
 @cache
-def every_plan(first: int, end: int) -> tuple[Parts, ...]:
+def every_plan(first: int, end: int) -> tuple[RegionParts, ...]:
     """All plans of blocks ``first`` to ``end - 1``: a region may hold any plan but itself."""
     return tuple(_plans(first, end, whole=True))
 
 
-def _plans(first: int, end: int, *, whole: bool) -> Iterator[Parts]:
+def _plans(first: int, end: int, *, whole: bool) -> Iterator[RegionParts]:
     if first == end:
         yield ()
         return
@@ -58,7 +58,7 @@ def _plans(first: int, end: int, *, whole: bool) -> Iterator[Parts]:
                 yield (Region(inner), *after)
 
 
-def crosses(parts: Parts, borders: set[int]) -> bool:
+def crosses(parts: RegionParts, borders: set[int]) -> bool:
     return any(
         isinstance(part, Region) and bool(borders.intersection(part.blocks[1:])) for part in parts
     )
@@ -73,7 +73,7 @@ def test_all_plans_of_small_chains_are_tried() -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(chains, st.integers(0, 80), st.sets(st.integers(1, 3)))
-def test_nothing_that_fits_is_faster(costs: list[Cost], limit: int, borders: set[int]) -> None:
+def test_nothing_that_fits_is_faster(costs: list[BlockCost], limit: int, borders: set[int]) -> None:
     plans = [plan for plan in every_plan(0, len(costs)) if not crosses(plan, borders)]
     least = min(peak_bytes(plan, costs) for plan in plans)
     assert least_bytes(costs, borders) == least
@@ -95,7 +95,7 @@ def numbers(part: int | Region) -> tuple[int, ...]:
 
 many = st.lists(
     st.builds(
-        Cost,
+        BlockCost,
         forward=st.floats(0.01, 1),
         backward=st.floats(0.01, 1),
         output=st.integers(10**5, 10**6),
@@ -109,7 +109,7 @@ many = st.lists(
 @settings(deadline=None, max_examples=25)
 @given(many, st.integers(1, 6), st.sets(st.integers(1, 23), max_size=3))
 def test_rounded_plans_fit_and_are_no_slower_than_uniform_ones(
-    costs: list[Cost], length: int, borders: set[int]
+    costs: list[BlockCost], length: int, borders: set[int]
 ) -> None:
     for every in (length, max(1, isqrt(len(costs)))):
         plan = segments(len(costs), every, borders)
@@ -120,7 +120,7 @@ def test_rounded_plans_fit_and_are_no_slower_than_uniform_ones(
 
 
 def test_the_least_budget_is_enough_however_it_is_rounded() -> None:
-    costs = [Cost(0.1, 0.2, output=7 * i + 1, saved=1000 * i + 3) for i in range(1, 20)]
+    costs = [BlockCost(0.1, 0.2, output=7 * i + 1, saved=1000 * i + 3) for i in range(1, 20)]
     least = least_bytes(costs)
     assert peak_bytes(cheapest(costs, least, slots=10), costs) == least
     with pytest.raises(StrategyError):
@@ -128,7 +128,7 @@ def test_the_least_budget_is_enough_however_it_is_rounded() -> None:
 
 
 def test_regions_nest_deeply_if_memory_is_scarce() -> None:
-    costs = [Cost(1.0, 2.0, output=10, saved=100)] * 12
+    costs = [BlockCost(1.0, 2.0, output=10, saved=100)] * 12
     plan = cheapest(costs, least_bytes(costs))
     extra = seconds(plan, costs) - seconds(tuple(range(12)), costs)
     assert extra > 12  # some run more than twice
@@ -140,6 +140,6 @@ def test_regions_nest_deeply_if_memory_is_scarce() -> None:
 )
 def test_a_plan_is_found_that_just_fits(output: int, saved: int) -> None:
     """With a common measure of all sizes, and where they must be rounded."""
-    costs = [Cost(1.0, 2.0, output, saved)] * 6
+    costs = [BlockCost(1.0, 2.0, output, saved)] * 6
     limit = peak_bytes(segments(6, 1), costs)
     assert cheapest(costs, limit) == (*segments(5, 1), 5)

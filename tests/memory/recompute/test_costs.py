@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.recompute.block_dataflow import Call, DataflowRecorder
-from slipstream.memory.recompute.budget import Cost, Parts, Region
+from slipstream.memory.recompute.budget import BlockCost, Region, RegionParts
 from slipstream.memory.recompute.chain import Chain
 from slipstream.memory.recompute.measure import measure, saved_storages, storages_of
 from slipstream.pytree import tensors
@@ -34,7 +34,7 @@ def flops_of(model: nn.Module, case: Case) -> tuple[dict[str, int], int]:
     return by_module, backward.get_total_flops()
 
 
-def extra_forwards(parts: Parts) -> Counter[int]:
+def extra_forwards(parts: RegionParts) -> Counter[int]:
     """How many more forwards a plan does of each block."""
     found: Counter[int] = Counter()
     for part in parts:
@@ -74,7 +74,7 @@ NESTED = (
 )
 
 
-def nested(model: nn.Module, blocks: Sequence[str], parts: Parts, batch: Any) -> Chain:
+def nested(model: nn.Module, blocks: Sequence[str], parts: RegionParts, batch: Any) -> Chain:
     """``parts`` on a chain whose links are those of the model."""
     recorder = DataflowRecorder()
     chain = Chain({path: model.get_submodule(path) for path in blocks})
@@ -158,9 +158,9 @@ def saved_bytes(model: nn.Module, case: Case) -> int:
 def test_forward_saves_the_bytes_that_the_plan_says(
     name: str, config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case, costs = MODELS[name], list[Cost]()
+    case, costs = MODELS[name], list[BlockCost]()
 
-    def measured(*args: Any) -> Cost:
+    def measured(*args: Any) -> BlockCost:
         costs.append(measure(*args))
         return costs[-1]
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import SlipstreamError, StrategyError, UsageError
 from slipstream.memory import recompute
-from slipstream.strategy import Budget, BudgetBytes, Every
+from slipstream.strategy import BudgetBytesConfig, BudgetConfig, EveryConfig
 from tests.memory.models import MODELS, Blocks, Twice, rows, words
 from tests.memory.recompute.training import config_of
 
@@ -43,7 +43,7 @@ class Changing(Blocks):
 )
 def test_a_model_that_changes_its_calls_is_an_error(change: str, words: str) -> None:
     model = Changing().train()
-    recomputed = recompute(model, Every(every=2))
+    recomputed = recompute(model, EveryConfig(every=2))
     model(**rows(0)).backward()
     model.change = change
     with pytest.raises(UsageError, match=words) as caught:
@@ -70,7 +70,7 @@ def test_invalid_configs_are_refused() -> None:
         "blocks.1.norm (matched by 'blocks.1.norm') is inside of blocks.1",
     )
     refuse(nn.Linear(2, 2), {"every": 1}, "Linear has no repeated blocks", "checkpoints: [path")
-    recompute(chain, Every())
+    recompute(chain, EveryConfig())
     refuse(chain, {"every": 1}, "the forward of blocks.0 is already overridden")
     gpt2 = MODELS["gpt2"].build()
     gpt2.transformer.gradient_checkpointing = True
@@ -79,7 +79,7 @@ def test_invalid_configs_are_refused() -> None:
 
 def test_too_low_a_budget_is_an_error_that_names_the_least() -> None:
     model = Blocks().train()
-    recompute(model, BudgetBytes(budget_bytes=100))
+    recompute(model, BudgetBytesConfig(budget_bytes=100))
     with pytest.raises(
         StrategyError, match=r"budget of 100 bytes for .* allowed: at least "
     ) as told:
@@ -87,20 +87,20 @@ def test_too_low_a_budget_is_an_error_that_names_the_least() -> None:
     least = int(str(told.value).split("at least ")[1].split()[0])
     for budget, fits in ((least, True), (least - 1, False)):
         other = Blocks().train()
-        recompute(other, BudgetBytes(budget_bytes=budget))
+        recompute(other, BudgetBytesConfig(budget_bytes=budget))
         with nullcontext() if fits else pytest.raises(StrategyError):
             other(**rows(0))
 
 
 def test_a_budget_for_a_block_that_is_called_twice_is_refused() -> None:
     model = Twice().train()
-    recompute(model, Budget(budget=0.5))
+    recompute(model, BudgetConfig(budget=0.5))
     with pytest.raises(UsageError, match=r"blocks\.0 is called twice in one forward"):
         model(**rows(0))
 
 
 def test_a_cache_of_keys_and_values_is_refused() -> None:
     model = MODELS["gpt2"].build().train()
-    recompute(model, Every())
+    recompute(model, EveryConfig())
     with pytest.raises(UsageError, match=r"use_cache = False"):
         model(**words(0), use_cache=True)

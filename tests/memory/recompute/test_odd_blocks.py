@@ -18,13 +18,13 @@ from slipstream.memory import recompute
 from slipstream.memory.recompute import rng_state
 from slipstream.memory.recompute.rng_state import RngReplay, get_rng_state
 from slipstream.pytree import tensors
-from slipstream.strategy import Budget, Every, Recompute
+from slipstream.strategy import BudgetConfig, EveryConfig, RecomputeConfig
 
 CONFIGS = {
-    "every": Every(),
-    "two": Every(every=2),
-    "most": Budget(budget=0.8),
-    "all": Budget(budget=1.0),
+    "every": EveryConfig(),
+    "two": EveryConfig(every=2),
+    "most": BudgetConfig(budget=0.8),
+    "all": BudgetConfig(budget=1.0),
 }
 
 
@@ -239,7 +239,7 @@ class InPlaceNested(Odd):
 
 
 def trained(
-    block: type[Odd], config: Recompute | None, kind: type[nn.Sequential] = nn.Sequential
+    block: type[Odd], config: RecomputeConfig | None, kind: type[nn.Sequential] = nn.Sequential
 ) -> dict[str, Any]:
     """Losses, gradients and state of a few steps."""
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slipstream.memory import recompute
-from slipstream.strategy import Budget, Every, Recompute
+from slipstream.strategy import BudgetConfig, EveryConfig, RecomputeConfig
 from tests.memory.models import (
     MODELS,
     Blocks,
@@ -127,17 +127,17 @@ class Backwards(Blocks):
 )
 def test_regions_end_where_code_between_blocks_computes(build: Any, regions: Any) -> None:
     case = Case(build, rows, "blocks.*", 4)
-    found = trained(case, Every(every=3))
+    found = trained(case, EveryConfig(every=3))
     assert_same(found, trained(case, None))
     model = case.build().train()
-    recomputed = recompute(model, Every(every=3))
+    recomputed = recompute(model, EveryConfig(every=3))
     case.loss(model, rows(0)).backward()
     assert recomputed.regions == regions
 
 
 def test_forwards_that_fail_or_end_early_leave_nothing() -> None:
     model = Blocks().train()
-    recomputed = recompute(model, Every(every=2))
+    recomputed = recompute(model, EveryConfig(every=2))
     with pytest.raises(IndexError):
         model(rows(0)["x"], rows(0)["y"] + 9)  # behind the blocks
     model(**rows(0)).backward()
@@ -149,7 +149,7 @@ def test_forwards_that_fail_or_end_early_leave_nothing() -> None:
 
 def test_several_forwards_may_go_before_a_backward_and_a_backward_may_go_twice() -> None:
     results = []
-    for config in (None, Every(every=2)):
+    for config in (None, EveryConfig(every=2)):
         torch.manual_seed(0)
         model = Blocks().train()
         if config is not None:
@@ -167,10 +167,10 @@ def test_several_forwards_may_go_before_a_backward_and_a_backward_may_go_twice()
     assert_same(results[1][0], results[0][0])
 
 
-@pytest.mark.parametrize("config", [Every(), Every(every=2), Budget(budget=0.5)])
+@pytest.mark.parametrize("config", [EveryConfig(), EveryConfig(every=2), BudgetConfig(budget=0.5)])
 @pytest.mark.parametrize("training", [True, False])
 def test_recomputation_depends_on_gradients_not_on_training_mode(
-    config: Recompute, training: bool
+    config: RecomputeConfig, training: bool
 ) -> None:
     model = Blocks().train(training)
     recomputed = recompute(model, config)
@@ -180,14 +180,14 @@ def test_recomputation_depends_on_gradients_not_on_training_mode(
     assert len(calls) == 1
     assert recomputed.regions == tuple((f"blocks.{i}",) for i in range(4))
     model(**rows(0)).backward()
-    settled = config != Every()
+    settled = config != EveryConfig()
     assert (len(recomputed.regions) < 4) == settled
     assert len(calls) > 2
 
 
 def test_collected_hidden_states_get_their_gradients() -> None:
     results = []
-    for config in (None, Every(every=3)):
+    for config in (None, EveryConfig(every=3)):
         torch.manual_seed(0)
         model = MODELS["bert"].build().train()
         if config is not None:
@@ -204,14 +204,14 @@ def test_collected_hidden_states_get_their_gradients() -> None:
 def test_copies_are_plain_and_independent() -> None:
     torch.manual_seed(0)
     model = Blocks().train()
-    recompute(model, Every(every=2))
+    recompute(model, EveryConfig(every=2))
     model(**rows(0)).backward()
     for copy in (deepcopy(model), pickle.loads(pickle.dumps(model))):
         calls, own = forwards(model.blocks[0].linear), forwards(copy.blocks[0].linear)
         copy(**rows(1)).backward()
         assert (len(calls), len(own)) == (0, 1)
         assert copy.state_dict().keys() == model.state_dict().keys()
-        fresh = recompute(copy, Every())
+        fresh = recompute(copy, EveryConfig())
         copy(**rows(1)).backward()
         assert len(own) == 3
         fresh.close()
@@ -220,7 +220,7 @@ def test_copies_are_plain_and_independent() -> None:
 def test_close_leaves_the_model_as_it_was() -> None:
     model = MODELS["gpt2"].build().train()
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    recomputed = recompute(model, Every(every=2))
+    recomputed = recompute(model, EveryConfig(every=2))
     MODELS["gpt2"].loss(model, words(0)).backward()
     recomputed.close()
     recomputed.close()
@@ -230,7 +230,7 @@ def test_close_leaves_the_model_as_it_was() -> None:
 
 def test_buffers_are_right_when_modules_switch_between_training_and_evaluation() -> None:
     results = []
-    for config in (None, Every(every=2)):
+    for config in (None, EveryConfig(every=2)):
         torch.manual_seed(0)
         model = Blocks().train()
         if config is not None:

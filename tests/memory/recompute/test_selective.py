@@ -18,18 +18,18 @@ from slipstream.memory import recompute
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.estimate.saved_bytes import saved_by
 from slipstream.pytree import tensors
-from slipstream.strategy import Every
-from slipstream.strategy.memory import Operation
+from slipstream.strategy import EveryConfig
+from slipstream.strategy.memory import KeptOperation
 from tests.memory.kept import kept_bytes
 from tests.memory.models import MODELS, Attention, Attentive, Case, rows
 
-RESULTS: dict[Operation, set[str]] = {
+RESULTS: dict[KeptOperation, set[str]] = {
     "matmul": {"aten.mm.default", "aten.addmm.default", "aten.bmm.default"},
     "convolution": {"aten.convolution.default"},
     "attention": {"aten._scaled_dot_product_flash_attention_for_cpu.default"},
 }
 
-KEEPS: list[tuple[Operation, ...]] = [
+KEEPS: list[tuple[KeptOperation, ...]] = [
     ("matmul",),
     ("convolution",),
     ("attention",),
@@ -82,7 +82,9 @@ class Census(TorchDispatchMode):
 CASES = {name: MODELS[name] for name in ("resnet", "bert", "gpt2", "swin", "attentive")}
 
 
-def counted(case: Case, config: Every | None) -> tuple[Counter[Made], Counter[Made], nn.Module]:
+def counted(
+    case: Case, config: EveryConfig | None
+) -> tuple[Counter[Made], Counter[Made], nn.Module]:
     """What a forward makes, and what of it is alive behind it; nothing is after backward."""
     torch.manual_seed(0)
     model = case.build().train()
@@ -102,7 +104,7 @@ def counted(case: Case, config: Every | None) -> tuple[Counter[Made], Counter[Ma
     return made, alive, nn.ModuleList(blocks)
 
 
-def of_blocks(made: Counter[Made], keep: Sequence[Operation]) -> Counter[Made]:
+def of_blocks(made: Counter[Made], keep: Sequence[KeptOperation]) -> Counter[Made]:
     """Results of these operations, of those that were made inside of blocks."""
     names = {name for operation in keep for name in RESULTS[operation]}
     return Counter({m: n for m, n in made.items() if m[0] == "inside" and m[1] in names})
@@ -117,14 +119,14 @@ def plain() -> Any:
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("name", CASES)
 def test_inputs_and_the_kept_results_are_saved_once(plain: Any, name: str, every: int) -> None:
-    _, least, blocks = counted(CASES[name], Every(every=every))
+    _, least, blocks = counted(CASES[name], EveryConfig(every=every))
     inside = [num_bytes for where, _, num_bytes in least.elements() if where == "inside"]
     copied = [b.nbytes for name, b in blocks.named_buffers() if "index" not in name]  # a table
     assert sorted(inside) == sorted(copied)
     outputs = sum(where == "output" for where, _, _ in least.elements())
     assert outputs <= -(-CASES[name].count // every)
     for keep in KEEPS:
-        _, found, _ = counted(CASES[name], Every(every=every, keep=keep))
+        _, found, _ = counted(CASES[name], EveryConfig(every=every, keep=keep))
         assert found == least + of_blocks(plain(name), keep), keep
 
 
@@ -141,7 +143,7 @@ def test_the_estimate_counts_them(plain: Any, name: str) -> None:
 
 
 def test_the_report_says_what_is_kept() -> None:
-    value = recompute(Attentive(), Every(keep=("matmul", "attention"))).report_rows()[0].value
+    value = recompute(Attentive(), EveryConfig(keep=("matmul", "attention"))).report_rows()[0].value
     assert value == "4 modules recomputed (results of matmul, attention kept) in 4 regions, 0 kept"
 
 
@@ -154,11 +156,11 @@ class InPlace(Attention):
 
 def test_errors_of_torch_say_what_to_do() -> None:
     model = nn.Sequential(InPlace(6), InPlace(6))
-    recompute(model, Every(keep=("matmul",)))
+    recompute(model, EveryConfig(keep=("matmul",)))
     with pytest.raises(UsageError, match=r"recompute keep: .* changed in place .*inplace=True"):
         model(torch.ones(2, 6)).sum().backward()
     model = Attentive()
-    recompute(model, Every(keep=("attention",)))
+    recompute(model, EveryConfig(keep=("attention",)))
     loss = model(**rows(0))
     loss.backward(retain_graph=True)
     with pytest.raises(UsageError, match=r"recompute keep: .* supports one backward"):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from slipstream.memory import Recomputed, recompute
-from slipstream.strategy import Memory, Recompute
+from slipstream.strategy import MemoryConfig, RecomputeConfig
 from tests.memory.models import MODELS, Case, built
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -23,13 +23,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(settings: dict[str, Any]) -> Recompute:
-    config = Memory.model_validate({"recompute": settings}).recompute
+def config_of(settings: dict[str, Any]) -> RecomputeConfig:
+    config = MemoryConfig.model_validate({"recompute": settings}).recompute
     assert config is not None
     return config
 
 
-def trained(case: Case, config: Recompute | None, *, autocast: bool = False) -> dict[str, Any]:
+def trained(
+    case: Case, config: RecomputeConfig | None, *, autocast: bool = False
+) -> dict[str, Any]:
     """Losses, gradients and state of a few steps."""
     torch.manual_seed(0)
     model = case.build().train()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.text import Text
 
-from slipstream.report.alternation import Training
+from slipstream.report.alternation import TimedTraining
 
 LOOKS = {
     "baseline": ("█", ""),
@@ -17,14 +17,14 @@ LOOKS = {
 """What fills the bar of each kind, and its style: lossy ones differ without colours, too."""
 
 
-def bar_chart(trainings: Sequence[Training], width: int) -> Text:
+def bar_chart(trainings: Sequence[TimedTraining], width: int) -> Text:
     """A row for each, filled up to the first quartile; from there a line to the third.
 
     ``┼`` marks the median. Rows are at most ``width`` columns wide.
 
     Example:
-        >>> old = Training("old", "baseline", [0.8, 0.9, 1.0])
-        >>> new = Training("new", "lossy", [0.4, 0.5, 0.6], "1.80x")
+        >>> old = TimedTraining("old", "baseline", [0.8, 0.9, 1.0])
+        >>> new = TimedTraining("new", "lossy", [0.4, 0.5, 0.6], "1.80x")
         >>> print(bar_chart([old, new], 40))
         old  ████████████████├┼┤  0.900 s
         new  ▒▒▒▒▒▒▒▒├┼┤          0.500 s  1.80x
@@ -41,7 +41,7 @@ def bar_chart(trainings: Sequence[Training], width: int) -> Text:
     return Text("\n").join(rows)
 
 
-def _cells(one: Training, fill: str, scale: float) -> str:
+def _cells(one: TimedTraining, fill: str, scale: float) -> str:
     low, middle, high = (max(round(value * scale) - 1, 0) for value in one.quartiles)
     line = ["─"] * (high - low + 1)
     line[0], line[-1] = "├", "┤"
@@ -49,6 +49,6 @@ def _cells(one: Training, fill: str, scale: float) -> str:
     return fill * low + "".join(line)
 
 
-def _after(one: Training) -> str:
+def _after(one: TimedTraining) -> str:
     words = f"  {one.quartiles[1]:.3f} s"
     return f"{words}  {one.gain}" if one.gain else words

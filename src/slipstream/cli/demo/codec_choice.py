@@ -14,14 +14,23 @@ from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import rank, traced_strategy
 from slipstream.planner.workload import Workload
-from slipstream.strategy import ByBytes, Half, Int8, PlainCodec, PowerSgd, Strategy
+from slipstream.strategy import (
+    ByBytesConfig,
+    HalfConfig,
+    Int8Config,
+    PlainCodecConfig,
+    PowerSgdConfig,
+    Strategy,
+)
 from slipstream.trace import Trace
 
 NONE = "none"
-CODECS: Mapping[str, PlainCodec] = {
-    "bf16": Half(),
-    "int8": Int8(),
-    "PowerSGD": PowerSgd(start_step=0),  # 1000 by default: the demo would end before it starts
+CODECS: Mapping[str, PlainCodecConfig] = {
+    "bf16": HalfConfig(),
+    "int8": Int8Config(),
+    "PowerSGD": PowerSgdConfig(
+        start_step=0
+    ),  # 1000 by default: the demo would end before it starts
 }
 WORTHWHILE = 0.95
 """Of the exact training's time, at most: predictions are off by as much as the rest."""
@@ -83,9 +92,9 @@ def worth_trying(
 
 
 def _with_codec(
-    codec: PlainCodec, exact: Strategy, workload: Workload, network: NetworkProfile
+    codec: PlainCodecConfig, exact: Strategy, workload: Workload, network: NetworkProfile
 ) -> Strategy:
     """The codec with the split that is optimal for it, by the transport of the exact training."""
     coded = with_gradients(exact, codec=codec)
-    seeds = [coded, with_gradients(coded, split=ByBytes())]
+    seeds = [coded, with_gradients(coded, split=ByBytesConfig())]
     return with_gradients(coded, split=optimal_split(workload, network, seeds))

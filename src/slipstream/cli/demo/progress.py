@@ -14,7 +14,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from slipstream.cli.demo.trainings import Training
+from slipstream.cli.demo.trainings import DemoTraining
 
 
 class Bars(Progress):
@@ -35,7 +35,7 @@ class Bars(Progress):
         """A bar of ``total`` steps."""
         return self.add_task(what, total=total, result="")
 
-    def trained(self, bar: TaskID, training: Training) -> None:
+    def trained(self, bar: TaskID, training: DemoTraining) -> None:
         """Another iteration: its loss and, where iterations are timed, their median."""
         result = f"loss {training.losses[-1].item():.3f}"
         if training.seconds:

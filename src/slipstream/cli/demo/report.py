@@ -21,9 +21,9 @@ from slipstream.cli.demo.measured import (
     gain,
     headline,
 )
-from slipstream.report.alternation import Alternation, Kind, Training
+from slipstream.report.alternation import Alternation, TimedTraining, TrainingKind
 
-KINDS: dict[str, Kind] = {DDP: "baseline", EXACT: "exact", LOSSY: "lossy", ALONE: "floor"}
+KINDS: dict[str, TrainingKind] = {DDP: "baseline", EXACT: "exact", LOSSY: "lossy", ALONE: "floor"}
 
 
 def alternation(measured: Measured) -> Alternation:
@@ -36,7 +36,7 @@ def alternation(measured: Measured) -> Alternation:
     for name in (*measured.trainings, ALONE):
         times = "" if name in (DDP, ALONE) else f"{gain(measured, name).times:.2f}x"
         of_page = KINDS[name], measured.seconds[name], times, learned(measured, name)
-        trainings.append(Training(names.get(name, name), *of_page))
+        trainings.append(TimedTraining(names.get(name, name), *of_page))
     return Alternation(headline(measured), trainings)
 
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 SEED = 0
 PIXELS, BATCH = 64, 16  # an exchange and its compute then take about as long at 1 Gbit/s
 
-Batch = tuple[Tensor, Tensor]
+DemoBatch = tuple[Tensor, Tensor]
 """Images of shape (count, 3, PIXELS, PIXELS) in float32, and their labels in int64."""
 
 
@@ -57,7 +57,7 @@ def _convolution(channels: int, width: int, kernel: int, stride: int) -> list[nn
     return [layer, nn.BatchNorm2d(width)]
 
 
-def digits() -> tuple[Batch, Batch]:
+def digits() -> tuple[DemoBatch, DemoBatch]:
     """Handwritten digits to train on (1438) and held out (359), upscaled from 8 x 8 grey pixels.
 
     Source: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI,
@@ -74,7 +74,7 @@ def digits() -> tuple[Batch, Batch]:
     return (images[train], labels[train]), (images[held_out], labels[held_out])
 
 
-def batches(dataset: Batch, steps: int, rank: int, world_size: int) -> list[Batch]:
+def batches(dataset: DemoBatch, steps: int, rank: int, world_size: int) -> list[DemoBatch]:
     """The batches of one rank: each pass over the data is shuffled anew and dealt to all ranks."""
     images, labels = dataset
     generator = torch.Generator().manual_seed(SEED)
@@ -85,14 +85,14 @@ def batches(dataset: Batch, steps: int, rank: int, world_size: int) -> list[Batc
     return [(images[chosen].contiguous(), labels[chosen]) for chosen in mine]
 
 
-def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+def cross_entropy(model: nn.Module, batch: DemoBatch) -> Tensor:
     """The mean cross entropy of a batch."""
     images, labels = batch
     return functional.cross_entropy(model(images), labels)
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, dataset: Batch) -> float:
+def accuracy(model: nn.Module, dataset: DemoBatch) -> float:
     """Share of the images that the model recognises; each rank looks at its part of them."""
     model.eval()
     images, labels = (part[dist.get_rank() :: dist.get_world_size()] for part in dataset)

@@ -30,13 +30,13 @@ from slipstream.cli.demo import task
 from slipstream.cli.demo.codec_choice import CODECS, Candidate, predict, worth_trying
 from slipstream.cli.demo.measured import ALONE, DDP, EXACT, LOSSY, Measured
 from slipstream.cli.demo.progress import Bars
-from slipstream.cli.demo.task import Batch
-from slipstream.cli.demo.trainings import Ddp, Slipstream, Training, distance
+from slipstream.cli.demo.task import DemoBatch
+from slipstream.cli.demo.trainings import Ddp, DemoTraining, Slipstream, distance
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.planner.candidates import with_gradients
 from slipstream.planner.ranking import traced_strategy
 from slipstream.planner.transport_cost import curves_of, transport_kind
-from slipstream.strategy import PowerSgd, Strategy
+from slipstream.strategy import PowerSgdConfig, Strategy
 from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
 from slipstream.tuner.one_start import reason
@@ -77,13 +77,13 @@ def main(steps: int, folder: str, network: str, terminal: bool, columns: int) ->
         for batch in batches[:first]:
             exact.train(batch)
             bars.trained(searching, exact)
-        trainings: dict[str, Training] = {DDP: best_ddp(updates, batches, bars), EXACT: exact}
+        trainings: dict[str, DemoTraining] = {DDP: best_ddp(updates, batches, bars), EXACT: exact}
         planned = plan(Path(folder), bars)
         tried = try_codecs(planned, updates, batches, bars)
         if tried:
             strategy = planned.worth_trying[fastest(tried)]
             trainings[LOSSY] = Slipstream(updates, strategy)
-        trainings[ALONE] = Training(updates)
+        trainings[ALONE] = DemoTraining(updates)
         apart = in_turn(trainings, batches[first:], bars)
     measured = collect(trainings, planned, tried, apart, network, held_out)
     if is_first:
@@ -104,7 +104,7 @@ def searching_strategy(updates: int, folder: str) -> Strategy:
     )
 
 
-def best_ddp(updates: int, batches: Sequence[Batch], bars: Bars) -> Ddp:
+def best_ddp(updates: int, batches: Sequence[DemoBatch], bars: Bars) -> Ddp:
     """DDP with the bucket size that is fastest here."""
     tried = {f"{size} MB": Ddp(updates, size) for size in DDP_MEGABYTES}
     medians = try_out(tried, batches, bars.begin("DDP's buckets", TRIALS * len(tried)), bars)
@@ -114,7 +114,7 @@ def best_ddp(updates: int, batches: Sequence[Batch], bars: Bars) -> Ddp:
 
 
 def try_codecs(
-    planned: Planned, updates: int, batches: Sequence[Batch], bars: Bars
+    planned: Planned, updates: int, batches: Sequence[DemoBatch], bars: Bars
 ) -> dict[str, float]:
     """Seconds of an iteration with each codec worth trying."""
     if not planned.worth_trying:
@@ -127,7 +127,7 @@ def try_codecs(
 
 
 def try_out(
-    tried: Mapping[str, Training], batches: Sequence[Batch], bar: TaskID, bars: Bars
+    tried: Mapping[str, DemoTraining], batches: Sequence[DemoBatch], bar: TaskID, bars: Bars
 ) -> dict[str, float]:
     """Median seconds of a few iterations of each, in turn."""
     for batch in batches[:TRIALS]:
@@ -176,7 +176,7 @@ def fastest(seconds: Mapping[str, float]) -> str:
 
 
 def in_turn(
-    trainings: Mapping[str, Training], batches: Sequence[Batch], bars: Bars
+    trainings: Mapping[str, DemoTraining], batches: Sequence[DemoBatch], bars: Bars
 ) -> dict[str, float]:
     """Train all on all batches, and time them; the first SETTLING ones are not timed.
 
@@ -204,12 +204,12 @@ def in_turn(
 
 
 def collect(
-    trainings: Mapping[str, Training],
+    trainings: Mapping[str, DemoTraining],
     planned: Planned,
     tried: Mapping[str, float],
     apart: Mapping[str, float],
     network: str,
-    held_out: Batch,
+    held_out: DemoBatch,
 ) -> Measured:
     """All that was measured, over all ranks; a collective."""
     ddp = trainings[DDP]
@@ -241,7 +241,7 @@ def collect(
 
 
 def leave_strategies(
-    folder: Path, exact: Strategy, trainings: Mapping[str, Training], first: int
+    folder: Path, exact: Strategy, trainings: Mapping[str, DemoTraining], first: int
 ) -> None:
     """Write the strategies, and what their settings became.
 
@@ -253,7 +253,7 @@ def leave_strategies(
     if LOSSY in of_slipstream:
         strategy = of_slipstream[LOSSY].session.strategy
         codec = strategy.gradients.codec
-        if isinstance(codec, PowerSgd):
+        if isinstance(codec, PowerSgdConfig):
             late = codec.model_copy(update={"start_step": first})
             strategy = with_gradients(strategy, codec=late)
         (folder / "lossy.yaml").write_text(settings(strategy))

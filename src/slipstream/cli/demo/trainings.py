@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
 
-from slipstream.cli.demo.task import Batch, ResNet18, cross_entropy
+from slipstream.cli.demo.task import DemoBatch, ResNet18, cross_entropy
 from slipstream.session.accelerate import accelerate
 from slipstream.strategy import Strategy
 
@@ -19,7 +19,7 @@ LEARNING_RATE, MOMENTUM = 0.02, 0.9
 LAST_LOSSES = 10
 
 
-class Training:
+class DemoTraining:
     """One copy of the model, trained without any exchange.
 
     All copies begin with equal weights. The learning rate falls to 0 over ``updates``, so that the
@@ -38,19 +38,19 @@ class Training:
         """Collectives for the gradients of an iteration."""
         return 0
 
-    def continue_from(self, other: Training) -> None:
+    def continue_from(self, other: DemoTraining) -> None:
         """Take over weights, momentum and learning rate."""
         self.model.load_state_dict(other.model.state_dict())
         self.optimizer.load_state_dict(deepcopy(other.optimizer.state_dict()))
         self._schedule.load_state_dict(other._schedule.state_dict())
         self.losses = [*other.losses]
 
-    def train(self, batch: Batch) -> None:
+    def train(self, batch: DemoBatch) -> None:
         """One iteration."""
         self.losses.append(self._iterate(batch))
         self._schedule.step()
 
-    def train_timed(self, batch: Batch) -> None:
+    def train_timed(self, batch: DemoBatch) -> None:
         """An iteration that all ranks start together; it takes as long as on the slowest."""
         dist.barrier()
         start = time.perf_counter()
@@ -73,10 +73,10 @@ class Training:
         dist.all_reduce(mean)
         return mean.item()
 
-    def _iterate(self, batch: Batch) -> Tensor:
+    def _iterate(self, batch: DemoBatch) -> Tensor:
         return self._torch_loop(self.model, batch)
 
-    def _torch_loop(self, network: nn.Module, batch: Batch) -> Tensor:
+    def _torch_loop(self, network: nn.Module, batch: DemoBatch) -> Tensor:
         """As everyone writes it."""
         loss = cross_entropy(network, batch)
         loss.backward()
@@ -85,7 +85,7 @@ class Training:
         return loss.detach()
 
 
-class Ddp(Training):
+class Ddp(DemoTraining):
     """The same training under DistributedDataParallel, set as its experts would."""
 
     def __init__(self, updates: int, megabytes: int) -> None:
@@ -103,11 +103,11 @@ class Ddp(Training):
         """All-reduces of an iteration; DDP tells them after some."""
         return len(str(self._ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]).split(","))
 
-    def _iterate(self, batch: Batch) -> Tensor:
+    def _iterate(self, batch: DemoBatch) -> Tensor:
         return self._torch_loop(self._ddp, batch)
 
 
-class Slipstream(Training):
+class Slipstream(DemoTraining):
     """The same training with slipstream."""
 
     def __init__(self, updates: int, strategy: Strategy) -> None:
@@ -122,7 +122,7 @@ class Slipstream(Training):
     def close(self) -> None:
         self.session.close()
 
-    def _iterate(self, batch: Batch) -> Tensor:
+    def _iterate(self, batch: DemoBatch) -> Tensor:
         loss = cross_entropy(self.model, batch)
         self.session.backward(loss)
         self.session.step()
@@ -130,7 +130,7 @@ class Slipstream(Training):
 
 
 @torch.no_grad()
-def distance(one: Training, other: Training) -> float:
+def distance(one: DemoTraining, other: DemoTraining) -> float:
     """The largest relative difference of a parameter or its momentum: ``|p - q| / |q|``, 2-norms.
 
     Momentum holds the last gradient in full, where parameters hold it times the learning rate.
@@ -143,6 +143,6 @@ def distance(one: Training, other: Training) -> float:
     return max(float((p - q).norm() / q.norm()) for p, q in tensors)
 
 
-def _momentum(training: Training, parameter: nn.Parameter) -> Tensor:
+def _momentum(training: DemoTraining, parameter: nn.Parameter) -> Tensor:
     buffer: Tensor = training.optimizer.state[parameter]["momentum_buffer"]
     return buffer

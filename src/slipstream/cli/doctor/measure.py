@@ -15,7 +15,7 @@ from slipstream.calibration.calibrate import calibrate
 from slipstream.cli.doctor.report import report
 from slipstream.cluster import connect
 from slipstream.errors import SlipstreamError
-from slipstream.strategy import Dgc, Half, Int8, OneBit, PowerSgd
+from slipstream.strategy import DgcConfig, HalfConfig, Int8Config, OneBitConfig, PowerSgdConfig
 
 
 def measure(file: str, seconds: float, terminal: bool, columns: int) -> None:
@@ -37,7 +37,7 @@ def measure(file: str, seconds: float, terminal: bool, columns: int) -> None:
         profile = calibrate(
             ranks,
             seconds=seconds,
-            codecs=(Half(), Int8(), OneBit(), Dgc(), PowerSgd()),
+            codecs=(HalfConfig(), Int8Config(), OneBitConfig(), DgcConfig(), PowerSgdConfig()),
             half=True,
             progress=lambda share, what: bar.update(task, completed=share, description=what),
         )

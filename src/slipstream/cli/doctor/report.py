@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.analysis.compact_table import compact
-from slipstream.planner.cost import Collective, Network, NetworkProfile
+from slipstream.planner.cost import CollectiveName, Network, NetworkProfile
 from slipstream.planner.curve import WORST_ERROR, Curve
 
 FEW = 9
@@ -59,7 +59,7 @@ def report(profile: NetworkProfile) -> Group:
     return Group(*map(Text, sentences), *warning, *(Padding(t, (1, 0, 0, 0)) for t in tables))
 
 
-def bus_bandwidth(name: Collective, ranks: int, num_bytes: int, seconds: float) -> float:
+def bus_bandwidth(name: CollectiveName, ranks: int, num_bytes: int, seconds: float) -> float:
     """Bits per second over the link of each rank, if the collective runs as a ring.
 
     Example:

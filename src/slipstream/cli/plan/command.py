@@ -22,13 +22,13 @@ from slipstream.cli.plan.tables import besides, curve, ranking, ranks
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.planner.beside import Beside, beside
 from slipstream.planner.candidates import candidates, label
-from slipstream.planner.comm_plan import Plan
+from slipstream.planner.comm_plan import CommPlan
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import (
     RATES,
-    Point,
     Prediction,
+    ScaleOutPoint,
     rank,
     speed,
     traced_strategy,
@@ -48,14 +48,14 @@ def plan(
     trace: options.TraceFile = None,
     cluster: options.ClusterFile = None,
     nodes: options.Nodes = None,
-    ranks_per_node: options.RanksPerNode = None,
+    ranks_per_node: options.PredictedRanksPerNode = None,
     rate: options.Rate = None,
     exact_only: ExactOnly = True,
     updates: Updates = None,
     output: options.Output = None,
     predicted: options.Predicted = None,
     as_json: AsJson = False,
-    memory: options.Memory = None,
+    memory: options.MemoryOption = None,
     model: options.Model = None,
     length: options.Length = None,
     optimizer: options.Optimizer = None,
@@ -122,8 +122,8 @@ class _Forecast:
     predictions: list[Prediction]
     workload: Workload
     network: NetworkProfile
-    by_nodes: list[Point]
-    by_rate: list[Point]
+    by_nodes: list[ScaleOutPoint]
+    by_rate: list[ScaleOutPoint]
     beside: list[Beside]
     unpredicted: tuple[str, ...]
 
@@ -133,7 +133,7 @@ class _Forecast:
 
     def trace(self) -> Trace:
         """What the best strategy would leave."""
-        exchange = Plan.of(self.best, self.workload.gradients, self.network.codecs)
+        exchange = CommPlan.of(self.best, self.workload.gradients, self.network.codecs)
         return simulate(self.workload, exchange, self.network, steps=PREDICTED_STEPS)
 
     def document(self) -> dict[str, Any]:
@@ -248,7 +248,7 @@ def _curves(
     here: NetworkProfile,
     target: NetworkProfile,
     bits: float | None,
-) -> tuple[list[Point], list[Point]]:
+) -> tuple[list[ScaleOutPoint], list[ScaleOutPoint]]:
     """Predictions of the best strategy over nodes and over rates; empty where not possible."""
     if here.hosts * here.ranks_per_host != here.world_size:  # hosts of different size
         return [], []
@@ -279,7 +279,7 @@ def write_strategy(strategy: Strategy, output: Path) -> None:
     output.write_text(strategy.to_json() if is_json else strategy.to_yaml())
 
 
-def _point(point: Point) -> dict[str, Any]:
+def _point(point: ScaleOutPoint) -> dict[str, Any]:
     where = {"nodes": point.nodes, "ranks": point.ranks, "rate": point.rate}
     names = ("seconds", "samples_per_second", "efficiency")
     return where | {name: getattr(point.prediction, name) for name in names}

@@ -23,7 +23,7 @@ from slipstream.memory import Estimate, estimate
 from slipstream.memory.estimate.estimate import Regions
 from slipstream.optim import Lamb, Lars
 from slipstream.precision.half_weights import half_weights
-from slipstream.strategy import Offload
+from slipstream.strategy import OffloadConfig
 
 Built = tuple[nn.Module, Callable[[int], Mapping[str, Any]]]
 
@@ -190,11 +190,11 @@ def document(memory: Estimate, memory_bytes: int) -> dict[str, Any]:
         singles = [[path] for path in memory.blocks]
         products = ("matmul", "convolution")
         techniques |= {
-            "offload": {"offload": Offload()},
+            "offload": {"offload": OffloadConfig()},
             "recompute all but products": {"regions": singles, "keep": products},
             "recompute all": {"regions": singles},
             **_best_groups(memory),
-            "recompute all + offload": {"regions": singles, "offload": Offload()},
+            "recompute all + offload": {"regions": singles, "offload": OffloadConfig()},
         }
     return {
         "memory": memory_bytes,

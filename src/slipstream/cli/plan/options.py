@@ -10,7 +10,7 @@ from typer import Option
 TraceFile = Annotated[Path | None, Option(help="Trace of the training: .json or .json.gz.")]
 ClusterFile = Annotated[Path | None, Option(help="cluster.yaml of `slipstream doctor network`.")]
 Nodes = Annotated[int | None, Option(min=1, help="Predict for this number of hosts.")]
-RanksPerNode = Annotated[
+PredictedRanksPerNode = Annotated[
     int | None, Option(min=1, help="Predict for this number of ranks on each.")
 ]
 Rate = Annotated[str | None, Option(help="Predict for links of this rate: 300mbit, 25gbit.")]
@@ -24,7 +24,7 @@ Predicted = Annotated[
         help="Write the predicted trace of the best strategy, for `slipstream report`.",
     ),
 ]
-Memory = Annotated[
+MemoryOption = Annotated[
     str | None, Option(help="Memory of a rank's device, 32GiB: find the largest batch instead.")
 ]
 Model = Annotated[str | None, Option(help="With --memory: a known model, or FILE.py:FUNCTION.")]

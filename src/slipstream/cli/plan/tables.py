@@ -12,8 +12,8 @@ from slipstream.analysis.compact_table import compact
 from slipstream.planner.beside import Beside
 from slipstream.planner.candidates import TOLERANCE, label
 from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import MARGIN, Point, Prediction
-from slipstream.strategy import ByIndex, Sharded, Strategy
+from slipstream.planner.ranking import MARGIN, Prediction, ScaleOutPoint
+from slipstream.strategy import ByIndexConfig, ShardedConfig, Strategy
 from slipstream.testbed import format_rate
 
 SHOWN = 12
@@ -39,8 +39,8 @@ def ranking(predictions: Sequence[Prediction], base: Strategy, network: NetworkP
     on_hosts = f" on {network.hosts} hosts" if network.hosts > 1 else ""
     exactness = next((p.exactness for p in predictions if p.strategy == base), base.exactness)
     others = [p.strategy.gradients for p in predictions if p.strategy != base]
-    computed = any(isinstance(one.split, ByIndex) for one in others)
-    sharded = any(isinstance(one.transport, Sharded) for one in others)
+    computed = any(isinstance(one.split, ByIndexConfig) for one in others)
+    sharded = any(isinstance(one.transport, ShardedConfig) for one in others)
     notes = [_OF_COMPUTED] * computed + [_OF_SHARDED] * sharded
     table = compact(
         f"{len(predictions)} strategies, {ranks(network.world_size)}{on_hosts}",
@@ -79,7 +79,7 @@ def besides(found: Sequence[Beside], unpredicted: Sequence[str], best: Predictio
     return Text("\n".join(lines)) if lines else None
 
 
-def curve(title: str, points: Sequence[Point], over: str) -> Table:
+def curve(title: str, points: Sequence[ScaleOutPoint], over: str) -> Table:
     """One strategy on clusters with other ``nodes`` or another ``rate``, with efficiency bars."""
     table = compact(title, over, "ranks", "efficiency", "iteration", "samples/s", "")
     for point in points:

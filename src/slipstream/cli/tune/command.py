@@ -27,7 +27,7 @@ from slipstream.cli.options import (
     LinkRate,
     Script,
     ScriptArgs,
-    StrategySource,
+    StrategyOption,
     Updates,
 )
 from slipstream.cli.plan.command import write_strategy
@@ -39,7 +39,7 @@ from slipstream.planner.candidates import candidates
 from slipstream.planner.contention_fit import prepare
 from slipstream.planner.cost import NetworkProfile
 from slipstream.planner.ranking import Prediction, rank
-from slipstream.strategy import Auto, ByBytes, Flat, Optimal, Strategy
+from slipstream.strategy import AutoConfig, ByBytesConfig, FlatConfig, OptimalConfig, Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
 from slipstream.trace import Trace
@@ -61,12 +61,12 @@ NumRanks = Annotated[
     Option(min=1, help="Ranks on this host; with --nodes, of each host.", show_default="2, or 1"),
 ]
 NumNodes = Annotated[int | None, Option(help="Emulated hosts to run on (slipstream testbed).")]
-ClusterFile = Annotated[
+_ClusterFile = Annotated[
     Path | None, Option(help="cluster.yaml of `slipstream doctor network`. Default: measure it.")
 ]
 Steps = Annotated[int, Option(min=1, help="Iterations to measure in a trial.")]
-Output = Annotated[Path, Option("--output", "-o", help="File of the best strategy.")]
-TrialLog = Annotated[Path, Option(help="File of all trials, as JSON.")]
+_Output = Annotated[Path, Option("--output", "-o", help="File of the best strategy.")]
+_TrialLog = Annotated[Path, Option(help="File of all trials, as JSON.")]
 
 
 def tune(
@@ -77,12 +77,12 @@ def tune(
     ranks: NumRanks = None,
     nodes: NumNodes = None,
     rate: LinkRate = "1gbit",
-    strategy: StrategySource = None,
-    cluster: ClusterFile = None,
+    strategy: StrategyOption = None,
+    cluster: _ClusterFile = None,
     updates: Updates = None,
     steps: Steps = 10,
-    output: Output = Path("strategy.yaml"),
-    log: TrialLog = Path("trials.json"),
+    output: _Output = Path("strategy.yaml"),
+    log: _TrialLog = Path("trials.json"),
 ) -> None:
     """Find the strategy under which a training is fastest, and write it to a file.
 
@@ -182,12 +182,12 @@ def _start(strategy: Strategy) -> Strategy:
     """The strategy to start from; a trial is too short for what a training finds by itself."""
     gradients = strategy.gradients
     fixed: dict[str, object] = {}
-    if isinstance(gradients.split, Optimal):
+    if isinstance(gradients.split, OptimalConfig):
         console.print("split: optimal needs a long training; tuning starts from the default split")
-        fixed["split"] = ByBytes()
-    if isinstance(gradients.transport, Auto):
+        fixed["split"] = ByBytesConfig()
+    if isinstance(gradients.transport, AutoConfig):
         console.print("transport: auto needs a long training; tuning starts from flat")
-        fixed["transport"] = Flat()
+        fixed["transport"] = FlatConfig()
     gradients = gradients.model_copy(update=fixed)
     return strategy.model_copy(update={"gradients": gradients})
 

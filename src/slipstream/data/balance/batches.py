@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from slipstream.data.balance.cost import Cost
-from slipstream.data.balance.deal import Parts, deal, deal_padded
+from slipstream.data.balance.cost import LengthCost
+from slipstream.data.balance.deal import DealtItems, deal, deal_padded
 from slipstream.errors import UsageError
 
 LOOKED_AT = 256
@@ -40,7 +40,7 @@ class BalancedBatches(Sampler[list[int]]):
         batch_size: samples of an update, on all ranks together; or None, with ``max_tokens``.
         max_tokens: most tokens of a rank's batch, with padding if it pads; an update then has as
             many samples as fit.
-        cost: of a sample by its length: a `Cost`, or a function from lengths to costs.
+        cost: of a sample by its length: a `LengthCost`, or a function from lengths to costs.
         pads: whether samples of a batch are padded to the longest.
         speeds: of the ranks, relative; None: equal. A slower rank gets less.
         loss_lengths: tokens of each sample that the loss counts, 0 or more; None: ``lengths``.
@@ -66,7 +66,7 @@ class BalancedBatches(Sampler[list[int]]):
         ranks: int,
         batch_size: int | None = None,
         max_tokens: int | None = None,
-        cost: Cost | Callable[[npt.NDArray[np.int64]], npt.ArrayLike] | None = None,
+        cost: LengthCost | Callable[[npt.NDArray[np.int64]], npt.ArrayLike] | None = None,
         pads: bool = False,
         speeds: Sequence[float] | None = None,
         loss_lengths: Sequence[int] | None = None,
@@ -79,7 +79,7 @@ class BalancedBatches(Sampler[list[int]]):
         self._loss_lengths = np.asarray(counted, dtype=np.int64)
         self._rank, self._ranks = rank, ranks
         self._batch_size, self._max_tokens = batch_size, max_tokens
-        self._cost, self._pads = cost or Cost(), pads
+        self._cost, self._pads = cost or LengthCost(), pads
         self._speeds = [1.0] * ranks if speeds is None else [float(speed) for speed in speeds]
         self._shuffle, self._drop_last, self._seed = shuffle, drop_last, seed
         self._epoch = self._first = 0
@@ -199,10 +199,10 @@ class BalancedBatches(Sampler[list[int]]):
         assert self._max_tokens is not None
         return all(self._tokens(part) <= self._max_tokens for part in self._parts(samples))
 
-    def _deal(self, position: Position, step: int) -> Parts:
+    def _deal(self, position: Position, step: int) -> DealtItems:
         return self._parts(self._plan(position)[step])
 
-    def _parts(self, samples: list[int]) -> Parts:
+    def _parts(self, samples: list[int]) -> DealtItems:
         """The samples of each rank."""
         costs = np.asarray(self._cost(self._lengths[samples]), dtype=np.float64)
         if self._pads and len(samples) >= self._ranks:

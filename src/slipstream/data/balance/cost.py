@@ -15,11 +15,11 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class LengthCost:
     """``linear * length + quadratic * length ** 2``, in any unit: seconds, or relative.
 
     Example:
-        >>> Cost(linear=1.0, quadratic=0.5)([1, 2]).tolist()
+        >>> LengthCost(linear=1.0, quadratic=0.5)([1, 2]).tolist()
         [1.5, 4.0]
     """
 
@@ -40,7 +40,7 @@ class Cost:
         return costs
 
 
-def fit_cost(lengths: Sequence[Sequence[int]], seconds: Sequence[float]) -> Cost:
+def fit_cost(lengths: Sequence[Sequence[int]], seconds: Sequence[float]) -> LengthCost:
     """The cost that explains measured batches best, by least squares over both coefficients.
 
     A coefficient that would be negative is 0. Time that does not depend on the lengths (the update,
@@ -65,7 +65,7 @@ def fit_cost(lengths: Sequence[Sequence[int]], seconds: Sequence[float]) -> Cost
             f"{len(sums)} batches and {len(times)} times; allowed: as many times as batches, three "
             "or more, of different lengths"
         )
-    best: tuple[float, Cost] | None = None
+    best: tuple[float, LengthCost] | None = None
     for used in ([1, 2], [1], [2]):
         columns = sums[:, [0, *used]]
         scale = columns.max(axis=0)
@@ -75,7 +75,7 @@ def fit_cost(lengths: Sequence[Sequence[int]], seconds: Sequence[float]) -> Cost
         if min(coefficients.values()) <= 0:
             continue
         if best is None or error < best[0]:
-            best = error, Cost(coefficients.get(1, 0.0), coefficients.get(2, 0.0))
+            best = error, LengthCost(coefficients.get(1, 0.0), coefficients.get(2, 0.0))
     if best is None:
         raise UsageError("longer samples took no more time in these batches; measure more of them")
     return best[1]

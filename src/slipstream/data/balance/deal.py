@@ -11,13 +11,15 @@ import numpy.typing as npt
 
 from slipstream.errors import UsageError
 
-Parts = list[list[int]]
+DealtItems = list[list[int]]
 """The numbers of the items of each rank, ascending."""
 
 _Part = tuple[float, list[int]]
 
 
-def deal(costs: npt.ArrayLike, speeds: Sequence[float], *, equal_counts: bool = False) -> Parts:
+def deal(
+    costs: npt.ArrayLike, speeds: Sequence[float], *, equal_counts: bool = False
+) -> DealtItems:
     """Deal items so that the sum of a rank's costs over its speed is about the same on all.
 
     - equal speeds: the largest differencing method of Karmarkar and Karp, for many parts: two
@@ -55,7 +57,7 @@ def deal(costs: npt.ArrayLike, speeds: Sequence[float], *, equal_counts: bool = 
     return _longest_first(found, np.asarray(speeds, dtype=np.float64))
 
 
-def deal_padded(costs: npt.ArrayLike, speeds: Sequence[float]) -> Parts:
+def deal_padded(costs: npt.ArrayLike, speeds: Sequence[float]) -> DealtItems:
     """Deal items that are padded to the costliest of their rank: a rank takes the number of its
     items times the cost of the costliest.
 
@@ -106,7 +108,7 @@ def _runs(
     return counts if taken == len(falling) else None
 
 
-def _difference(costs: npt.NDArray[np.float64], parts: int, size: int) -> Parts:
+def _difference(costs: npt.NDArray[np.float64], parts: int, size: int) -> DealtItems:
     """``size`` items begin as one partial deal, one to each part."""
     numbers = count()
     order = np.argsort(-costs, kind="stable").tolist()
@@ -127,9 +129,9 @@ def _difference(costs: npt.NDArray[np.float64], parts: int, size: int) -> Parts:
     return _none_empty(sorted(dealt, key=lambda items: items[:1] or [len(costs)]), costs)
 
 
-def _longest_first(costs: npt.NDArray[np.float64], speeds: npt.NDArray[np.float64]) -> Parts:
+def _longest_first(costs: npt.NDArray[np.float64], speeds: npt.NDArray[np.float64]) -> DealtItems:
     loads = np.zeros(len(speeds))
-    parts: Parts = [[] for _ in speeds]
+    parts: DealtItems = [[] for _ in speeds]
     for item in np.argsort(-costs, kind="stable").tolist():
         rank = int(np.argmin((loads + costs[item]) / speeds))
         loads[rank] += costs[item]
@@ -137,7 +139,7 @@ def _longest_first(costs: npt.NDArray[np.float64], speeds: npt.NDArray[np.float6
     return _none_empty([sorted(items) for items in parts], costs)
 
 
-def _none_empty(parts: Parts, costs: npt.NDArray[np.float64]) -> Parts:
+def _none_empty(parts: DealtItems, costs: npt.NDArray[np.float64]) -> DealtItems:
     """Give ranks without an item the cheapest one of a rank that has several."""
     for items in parts:
         if not items and len(costs) >= len(parts):

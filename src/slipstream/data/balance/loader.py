@@ -21,9 +21,9 @@ from torch.utils.data import (
 )
 
 from slipstream.data.balance.batches import BalancedBatches, Position
-from slipstream.data.balance.cost import Cost
+from slipstream.data.balance.cost import LengthCost
 from slipstream.errors import ModelError, UsageError
-from slipstream.strategy import Balance, Row
+from slipstream.strategy import BalanceConfig, Row
 
 
 class SampleBalance:
@@ -49,7 +49,7 @@ class SampleBalance:
         >>> class Texts(list):
         ...     lengths = [5, 1, 1, 3]
         >>> loader = DataLoader(Texts("abcd"), batch_size=2)
-        >>> balance = SampleBalance(loader, Balance(), rank=0, ranks=1)
+        >>> balance = SampleBalance(loader, BalanceConfig(), rank=0, ranks=1)
         >>> list(balance.over(balance.loader))
         [['a', 'b'], ['c', 'd']]
     """
@@ -57,7 +57,7 @@ class SampleBalance:
     def __init__(
         self,
         loader: Any,
-        config: Balance,
+        config: BalanceConfig,
         *,
         rank: int,
         ranks: int,
@@ -78,7 +78,7 @@ class SampleBalance:
             ranks=ranks,
             batch_size=loader.batch_size * ranks if tokens is None else None,
             max_tokens=tokens,
-            cost=Cost(config.linear, config.quadratic),
+            cost=LengthCost(config.linear, config.quadratic),
             pads=config.pads,
             speeds=speeds,
             shuffle=bool(shuffles),

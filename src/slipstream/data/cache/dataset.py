@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slipstream.data.cache import store
 from slipstream.data.cache.fingerprint import fingerprint, places
-from slipstream.data.cache.store import Store
+from slipstream.data.cache.store import SampleStore
 from slipstream.data.pickled import pickled
 from slipstream.data.stamp import attributes_of, same, stamp_of
 from slipstream.errors import DataError, ModelError
-from slipstream.strategy import Cache, Row
+from slipstream.strategy import CacheConfig, Row
 
 FOLDER = "slipstream-samples"
 LONGEST_NAME = 500  # bytes; LMDB takes 511
@@ -34,7 +34,7 @@ LONGEST_NAME = 500  # bytes; LMDB takes 511
 
 def cached(
     dataset: Dataset[Any],
-    config: Cache = Cache(),  # noqa: B008 - frozen
+    config: CacheConfig = CacheConfig(),  # noqa: B008 - frozen
     key: str = "",
 ) -> CachedDataset:
     """Keep the samples of a map-style dataset, as it gives them the first time.
@@ -55,7 +55,7 @@ def cached(
     Example:
         >>> import torch
         >>> data = torch.utils.data.TensorDataset(torch.arange(3))
-        >>> kept = cached(data, Cache(gigabytes=0.01))
+        >>> kept = cached(data, CacheConfig(gigabytes=0.01))
         >>> kept[0], kept.report_rows()[0].value
         ((tensor(0),), '1 of 3 samples')
         >>> kept.close()
@@ -63,7 +63,7 @@ def cached(
     return CachedDataset(dataset, config, key)
 
 
-def cached_loader(loader: Any, config: Cache) -> tuple[DataLoader[Any], CachedDataset]:
+def cached_loader(loader: Any, config: CacheConfig) -> tuple[DataLoader[Any], CachedDataset]:
     """A loader like another one, whose dataset keeps its samples; and that dataset.
 
     Raises:
@@ -88,7 +88,7 @@ class CachedDataset(Dataset[Any]):
     Worker processes get a copy, which uses the same cache.
     """
 
-    def __init__(self, dataset: Dataset[Any], config: Cache, key: str = "") -> None:
+    def __init__(self, dataset: Dataset[Any], config: CacheConfig, key: str = "") -> None:
         if find_spec("lmdb") is None:
             raise ModelError(
                 "data.cache keeps samples in LMDB, which is not installed; pip install "
@@ -112,7 +112,7 @@ class CachedDataset(Dataset[Any]):
         self._root = _root(config)
         # A larger limit would grow the file under those that have it open.
         self._path = self._root / f"{key or fingerprint(dataset)}-{_boot()}-{self._limit >> 20}M"
-        self._store: Store | None = None
+        self._store: SampleStore | None = None
         self._closed = False
         self._stamp = stamp_of(dataset)
         self._attributes = attributes_of(dataset)
@@ -138,7 +138,7 @@ class CachedDataset(Dataset[Any]):
         kept_in.put(name, sample)
         return sample
 
-    def _watch(self, number: Any, kept_in: Store) -> None:
+    def _watch(self, number: Any, kept_in: SampleStore) -> None:
         """Look whether the dataset was changed: at once where an attribute was set, else where an
         epoch begins, as a sample comes again.
 
@@ -190,9 +190,9 @@ class CachedDataset(Dataset[Any]):
         value = f"{self._store.count} of {len(self)} samples"
         return [Row("cache", value, f"in {self._root}{full}")]
 
-    def _open(self) -> Store:
+    def _open(self) -> SampleStore:
         if self._store is None or self._store.pid != os.getpid():
-            self._store = Store.of(self._path, self._limit)
+            self._store = SampleStore.of(self._path, self._limit)
         return self._store
 
 
@@ -202,7 +202,7 @@ def _leave(path: Path) -> None:
         opened.leave()
 
 
-def _root(config: Cache) -> Path:
+def _root(config: CacheConfig) -> Path:
     if config.folder is not None:
         return Path(config.folder) / FOLDER
     parent = store.MEMORY if config.to == "memory" else Path(tempfile.gettempdir())

@@ -30,21 +30,21 @@ RESERVE = 1.25
 FULL = 0.98
 """The part of the limit from which on a cache counts as full."""
 
-_open_here: dict[Path, Store] = {}
+_open_here: dict[Path, SampleStore] = {}
 """Those of this process: LMDB allows one for each file."""
 
 
-def opened(path: Path) -> Store | None:
+def opened(path: Path) -> SampleStore | None:
     """The one that this process has open, if it has."""
     store = _open_here.get(path)
     return store if store is not None and store.pid == os.getpid() else None
 
 
-class Store:
+class SampleStore:
     """The samples in one folder, as this process sees them."""
 
     @classmethod
-    def of(cls, path: Path, limit: int) -> Store:
+    def of(cls, path: Path, limit: int) -> SampleStore:
         """The one of this process, which gets one more user."""
         store = _open_here.get(path)
         if store is not None and store.pid != os.getpid():  # forked: its locks are the parent's

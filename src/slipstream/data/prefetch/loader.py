@@ -15,7 +15,7 @@ from slipstream.data.prefetch.device_copy import copied_ahead
 from slipstream.data.prefetch.map_reader import MapReader
 from slipstream.data.prefetch.stream_reader import StreamReader
 from slipstream.errors import ModelError, UsageError
-from slipstream.strategy import Prefetch, Row
+from slipstream.strategy import PrefetchConfig, Row
 
 _STATE = ("state_dict", "load_state_dict")
 _END = object()
@@ -23,7 +23,7 @@ _END = object()
 
 def prefetch(
     loader: Iterable[Any],
-    config: Prefetch = Prefetch(),  # noqa: B008 - frozen
+    config: PrefetchConfig = PrefetchConfig(),  # noqa: B008 - frozen
     *,
     device: torch.device | None = None,
     cores: int | None = None,
@@ -54,7 +54,8 @@ def prefetch(
     Example:
         >>> from torch.utils.data import TensorDataset
         >>> data = TensorDataset(torch.arange(4.0))
-        >>> loader = prefetch(DataLoader(data, batch_size=2), Prefetch(threads=True, workers=1))
+        >>> config = PrefetchConfig(threads=True, workers=1)
+        >>> loader = prefetch(DataLoader(data, batch_size=2), config)
         >>> for epoch in range(2):
         ...     print([batch[0].tolist() for batch in loader])
         [[0.0, 1.0], [2.0, 3.0]]
@@ -91,7 +92,7 @@ class PrefetchLoader:
     def __init__(
         self,
         loader: Iterable[Any],
-        config: Prefetch,
+        config: PrefetchConfig,
         *,
         device: torch.device | None,
         cores: int | None,

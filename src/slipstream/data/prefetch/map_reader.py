@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 from slipstream.data.prefetch.passes import Batch, Passes
 from slipstream.data.prefetch.sources import Failed, Inline, Source, Threads
 from slipstream.data.prefetch.workers import Workers
-from slipstream.data.stamp import Stamp, same, stamp_of
+from slipstream.data.stamp import DatasetStamp, same, stamp_of
 from slipstream.errors import DataError, ModelError, UsageError
 from slipstream.memory.offload.free_space import free_host_bytes
 from slipstream.pytree import tensors
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 
 MEASURED = 8
 """Batches that this process reads itself, to see how long that takes; the later half counts."""
@@ -59,7 +59,13 @@ class MapReader:
     """
 
     def __init__(
-        self, loader: DataLoader[Any], config: Prefetch, *, pin: bool, cores: int, sharers: int
+        self,
+        loader: DataLoader[Any],
+        config: PrefetchConfig,
+        *,
+        pin: bool,
+        cores: int,
+        sharers: int,
     ) -> None:
         self._loader, self._config, self._pin = loader, config, pin
         self._cores, self._sharers = cores, sharers
@@ -75,7 +81,7 @@ class MapReader:
         """While processes are tried in their place."""
         self._timing = _Timing()
         self._source: Source | None = None
-        self._stamp: Stamp = []
+        self._stamp: DatasetStamp = []
         """Of the dataset that the source reads."""
         self._starts = 0
         self._reads_itself = self._is_judging = self._is_judged = False

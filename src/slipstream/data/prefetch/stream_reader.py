@@ -25,9 +25,9 @@ from slipstream.data.prefetch.workers import (
     unpacked,
     with_workers,
 )
-from slipstream.data.stamp import Stamp, same, stamp_of
+from slipstream.data.stamp import DatasetStamp, same, stamp_of
 from slipstream.errors import DataError, ModelError, UsageError
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 
 LOOK_SECONDS = 0.1
 """Between two looks at whether the reader is still wanted."""
@@ -53,7 +53,7 @@ class StreamReader:
 
     gave_all = False
 
-    def __init__(self, loader: DataLoader[Any], config: Prefetch, *, pin: bool) -> None:
+    def __init__(self, loader: DataLoader[Any], config: PrefetchConfig, *, pin: bool) -> None:
         self.keeps_state = hasattr(loader, "state_dict")
         if self.keeps_state and not loader.num_workers:
             raise ModelError(
@@ -65,7 +65,7 @@ class StreamReader:
         self._depth = 2 * self._count if config.depth == "auto" else config.depth
         self._loader: DataLoader[Any] | None = None
         self._reading: _Reading | None = None
-        self._stamp: Stamp = []
+        self._stamp: DatasetStamp = []
         self._passes, self._state, self._seed = 0, None, torch.initial_seed()
         self.value = f"{self._count} worker{'s' * (self._count > 1)}, {self._depth} batches ahead"
         self.note = ""

@@ -15,10 +15,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from slipstream.errors import ModelError
-from slipstream.memory.estimate.saved_bytes import Inputs, saved_by, saved_on_meta
+from slipstream.memory.estimate.saved_bytes import ModelInputs, saved_by, saved_on_meta
 from slipstream.memory.estimate.saved_storages import SavedStorages
-from slipstream.strategy import Offload
-from slipstream.strategy.memory import Operation
+from slipstream.strategy import OffloadConfig
+from slipstream.strategy.memory import KeptOperation
 
 Regions = Sequence[Sequence[str]]
 """Paths of the blocks of each region that is recomputed."""
@@ -68,9 +68,12 @@ class Estimate:
         return _affine(self.two.num_bytes(path), self.three.num_bytes(path))
 
     def activations(
-        self, regions: Regions = (), offload: Offload | None = None, keep: Sequence[Operation] = ()
+        self,
+        regions: Regions = (),
+        offload: OffloadConfig | None = None,
+        keep: Sequence[KeptOperation] = (),
     ) -> Affine:
-        """Peak bytes of saved tensors with recomputed ``regions``, `Offload` and ``keep``; see
+        """Peak bytes of saved tensors with recomputed ``regions``, ``offload`` and ``keep``; see
         `SavedStorages.peak`. Exact if each sample adds the same.
         """
         two, three = (saved.peak(regions, offload, keep) for saved in (self.two, self.three))
@@ -86,7 +89,10 @@ class Estimate:
         return _affine(self.two.largest, self.three.largest)
 
     def total(
-        self, regions: Regions = (), offload: Offload | None = None, keep: Sequence[Operation] = ()
+        self,
+        regions: Regions = (),
+        offload: OffloadConfig | None = None,
+        keep: Sequence[KeptOperation] = (),
     ) -> Affine:
         """All bytes, without buffers of libraries and what the allocator wastes."""
         saved, passing = self.activations(regions, offload, keep), self.passing
@@ -96,8 +102,8 @@ class Estimate:
         self,
         memory_bytes: int,
         regions: Regions = (),
-        offload: Offload | None = None,
-        keep: Sequence[Operation] = (),
+        offload: OffloadConfig | None = None,
+        keep: Sequence[KeptOperation] = (),
     ) -> int:
         """The largest batch that fits into ``memory_bytes``; 0: none does.
 
@@ -115,7 +121,7 @@ class Estimate:
 
 def estimate(
     model: nn.Module,
-    inputs_of: Callable[[int], Inputs],
+    inputs_of: Callable[[int], ModelInputs],
     optimizer: Optimizer | None = None,
     *,
     blocks: Sequence[str] | None = None,

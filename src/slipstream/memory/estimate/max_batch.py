@@ -11,21 +11,21 @@ from torch import nn
 
 from slipstream.errors import OffloadError, UsageError
 from slipstream.memory.estimate.estimate import Regions, optimizer_bytes, state_bytes
-from slipstream.memory.estimate.saved_bytes import Inputs, saved_by
-from slipstream.strategy import Offload
-from slipstream.strategy.memory import Operation
+from slipstream.memory.estimate.saved_bytes import ModelInputs, saved_by
+from slipstream.strategy import OffloadConfig
+from slipstream.strategy.memory import KeptOperation
 
 
 def max_batch(
     model: nn.Module,
-    inputs_of: Callable[[int], Inputs],
+    inputs_of: Callable[[int], ModelInputs],
     optimizer: torch.optim.Optimizer | None = None,
     *,
     memory_bytes: int | None = None,
     loss_of: Callable[[Any], torch.Tensor] = lambda output: output.loss,
     regions: Regions = (),
-    offload: Offload | None = None,
-    keep: Sequence[Operation] = (),
+    offload: OffloadConfig | None = None,
+    keep: Sequence[KeptOperation] = (),
     most: int = 2**16,
 ) -> int:
     """The largest batch of which an iteration fits into memory: doubling, then bisection.

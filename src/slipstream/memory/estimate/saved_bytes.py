@@ -20,14 +20,14 @@ from slipstream.memory.estimate.saved_storages import SavedStorages
 from slipstream.memory.forward_override import ForwardOverride, is_wrapped
 from slipstream.memory.recompute import selective
 from slipstream.pytree import mapped, tensors
-from slipstream.strategy.memory import Operation
+from slipstream.strategy.memory import KeptOperation
 
-Inputs = Mapping[str, Any]
+ModelInputs = Mapping[str, Any]
 """Arguments of a model by name."""
 
 
 def saved_by(
-    model: nn.Module, inputs: Inputs, blocks: Sequence[str] | None = None
+    model: nn.Module, inputs: ModelInputs, blocks: Sequence[str] | None = None
 ) -> SavedStorages:
     """Count what ``model(**inputs)`` saves for backward, on the device where both are.
 
@@ -53,7 +53,7 @@ def saved_by(
 
 
 def saved_on_meta(
-    model: nn.Module, inputs: Inputs, blocks: Sequence[str] | None = None
+    model: nn.Module, inputs: ModelInputs, blocks: Sequence[str] | None = None
 ) -> SavedStorages:
     """Count as `saved_by` does, with tensors on torch's meta device: no computation, no memory.
 
@@ -143,7 +143,7 @@ class _Counter:
         self.saved.inputs.setdefault(path, set()).update(self._numbers_in((args, kwargs)))
         results = self.saved.results.setdefault(path, {})
 
-        def see(operation: Operation, result: Any) -> None:
+        def see(operation: KeptOperation, result: Any) -> None:
             results.setdefault(operation, set()).update(self._numbers_in(result))
 
         outer, self._current = self._current, self.saved.blocks.setdefault(path, set())

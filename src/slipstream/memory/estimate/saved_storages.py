@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.errors import StrategyError
-from slipstream.strategy import Offload
-from slipstream.strategy.memory import Operation
+from slipstream.strategy import OffloadConfig
+from slipstream.strategy.memory import KeptOperation
 from slipstream.strategy.validate import did_you_mean
 
 
@@ -29,7 +29,7 @@ class SavedStorages:
     sizes: list[int] = field(default_factory=list)
     blocks: dict[str, set[int]] = field(default_factory=dict)
     inputs: dict[str, set[int]] = field(default_factory=dict)
-    results: dict[str, dict[Operation, set[int]]] = field(default_factory=dict)
+    results: dict[str, dict[KeptOperation, set[int]]] = field(default_factory=dict)
     elsewhere: set[int] = field(default_factory=set)
 
     def num_bytes(self, path: str | None) -> int:
@@ -45,8 +45,8 @@ class SavedStorages:
     def peak(
         self,
         regions: Sequence[Sequence[str]] = (),
-        offload: Offload | None = None,
-        keep: Sequence[Operation] = (),
+        offload: OffloadConfig | None = None,
+        keep: Sequence[KeptOperation] = (),
     ) -> int:
         """Peak bytes of saved tensors: while backward recomputes a region, all its saved tensors,
         and what is kept for the regions before it and not offloaded.
@@ -89,13 +89,13 @@ class SavedStorages:
     def _bytes_of(self, storages: Iterable[int]) -> int:
         return sum(self.sizes[storage] for storage in storages)
 
-    def _results(self, paths: Iterable[str], keep: Sequence[Operation]) -> set[int]:
+    def _results(self, paths: Iterable[str], keep: Sequence[KeptOperation]) -> set[int]:
         """Results of the operations in ``keep`` in these blocks."""
         found = (self.results[path].get(operation, ()) for path in paths for operation in keep)
         return set[int]().union(*found)
 
 
-def _first_resident(number: int, count: int, offload: Offload) -> int:
+def _first_resident(number: int, count: int, offload: OffloadConfig) -> int:
     """The first of ``count`` parts that is in memory when backward is at part ``number``.
 
     Parts are in memory because they are fetched ahead, or because ``keep_last`` keeps them. At

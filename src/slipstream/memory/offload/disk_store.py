@@ -15,7 +15,7 @@ import torch
 
 from slipstream.errors import OffloadError
 from slipstream.memory.offload.slots import Slot
-from slipstream.memory.offload.store import Store
+from slipstream.memory.offload.store import TensorStore
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class _Ticket:
     dropped: bool = False
 
 
-class DiskStore(Store):
+class DiskStore(TensorStore):
     """An unlinked spool file, which disappears when it is closed, also in a crash.
 
     One thread writes and one reads, both beside the computation. A tensor that is needed before it

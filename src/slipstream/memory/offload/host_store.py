@@ -25,7 +25,7 @@ import torch
 
 from slipstream.errors import OffloadError
 from slipstream.memory.offload.slots import Slot
-from slipstream.memory.offload.store import Store, Traffic
+from slipstream.memory.offload.store import TensorStore, Traffic
 
 _MAX_PENDING_WAITS = 256
 
@@ -44,7 +44,7 @@ class _Ticket:
     arrived: torch.cuda.Event | None = None
 
 
-class HostStore(Store):
+class HostStore(TensorStore):
     """Slabs of pinned host memory, reused from step to step, and two side streams.
 
     No method but ``close`` blocks the host. See [Note: Streams].

@@ -21,17 +21,17 @@ from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.offload import saved_tensors as saved
 from slipstream.memory.offload.open_store import open_store
 from slipstream.memory.offload.pcie import gpus_sharing_link
-from slipstream.memory.offload.store import Store, Traffic
-from slipstream.strategy import Offload, Row
+from slipstream.memory.offload.store import TensorStore, Traffic
+from slipstream.strategy import OffloadConfig, Row
 
 
 def offload(
     model: nn.Module,
-    config: Offload | None = None,
+    config: OffloadConfig | None = None,
     *,
     local_ranks: int = 1,
     rank: int = 0,
-    store: Store | None = None,
+    store: TensorStore | None = None,
 ) -> Offloader:
     """Move what blocks of ``model`` save for backward out of device memory, and back in time.
 
@@ -63,19 +63,21 @@ def offload(
 
     Example:
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
-        >>> with offload(model, Offload(to="disk", min_bytes=0)) as offloader:
+        >>> with offload(model, OffloadConfig(to="disk", min_bytes=0)) as offloader:
         ...     model(torch.ones(4, 8)).sum().backward()
         >>> offloader.traffic.bytes_out == offloader.traffic.bytes_back > 0
         True
     """
-    config = Offload() if config is None else config
+    config = OffloadConfig() if config is None else config
     blocks, device = _blocks(model, config), _device(model)
     if store is None:
         store = open_store(config, device, local_ranks, rank)
     return Offloader(blocks, config, store, device)
 
 
-def check_offload(model: nn.Module, config: Offload, local_ranks: int = 1, rank: int = 0) -> None:
+def check_offload(
+    model: nn.Module, config: OffloadConfig, local_ranks: int = 1, rank: int = 0
+) -> None:
     """Raise what `offload` would raise, without installing anything.
 
     Raises:
@@ -85,7 +87,7 @@ def check_offload(model: nn.Module, config: Offload, local_ranks: int = 1, rank:
     open_store(config, _device(model), local_ranks, rank).close()
 
 
-def _blocks(model: nn.Module, config: Offload) -> dict[str, nn.Module]:
+def _blocks(model: nn.Module, config: OffloadConfig) -> dict[str, nn.Module]:
     """The blocks by path, in the order of the model; with those that ``keep_last`` keeps."""
     for path, module in model.named_modules():
         if isinstance(vars(module).get("forward"), _OffloadOverride):
@@ -128,7 +130,11 @@ class Offloader:
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], config: Offload, store: Store, device: torch.device
+        self,
+        blocks: Mapping[str, nn.Module],
+        config: OffloadConfig,
+        store: TensorStore,
+        device: torch.device,
     ) -> None:
         self._config, self._store, self._device = config, store, device
         self._paths = tuple(blocks)

@@ -8,14 +8,14 @@ from slipstream.errors import OffloadError
 from slipstream.memory.offload.disk_store import DiskStore
 from slipstream.memory.offload.free_space import RESERVE, free_disk_bytes, free_host_bytes, share
 from slipstream.memory.offload.host_store import HostStore
-from slipstream.strategy import Offload
+from slipstream.strategy import OffloadConfig
 
 MIN_BYTES = 2**28
 """Least space of a rank: one slab of pinned memory."""
 
 
 def open_store(
-    config: Offload, device: torch.device, local_ranks: int = 1, rank: int = 0
+    config: OffloadConfig, device: torch.device, local_ranks: int = 1, rank: int = 0
 ) -> HostStore | DiskStore:
     """Open a store that takes no more than its share of what is free on this host.
 

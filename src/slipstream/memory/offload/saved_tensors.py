@@ -12,7 +12,7 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 
 import torch
 
-from slipstream.memory.offload.store import Store
+from slipstream.memory.offload.store import TensorStore
 
 
 class ForwardPass:
@@ -64,7 +64,7 @@ class OffloadedStorage:
         users: number of saved tensors that share the storage.
     """
 
-    def __init__(self, store: Store, call: BlockCall, tensor: torch.Tensor) -> None:
+    def __init__(self, store: TensorStore, call: BlockCall, tensor: torch.Tensor) -> None:
         self._store, self.version = store, tensor._version
         self._original: torch.Tensor | None = tensor.detach()  # shares the version counter
         self._ticket = store.put(_bytes_of(tensor), call.path)

@@ -21,7 +21,7 @@ class Traffic:
     seconds_waited: float = 0.0
 
 
-class Store(ABC):
+class TensorStore(ABC):
     """Keeps the bytes of tensors and brings the same bits back.
 
     The life of a ticket: ``put`` starts the copy out, ``settle`` makes the memory of the source

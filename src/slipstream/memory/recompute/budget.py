@@ -25,7 +25,7 @@ _MAX_CELLS = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
+class BlockCost:
     """What a block takes.
 
     Attributes:
@@ -59,15 +59,15 @@ class Region:
         return tuple(number for numbers in parts for number in numbers)
 
 
-Parts = tuple[int | Region, ...]
+RegionParts = tuple[int | Region, ...]
 """A plan of a chain: numbers of blocks that are kept, and regions, in order."""
 
 
-def seconds(parts: Parts, costs: Sequence[Cost]) -> float:
+def seconds(parts: RegionParts, costs: Sequence[BlockCost]) -> float:
     """Seconds of forward and backward of a chain with the plan ``parts``.
 
     Example:
-        >>> costs = [Cost(1.0, 2.0, output=1, saved=5)] * 3
+        >>> costs = [BlockCost(1.0, 2.0, output=1, saved=5)] * 3
         >>> seconds((0, 1, 2), costs), seconds((Region((0, 1)), 2), costs)
         (9.0, 11.0)
     """
@@ -81,11 +81,11 @@ def seconds(parts: Parts, costs: Sequence[Cost]) -> float:
     return total
 
 
-def peak_bytes(parts: Parts, costs: Sequence[Cost]) -> int:
+def peak_bytes(parts: RegionParts, costs: Sequence[BlockCost]) -> int:
     """Peak bytes of a chain with the plan ``parts``, without the input of the chain.
 
     Example:
-        >>> costs = [Cost(1.0, 2.0, output=1, saved=5)] * 3
+        >>> costs = [BlockCost(1.0, 2.0, output=1, saved=5)] * 3
         >>> peak_bytes((0, 1, 2), costs), peak_bytes((Region((0, 1)), 2), costs)
         (15, 10)
     """
@@ -101,7 +101,7 @@ def peak_bytes(parts: Parts, costs: Sequence[Cost]) -> int:
     return peak
 
 
-def segments(count: int, length: int, borders: Collection[int] = ()) -> Parts:
+def segments(count: int, length: int, borders: Collection[int] = ()) -> RegionParts:
     """Consecutive regions of ``length`` blocks; the last one before a border may be shorter.
 
     Args:
@@ -123,8 +123,8 @@ def segments(count: int, length: int, borders: Collection[int] = ()) -> Parts:
 
 
 def cheapest(
-    costs: Sequence[Cost], limit: int, borders: Collection[int] = (), *, slots: int = 500
-) -> Parts:
+    costs: Sequence[BlockCost], limit: int, borders: Collection[int] = (), *, slots: int = 500
+) -> RegionParts:
     """The plan of the least time whose peak is at most ``limit`` bytes.
 
     Optimal if all sizes have a common divisor that divides ``limit`` into at most some thousand
@@ -141,7 +141,7 @@ def cheapest(
         StrategyError: the limit is too low; the message says what is needed.
 
     Example:
-        >>> costs = [Cost(1.0, 2.0, output=1, saved=5)] * 3
+        >>> costs = [BlockCost(1.0, 2.0, output=1, saved=5)] * 3
         >>> cheapest(costs, 15), cheapest(costs, 11)
         ((0, 1, 2), (0, Region(parts=(1,)), 2))
         >>> cheapest(costs, 5)  # doctest: +ELLIPSIS
@@ -170,7 +170,7 @@ def cheapest(
     return min(plans, key=lambda plan: seconds(plan, costs))
 
 
-def _uniform_plans(count: int, borders: Collection[int]) -> Iterator[Parts]:
+def _uniform_plans(count: int, borders: Collection[int]) -> Iterator[RegionParts]:
     """Regions of equal length, with the last blocks kept."""
     for end in range(count, 0, -1):
         for length in range(1, min(end, 2 * isqrt(count)) + 1):
@@ -180,7 +180,7 @@ def _uniform_plans(count: int, borders: Collection[int]) -> Iterator[Parts]:
 class _ChainCosts:
     """Costs of spans of a chain, and the plan of the fewest bytes (exact, ignoring time)."""
 
-    def __init__(self, costs: Sequence[Cost], borders: Collection[int]) -> None:
+    def __init__(self, costs: Sequence[BlockCost], borders: Collection[int]) -> None:
         self.costs = costs
         self._outputs = list(accumulate((cost.output for cost in costs), initial=0))
         self._forward = list(accumulate((cost.forward for cost in costs), initial=0.0))
@@ -216,7 +216,7 @@ class _ChainCosts:
             options.append((max(self.outputs(first, end), inner, after), end))
         return min(options)
 
-    def least_plan(self, first: int, last: int) -> Parts:
+    def least_plan(self, first: int, last: int) -> RegionParts:
         """The plan of the lowest peak."""
         if first > last:
             return ()
@@ -244,7 +244,7 @@ class _Table:
         """Whether any plan fits into all slots."""
         return bool(self._least[first, last][self.size] < inf)
 
-    def plan(self, first: int, last: int, slots: int) -> Parts:
+    def plan(self, first: int, last: int, slots: int) -> RegionParts:
         """The plan of the least seconds in so many slots."""
         if first > last:
             return ()

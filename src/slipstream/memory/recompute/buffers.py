@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from slipstream.memory.recompute.module_state import modules_in
 
 _Key = tuple[nn.Module, str]
-Buffers = dict[_Key, Tensor | None]
+RegionBuffers = dict[_Key, Tensor | None]
 """Buffers by module and name; a registered buffer may be None."""
 
 _SMALL = 2**16
@@ -52,11 +52,11 @@ class BufferReplay:
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """Contexts of one call: of its first run, and of its recomputation (reusable)."""
-        copies: Buffers = {}
+        copies: RegionBuffers = {}
         return self._first_run(copies), SubstituteBuffers(copies)
 
     @contextmanager
-    def _first_run(self, copies: Buffers) -> Iterator[None]:
+    def _first_run(self, copies: RegionBuffers) -> Iterator[None]:
         """Fill ``copies`` with the values from before the run, as far as it changes them."""
         modules = modules_in(self._modules)  # of now: a module inside may have been replaced
         before = buffers_of(modules)
@@ -94,9 +94,9 @@ class SubstituteBuffers:
     Buffers that ``modules`` register inside are removed on exit. May be entered several times.
     """
 
-    def __init__(self, values: Buffers, modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(self, values: RegionBuffers, modules: Iterable[nn.Module] = ()) -> None:
         self._values, self._modules = values, [*modules]
-        self._originals: Buffers = {}
+        self._originals: RegionBuffers = {}
 
     def __enter__(self) -> None:
         for (module, name), value in _copied(self._values).items():
@@ -114,7 +114,7 @@ class SubstituteBuffers:
         self._originals = {}
 
 
-def buffers_of(modules: Iterable[nn.Module]) -> Buffers:
+def buffers_of(modules: Iterable[nn.Module]) -> RegionBuffers:
     """The buffers that these modules register themselves, without those of their submodules."""
     return {
         (module, name): buffer
@@ -124,7 +124,7 @@ def buffers_of(modules: Iterable[nn.Module]) -> Buffers:
     }
 
 
-def _copied(buffers: Buffers) -> Buffers:
+def _copied(buffers: RegionBuffers) -> RegionBuffers:
     """Copy each buffer once; buffers that are one tensor, or share a storage, still do so."""
     if not buffers:
         return {}

@@ -22,9 +22,9 @@ from slipstream.errors import UsageError
 from slipstream.kernels.surroundings import needs_plain_functions
 from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.recompute.block_dataflow import Call, Link, versions
-from slipstream.memory.recompute.budget import Parts, Region
-from slipstream.memory.recompute.layout import Layout
-from slipstream.strategy.memory import Operation
+from slipstream.memory.recompute.budget import Region, RegionParts
+from slipstream.memory.recompute.layout import RegionLayout
+from slipstream.strategy.memory import KeptOperation
 
 _USED_UP = {
     "__next__": "which is exhausted when the block is recomputed; pass a list",
@@ -58,7 +58,7 @@ class Chain:
         observer: is told of calls; None: nobody.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], keep: Sequence[Operation] = ()) -> None:
+    def __init__(self, blocks: Mapping[str, nn.Module], keep: Sequence[KeptOperation] = ()) -> None:
         self.blocks, self._keep = blocks, keep
         self.observer: CallObserver | None = None
         # By name: first block of the region, call, versions of the call's tensors, output.
@@ -74,7 +74,7 @@ class Chain:
         self.install((), (), {})
         self.begin()
 
-    def install(self, order: Sequence[str], parts: Parts, links: Mapping[str, Link]) -> None:
+    def install(self, order: Sequence[str], parts: RegionParts, links: Mapping[str, Link]) -> None:
         """Use these regions from the next `begin` on; blocks not in ``order`` are regions of one.
 
         Raises:
@@ -82,7 +82,7 @@ class Chain:
         """
         all_names = dict.fromkeys([*order, *self.blocks])
         single = tuple(Region((number,)) for number in range(len(order), len(all_names)))
-        self.layout = Layout(
+        self.layout = RegionLayout(
             tuple(all_names), (*parts, *single), links, self.blocks, self._forwards, self._keep
         )
 

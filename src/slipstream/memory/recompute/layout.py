@@ -20,17 +20,17 @@ from slipstream.errors import UsageError
 from slipstream.memory.forward_override import Forward
 from slipstream.memory.recompute import selective
 from slipstream.memory.recompute.block_dataflow import Call, Link
-from slipstream.memory.recompute.budget import Parts, Region
+from slipstream.memory.recompute.budget import Region, RegionParts
 from slipstream.memory.recompute.buffers import BufferReplay
 from slipstream.memory.recompute.module_state import StateReplay
 from slipstream.memory.recompute.rng_state import RngReplay
-from slipstream.strategy.memory import Operation
+from slipstream.strategy.memory import KeptOperation
 
 _PLACEHOLDER = torch.empty(0)
 
 
 @dataclass(eq=False)
-class Layout:
+class RegionLayout:
     """Blocks in order, and the regions among them.
 
     Args:
@@ -50,11 +50,11 @@ class Layout:
     """
 
     order: Sequence[str]
-    parts: Parts
+    parts: RegionParts
     links: Mapping[str, Link]
     modules: Mapping[str, nn.Module]
     forwards: Mapping[str, Forward]
-    keep: Sequence[Operation]
+    keep: Sequence[KeptOperation]
 
     def __post_init__(self) -> None:
         self.regions: dict[str, Region] = {}

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from slipstream.memory.forward_override import Forward
 from slipstream.memory.recompute.block_dataflow import Call
-from slipstream.memory.recompute.budget import Cost
+from slipstream.memory.recompute.budget import BlockCost
 from slipstream.memory.recompute.buffers import SubstituteBuffers, buffers_of
 from slipstream.memory.recompute.rng_state import RngReplay
 from slipstream.pytree import tensors
@@ -50,7 +50,7 @@ def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
-def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
+def measure(module: nn.Module, forward: Forward, call: Call) -> BlockCost:
     """Run forward and backward of ``module`` on copies of ``call`` a few times; take medians.
 
     Bytes are counted in a run before. Gradients, buffers and random states do not change.
@@ -60,7 +60,7 @@ def measure(module: nn.Module, forward: Forward, call: Call) -> Cost:
         output_bytes, saved_bytes = _count_bytes(module, forward, call)
         runs = [_time_run(module, forward, call, device) for _ in range(RUNS)]
     forwards, backwards = zip(*runs, strict=True)
-    return Cost(median(forwards), median(backwards), output_bytes, saved_bytes)
+    return BlockCost(median(forwards), median(backwards), output_bytes, saved_bytes)
 
 
 def _count_bytes(module: nn.Module, forward: Forward, call: Call) -> tuple[int, int]:

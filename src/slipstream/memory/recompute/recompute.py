@@ -9,15 +9,24 @@ from torch import nn
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.blocks import blocks_of, matching
 from slipstream.memory.forward_override import is_wrapped
-from slipstream.memory.recompute.budget import Parts, Region
+from slipstream.memory.recompute.budget import Region, RegionParts
 from slipstream.memory.recompute.chain import Chain
-from slipstream.memory.recompute.region_planner import Decision, Prediction, RegionPlanner
+from slipstream.memory.recompute.region_planner import Decision, RegionPlanner, RegionPrediction
 from slipstream.strategy import Row
-from slipstream.strategy.memory import Budget, BudgetBytes, Checkpoints, Every, Recompute
+from slipstream.strategy.memory import (
+    BudgetBytesConfig,
+    BudgetConfig,
+    CheckpointsConfig,
+    EveryConfig,
+    RecomputeConfig,
+)
 
 
 def recompute(
-    model: nn.Module, config: Recompute, *, agree: Callable[[Decision], Decision] | None = None
+    model: nn.Module,
+    config: RecomputeConfig,
+    *,
+    agree: Callable[[Decision], Decision] | None = None,
 ) -> Recomputed:
     """Recompute activations of ``model`` in backward, as ``config`` says, from now on.
 
@@ -51,7 +60,7 @@ def recompute(
         >>> import torch
         >>> layers = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(4)]
         >>> model = nn.Sequential(*layers)
-        >>> recomputed = recompute(model, Every(every=2))
+        >>> recomputed = recompute(model, EveryConfig(every=2))
         >>> model(torch.ones(3, 1, 8)).sum().backward()
         >>> recomputed.regions
         (('0', '1'), ('2', '3'))
@@ -61,7 +70,7 @@ def recompute(
     return Recomputed(model, config, agree or (lambda decision: decision))
 
 
-def check_recompute(model: nn.Module, config: Recompute) -> None:
+def check_recompute(model: nn.Module, config: RecomputeConfig) -> None:
     """Raise what `recompute` would raise, without installing anything.
 
     Raises:
@@ -81,8 +90,8 @@ def check_recompute(model: nn.Module, config: Recompute) -> None:
     _paths_to_recompute(model, config)
 
 
-def _paths_to_recompute(model: nn.Module, config: Recompute) -> list[str]:
-    if isinstance(config, Checkpoints):
+def _paths_to_recompute(model: nn.Module, config: RecomputeConfig) -> list[str]:
+    if isinstance(config, CheckpointsConfig):
         return matching(model, config.checkpoints, "memory.recompute.checkpoints")
     paths = blocks_of(model)
     if not paths:
@@ -98,13 +107,13 @@ class Recomputed:
     """The recomputation that `recompute` installed on a model; ``close()`` removes it."""
 
     def __init__(
-        self, model: nn.Module, config: Recompute, agree: Callable[[Decision], Decision]
+        self, model: nn.Module, config: RecomputeConfig, agree: Callable[[Decision], Decision]
     ) -> None:
         paths = _paths_to_recompute(model, config)
-        self._keep = () if isinstance(config, Budget | BudgetBytes) else config.keep
+        self._keep = () if isinstance(config, BudgetConfig | BudgetBytesConfig) else config.keep
         self._chain = Chain({path: model.get_submodule(path) for path in paths}, self._keep)
         self._planner: RegionPlanner | None = None
-        if not isinstance(config, Checkpoints) and config != Every(keep=self._keep):
+        if not isinstance(config, CheckpointsConfig) and config != EveryConfig(keep=self._keep):
             self._planner = RegionPlanner(model, self._chain, config, agree)
 
     @property
@@ -114,12 +123,12 @@ class Recomputed:
         return tuple(layout.names(part) for part in layout.parts if isinstance(part, Region))
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> RegionParts:
         """The plan by numbers of blocks: kept blocks, and regions with their inner regions."""
         return self._chain.layout.parts
 
     @property
-    def prediction(self) -> Prediction | None:
+    def prediction(self) -> RegionPrediction | None:
         """The measured and predicted costs of a budget, after the first forward."""
         return self._planner.prediction if self._planner is not None else None
 

@@ -11,18 +11,25 @@ from torch import nn
 from slipstream.errors import StrategyError, UsageError
 from slipstream.memory.forward_override import Forward, ForwardOverride
 from slipstream.memory.recompute.block_dataflow import Call, DataflowRecorder
-from slipstream.memory.recompute.budget import Cost, Parts, cheapest, peak_bytes, seconds, segments
+from slipstream.memory.recompute.budget import (
+    BlockCost,
+    RegionParts,
+    cheapest,
+    peak_bytes,
+    seconds,
+    segments,
+)
 from slipstream.memory.recompute.chain import Chain
 from slipstream.memory.recompute.measure import measure
-from slipstream.strategy.memory import Budget, BudgetBytes, Every
+from slipstream.strategy.memory import BudgetBytesConfig, BudgetConfig, EveryConfig
 
-Planned = Every | Budget | BudgetBytes
-Decision = tuple[Sequence[str], Parts] | StrategyError
+PlannedConfig = EveryConfig | BudgetConfig | BudgetBytesConfig
+Decision = tuple[Sequence[str], RegionParts] | StrategyError
 """The names of the blocks in order and their plan, or why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
+class RegionPrediction:
     """What the blocks of a model take in an iteration, as measured and planned (see ``budget``).
 
     Attributes:
@@ -37,7 +44,7 @@ class Prediction:
     plain_bytes: int
     seconds: float
     plain_seconds: float
-    costs: tuple[Cost, ...]
+    costs: tuple[BlockCost, ...]
 
 
 class RegionPlanner:
@@ -48,11 +55,15 @@ class RegionPlanner:
     """
 
     def __init__(
-        self, model: nn.Module, chain: Chain, config: Planned, agree: Callable[[Decision], Decision]
+        self,
+        model: nn.Module,
+        chain: Chain,
+        config: PlannedConfig,
+        agree: Callable[[Decision], Decision],
     ) -> None:
         self._chain, self._config, self._agree = chain, config, agree
         self._in_forward = False  # of the model, as opposed to calls of blocks from elsewhere
-        self.prediction: Prediction | None = None
+        self.prediction: RegionPrediction | None = None
         self._reset()
         chain.observer = self
         # No forward hooks on the model: copies of the model would have them, too.
@@ -60,7 +71,7 @@ class RegionPlanner:
 
     def _reset(self) -> None:
         self._recorder = DataflowRecorder()
-        self._costs: list[Cost] = []
+        self._costs: list[BlockCost] = []
 
     def close(self) -> None:
         """Restore the model's forward; let go of the process group that ``agree`` holds."""
@@ -90,7 +101,7 @@ class RegionPlanner:
             UsageError: the block is used twice in one forward, so a budget cannot be met.
         """
         if name in self._recorder.order:
-            if self._in_forward and not isinstance(self._config, Every):
+            if self._in_forward and not isinstance(self._config, EveryConfig):
                 raise UsageError(
                     f"memory.recompute {self._config.kind}: {name} is called twice in one forward, "
                     "but a budget is divided among blocks that are called once; use "
@@ -100,7 +111,7 @@ class RegionPlanner:
             self._chain.begin()
             return
         self._recorder.before(name, call)
-        if not isinstance(self._config, Every):
+        if not isinstance(self._config, EveryConfig):
             self._costs.append(measure(self._chain.blocks[name], forward, call))
 
     def after_call(self, call: Call, output: Any) -> None:
@@ -132,17 +143,17 @@ class RegionPlanner:
             costs, plans = tuple(self._costs), (parts, tuple(range(len(self._costs))))
             num_bytes, plain_bytes = (peak_bytes(plan, costs) for plan in plans)
             took, plain_took = (seconds(plan, costs) for plan in plans)
-            self.prediction = Prediction(num_bytes, plain_bytes, took, plain_took, costs)
+            self.prediction = RegionPrediction(num_bytes, plain_bytes, took, plain_took, costs)
         self._reset()  # lets go of tensors of the last block
 
-    def _plan(self) -> Parts:
+    def _plan(self) -> RegionParts:
         order, links = self._recorder.order, self._recorder.links
         borders = {number for number, name in enumerate(order) if name not in links}
         match self._config:
-            case Every():
+            case EveryConfig():
                 return segments(len(order), self._config.every, borders)
-            case Budget():
+            case BudgetConfig():
                 limit = int(self._config.budget * sum(cost.saved for cost in self._costs))
-            case BudgetBytes():
+            case BudgetBytesConfig():
                 limit = self._config.budget_bytes
         return cheapest(self._costs, limit, borders)

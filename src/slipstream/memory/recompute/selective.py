@@ -18,12 +18,12 @@ from torch.utils.checkpoint import (
 )
 
 from slipstream.errors import UsageError
-from slipstream.strategy.memory import Operation
+from slipstream.strategy.memory import KeptOperation
 
 _aten = torch.ops.aten
 
 _PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default)
-_OPERATIONS: dict[Any, Operation] = {_aten.convolution.default: "convolution"}
+_OPERATIONS: dict[Any, KeptOperation] = {_aten.convolution.default: "convolution"}
 _OPERATIONS |= dict.fromkeys(_PRODUCTS, "matmul")
 
 _DROPOUT_ARGUMENT = {
@@ -44,7 +44,7 @@ _ADVICE = {
 
 
 def contexts(
-    keep: Sequence[Operation],
+    keep: Sequence[KeptOperation],
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Contexts of the first run of a region and of its recomputation, which reuses the results of
     the operations in ``keep``; see ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
@@ -79,7 +79,7 @@ class WatchOperations(TorchDispatchMode):
         ['matmul']
     """
 
-    def __init__(self, see: Callable[[Operation, Any], None]) -> None:
+    def __init__(self, see: Callable[[KeptOperation, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._see = see
 
@@ -94,7 +94,9 @@ class WatchOperations(TorchDispatchMode):
         return result
 
 
-def _operation(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation | None:
+def _operation(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> KeptOperation | None:
     """The name of an operation in a strategy; None if it cannot be kept."""
     position = _DROPOUT_ARGUMENT.get(function)
     if position is None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import UsageError
-from slipstream.gradients.shares import METADATA
+from slipstream.gradients.shards import METADATA
 from slipstream.parallel.pipeline.placeholders import placeholder
 
 

@@ -11,17 +11,17 @@ from torch import nn
 
 from slipstream.errors import StrategyError
 from slipstream.parallel.tensor.layers import WeightAxes, weight_axes
-from slipstream.parallel.tensor.plans import Plan
+from slipstream.parallel.tensor.plans import TensorPlan
 from slipstream.parallel.tensor.shard import Shard
 from slipstream.strategy import parallel as styles
 
-Shards = dict[str, Shard]
+AxisShards = dict[str, Shard]
 """By local name of a parameter or buffer."""
 Attributes = dict[str, tuple[int, ...]]
 """By name of an attribute of a module, its values on the ranks."""
 
 
-def assign(model: nn.Module, plan: Plan, ranks: int) -> list[Assignment]:
+def assign(model: nn.Module, plan: TensorPlan, ranks: int) -> list[ShardedModule]:
     """What ``plan`` does to ``model`` on ``ranks`` ranks, in the order of ``named_modules()``.
 
     Raises:
@@ -36,18 +36,18 @@ def assign(model: nn.Module, plan: Plan, ranks: int) -> list[Assignment]:
                 f"parallel.tensor.plan: no module matches {place.match!r}; "
                 f"similar paths: {', '.join(near or list(modules)[1:4])}"
             )
-    assignments: dict[int, Assignment] = {}
+    assignments: dict[int, ShardedModule] = {}
     for path, module in modules.items():
         if id(module) in assignments:
             continue  # the same module under another name
         style = next((p.style for p in plan if fnmatchcase(path, p.match)), None)
         if style is not None:
-            assignments[id(module)] = Assignment(path, module, style, ranks)
+            assignments[id(module)] = ShardedModule(path, module, style, ranks)
     _check_tied(model, assignments)
     return list(assignments.values())
 
 
-def named_shards(assignments: list[Assignment]) -> Shards:
+def named_shards(assignments: list[ShardedModule]) -> AxisShards:
     """The shards by name in ``state_dict()``, without the further names of tied parameters."""
     return {
         f"{a.path}.{name}".removeprefix("."): shard
@@ -57,44 +57,44 @@ def named_shards(assignments: list[Assignment]) -> Shards:
 
 
 @dataclass
-class Assignment:
+class ShardedModule:
     """A module and its style: the shards of its own tensors, and the attributes that change."""
 
     path: str
     module: nn.Module
-    style: styles.Style
+    style: styles.StyleConfig
     ranks: int
-    shards: Shards = field(default_factory=dict)
+    shards: AxisShards = field(default_factory=dict)
     attributes: Attributes = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         match self.style:
-            case styles.Column():
+            case styles.ColumnConfig():
                 self._column(self.style)
-            case styles.Row():
+            case styles.RowConfig():
                 axes = self._weight_axes()
                 length = self._weight().shape[axes.inputs]
                 self._check_divides(length, self.ranks, "inputs")
                 self.shards["weight"] = Shard.even(axes.inputs, length, self.ranks)
-            case styles.Channels():
+            case styles.ChannelsConfig():
                 self._channels()
-            case styles.Vocabulary():
+            case styles.VocabularyConfig():
                 self._vocabulary()
-            case styles.Heads(divide=names):
+            case styles.HeadsConfig(divide=names):
                 for name in names:
                     if type(getattr(self.module, name, None)) is not int:
                         integers = [n for n, v in vars(self.module).items() if type(v) is int]
                         allowed = f"whole numbers: {', '.join(integers)}"
                         raise self._error(f"divide {name!r}", allowed)
                 self._divide(names)
-            case styles.Sequence():
+            case styles.SequenceConfig():
                 self._check_sequence()
-            case styles.Switch():
+            case styles.SwitchConfig():
                 has_parameters = next(self.module.parameters(), None) is not None
                 allowed = "a module without parameters, such as an activation or Flatten"
                 self._refuse(has_parameters, "parameters", allowed)
 
-    def _column(self, style: styles.Column) -> None:
+    def _column(self, style: styles.ColumnConfig) -> None:
         axes = self._weight_axes()
         length = self._weight().shape[axes.outputs]
         if (style.uneven or style.gather) and style.block == 1:
@@ -190,7 +190,7 @@ class Assignment:
         )
 
 
-def _check_tied(model: nn.Module, assignments: dict[int, Assignment]) -> None:
+def _check_tied(model: nn.Module, assignments: dict[int, ShardedModule]) -> None:
     """Require that a parameter under two names is split the same way under both."""
     first_use: dict[int, tuple[str, Shard | None]] = {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -11,12 +11,20 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import StrategyError
-from slipstream.strategy.parallel import Column, Heads, Place, Row, Sequence, Style, TensorParallel
+from slipstream.strategy.parallel import (
+    ColumnConfig,
+    HeadsConfig,
+    LayerRuleConfig,
+    RowConfig,
+    SequenceConfig,
+    StyleConfig,
+    TensorParallelConfig,
+)
 
-Plan = tuple[Place, ...]
+TensorPlan = tuple[LayerRuleConfig, ...]
 
 
-def known_plan(config: Any, *, sequence: bool = False) -> Plan:
+def known_plan(config: Any, *, sequence: bool = False) -> TensorPlan:
     """The plan for a model with this ``model.config``.
 
     Args:
@@ -45,10 +53,10 @@ def known_plan(config: Any, *, sequence: bool = False) -> Plan:
     if sequence:
         styles = {match: _with_sequence(style) for match, style in styles.items()}
         styles |= _SEQUENCES[kind]
-    return tuple(Place(match=match, style=style) for match, style in styles.items())
+    return tuple(LayerRuleConfig(match=match, style=style) for match, style in styles.items())
 
 
-def plan_of(config: TensorParallel, model: nn.Module) -> Plan:
+def plan_of(config: TensorParallelConfig, model: nn.Module) -> TensorPlan:
     """The plan of ``config``; if it has none, the plan known for ``model`` or a model inside it."""
     if config.plan is not None:
         return config.plan
@@ -56,9 +64,9 @@ def plan_of(config: TensorParallel, model: nn.Module) -> Plan:
     return known_plan(next(model_configs, None), sequence=config.sequence)
 
 
-def _with_sequence(style: Style) -> Style:
+def _with_sequence(style: StyleConfig) -> StyleConfig:
     """Columns and rows take and give tensors that are split along the sequence."""
-    if isinstance(style, Column | Row):
+    if isinstance(style, ColumnConfig | RowConfig):
         return style.model_copy(update={"sequence": True})
     return style
 
@@ -68,42 +76,42 @@ def _head_size(config: Any) -> int:
     return int(head_dim or config.hidden_size // config.num_attention_heads)
 
 
-def _gpt2(config: Any) -> dict[str, Style]:
+def _gpt2(config: Any) -> dict[str, StyleConfig]:
     return {
-        "*.attn": Heads(divide=("num_heads", "split_size")),
-        "*.attn.c_attn": Column(parts=3, block=_head_size(config)),
-        "*.attn.c_proj": Row(),
-        "*mlp.c_fc": Column(),
-        "*mlp.c_proj": Row(),
+        "*.attn": HeadsConfig(divide=("num_heads", "split_size")),
+        "*.attn.c_attn": ColumnConfig(parts=3, block=_head_size(config)),
+        "*.attn.c_proj": RowConfig(),
+        "*mlp.c_fc": ColumnConfig(),
+        "*mlp.c_proj": RowConfig(),
     }
 
 
-def _bert(config: Any) -> dict[str, Style]:
-    heads = Column(block=_head_size(config))
+def _bert(config: Any) -> dict[str, StyleConfig]:
+    heads = ColumnConfig(block=_head_size(config))
     return {
         "*attention.self.query": heads,
         "*attention.self.key": heads,
         "*attention.self.value": heads,
-        "*attention.output.dense": Row(),
-        "*intermediate.dense": Column(),
-        "*.output.dense": Row(),
+        "*attention.output.dense": RowConfig(),
+        "*intermediate.dense": ColumnConfig(),
+        "*.output.dense": RowConfig(),
     }
 
 
-def _llama(config: Any) -> dict[str, Style]:
-    heads = Column(block=_head_size(config))
+def _llama(config: Any) -> dict[str, StyleConfig]:
+    heads = ColumnConfig(block=_head_size(config))
     return {
         "*self_attn.q_proj": heads,
         "*self_attn.k_proj": heads,
         "*self_attn.v_proj": heads,
-        "*self_attn.o_proj": Row(),
-        "*mlp.gate_proj": Column(),
-        "*mlp.up_proj": Column(),
-        "*mlp.down_proj": Row(),
+        "*self_attn.o_proj": RowConfig(),
+        "*mlp.gate_proj": ColumnConfig(),
+        "*mlp.up_proj": ColumnConfig(),
+        "*mlp.down_proj": RowConfig(),
     }
 
 
-_PLANS: dict[str, Callable[[Any], dict[str, Style]]] = {
+_PLANS: dict[str, Callable[[Any], dict[str, StyleConfig]]] = {
     "gpt2": _gpt2,
     "bert": _bert,
     "llama": _llama,
@@ -111,14 +119,14 @@ _PLANS: dict[str, Callable[[Any], dict[str, Style]]] = {
     "qwen2": _llama,
 }
 
-_SEQUENCES: dict[str, dict[str, Style]] = {
+_SEQUENCES: dict[str, dict[str, StyleConfig]] = {
     "gpt2": {
-        "*drop": Sequence(enter=True),
-        "*.ln_1": Sequence(),
-        "*.ln_2": Sequence(),
-        "*attn.resid_dropout": Sequence(),
-        "*mlp.dropout": Sequence(),
-        "*ln_f": Sequence(leave=True),
+        "*drop": SequenceConfig(enter=True),
+        "*.ln_1": SequenceConfig(),
+        "*.ln_2": SequenceConfig(),
+        "*attn.resid_dropout": SequenceConfig(),
+        "*mlp.dropout": SequenceConfig(),
+        "*ln_f": SequenceConfig(leave=True),
     }
 }
 """By kind of model, the modules that compute on their rank's piece of the sequence."""

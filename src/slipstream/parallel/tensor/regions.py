@@ -24,8 +24,8 @@ import torch
 
 from slipstream.comm import Group
 from slipstream.comm.autograd import apply_with_output
-from slipstream.comm.collectives import AllReduce, Collective
-from slipstream.comm.shards import AllGather, AllToAll, ReduceScatter
+from slipstream.comm.collectives import AllReduceOperation, Collective
+from slipstream.comm.shards import AllGatherOperation, AllToAllOperation, ReduceScatterOperation
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.parallel.tensor.shard import even_sizes
 
@@ -56,7 +56,7 @@ class _LocalMap:
 
 def _copy(group: Group, spec: TensorSpec) -> _LocalMap:
     """The identity; adjoint: the sum over ranks."""
-    return _LocalMap(group, spec, spec, lambda x: x.view_as(x), AllReduce(group, spec))
+    return _LocalMap(group, spec, spec, lambda x: x.view_as(x), AllReduceOperation(group, spec))
 
 
 def _take_piece(group: Group, whole: TensorSpec, axis: int, sizes: tuple[int, ...]) -> _LocalMap:
@@ -66,7 +66,7 @@ def _take_piece(group: Group, whole: TensorSpec, axis: int, sizes: tuple[int, ..
     def piece(x: torch.Tensor) -> torch.Tensor:
         return x.narrow(axis, start, size).contiguous()
 
-    gather = AllGather(group, whole, axis, sizes)
+    gather = AllGatherOperation(group, whole, axis, sizes)
     return _LocalMap(group, whole, whole.resized(size, axis), piece, gather)
 
 
@@ -99,13 +99,13 @@ def gather_to_region(
 ) -> torch.Tensor:
     """As `gather_from_region`, for layers that each compute with a part of their weights."""
     whole = TensorSpec.of(x).resized(sum(sizes), axis)
-    return _apply("gather_to_region", AllGather(group, whole, axis, sizes), x)
+    return _apply("gather_to_region", AllGatherOperation(group, whole, axis, sizes), x)
 
 
 def reduce_scatter_from_region(x: torch.Tensor, group: Group, axis: int) -> torch.Tensor:
     """Take this rank's piece of the sum of the ranks' partial ``x``. Exactness: reordered."""
     sizes = even_sizes(x.shape[axis], group.size)
-    collective = ReduceScatter(group, TensorSpec.of(x), axis, sizes)
+    collective = ReduceScatterOperation(group, TensorSpec.of(x), axis, sizes)
     return _apply("reduce_scatter_from_region", collective, x)
 
 
@@ -117,7 +117,7 @@ def switch_axis(
     """
     sent, received = even_sizes(x.shape[split], group.size), even_sizes(length, group.size)
     equal = len(set(sent)) == len(set(received)) == 1
-    collective = AllToAll(group, TensorSpec.of(x), split, joined, sent, received, equal)
+    collective = AllToAllOperation(group, TensorSpec.of(x), split, joined, sent, received, equal)
     return _apply("switch_axis", collective, x)
 
 

@@ -14,16 +14,22 @@ import torch
 from torch import nn
 
 from slipstream.comm import Group
-from slipstream.comm.shards import AllGather
+from slipstream.comm.shards import AllGatherOperation
 from slipstream.comm.tensor_spec import TensorSpec
 from slipstream.errors import ModelError
 from slipstream.parallel.clip import clip_grad_norm_
 from slipstream.parallel.tensor import layers
-from slipstream.parallel.tensor.assign import Assignment, assign, named_shards
-from slipstream.parallel.tensor.plans import Plan
+from slipstream.parallel.tensor.assign import ShardedModule, assign, named_shards
+from slipstream.parallel.tensor.plans import TensorPlan
 from slipstream.parallel.tensor.rng_streams import RngStreams
 from slipstream.parallel.tensor.shard import Shard
-from slipstream.strategy.parallel import Column, Row, Sequence, Switch, Vocabulary
+from slipstream.strategy.parallel import (
+    ColumnConfig,
+    RowConfig,
+    SequenceConfig,
+    SwitchConfig,
+    VocabularyConfig,
+)
 from slipstream.transport import broadcast
 
 
@@ -40,7 +46,7 @@ class SplitLayers:
         self,
         model: nn.Module,
         group: Group,
-        assignments: list[Assignment],
+        assignments: list[ShardedModule],
         optimizer: torch.optim.Optimizer | None,
     ) -> None:
         self.model, self.group = model, group
@@ -139,7 +145,7 @@ class SplitLayers:
         self._region.leave_group()
         self.group = self._region.group
 
-    def _install(self, assignment: Assignment, region: layers.RegionState) -> None:
+    def _install(self, assignment: ShardedModule, region: layers.RegionState) -> None:
         """Install the attributes, hooks or replacement of one module."""
         module = assignment.module
         for name, values in assignment.attributes.items():
@@ -147,20 +153,20 @@ class SplitLayers:
             setattr(module, name, values[self.group.rank])
         hooks: list[Any] = []
         match assignment.style:
-            case Column(gather=gather, sequence=sequence):
+            case ColumnConfig(gather=gather, sequence=sequence):
                 shard = assignment.shards["weight"]
                 hooks = layers.column_hooks(module, region, shard, gather=gather, sequence=sequence)
-            case Row(sequence=sequence):
+            case RowConfig(sequence=sequence):
                 row = layers.RowParallel(module, region, sequence=sequence)
                 self._replace_module(module, row)
                 hooks = row.hooks
-            case Vocabulary():
+            case VocabularyConfig():
                 assert isinstance(module, nn.Embedding)
                 shard = assignment.shards["weight"]
                 self._replace_module(module, layers.VocabularyParallel(module, region, shard))
-            case Sequence(axis=axis, enter=enter, leave=leave):
+            case SequenceConfig(axis=axis, enter=enter, leave=leave):
                 hooks = layers.sequence_hooks(module, region, axis, enter=enter, leave=leave)
-            case Switch(axis=axis, before=before, after=after):
+            case SwitchConfig(axis=axis, before=before, after=after):
                 hooks = layers.switch_hooks(module, region, axis, before, after)
         self._undo += [hook.remove for hook in hooks]
 
@@ -238,7 +244,7 @@ class SplitLayers:
 
 
 def split_layers(
-    model: nn.Module, group: Group, plan: Plan, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module, group: Group, plan: TensorPlan, optimizer: torch.optim.Optimizer | None = None
 ) -> SplitLayers:
     """Split layers of ``model`` over ``group`` according to ``plan``.
 
@@ -261,9 +267,9 @@ def split_layers(
 
     Example:
         >>> from slipstream import comm
-        >>> from slipstream.strategy.parallel import TensorParallel
+        >>> from slipstream.strategy.parallel import TensorParallelConfig
         >>> mlp = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
-        >>> plan = TensorParallel(ranks=2, plan={"0": "column", "2": "row"}).plan
+        >>> plan = TensorParallelConfig(ranks=2, plan={"0": "column", "2": "row"}).plan
         >>> split = split_layers(mlp, comm.group(check=False), plan)
         >>> split.shards["0.weight"].axis, split.shards["2.weight"].axis
         (0, 1)
@@ -282,5 +288,5 @@ def _with_aliases(model: nn.Module, shards: dict[str, Shard]) -> dict[str, Shard
 def _gather_shards(local: torch.Tensor, shard: Shard, group: Group) -> torch.Tensor:
     """The whole tensor, from the shards of all ranks."""
     concatenated = TensorSpec.of(local).resized(shard.length, shard.axis)
-    pieces = AllGather(group, concatenated, shard.axis, shard.widths)(local)
+    pieces = AllGatherOperation(group, concatenated, shard.axis, shard.widths)(local)
     return shard.join(pieces.split(shard.widths, shard.axis))

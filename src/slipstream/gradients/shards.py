@@ -1,12 +1,12 @@
-"""Which values of each parameter belong to which rank, and this rank's share of the averages.
+"""Which values of each parameter belong to which rank, and this rank's shard of the averages.
 
-Never communicates. A parameter of ``n`` values is cut, in the order of its memory, into p shares of
-``n / p``, rounded up; the last ones may be shorter or empty. Shares do not depend on segments, so
+Never communicates. A parameter of ``n`` values is cut, in the order of its memory, into p shards of
+``n / p``, rounded up; the last ones may be shorter or empty. Shards do not depend on segments, so
 gradients and parameters can be cut into segments of their own, and anew while training runs.
 
 [Note: Bits]
 torch's CPU kernels compute a tensor in vectors, and what is left at its end value by value, which
-may round differently. So shares begin at multiples of 64 values: every value is computed as it is
+may round differently. So shards begin at multiples of 64 values: every value is computed as it is
 in a whole tensor. Beyond 16 ranks that would send too much padding, and the multiple shrinks.
 """
 
@@ -22,6 +22,7 @@ from slipstream.codecs import Ranks
 from slipstream.codecs.compressor import is_dense
 from slipstream.errors import UsageError
 from slipstream.gradients.layout import nearest_border
+from slipstream.transport.ahead import aligned_length
 
 ALIGNMENT = 64
 """Bytes; rows begin at multiples of it, as vectorized sums like."""
@@ -68,8 +69,8 @@ class Workspace:
         return self._memory[start:][:num_bytes].view(dtype).view(count, width)
 
 
-class Shares:
-    """This rank's share of every parameter, and of the averages of their gradients.
+class Shards:
+    """This rank's shard of every parameter, and of the averages of their gradients.
 
     Args:
         ranks: that share the parameters.
@@ -77,8 +78,8 @@ class Shares:
 
     Attributes:
         ranks, names: as given.
-        workspace: for all rows of shares.
-        gradients: by parameter, this rank's share of the average, with as many axes as the
+        workspace: for all rows of shards.
+        gradients: by parameter, this rank's shard of the average, with as many axes as the
             parameter; a parameter that got no gradient on any rank is absent.
         delivered: whether the averages of this update are there, and no later backward has begun.
     """
@@ -94,33 +95,33 @@ class Shares:
         self.workspace = Workspace(next((p.device for p in names), torch.device("cpu")))
 
     def length(self, parameter: torch.Tensor) -> int:
-        """How many values are in a share; the last shares may have fewer."""
+        """How many values are in a shard; the last shards may have fewer."""
         return self._length(parameter.numel())
 
     def _length(self, numel: int) -> int:
-        return -(-numel // (self.ranks.count * self._unit)) * self._unit
+        return aligned_length(numel, self.ranks.count, self._unit)
 
     def size(self, parameter: torch.Tensor) -> torch.Size:
-        """Of the whole parameter, whose data may be a share at the moment."""
+        """Of the whole parameter, whose data may be a shard at the moment."""
         form = self._forms.get(cast(nn.Parameter, parameter))
         return parameter.shape if form is None else form[1]
 
     def shape(self, parameter: torch.Tensor) -> torch.Size:
-        """Of this rank's share."""
+        """Of this rank's shard."""
         size = self.size(parameter)
         length = self._length(size.numel())
         own = min(max(size.numel() - self.ranks.rank * length, 0), length)
         return torch.Size([1] * (len(size) - 1) + [own])
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a parameter, or of a tensor laid out like it: a view.
+        """This rank's shard of a parameter, or of a tensor laid out like it: a view.
 
         Of shape (1, ..., 1, values), with as many axes as the tensor and at least one: optimizers
         treat vectors differently from matrices.
 
         Example:
-            >>> shares = Shares(Ranks(1, 2), {})
-            >>> shares.own(torch.zeros(10, 12)).shape
+            >>> shards = Shards(Ranks(1, 2), {})
+            >>> shards.own(torch.zeros(10, 12)).shape
             torch.Size([1, 56])
         """
         length = self.length(tensor)
@@ -151,12 +152,12 @@ class Shares:
             self._owned[parameter] = at, own
         return own
 
-    def share_of(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
+    def shard_of(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank updates of a tensor laid out like ``parameter``: a view."""
         return self.own(tensor) if parameter in self.names else tensor.detach()
 
     def deliver(self, parameter: nn.Parameter, average: torch.Tensor | None) -> None:
-        """Keep this rank's share of an average; None: no rank had a gradient.
+        """Keep this rank's shard of an average; None: no rank had a gradient.
 
         Adds to what an earlier exchange of the same update has left.
         """
@@ -172,7 +173,7 @@ class Shares:
         All ranks have the same there, as in plain data-parallel training.
 
         Raises:
-            UsageError: it is the gradient of another parameter, of which a rank has a share alone.
+            UsageError: it is the gradient of another parameter, of which a rank has a shard alone.
         """
         for parameter, name in self.names.items():
             given = parameter.grad
@@ -203,7 +204,7 @@ class Shares:
         self.gradients.clear()
 
     def guard(self) -> None:
-        """Let nobody take a share for the whole average."""
+        """Let nobody take a shard for the whole average."""
         for parameter in self.gradients:
             if parameter.shape == self.size(parameter):
                 parameter.grad = self._guard(parameter)
@@ -264,7 +265,7 @@ ZEROING: frozenset[Any] = frozenset([torch.Tensor.zero_, torch._foreach_zero_])
 
 
 class ShardedGradient(torch.Tensor):
-    """Stands in ``parameter.grad`` for an average of which every rank has a share: it has a shape
+    """Stands in ``parameter.grad`` for an average of which every rank has a shard: it has a shape
     and a type, and can be zeroed, but whoever asks for its values gets an error instead of wrong
     ones."""
 
@@ -291,7 +292,7 @@ class ShardedGradient(torch.Tensor):
         raise UsageError(
             f"the gradient of {names[0] if names else 'a parameter'} was read between backward() "
             "and step(), or changed in place, but with gradients.transport sharded every rank has "
-            "only a share of the average; call session.clip_grad_norm_(max_norm) to clip, set "
+            "only a shard of the average; call session.clip_grad_norm_(max_norm) to clip, set "
             "precision.loss_scale instead of a GradScaler, assign a new tensor to parameter.grad, "
             "or use transport: direct"
         )

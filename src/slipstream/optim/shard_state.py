@@ -1,6 +1,6 @@
-"""The state of an optimizer of which every rank has a share, marked so that it passes for no other.
+"""The state of an optimizer of which every rank has a shard, marked so that it passes for no other.
 
-[Note: A part that looks whole] Where ranks have equal shares, a rank's part of the state has the
+[Note: A part that looks whole] Where ranks have equal shards, a rank's part of the state has the
 shapes that every other rank expects. So it says whose part it is: in memory by its class, in a file
 by an entry that survives ``torch.save`` and copies.
 """
@@ -25,7 +25,7 @@ REMEDY = (
 )
 
 
-class ShareState(defaultdict[Any, dict[str, Any]]):
+class ShardState(defaultdict[Any, dict[str, Any]]):
     """``optimizer.state`` of one rank; neither copied nor saved but by the session.
 
     Args:
@@ -34,7 +34,7 @@ class ShareState(defaultdict[Any, dict[str, Any]]):
 
     Example:
         >>> import copy
-        >>> copy.copy(ShareState(0, 2, {}))
+        >>> copy.copy(ShardState(0, 2, {}))
         Traceback (most recent call last):
         slipstream.errors.UsageError: the optimizer's state is the part of rank 0 of 2 ...
     """
@@ -63,7 +63,7 @@ class ShareState(defaultdict[Any, dict[str, Any]]):
 def refuse_part(optimizer: Optimizer) -> None:
     """A hook before ``optimizer.state_dict()``: refuse a part, unless the session asks for it."""
     state = optimizer.state
-    if isinstance(state, ShareState) and not state.may_be_saved:
+    if isinstance(state, ShardState) and not state.may_be_saved:
         state.refuse()
 
 
@@ -71,7 +71,7 @@ def refuse_part(optimizer: Optimizer) -> None:
 def saving(optimizer: Optimizer) -> Iterator[None]:
     """Inside, ``optimizer.state_dict()`` returns this rank's part."""
     state = optimizer.state
-    assert isinstance(state, ShareState)
+    assert isinstance(state, ShardState)
     state.may_be_saved = True
     try:
         yield
