@@ -47,7 +47,7 @@ from rich.console import Console
 from tables import auto_in_words, save
 
 import slipstream
-from slipstream.planner.candidates import label, with_gradients
+from slipstream.planner.search.label import label
 from slipstream.session import exchanging
 from slipstream.strategy import (
     AutoConfig,
@@ -156,7 +156,7 @@ def with_split(settings: Mapping[str, object]) -> Strategy:
 
 def named(choice: Choice) -> str:
     """A choice in few words."""
-    return label(with_gradients(DEFAULT, **choice._asdict()))
+    return label(DEFAULT.with_gradients(**choice._asdict()))
 
 
 def variants_of(training: Training, choices: Mapping[str, Choice]) -> dict[str, Callable[[], None]]:
@@ -184,7 +184,7 @@ def measure(args: argparse.Namespace) -> None:
     if case.device:
         case.device.fit(plain(*case.make()), case.device.seconds)
     vars(exchanging)["OnlineSearch"] = Watched
-    searching = with_gradients(Strategy.load("auto"), transport=AutoConfig(updates=args.updates))
+    searching = Strategy.load("auto").with_gradients(transport=AutoConfig(updates=args.updates))
     searched = losses(case, searching, args.updates + args.more)
     assert Watched.latest.kept is not None, "the search must have ended"
     kept, spent = Watched.latest.kept
@@ -192,7 +192,7 @@ def measure(args: argparse.Namespace) -> None:
     curves: dict[str, list[float]] = {}
     if case.device is None:  # nothing is learned on an emulated device
         for name, transport in {"default": FlatConfig(), "direct": DirectConfig()}.items():
-            fixed = with_gradients(DEFAULT, transport=transport)
+            fixed = DEFAULT.with_gradients(transport=transport)
             curves[name] = losses(case, fixed, args.updates + args.more)
         curves["auto"] = searched
     Watched.hold = True

@@ -48,12 +48,12 @@ from slipstream.advisor.advise import advise
 from slipstream.advisor.findings import Finding
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
-from slipstream.planner.candidates import label
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import traced_strategy
-from slipstream.planner.simulate import predict
+from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import predict
+from slipstream.planner.iteration.traced import traced_strategy
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.label import label
 from slipstream.strategy import HalfConfig, Int8Config, PowerSgdConfig, Strategy
 from slipstream.trace import Trace, chrome
 from slipstream.tuner.significance import median_interval

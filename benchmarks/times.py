@@ -25,12 +25,12 @@ from rich.table import Table
 from tables import save
 
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.cost import GroupKind, Network, NetworkProfile
-from slipstream.planner.curve import Curve
-from slipstream.planner.simulate import simulate
-from slipstream.planner.split import optimal_cuts
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import simulate
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.curve import Curve
+from slipstream.planner.network.profile import GroupKind, Network, NetworkProfile
+from slipstream.planner.search.split import optimal_cuts
 from slipstream.trace import Trace, chrome
 
 RANKS, RANKS_PER_HOST = 4096, 8

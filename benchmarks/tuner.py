@@ -35,17 +35,12 @@ from torch import nn
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.candidates import (
-    LAYERS,
-    MEGABYTES,
-    candidates,
-    label,
-    with_gradients,
-)
-from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import Prediction, rank
-from slipstream.planner.workload import gradients_of
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.traced import gradients_of
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.candidates import LAYERS, MEGABYTES
+from slipstream.planner.search.label import label
+from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import (
     ByBytesConfig,
     DgcConfig,
@@ -59,6 +54,8 @@ from slipstream.strategy import (
     at_once,
 )
 from slipstream.trace import Trace, chrome
+from slipstream.tuner.exact_search import UPDATES
+from slipstream.tuner.search_space import SETTLING
 from slipstream.tuner.trial_log import Tuned
 from slipstream.tuner.trials import Measurement, iterations
 from slipstream.tuner.tune import Tuner
@@ -134,7 +131,7 @@ def lossy_grid(sgd: bool) -> list[Strategy]:
     """The default, then every codec that the optimizer allows."""
     kinds = [codec.kind for codec in CODECS if sgd or codec.kind != "dgc"]
     return [
-        with_gradients(Strategy(), codec=codec, split=split)
+        Strategy().with_gradients(codec=codec, split=split)
         for codec in (None, *kinds)
         for split in (ByBytesConfig(), SingleConfig())
     ]
@@ -178,11 +175,13 @@ class Ranks:
         assert document is not None
         working = Strategy.load(document)
         codec = at_once(working.gradients.codec)  # as in the trials of `slipstream tune`
-        document = with_gradients(working, codec=codec).document()
+        document = working.with_gradients(codec=codec).document()
         folder = self._folder / str(next(self._blocks))
         trace = {"steps": self._steps, "skip": SKIP, "folder": str(folder)}
         iterate, session = accelerated(self._model, self._loss_of, {**document, "trace": trace})
-        for _ in range(SKIP + self._steps):
+        kinds = {working.gradients.split.kind, working.gradients.transport.kind}
+        search = UPDATES + SETTLING if kinds & {"optimal", "auto"} else 0
+        for _ in range(search + SKIP + self._steps):
             iterate()
         session.close()
         return folder / "trace.json"
@@ -210,13 +209,15 @@ def judge(example: str, ranks: Ranks, cluster: NetworkProfile, pairs: int, exact
     """Tune, measure the grid, compare."""
     strategies: list[Strategy] = []
 
-    def predict(trace: Trace) -> list[Prediction]:
-        workload, here = prepare(trace, cluster)
-        strategies[:] = grid(gradients_of(trace)) if exact_only else lossy_grid(workload.sgd)
-        found = filter(is_codec_alone, candidates(workload, here, exact_only))
-        return rank(found, workload, here)
+    def predict(trace: Trace, base: Strategy) -> list[Prediction]:
+        forecast = Forecast.of(trace, cluster, base)
+        return [p for p in forecast.lossy() if p.strategy == base or is_codec_alone(p.strategy)]
 
-    tuned = Tuner(run=ranks.measure, predict=predict, base=Strategy(), budget=3600.0).tune()
+    baseline = ranks.measure(Strategy()).trace
+    sgd = Forecast.of(baseline, cluster).workload.sgd
+    strategies[:] = grid(gradients_of(baseline)) if exact_only else lossy_grid(sgd)
+    lossy = None if exact_only else predict
+    tuned = Tuner(run=ranks.measure, base=Strategy(), budget=3600.0, predict=lossy).tune()
     say(f"{example}: {tuned.verdict}")
     seconds: dict[str, list[float]] = {label(strategy): [] for strategy in strategies}
     for strategy in (*strategies, *reversed(strategies)):

@@ -60,4 +60,4 @@ def test_the_bytes_of_the_traced_codec_are_those_of_its_segments() -> None:
         segment["wire_bytes"] = segment["bytes"] // 4
     stats = trace_stats(trace)
     assert stats.what_if is not None, stats.unpredicted
-    assert stats.what_if.network.codecs["int8"].ratio == pytest.approx(0.25)
+    assert stats.what_if.forecast.network.codecs["int8"].ratio == pytest.approx(0.25)

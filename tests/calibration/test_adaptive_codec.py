@@ -15,8 +15,8 @@ from slipstream.calibration.adaptive_codec import (
 )
 from slipstream.calibration.calibrate import calibrate
 from slipstream.cluster.connect import connect, from_environ
-from slipstream.planner.cost import CodecCost
-from slipstream.planner.curve import Curve, Piece
+from slipstream.planner.network.costs import CodecCost
+from slipstream.planner.network.curve import Curve, Piece
 from slipstream.session import exchanging
 from slipstream.strategy import AdaptiveConfig, Int8Config
 from tests.gradients.test_codec import session_of, step_of, wide

@@ -14,7 +14,8 @@ from slipstream.calibration import calibrate as calibration, collective_timer, h
 from slipstream.calibration.calibrate import calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.errors import ClusterError, ExchangeError
-from slipstream.planner.cost import Contention, HalfSpeed, NetworkProfile
+from slipstream.planner.network.costs import Contention, HalfSpeed
+from slipstream.planner.network.profile import NetworkProfile
 from tests.harness.counters import collectives
 from tests.harness.ranks import PerRank, Ranks
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from slipstream.calibration import contention as measuring
 from slipstream.calibration.contention import crowd_slowdown, measure_contention
-from slipstream.planner.cost import Contention
-from slipstream.planner.curve import Curve
+from slipstream.planner.network.costs import Contention
+from slipstream.planner.network.curve import Curve
 from slipstream.strategy import DirectConfig, FlatConfig, TransportConfig
 from slipstream.transport.transport import make_transport
 from tests.harness.ranks import Ranks

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.simulate import simulate
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import simulate
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, write
 from tests.planner.test_ranking import UNEVEN

@@ -26,9 +26,9 @@ from slipstream.cli.demo.progress import Bars
 from slipstream.cli.demo.report import alternation, result
 from slipstream.cli.demo.training import in_turn
 from slipstream.cli.demo.trainings import Ddp, DemoTraining, Slipstream
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.cost import CodecCost
-from slipstream.planner.simulate import simulate
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import simulate
+from slipstream.planner.network.costs import CodecCost
 from slipstream.strategy import DgcConfig, Strategy
 from slipstream.testbed import unavailable
 from slipstream.trace import chrome

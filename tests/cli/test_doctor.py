@@ -14,8 +14,8 @@ from rich.console import Console
 
 from slipstream.cli.doctor import command
 from slipstream.cli.doctor.report import report
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.curve import Curve
+from slipstream.planner.network.curve import Curve
+from slipstream.planner.network.profile import NetworkProfile
 from slipstream.testbed import unavailable
 from tests.planner.networks import SIZES, ring_profile as cluster
 

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 from slipstream.cli import main
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import plan_segments
-from slipstream.planner.candidates import label
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.simulate import simulate
-from slipstream.planner.workload import gradients_of
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import simulate
+from slipstream.planner.iteration.traced import gradients_of
+from slipstream.planner.search.label import label
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace, read, write
 from tests.harness.traces import by_hand
@@ -40,8 +40,7 @@ def test_the_tables_rank_strategies_and_show_other_clusters(files, tmp_path) -> 
         assert text in shown
     assert "Extrapolated" not in shown
     strategy = Strategy.load(best)
-    first = shown.index("  ".join(["", label(strategy)]))
-    assert first < shown.index("by_bytes 4 (first 1, last 1) *")
+    assert shown.index(f"\u2192 {label(strategy)}") < shown.index("by_bytes 4 (first 1, last 1) *")
 
 
 def test_the_predicted_trace_is_one_that_other_commands_read(files, tmp_path) -> None:

@@ -16,9 +16,9 @@ from slipstream.cli.doctor.report import report
 from slipstream.cli.plan import memory, tables
 from slipstream.cli.tune import display
 from slipstream.cluster.launcher import LaunchSpec
-from slipstream.planner.candidates import candidates
-from slipstream.planner.cost import CodecCost, HalfSpeed
-from slipstream.planner.ranking import ScaleOutPoint, rank
+from slipstream.planner.network.costs import CodecCost, HalfSpeed
+from slipstream.planner.search.candidates import every
+from slipstream.planner.search.ranking import ScaleOutPoint, rank
 from slipstream.strategy import Strategy, overview
 from slipstream.testbed import LinkCheck, Node, Testbed
 from slipstream.tuner.trial_log import Trial, Tuned
@@ -30,7 +30,7 @@ from tests.planner.test_ranking import UNEVEN
 def plan_ranking() -> RenderableType:
     workload, network = UNEVEN
     base = Strategy()
-    strategies = candidates(workload, network, False, base)
+    strategies = every(workload, network, base)
     return tables.ranking(rank(strategies, workload, network, base), base, network)
 
 
@@ -101,7 +101,7 @@ def launched() -> RenderableType:
 TABLES: dict[str, tuple[Callable[[], RenderableType], str]] = {
     "plan": (plan_ranking, "iteration samples/s efficiency segments MB strategy"),
     "plan, nodes": (lambda: plan_curve("nodes"), "nodes ranks efficiency iteration samples/s"),
-    "plan, rate": (lambda: plan_curve("rate"), "rate ranks efficiency iteration samples/s"),
+    "plan, rate": (lambda: plan_curve("rates"), "rate ranks efficiency iteration samples/s"),
     "plan --memory": (
         lambda: memory.by_technique(plan_memory(), "title"),
         "batch against a sample activations total technique",

@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from slipstream.cli import main
-from slipstream.planner.cost import Network, NetworkProfile
-from slipstream.planner.curve import Curve
+from slipstream.planner.network.curve import Curve
+from slipstream.planner.network.profile import Network, NetworkProfile
 from slipstream.strategy import Strategy
 from slipstream.trace import write
 from tests.harness.traces import by_hand

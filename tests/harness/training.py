@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from slipstream.planner.cost import Network, NetworkProfile
-from slipstream.planner.curve import Curve
+from slipstream.planner.network.curve import Curve
+from slipstream.planner.network.profile import Network, NetworkProfile
 from slipstream.trace.event import Event, Trace
 from tests.planner.networks import contention, profile
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.planner.cost import Contention, GroupKind, Network, NetworkProfile
-from slipstream.planner.curve import Curve
+from slipstream.planner.network.costs import Contention
+from slipstream.planner.network.curve import Curve
+from slipstream.planner.network.profile import GroupKind, Network, NetworkProfile
 
 MB = 2**20
 SIZES = tuple(sorted({2**k for k in range(10, 27)} | {3 * 2**k for k in range(9, 25)}))

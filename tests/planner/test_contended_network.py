@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.planner.comm_plan import Phase
-from slipstream.planner.contended_network import Job, NetworkClock, run
+from slipstream.planner.iteration.contended_network import Job, NetworkClock, run
+from slipstream.planner.iteration.tasks import Phase
 from tests.planner.networks import contention
 
 

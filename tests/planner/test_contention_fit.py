@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.contention_fit import fit_contention
-from slipstream.planner.simulate import predict, simulate
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.contention_fit import fit_contention
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.traced import workload_of
 from tests.planner.networks import linear_profile
 from tests.planner.workloads import random_workload, workload
 
@@ -23,7 +23,7 @@ def test_one_trace_tells_how_much_compute_slows_exchanges(slowdown, seed) -> Non
     work = random_workload(seed, 4, 12)
     trace = simulate(work, THIRDS, truth, 2)
     guess = truth.model_copy(update={"exchange_slowdown": 0.5})
-    fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
+    fitted = fit_contention(workload_of(trace, guess), trace, guess)
     assert fitted.exchange_slowdown == pytest.approx(slowdown, rel=0.05, abs=0.02)
     assert fitted.compute_slowdown == 0.3
     for plan in OTHERS:
@@ -37,7 +37,7 @@ def test_one_trace_tells_how_much_compute_slows_latency(slowdown) -> None:
     work, many = random_workload(2, 4, 12), CommPlan(tuple(range(1, 13)))
     trace = simulate(work, many, truth, 2)
     guess = truth.model_copy(update={"latency_slowdown": 2.0})
-    fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
+    fitted = fit_contention(workload_of(trace, guess), trace, guess)
     assert abs(fitted.latency_slowdown - slowdown) < abs(guess.latency_slowdown - slowdown)
     for plan in (*OTHERS, THIRDS):
         assert predict(work, plan, fitted) == pytest.approx(predict(work, plan, truth), rel=0.02)
@@ -48,18 +48,18 @@ def test_a_number_that_a_trace_hardly_tells_does_not_explain_what_the_model_lack
     work, plan = workload(ready=ready), CommPlan((5, 6))
     trace = simulate(work, plan, linear_profile(seconds=0.103, exchange_slowdown=0.5), 2)
     guess = linear_profile(exchange_slowdown=0.5)
-    fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
+    fitted = fit_contention(workload_of(trace, guess), trace, guess)
     assert fitted.exchange_slowdown < 1.0  # above 2 would explain the trace, and spoil other plans
 
 
 def test_what_a_trace_does_not_tell_stays_as_it_was_measured() -> None:
     guess = linear_profile(compute_slowdown=0.2, exchange_slowdown=0.7)
     apart = simulate(workload(), CommPlan((6,), overlap=False), linear_profile(), 2)
-    assert fit_contention(Workload.from_trace(apart, guess), apart, guess) == guess
+    assert fit_contention(workload_of(apart, guess), apart, guess) == guess
 
 
 def test_exchanges_faster_than_alone_are_not_explained_by_less_than_nothing() -> None:
     trace = simulate(workload(), CommPlan((3, 6)), linear_profile(seconds=0.05), 2)
     guess = linear_profile(seconds=0.1, exchange_slowdown=0.5)
-    fitted = fit_contention(Workload.from_trace(trace, guess), trace, guess)
+    fitted = fit_contention(workload_of(trace, guess), trace, guess)
     assert fitted.exchange_slowdown == 0.0

@@ -12,9 +12,9 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 from slipstream.errors import ClusterError
-from slipstream.planner import fit
-from slipstream.planner.cost import FRAMES, Network, NetworkProfile
-from slipstream.planner.curve import Curve, Piece
+from slipstream.planner.network import fit
+from slipstream.planner.network.curve import Curve, Piece
+from slipstream.planner.network.profile import FRAMES, Network, NetworkProfile
 from tests.planner.networks import SIZES, profile, ring, ring_curve, ring_profile
 
 SHAPES = {

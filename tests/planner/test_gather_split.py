@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from slipstream.planner.gather_split import forward_end, optimal_gather_cuts
+from slipstream.planner.search.gather_split import forward_end, optimal_gather_cuts
 
 CLOSE = 1e-9
 

@@ -11,13 +11,16 @@ import pytest
 
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.candidates import candidates, label, optimal_gather, optimal_split
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import CodecCost, HalfSpeed, NetworkProfile
-from slipstream.planner.ranking import MARGIN, rank, traced_strategy, what_if
-from slipstream.planner.simulate import predict, simulate
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.traced import traced_strategy
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.costs import CodecCost, HalfSpeed
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.candidates import every, exact, optimal_gather, optimal_split
+from slipstream.planner.search.label import label
+from slipstream.planner.search.ranking import MARGIN, rank, what_if
 from slipstream.strategy import ByIndexConfig, Strategy
 from slipstream.trace import Trace
 from tests.planner.networks import MB, ethernet_profile, ring_profile
@@ -63,7 +66,7 @@ SITUATIONS = {
 @pytest.mark.parametrize(("work", "network"), SITUATIONS.values(), ids=SITUATIONS)
 def test_candidates_start_with_the_base_and_are_all_different(work, network) -> None:
     base = Strategy.load({"gradients": {"split": "per_layer"}, "trace": {"steps": 7}})
-    strategies = candidates(work, network, base=base)
+    strategies = exact(work, network, base)
     assert strategies[0] == base
     assert {strategy.trace.steps for strategy in strategies} == {7}
     assert {strategy.gradients.accumulate for strategy in strategies} == {1}
@@ -80,7 +83,7 @@ def test_candidates_start_with_the_base_and_are_all_different(work, network) -> 
 
 @pytest.mark.parametrize(("work", "network"), SITUATIONS.values(), ids=SITUATIONS)
 def test_the_optimal_split_is_as_fast_as_any_fixed_one_with_fewer_segments(work, network) -> None:
-    predictions = rank(candidates(work, network), work, network)
+    predictions = rank(exact(work, network, Strategy()), work, network)
     best = min(predictions, key=lambda one: one.seconds)
     [computed] = rank(
         [Strategy.load({"gradients": {"split": optimal(work, network)}})], work, network
@@ -91,7 +94,7 @@ def test_the_optimal_split_is_as_fast_as_any_fixed_one_with_fewer_segments(work,
 
 
 def optimal(work: Workload, network: NetworkProfile) -> dict[str, object]:
-    return optimal_split(work, network, candidates(work, network)).document()
+    return optimal_split(work, network, exact(work, network, Strategy())).document()
 
 
 @pytest.mark.parametrize(("latency", "is_first"), {0.09: True, 0.01: False}.items())
@@ -99,7 +102,7 @@ def test_a_computed_split_comes_first_only_where_it_is_faster_by_the_margin(
     latency: float, is_first: bool
 ) -> None:
     work, network = UNEVEN[0], ethernet_profile(gigabits=1, latency=latency)
-    ranked = rank(candidates(work, network), work, network)
+    ranked = rank(exact(work, network, Strategy()), work, network)
     fastest = min(ranked, key=lambda one: one.seconds)
     assert isinstance(fastest.strategy.gradients.split, ByIndexConfig)
     other = min(one.seconds for one in ranked if one.segments != fastest.segments)
@@ -113,7 +116,7 @@ def test_a_computed_split_comes_first_only_where_it_is_faster_by_the_margin(
 def test_what_changes_the_batch_is_only_among_them_if_asked_for() -> None:
     work, network = SITUATIONS["a slow network"]
     base = Strategy.load({"gradients": {"accumulate": 2}})
-    predictions = rank(candidates(work, network, exact_only=False, base=base), work, network, base)
+    predictions = rank(every(work, network, base), work, network, base)
     told = {(one.strategy.gradients.accumulate, one.exactness) for one in predictions}
     larger = {(4, "reordered, batch x2"), (8, "reordered, batch x4")}
     assert told == {(2, "reordered"), (2, "lossy"), *larger}  # lossy: 16-bit weights
@@ -199,7 +202,7 @@ def test_the_trace_of_one_process_is_planned_for_all_ranks_of_the_cluster() -> N
 
 def test_labels_tell_strategies_apart() -> None:
     work, network = SITUATIONS["four ranks"]
-    strategies = candidates(work, network, exact_only=False)
+    strategies = every(work, network, Strategy())
     assert len({label(strategy) for strategy in strategies}) == len(strategies)
 
 
@@ -207,9 +210,9 @@ def test_half_weights_are_a_candidate_that_sends_half() -> None:
     work, network = SITUATIONS["a slow network"]
     network = network.model_copy(update={"codecs": {"half": CodecCost(ratio=0.5)}})
     half, coded = Strategy.load({"precision": "half_weights"}), Strategy.load(HALF)
-    strategies = candidates(work, network, exact_only=False)
+    strategies = every(work, network, Strategy())
     assert {half, coded} < set(strategies)
-    assert half not in candidates(work, network)
+    assert half not in exact(work, network, Strategy())
     seconds = {one.strategy: one.seconds for one in rank(strategies, work, network)}
     assert seconds[half] == pytest.approx(seconds[coded])
     own = [replace(g, dtype="bfloat16") if n % 2 else g for n, g in enumerate(work.gradients)]
@@ -218,7 +221,7 @@ def test_half_weights_are_a_candidate_that_sends_half() -> None:
     assert codec.ratio == pytest.approx(0.5 + 0.5 * sum(SIZES[1::2]) / sum(SIZES))
     already = [replace(g, dtype="bfloat16") for g in work.gradients]
     assert CommPlan.of(half, already).codec == CodecCost(ratio=1.0)
-    assert all(one.precision == half.precision for one in candidates(work, network, base=half))
+    assert all(one.precision == half.precision for one in exact(work, network, half))
 
 
 def test_half_weights_compute_as_fast_as_was_measured() -> None:
@@ -250,12 +253,12 @@ def test_codecs_are_candidates_and_priced_for_the_whole_training() -> None:
     costs = {kind: CodecCost(ratio=0.03) for kind in ("onebit", "dgc")}
     network = network.model_copy(update={"codecs": {**costs, "int8": CodecCost(ratio=0.26)}})
     kinds = {kind: Strategy.load({"gradients": {"codec": kind}}) for kind in network.codecs}
-    strategies = candidates(work, network, exact_only=False)
+    strategies = every(work, network, Strategy())
     assert set(kinds.values()) < set(strategies)
     single = {"gradients": {"codec": "onebit", "split": "single"}}
     assert Strategy.load(single) in strategies
-    assert kinds["dgc"] not in candidates(replace(work, sgd=False), network, exact_only=False)
-    assert not set(kinds.values()) & set(candidates(work, network))
+    assert kinds["dgc"] not in every(replace(work, sgd=False), network, Strategy())
+    assert not set(kinds.values()) & set(exact(work, network, Strategy()))
 
     def seconds(updates: int | None) -> dict[str, float]:
         ranked = rank([Strategy(), *kinds.values()], work, network, updates=updates)
@@ -288,15 +291,15 @@ def with_faster(transport: str, network: NetworkProfile) -> NetworkProfile:
 def test_transports_whose_cost_is_known_are_candidates() -> None:
     kind = "direct"
     work, network = SITUATIONS["four ranks"]
-    assert {one.gradients.transport.kind for one in candidates(work, network)} == {"flat"}
+    assert {one.gradients.transport.kind for one in exact(work, network, Strategy())} == {"flat"}
     faster = with_faster(kind, network)
-    strategies = candidates(work, faster)
+    strategies = exact(work, faster, Strategy())
     assert strategies[0] == Strategy()
     best = rank(strategies, work, faster)[0]
     assert best.strategy.gradients.transport.kind == kind
     assert label(best.strategy).endswith(f", {kind}")
     base = Strategy.load({"gradients": {"transport": kind}})
-    from_faster = candidates(work, faster, base=base)
+    from_faster = exact(work, faster, base)
     assert from_faster[0] == base
     assert {one.gradients.transport.kind for one in from_faster} == {"flat", kind}
 
@@ -329,11 +332,11 @@ def test_a_sharded_strategy_is_priced_with_its_own_gathers() -> None:
     assert (plan.transport, plan.gather) == ("sharded", (5, 11))
     trace = simulate(work, plan, network)
     assert CommPlan.of_trace(trace) == plan
-    assert candidates(work, network, base=strategy)[0] == strategy
+    assert exact(work, network, strategy)[0] == strategy
 
 
 def test_hierarchical_is_proposed_where_hosts_have_several_ranks() -> None:
     for hosts, ranks_per_host, proposed in ((2, 2, True), (4, 1, False), (1, 4, False)):
         network = ring_profile(hosts, ranks_per_host)
-        kinds = {s.gradients.transport.kind for s in candidates(workload(), network)}
+        kinds = {s.gradients.transport.kind for s in exact(workload(), network, Strategy())}
         assert kinds == {"flat", "direct"} | ({"hierarchical"} if proposed else set())

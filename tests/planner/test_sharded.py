@@ -11,13 +11,15 @@ from torch import nn
 from slipstream.errors import StrategyError
 from slipstream.gradients.layout import Gradient
 from slipstream.gradients.shards import cut_first
-from slipstream.planner.candidates import candidates, label
-from slipstream.planner.comm_plan import CommPlan, comm_tasks, gather_tasks
-from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import MARGIN, rank
-from slipstream.planner.simulate import predict, simulate
-from slipstream.planner.transport_cost import num_replicated
+from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.tasks import comm_tasks, gather_tasks
+from slipstream.planner.iteration.transport_cost import num_replicated
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.candidates import exact
+from slipstream.planner.search.label import label
+from slipstream.planner.search.ranking import MARGIN, rank
 from slipstream.strategy import ShardedConfig, Strategy
 from slipstream.trace import Trace
 from tests.planner.networks import MB, linear_profile
@@ -114,13 +116,13 @@ def test_a_trace_of_sharded_tells_what_others_would_take(seconds: float) -> None
 
 def test_it_is_proposed_only_where_the_optimizer_allows_it() -> None:
     work, network = workload(), linear_profile()
-    assert all(s.gradients.transport.kind == "flat" for s in candidates(work, network))
-    shardable = candidates(replace(work, shardable=True), network)
+    assert all(s.gradients.transport.kind == "flat" for s in exact(work, network, Strategy()))
+    shardable = exact(replace(work, shardable=True), network, Strategy())
     kinds = [s.gradients.transport.kind for s in shardable]
     assert kinds.count("sharded") == 2
     unmeasured = network.networks["world"].model_copy(update={"all_gather": None})
     unpriced = network.model_copy(update={"networks": {"world": unmeasured}})
-    others = candidates(replace(work, shardable=True), unpriced)
+    others = exact(replace(work, shardable=True), unpriced, Strategy())
     assert all(s.gradients.transport.kind == "flat" for s in others)
 
 
@@ -129,7 +131,7 @@ def test_it_must_be_worth_what_it_asks_of_the_code() -> None:
     network = linear_profile(seconds=1e-6)
     for update, first in ((0.03, "flat"), (0.3, "sharded")):
         work = workload(shardable=True, optimizer=update * torch.ones(4).numpy())
-        ranked = rank(candidates(work, network), work, network)
+        ranked = rank(exact(work, network, Strategy()), work, network)
         assert ranked[0].strategy.gradients.transport.kind == first
         fastest = {}
         for one in ranked:
@@ -137,7 +139,7 @@ def test_it_must_be_worth_what_it_asks_of_the_code() -> None:
         assert (fastest["sharded"] * (1 + MARGIN) < fastest["flat"]) == (first == "sharded")
     base = Strategy.load({"gradients": {"transport": "sharded"}})
     work = workload(shardable=True)
-    ranked = rank(candidates(work, network, base=base), work, network, base)
+    ranked = rank(exact(work, network, base), work, network, base)
     assert ranked[0].strategy.gradients.transport.kind == "sharded"  # asked for already
 
 
@@ -145,7 +147,7 @@ def test_backward_is_filled_where_forward_is_too_short_for_all_gathers() -> None
     """Exchanging takes as long as computing: half of it does not fit under forward."""
     work = workload(shardable=True, count=30)
     network = linear_profile(seconds=0.9 / 30)
-    ranked = rank(candidates(work, network), work, network)
+    ranked = rank(exact(work, network, Strategy()), work, network)
     best = ranked[0].strategy
     assert isinstance(best.gradients.transport, ShardedConfig)
     assert best.gradients.transport.replicated > 0

@@ -15,10 +15,11 @@ from slipstream.analysis.breakdown import breakdown
 from slipstream.analysis.summary import summary
 from slipstream.errors import ClusterError, StrategyError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.cost import CodecCost
-from slipstream.planner.simulate import SHOWN_RANKS, predict, simulate
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import SHOWN_RANKS, predict, simulate
+from slipstream.planner.iteration.traced import workload_of
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.costs import CodecCost
 from slipstream.strategy import Strategy
 from slipstream.trace import chrome
 from slipstream.trace.timeline import timeline
@@ -293,7 +294,7 @@ def test_a_trace_read_back_predicts_itself(tmp_path_factory, seed, ranks, drawn,
     chrome.write(simulate(work, plan, network, 3), path)
     trace = chrome.read(path)
     assert CommPlan.of_trace(trace) == plan
-    again = predict(Workload.from_trace(trace, network), plan, network)
+    again = predict(workload_of(trace, network), plan, network)
     assert again == pytest.approx(seconds, rel=1e-5)
     assert all(one.duration == pytest.approx(seconds, rel=1e-6) for one in timeline(trace.events))
 

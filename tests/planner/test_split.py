@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from slipstream.planner.split import finish_time, improve, optimal_cuts
+from slipstream.planner.search.split import finish_time, improve, optimal_cuts
 
 CLOSE = 1e-9
 MB = 2**20

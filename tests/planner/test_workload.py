@@ -10,9 +10,9 @@ import pytest
 
 from slipstream.errors import ClusterError, TraceError
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.simulate import predict, simulate
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.traced import workload_of
 from slipstream.trace.event import Event, Trace
 from tests.planner.networks import MB, linear_profile
 from tests.planner.workloads import random_workload, workload
@@ -46,7 +46,7 @@ def moved(event: Event, step: int, seconds: float) -> Event:
 def test_what_was_simulated_is_read_back_without_its_contention(plan, slowdown) -> None:
     work = workload(late=0.05, buffers_bytes=4096)
     network = linear_profile(compute_slowdown=slowdown, exchange_slowdown=0.4, latency=0.01)
-    read_back = Workload.from_trace(simulate(work, plan, network, 3), network)
+    read_back = workload_of(simulate(work, plan, network, 3), network)
     assert read_back.gradients == work.gradients
     assert read_back.buffers_bytes == 4096
     for name in NAMES:
@@ -60,7 +60,7 @@ def test_readers_that_cannot_keep_up_are_read_back(plan, reading, slowdown) -> N
     network = linear_profile(compute_slowdown=slowdown)
     work = workload(reading=np.array(reading))
     trace = simulate(work, plan, network, steps=3)
-    found = Workload.from_trace(trace, network)
+    found = workload_of(trace, network)
     assert predict(found, plan, network) == pytest.approx(predict(work, plan, network), rel=1e-6)
     faster = linear_profile(
         seconds=0.001, compute_slowdown=slowdown
@@ -86,7 +86,7 @@ def test_who_cannot_keep_up(readers, queued, wait, is_late) -> None:
     work = workload(data_wait=np.full(4, wait))
     trace = simulate(work, THIRDS, linear_profile(), steps=3)
     trace = edited(trace, lambda e: replace(e, args=args) if e.name == "data_wait" else e)
-    found = Workload.from_trace(trace, linear_profile())
+    found = workload_of(trace, linear_profile())
     assert (found.reading is not None) == is_late
     assert found.data_wait == pytest.approx(np.full(4, 0.0 if is_late else wait))
 
@@ -95,7 +95,7 @@ def test_who_cannot_keep_up(readers, queued, wait, is_late) -> None:
 def test_a_trace_tells_convolutions_and_the_type_of_weights(precision) -> None:
     trace = simulate(workload(), THIRDS, linear_profile())
     told = {"strategy": {**trace.meta["strategy"], "precision": precision}, "convolutions": 0.25}
-    read_back = Workload.from_trace(Trace(trace.events, trace.meta | told), linear_profile())
+    read_back = workload_of(Trace(trace.events, trace.meta | told), linear_profile())
     half = precision not in ("autocast", None)
     assert (read_back.half, read_back.convolutions) == (half, 0.25)
     plan = CommPlan.of_trace(Trace(trace.events, trace.meta | told))
@@ -105,27 +105,25 @@ def test_a_trace_tells_convolutions_and_the_type_of_weights(precision) -> None:
 def test_another_contention_gives_another_workload() -> None:
     work, network = workload(), linear_profile(compute_slowdown=1.0)
     trace = simulate(work, THIRDS, network)
-    spent = Workload.from_trace(trace, linear_profile()).backward
+    spent = workload_of(trace, linear_profile()).backward
     assert np.all(spent > work.backward + 0.1)
 
 
 def test_ready_times_are_interpolated_by_bytes_where_a_trace_does_not_tell() -> None:
     even = workload(late=0.1)  # every gradient has the same bytes and takes the same time
     trace = edited(simulate(even, THIRDS, linear_profile()), without_ready_times)
-    np.testing.assert_allclose(
-        Workload.from_trace(trace, linear_profile()).ready, even.ready, atol=1e-9
-    )
+    np.testing.assert_allclose(workload_of(trace, linear_profile()).ready, even.ready, atol=1e-9)
     sizes = (3 * MB, 1 * MB)
     work = workload(gradients=tuple(Gradient(f"{s}", "", s) for s in sizes), count=2)
     trace = simulate(work, CommPlan((1, 2), overlap=False), linear_profile())
-    read_back = Workload.from_trace(edited(trace, without_ready_times), linear_profile()).ready[0]
+    read_back = workload_of(edited(trace, without_ready_times), linear_profile()).ready[0]
     np.testing.assert_allclose(read_back, [0.45, 0.6], atol=1e-6)
 
 
 def test_one_process_has_no_exchanges_and_serves_a_cluster_of_any_size() -> None:
     alone = simulate(workload(1), CommPlan((6,)), linear_profile(1), 2)
     del alone.meta["segments"]
-    read_back = Workload.from_trace(edited(alone, without_ready_times), linear_profile(4))
+    read_back = workload_of(edited(alone, without_ready_times), linear_profile(4))
     np.testing.assert_allclose(read_back.ready, workload(1).ready, atol=1e-9)
     assert predict(read_back, CommPlan((6,)), linear_profile(4)) == pytest.approx(0.86 + 0.6)
 
@@ -137,7 +135,7 @@ def test_a_gradient_that_never_came_is_sent_when_backward_is_over() -> None:
         offsets = event.args["gradients_ready"]
         return replace(event, args={"gradients_ready": [*offsets[:2], None, *offsets[3:]]})
 
-    read_back = Workload.from_trace(
+    read_back = workload_of(
         edited(simulate(workload(), THIRDS, linear_profile()), unused), linear_profile()
     )
     np.testing.assert_allclose(read_back.ready[:, 2], read_back.backward)
@@ -150,7 +148,7 @@ def test_somebody_is_always_late_though_every_rank_is_in_time_on_most_days() -> 
         work = workload(ranks, backward=backward, ready=backward[:, None] * np.arange(1, 7) / 6)
         trace = simulate(work, CommPlan((6,)), linear_profile(ranks))
         events += [moved(event, step, 9.0 * step) for event in trace.events]
-    read_back = Workload.from_trace(Trace(tuple(events), trace.meta), linear_profile(ranks))
+    read_back = workload_of(Trace(tuple(events), trace.meta), linear_profile(ranks))
     assert predict(read_back, CommPlan((6,)), linear_profile(ranks)) == pytest.approx(
         0.86 + 0.3 + 0.6
     )
@@ -160,7 +158,7 @@ def test_somebody_is_always_late_though_every_rank_is_in_time_on_most_days() -> 
 def test_a_step_that_not_all_ranks_went_through_is_left_out() -> None:
     trace = simulate(workload(), THIRDS, linear_profile(), 3)
     torn = edited(trace, lambda e: None if (e.rank, e.step) == (2, 1) else e)
-    read_back = Workload.from_trace(torn, linear_profile())
+    read_back = workload_of(torn, linear_profile())
     np.testing.assert_allclose(read_back.backward, workload().backward)
 
 
@@ -194,7 +192,7 @@ BAD = {
 def test_bad_traces_are_refused_with_a_reason(change, meta, error, text) -> None:
     trace = edited(simulate(workload(), THIRDS, linear_profile()), change)
     with pytest.raises(error, match=text):
-        Workload.from_trace(Trace(trace.events, trace.meta | meta), linear_profile())
+        workload_of(Trace(trace.events, trace.meta | meta), linear_profile())
 
 
 def test_profiles_repeat_for_other_numbers_of_ranks() -> None:

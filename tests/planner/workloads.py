@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.gradients.layout import Gradient
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.workload import Workload
 from tests.planner.networks import MB
 
 

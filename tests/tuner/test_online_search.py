@@ -13,9 +13,10 @@ from torch import nn
 import slipstream
 from slipstream.calibration import collective_timer
 from slipstream.errors import TraceError
+from slipstream.planner.forecast import Forecast
 from slipstream.strategy import ByIndexConfig
 from slipstream.trace import read
-from slipstream.tuner import online_search, predicted_choices
+from slipstream.tuner import online_search
 from slipstream.tuner.search_space import SETTLING, TURNS
 from tests.harness.ranks import Ranks
 
@@ -48,7 +49,7 @@ def train(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(online_search, "CALIBRATION_SECONDS", 0.2)
         if proposed is not None:
-            patch.setattr(predicted_choices, "optimal_split", _answer(proposed))
+            patch.setattr(Forecast, "optimal_split", _answer(proposed))
             windows = iter(seconds)
             patch.setattr(online_search, "iterations", lambda trace: [next(windows)])
         random = torch.get_rng_state()

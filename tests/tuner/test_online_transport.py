@@ -15,9 +15,11 @@ from torch import nn
 
 import slipstream
 from slipstream.errors import ClusterError
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.workload import Workload
+from slipstream.planner import forecast
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.profile import NetworkProfile
 from slipstream.session import exchanging
 from slipstream.strategy import ByIndexConfig
 from slipstream.trace import read
@@ -26,7 +28,7 @@ from slipstream.transport.hosts import Hosts
 from slipstream.transport.place import Place, find_place
 from slipstream.transport.requests import AllReduce
 from slipstream.transport.switch import Switch
-from slipstream.tuner import online_search, predicted_choices
+from slipstream.tuner import online_search
 from slipstream.tuner.predicted_choices import predict_choices
 from slipstream.tuner.search_space import SETTLING, TURNS
 from tests.harness.ranks import PerRank, Ranks
@@ -83,8 +85,8 @@ def train(
         patch.setattr(exchanging, "why_not_sharded", lambda *_: "not in this test")
         patch.setattr(Switch, "start", started)
         patch.setattr(online_search, "CALIBRATION_SECONDS", 0.2)
-        patch.setattr(predicted_choices, "optimal_split", lambda *_: ByIndexConfig(last=(3, 11)))
-        patch.setattr(predicted_choices, "predict", fewer_is_slower)
+        patch.setattr(Forecast, "optimal_split", lambda *_: ByIndexConfig(last=(3, 11)))
+        patch.setattr(forecast, "predict", fewer_is_slower)
         if seconds:
             windows = iter(seconds)
             patch.setattr(online_search, "iterations", lambda trace: [next(windows)])
@@ -242,7 +244,7 @@ def on_one_host() -> list[dict[str, Any]]:
     networks: list[NetworkProfile] = []
 
     def predicted(*known: Any) -> Any:
-        networks.append(known[-1])
+        networks.append(known[0].network)
         return predict_choices(*known)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -48,6 +48,6 @@ def test_tune_says_so_where_the_baseline_leaves_no_trace(status: str) -> None:
     def run(strategy: Strategy, limit: float) -> Measurement | Failure:
         return Failure(status, "it ended without a trace")  # type: ignore[arg-type]
 
-    tuner = Tuner(run, lambda trace: [], Strategy(), 100.0, hidden="train.py:3 gives its own")
+    tuner = Tuner(run, Strategy(), 100.0, hidden="train.py:3 gives its own")
     with pytest.raises(TraceError, match=r"ended without a trace; train\.py:3 gives its own"):
         tuner.tune()

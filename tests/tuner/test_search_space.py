@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from slipstream.planner.candidates import with_gradients
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.simulate import predict
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import predict
 from slipstream.strategy import (
     ByBytesConfig,
     DirectConfig,
@@ -23,6 +23,7 @@ from slipstream.strategy import (
     Strategy,
     TransportConfig,
 )
+from slipstream.trace import Trace
 from slipstream.transport.place import Place
 from slipstream.tuner.predicted_choices import predict_choices, promising
 from slipstream.tuner.search_space import MOST, SETTLING, TURNS, Choice, SearchSpace, fastest
@@ -156,13 +157,14 @@ def test_what_is_computed_is_predicted_for_every_transport_and_without_overlap()
     work, network = workload(), with_direct(linear_profile())
     base, transports = Strategy(), (FlatConfig(), DirectConfig(), HierarchicalConfig())
     unpriced = network.model_copy(update={"hosts": 2, "ranks_per_host": 2})
-    predicted = predict_choices(base, transports, (True, False), work.gradients, work, unpriced)
+    forecast = Forecast(Trace(()), base, work, unpriced, unpriced)
+    predicted = predict_choices(forecast, transports, (True, False))
     assert predicted[0][0] == Choice(FlatConfig(), ByBytesConfig())
     assert predicted[-1] == (Choice(HierarchicalConfig(), ByBytesConfig()), inf)
     seconds = dict(predicted)
     assert Choice(DirectConfig(), SingleConfig(), overlap=False) in seconds
     for choice, predicted_seconds in predicted[:-1]:
-        strategy = with_gradients(base, **choice._asdict())
+        strategy = base.with_gradients(**choice._asdict())
         assert predicted_seconds == predict(work, CommPlan.of(strategy, work.gradients), network)
     best = min(predicted, key=lambda pair: pair[1])[0]
     chosen = promising(predicted)

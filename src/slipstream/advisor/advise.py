@@ -12,8 +12,8 @@ from slipstream.advisor import exchange_rules, rules
 from slipstream.advisor.findings import Finding, Severity
 from slipstream.advisor.trace_stats import WORTHWHILE, TraceStats, trace_stats
 from slipstream.analysis.throughput import compute_share
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import MARGIN
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.ranking import MARGIN
 from slipstream.trace.event import Trace
 
 RULES: tuple[Callable[[TraceStats], Finding | None], ...] = (

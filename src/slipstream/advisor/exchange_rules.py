@@ -16,9 +16,8 @@ from slipstream.advisor.trace_stats import TraceStats
 from slipstream.advisor.what_if import WhatIf
 from slipstream.analysis.time_unit import format_seconds
 from slipstream.gradients.layout import plan_segments
-from slipstream.planner.candidates import coded, with_gradients
-from slipstream.planner.cost import CodecCost
-from slipstream.planner.ranking import Prediction, rank
+from slipstream.planner.network.costs import CodecCost
+from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import FlatConfig, Strategy, late_by
 
 LATE = 0.25
@@ -65,12 +64,11 @@ def send_less(stats: TraceStats) -> Finding | None:
     what_if, exchanges = stats.what_if, stats.exchanges
     if what_if is None or exchanges is None or exchanges.busy <= stats.compute:
         return None
-    base, work = what_if.base.strategy, what_if.workload
+    base, forecast = what_if.base.strategy, what_if.forecast
     if base.gradients.codec is not None:
         return None
-    costs = what_if.network.codecs or UNMEASURED
-    network = what_if.network.model_copy(update={"codecs": costs})
-    ranked = rank(coded(base, work, network), work, network, base)
+    costs = forecast.network.codecs or UNMEASURED
+    ranked = forecast.with_codecs(costs).coded()
     if not ranked or (gain := what_if.saved(ranked[0])) < stats.predictable:
         return None
     codec = ranked[0].strategy.gradients.codec
@@ -114,7 +112,7 @@ def accumulate(stats: TraceStats) -> Finding | None:
         f"Exchange once in {passes} backward passes, if the training allows it. This changes the "
         f"recipe: the batch of an update is {passes} times as large, there are {passes} times "
         "fewer updates, and learning rate and warm-up need new values.",
-        max(what_if.gain(with_gradients(base, accumulate=total)), 0.0),
+        max(what_if.gain(base.with_gradients(accumulate=total)), 0.0),
         {"gradients": {"accumulate": total}},
     )
 
@@ -159,7 +157,7 @@ def _first_exposed(stats: TraceStats, exchanges: Exchanges) -> int | None:
 
 def _in_words(what_if: WhatIf) -> str:
     """The best strategy, with the sizes of its segments."""
-    gradients, settings = what_if.workload.gradients, what_if.best.strategy.gradients
+    gradients, settings = what_if.forecast.workload.gradients, what_if.best.strategy.gradients
     segments = plan_segments(gradients, settings.split)
     sizes = [sum(g.num_bytes for g in gradients[one.start : one.stop]) / 1e6 for one in segments]
     shown = ", ".join(f"{size:.2f}" for size in sizes[:8]) + (" ..." if len(sizes) > 8 else "")

@@ -36,7 +36,7 @@ def feed_faster(stats: TraceStats) -> Finding | None:
         f"The model waits {format_seconds(wait.median)} for the loader, "
         f"{stats.share(wait.median)}; {format_seconds(wait.high)} on rank {wait.slowest}."
     )
-    work = None if stats.what_if is None else stats.what_if.workload
+    work = None if stats.what_if is None else stats.what_if.forecast.workload
     patch: dict[str, Any] = {}
     queue = stats.queue
     if queue is None:
@@ -93,7 +93,7 @@ def even_ranks(stats: TraceStats) -> Finding | None:
     if not stats.stragglers:
         gain = exchanges.lag
         if stats.what_if is not None:
-            gain = stats.gain_of(stats.what_if.workload.evened())
+            gain = stats.gain_of(stats.what_if.forecast.workload.evened())
         words = (
             "Give all ranks equal work in each step: equal batches, samples of varying length "
             "distributed by their cost. Ranks that share a host need cores of their own."

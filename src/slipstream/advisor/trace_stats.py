@@ -13,9 +13,10 @@ from slipstream.analysis.breakdown import TypicalIteration, typical_iteration
 from slipstream.analysis.data import Queue, idle_share, queue
 from slipstream.analysis.stragglers import Straggler, stragglers
 from slipstream.errors import SlipstreamError, TraceError
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import MARGIN
-from slipstream.planner.workload import Workload, gradients_of
+from slipstream.planner.iteration.traced import gradients_of
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.ranking import MARGIN
 from slipstream.trace.event import Trace
 from slipstream.trace.timeline import Iteration, timeline
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from slipstream.advisor.exchanges import Exchanges
 from slipstream.errors import TraceError
-from slipstream.planner.candidates import candidates
-from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import CodecCost, Network, NetworkProfile
-from slipstream.planner.curve import Curve
-from slipstream.planner.ranking import Prediction, rank, traced_strategy
-from slipstream.planner.transport_cost import GATHERS, RECIPES, traced_transport
-from slipstream.planner.workload import Workload
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.traced import traced_transport
+from slipstream.planner.iteration.transport_cost import GATHERS, RECIPES
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.costs import CodecCost
+from slipstream.planner.network.curve import Curve
+from slipstream.planner.network.profile import Network, NetworkProfile
+from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import Strategy
 from slipstream.trace.event import Trace
 from slipstream.trace.intervals import Interval
@@ -37,14 +38,12 @@ class WhatIf:
     """Predictions for the run in a trace.
 
     Attributes:
-        workload: that of the trace.
-        network: what exchanges cost, with the contention that explains the trace.
+        forecast: of the trace.
         base: what is predicted of the strategy of the trace.
-        best: of the fastest strategy that keeps the mathematics.
+        best: of the preferred strategy that keeps the mathematics.
     """
 
-    workload: Workload
-    network: NetworkProfile
+    forecast: Forecast
     base: Prediction
     best: Prediction
 
@@ -61,25 +60,23 @@ class WhatIf:
             SlipstreamError: the trace does not tell enough, or the network is not that of the
                 trace.
         """
-        workload, here = prepare(trace, network or fitted_network(trace, exchanges))
-        base = traced_strategy(trace)
-        ranked = rank(candidates(workload, here, base=base), workload, here, base)
-        [replayed] = (one for one in ranked if one.strategy == base)
+        forecast = Forecast.of(trace, network or fitted_network(trace, exchanges))
+        ranked = forecast.exact()
+        [replayed] = (one for one in ranked if one.strategy == forecast.base)
         sizes = exchanges.num_bytes
         if network is None and max(sizes) < LEAST_SPREAD * min(sizes):
             most = max(2, replayed.segments)
             ranked = [one for one in ranked if one.segments <= most]
-        return cls(workload, here, replayed, ranked[0])
+        return cls(forecast, replayed, ranked[0])
 
     def gain(self, strategy: Strategy) -> float:
         """Seconds that an iteration would be shorter, for as many batches as it takes now."""
-        [other] = rank([strategy], self.workload, self.network, self.base.strategy)
+        [other] = self.forecast.rank([strategy])
         return self.saved(other)
 
     def gain_of(self, workload: Workload) -> float:
         """Seconds that an iteration would be shorter with this workload, as it exchanges now."""
-        base = self.base.strategy
-        [other] = rank([base], workload, self.network, base)
+        [other] = self.forecast.with_workload(workload).rank([self.base.strategy])
         return self.saved(other)
 
     def saved(self, other: Prediction) -> float:
@@ -90,7 +87,7 @@ class WhatIf:
     @property
     def exposed(self) -> float:
         """Seconds of an iteration under the best strategy in which no rank computes."""
-        alone = self.workload.alone(self.best.strategy.gradients.accumulate)
+        alone = self.forecast.workload.alone(self.best.strategy.gradients.accumulate)
         return max(self.best.seconds - float(alone.max()), 0.0)
 
 
@@ -105,8 +102,8 @@ def fitted_network(trace: Trace, exchanges: Exchanges) -> NetworkProfile:
     recipe = RECIPES[kind]
     if any(where != "world" for where, _ in recipe.stages):
         raise TraceError(
-            f"the exchanges of {kind} are several at once; give the file of `slipstream doctor "
-            "network`"
+            f"{kind} mixes exchanges inside hosts and between them, which a trace does not tell "
+            "apart; give the file of `slipstream doctor network`"
         )
     line = fitted_line(exchanges.num_bytes, time_shares(exchanges.spans))
     points = [(size, max(line[0] + line[1] * size, LEAST_SECONDS)) for size in SIZES]

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from slipstream.calibration.codec_cost import slowest_cost
 from slipstream.calibration.collective_timer import CollectiveTimer
 from slipstream.cluster.connect import Cluster
-from slipstream.planner.cost import CodecCost
-from slipstream.planner.curve import Curve
+from slipstream.planner.network.costs import CodecCost
+from slipstream.planner.network.curve import Curve
 from slipstream.strategy import AdaptiveConfig, HalfConfig
 from slipstream.transport.consistency import broadcast_from_first, collective_errors
 

@@ -17,8 +17,14 @@ from slipstream.calibration.half_speed import half_speed
 from slipstream.cluster.connect import Cluster
 from slipstream.cluster.groups import new_group
 from slipstream.cluster.topology import ranks_by_host
-from slipstream.planner.cost import CollectiveName, Curves, GroupKind, Network, NetworkProfile
-from slipstream.planner.curve import Curve
+from slipstream.planner.network.curve import Curve
+from slipstream.planner.network.profile import (
+    CollectiveName,
+    Curves,
+    GroupKind,
+    Network,
+    NetworkProfile,
+)
 from slipstream.strategy import DirectConfig, FlatConfig, PlainCodecConfig
 from slipstream.transport.consistency import broadcast_from_first, collective_errors
 from slipstream.transport.transport import make_transport

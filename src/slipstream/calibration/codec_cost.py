@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from slipstream.codecs import Momentum, Ranks, make_compressor
-from slipstream.planner.cost import CodecCost
+from slipstream.planner.network.costs import CodecCost
 from slipstream.strategy import HalfConfig, PlainCodecConfig
 from slipstream.transport.consistency import maximum
 from slipstream.transport.requests import AllGather, sent_bytes

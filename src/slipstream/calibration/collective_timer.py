@@ -15,8 +15,8 @@ from torch import Tensor
 
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import ClusterError
-from slipstream.planner.cost import CollectiveName
-from slipstream.planner.curve import Curve
+from slipstream.planner.network.curve import Curve
+from slipstream.planner.network.profile import CollectiveName
 from slipstream.strategy import DirectConfig, SharedMemoryConfig, TransportConfig
 from slipstream.transport.consistency import maximum
 from slipstream.transport.requests import AllGather, AllReduce, ReduceScatter, Request

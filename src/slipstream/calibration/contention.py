@@ -15,8 +15,8 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
-from slipstream.planner.cost import Contention
-from slipstream.planner.curve import Curve
+from slipstream.planner.network.costs import Contention
+from slipstream.planner.network.curve import Curve
 from slipstream.transport.consistency import maximum
 from slipstream.transport.requests import AllReduce
 from slipstream.transport.transport import Transport

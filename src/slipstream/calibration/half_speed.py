@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.calibration.codec_cost import synchronize
-from slipstream.planner.cost import HalfSpeed
+from slipstream.planner.network.costs import HalfSpeed
 from slipstream.precision import half_weights
 from slipstream.transport.consistency import maximum
 

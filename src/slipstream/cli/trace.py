@@ -19,7 +19,7 @@ from slipstream.advisor.findings import Finding
 from slipstream.analysis.summary import document, summary as draw
 from slipstream.analysis.time_unit import format_seconds
 from slipstream.cli.options import AsJson
-from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.network.profile import NetworkProfile
 from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
 

@@ -128,6 +128,16 @@ class Strategy(Setting):
         chosen = [v.exactness for v in variants if v is not None]
         return max([*chosen, self.compute.exactness], key=get_args(Exactness).index)
 
+    def with_gradients(self, **settings: Any) -> Strategy:
+        """Copy it with other settings under ``gradients``.
+
+        Example:
+            >>> Strategy().with_gradients(accumulate=2).gradients.accumulate
+            2
+        """
+        gradients = self.gradients.model_copy(update=settings)
+        return self.model_copy(update={"gradients": gradients})
+
     @classmethod
     def load(cls, source: Strategy | Mapping[str, object] | Path | str | None) -> Strategy:
         """Load a strategy from a file (``.yaml``, ``.yml``, ``.json``), a preset name, a mapping,

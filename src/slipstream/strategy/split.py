@@ -6,6 +6,7 @@ layer comes first. ``gradients.layout`` turns these values into segments.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
@@ -81,6 +82,16 @@ class ByIndexConfig(Variant, kind="by_index", exactness="reordered"):
         if list(last) != sorted(set(last)):
             raise ValueError(f"not ascending; allowed: e.g. last: {sorted(set(last))}")
         return last
+
+    @classmethod
+    def of_cuts(cls, cuts: Iterable[int]) -> ByIndexConfig:
+        """Name segments by the index after the last gradient of each, as a computed split does.
+
+        Example:
+            >>> ByIndexConfig.of_cuts([21, 160]).last
+            (20, 159)
+        """
+        return cls(last=tuple(int(cut) - 1 for cut in cuts))
 
 
 class ByLayersConfig(Variant, kind="by_layers", exactness="reordered"):

@@ -18,10 +18,9 @@ from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import Cluster
 from slipstream.errors import ModelError, SlipstreamError
 from slipstream.gradients.engine import Engine
-from slipstream.planner.candidates import with_gradients
-from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.transport_cost import curves_of, transport_kind
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.transport_cost import curves_of, transport_kind
+from slipstream.planner.network.profile import NetworkProfile
 from slipstream.sharding.watch import GradientWatch
 from slipstream.strategy import (
     PlainCodecConfig,
@@ -95,7 +94,7 @@ class OnlineSearch:
         self._due: tuple[Choice, bool] | None = None
         self._ranks, self._control, self._space = ranks, control, space
         self.choice = Choice(space.transports[0], engine.split, space.overlap[0])
-        self._base = with_gradients(strategy, **self.choice._asdict())
+        self._base = strategy.with_gradients(**self.choice._asdict())
         self.steps = space.first_window
         self._choices: tuple[Choice, ...] = ()
         self._seconds: list[list[list[float]]] = []  # of each choice and turn, on rank 0
@@ -285,11 +284,8 @@ class OnlineSearch:
     ) -> _Decision:
         """The choices to measure; only rank 0 has the trace of all ranks."""
         try:
-            workload, network = prepare(trace, network)
-            gradients, overlap = self._engine.gradients, self._space.overlap
-            predicted = predict_choices(
-                self._base, transports, overlap, gradients, workload, network
-            )
+            forecast = Forecast.of(trace, network, self._base)
+            predicted = predict_choices(forecast, transports, self._space.overlap)
         except SlipstreamError as error:  # the training goes on with the default
             return (self.choice,), f"the default split stays: {error}"
         choices = promising(predicted)

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from slipstream.gradients.layout import Gradient
-from slipstream.planner.candidates import REPLICATED, optimal_split, sharded, with_gradients
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.simulate import predict
-from slipstream.planner.transport_cost import is_priced
-from slipstream.planner.workload import Workload
+from slipstream.gradients.layout import plan_segments
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.iteration.transport_cost import is_priced
+from slipstream.planner.search.candidates import REPLICATED
 from slipstream.strategy import (
     ByBytesConfig,
     ShardedConfig,
     SingleConfig,
     SplitConfig,
-    Strategy,
     TransportConfig,
 )
 from slipstream.tuner.search_space import MOST, Choice
@@ -27,58 +23,47 @@ NEARBY = (ByBytesConfig(megabytes=2), ByBytesConfig(megabytes=8), ByBytesConfig(
 
 
 def predict_choices(
-    base: Strategy,
-    transports: Sequence[TransportConfig],
-    overlap: Sequence[bool],
-    gradients: Sequence[Gradient],
-    workload: Workload,
-    network: NetworkProfile,
+    forecast: Forecast, transports: Sequence[TransportConfig], overlap: Sequence[bool]
 ) -> list[tuple[Choice, float]]:
-    """Choices with their predicted seconds, no two alike, that of ``base`` first.
+    """Choices with their predicted seconds, no two alike, that of ``forecast.base`` first.
 
     A transport whose cost was not measured is there once, with infinite seconds.
 
     Args:
-        base: the strategy with the first choice.
+        forecast: of a trace under the first choice.
         transports: to choose among, that of ``base`` first.
         overlap: to choose among, likewise.
-        gradients: in ready order.
-        workload: as a trace under ``base`` shows it.
-        network: what exchanges cost.
 
     Raises:
         StrategyError: the codec was not measured.
     """
+    base = forecast.base
     predicted: dict[object, tuple[Choice, float]] = {}
     for transport in transports:
-        if not is_priced(transport, network):
+        if not is_priced(transport, forecast.network):
             unknown = Choice(transport, base.gradients.split, overlap[0])
             predicted[transport] = unknown, inf
             continue
         if isinstance(transport, ShardedConfig):
-            ways = _sharded_ways(base, workload, network)
-            predicted |= {one: (one, seconds) for one, seconds in ways}
+            predicted |= {one: (one, seconds) for one, seconds in _sharded_ways(forecast)}
             continue
-        best = optimal_split(workload, network, [with_gradients(base, transport=transport)])
+        best = forecast.optimal_split(base.with_gradients(transport=transport))
         for split, beside in _ways((base.gradients.split, best), overlap):
             choice = Choice(transport, split, beside)
-            plan = CommPlan.of(with_gradients(base, **choice._asdict()), gradients, network.codecs)
-            key = transport, plan.cuts, beside
+            strategy = base.with_gradients(**choice._asdict())
+            key = transport, plan_segments(forecast.workload.gradients, split), beside
             if key not in predicted:
-                predicted[key] = choice, predict(workload, plan, network)
+                predicted[key] = choice, forecast.seconds(strategy)
     return list(predicted.values())
 
 
-def _sharded_ways(
-    base: Strategy, workload: Workload, network: NetworkProfile
-) -> Iterator[tuple[Choice, float]]:
+def _sharded_ways(forecast: Forecast) -> Iterator[tuple[Choice, float]]:
     """``sharded`` by default, and with the splits and the replicated part that are best."""
-    own, best = sharded(workload, network, base, [base], REPLICATED[:1])
-    *_, replicated = sharded(workload, network, base, [base], REPLICATED[1:])
+    own, best = forecast.best_sharded(REPLICATED[:1])
+    *_, replicated = forecast.best_sharded(REPLICATED[1:])
     for strategy in (own, best, replicated):
         config = strategy.gradients
-        plan = CommPlan.of(strategy, workload.gradients, network.codecs)
-        yield Choice(config.transport, config.split), predict(workload, plan, network)
+        yield Choice(config.transport, config.split), forecast.seconds(strategy)
 
 
 def _ways(

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from slipstream.planner.candidates import label
-from slipstream.planner.ranking import Prediction, late_share
+from slipstream.planner.search.label import label
+from slipstream.planner.search.ranking import Prediction, late_share
 from slipstream.strategy import Strategy, late_by
 from slipstream.tuner.trials import Failure, Measurement
 

@@ -16,7 +16,6 @@ from statistics import fmean, median, quantiles
 from typing import Literal, NamedTuple
 
 from slipstream.errors import TraceError
-from slipstream.planner.candidates import with_gradients
 from slipstream.strategy import Strategy, at_once
 from slipstream.trace import Trace, chrome
 from slipstream.trace.timeline import timeline
@@ -79,7 +78,7 @@ class Trials:
         folder.mkdir(parents=True)
         trace = {"steps": self.steps, "skip": self.skip, "folder": str(folder)}
         codec = at_once(strategy.gradients.codec)
-        traced = with_gradients(strategy, codec=codec).document() | {"trace": trace}
+        traced = strategy.with_gradients(codec=codec).document() | {"trace": trace}
         (folder / STRATEGY).write_text(Strategy.load(traced).to_yaml())
         return measure(self.command(folder), folder, limit)
 

@@ -4,39 +4,53 @@ How to run and how to predict come in as functions; this module starts no proces
 file.
 
 [Note: How it decides]
-1. The baseline runs once and is traced. Every candidate is predicted from that trace.
-2. Candidates are measured, best prediction first, while the next one may still win: if it were
-   MODEL_ERROR faster than predicted, it would beat the best measurement by more than the noise. At
-   most a quarter of them is measured, and time for step 4 is kept back.
-3. Settings of compute and data, which nothing predicts, are measured on the best so far, one after
+1. The baseline runs once and is traced.
+2. One run tries all exact ways to exchange in turn, and keeps the fastest (``exact_search``). They
+   were measured side by side, so the choice needs no other proof.
+3. What cannot be swapped while a training runs gets runs of its own. Lossy strategies, if they are
+   allowed, are predicted on the best exchange and measured, best prediction first, while the next
+   one may still win: if it were MODEL_ERROR faster than predicted, it would beat the best
+   measurement by more than the noise. At most a quarter of them is measured, and time for step 5 is
+   kept back.
+4. Settings of compute and data, which nothing predicts, are measured on the best so far, one after
    another; each stays if it makes that faster by more than the noise. The trace says which of
    them can change anything in this model.
-4. The fastest candidate and the baseline run in alternation. The candidate is chosen only if the
-   median of the paired ratios is below 1 with a confidence of 95 % (with fewer than six pairs: if
-   it was faster in every pair). Else the baseline stays, so tuning never ends with something
+5. What steps 3 and 4 found and the baseline run in alternation. It is chosen only if the median of
+   the paired ratios is below 1 with a confidence of 95 % (with fewer than six pairs: if it was
+   faster in every pair). Else the choice of step 2 stays, so tuning never ends with something
    slower.
-Where the budget has no room for so many starts of the script, one start tries several exact choices
-instead (``one_start``).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import ceil, sqrt
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from slipstream.errors import LaunchError, TraceError
-from slipstream.planner.candidates import label
-from slipstream.planner.ranking import Prediction, handicap
+from slipstream.planner.search.label import label
+from slipstream.planner.search.ranking import Prediction, exactness
 from slipstream.strategy import Strategy, late_by
+from slipstream.trace import Trace
+from slipstream.tuner.exact_search import (
+    RESERVE,
+    UPDATES,
+    chosen,
+    open_strategy,
+    reason,
+    seconds_needed,
+)
 from slipstream.tuner.measured_choices import useful, with_settings
-from slipstream.tuner.one_start import RESERVE, OneStart, Predict, RunTrial, open_strategy
 from slipstream.tuner.significance import LEAST_PAIRS, MOST_PAIRS, in_words, is_clear, is_faster
 from slipstream.tuner.trial_log import Trial, TrialLog, Tuned
 from slipstream.tuner.trials import Failure, Measurement
+
+RunTrial = Callable[[Strategy, float], Measurement | Failure]
+Predict = Callable[[Trace, Strategy], Sequence[Prediction]]
+"""From a trace and the strategy to improve on to predictions of what else to measure."""
 
 MODEL_ERROR = 0.05
 LEAST_NOISE = 0.005
@@ -45,7 +59,16 @@ HANG_FACTOR = 3.0
 ROOM = 3.0  # of the budget, for the first run
 PATIENCE = 60.0  # seconds that the first run gets at least, if the budget allows
 KEPT_BACK = "the rest of the budget is for the comparison with the baseline"
-RUNS = 1 + 2 * LEAST_PAIRS  # the least: one candidate, and its comparison with the baseline
+LEAST_BUDGET = 30.0
+"""Seconds; processes that import torch are started and ended in less, and do nothing yet."""
+
+
+class _Measured(NamedTuple):
+    """A strategy that ran, and its seconds; ``prediction`` None: nothing predicts it."""
+
+    seconds: float
+    strategy: Strategy
+    prediction: Prediction | None = None
 
 
 @dataclass
@@ -54,9 +77,9 @@ class Tuner:
 
     Args:
         run: measures the script under a strategy, within a number of seconds.
-        predict: from the baseline's trace to predictions, fastest first, the baseline's among them.
         base: the strategy to start from, and to keep unless another is faster.
         budget: seconds for everything.
+        predict: lossy strategies, that of the best exchange among them; None: none are allowed.
         choices: settings of compute and data to try, where the trace says that they have a use.
         updates: of the whole training, if known: a codec that begins late counts for the rest.
         notify: called with all trials after each new one.
@@ -66,9 +89,9 @@ class Tuner:
     """
 
     run: RunTrial
-    predict: Predict
     base: Strategy
     budget: float
+    predict: Predict | None = None
     choices: Sequence[Mapping[str, Any]] = ()
     updates: int | None = None
     notify: Callable[[Sequence[Trial]], None] = lambda trials: None
@@ -83,26 +106,16 @@ class Tuner:
         """Find the fastest strategy within the budget.
 
         Raises:
-            LaunchError: the baseline fails, or the budget is too small for one trial.
+            LaunchError: the baseline fails, or the budget is too small.
             TraceError: the baseline ends without a trace.
         """
         self._deadline = self.clock() + self.budget
         self._log = TrialLog(self.base, self.notify, self.updates)
         first = self._baseline()
-        searching = open_strategy(self.base)
-        if self._needed > self._left() and searching is not None:
-            one = OneStart(self.run, self.predict, self._log, self._left, self.doing)
-            return one.tune(searching, first, self.budget, RUNS)
-        self._check_budget()
-        self.doing("predicting")
-        predictions = self.predict(first.trace)
-        self._check_budget()  # again: predicting may measure the network
-        baseline = next(p for p in predictions if p.strategy == self.base)
-        self._log.note(self.base, baseline, first, "the baseline")
-        others = [p for p in predictions if p is not baseline]
-        measured = self._measure_promising(others, first, first.seconds / baseline.seconds)
-        measured = self._measure_choices(measured, first, baseline)
-        return self._choose(measured, first)
+        exact, verdict = self._search(first)
+        measured = self._measure_lossy(exact, first)
+        measured = self._measure_choices(measured, exact, first)
+        return self._choose(measured, exact, verdict)
 
     def _baseline(self) -> Measurement:
         """The first run. Everything else depends on it, so a failure ends the tuning."""
@@ -129,62 +142,74 @@ class Tuner:
             self._longest = max(self._longest, outcome.wall)
         return outcome
 
-    @property
-    def _needed(self) -> float:
-        """Seconds of a candidate and its comparison with the baseline."""
-        return RUNS * self._longest * RESERVE
-
-    def _check_budget(self) -> None:
-        """Check that a candidate and its comparison with the baseline still fit the budget."""
-        if self._needed > self._left():
-            whole = ceil(self.budget - self._left() + self._needed)
+    def _search(self, first: Measurement) -> tuple[_Measured, str]:
+        """The fastest exact exchange, and why; the baseline's where nothing is open."""
+        baseline = _Measured(first.seconds, self.base)
+        searching = open_strategy(self.base)
+        if searching is None:
+            self._log.note(self.base, None, first, "the baseline")
+            return baseline, "no candidate was faster: the baseline stays"
+        needed = seconds_needed(first)
+        if needed > self._left():
+            whole = ceil(self.budget - self._left() + needed)
             raise LaunchError(
-                f"the budget of {self.budget:.0f} s is too small for one trial: the baseline run "
-                f"took {self._longest:.1f} s, and a candidate and its comparison with the baseline "
-                f"take {RUNS} more; give --budget {whole}s or more"
+                f"the budget of {self.budget:.0f} s is too small: the baseline run took "
+                f"{first.wall:.1f} s, and the run that tries the exact choices in {UPDATES} steps "
+                f"takes up to {needed:.0f} s; give --budget {whole}s or more"
             )
+        self._log.note(self.base, None, first, "the baseline")
+        self.doing(f"exact choices in one run: {UPDATES} steps, up to {needed:.0f} s")
+        outcome = self.run(searching, min(self._left(), HANG_FACTOR * needed))
+        if isinstance(outcome, Failure):
+            self._log.note(searching, None, outcome, "the exact choices in turn")
+            return baseline, f"the run that tried others {outcome.status}: the baseline stays"
+        best = chosen(outcome.trace, self.base)
+        seconds = self._log.note(best, None, outcome, f"kept of the exact: {reason(outcome.trace)}")
+        assert seconds is not None
+        if best == self.base:
+            return baseline, f"the baseline stays: {reason(outcome.trace)}"
+        verdict = f"{label(best)} ({best.exactness}), chosen in one run: {reason(outcome.trace)}"
+        return _Measured(seconds, best), verdict
 
-    def _measure_promising(
-        self, predictions: Sequence[Prediction], first: Measurement, scale: float
-    ) -> list[tuple[float, Prediction]]:
-        """Measure the most promising; returns the seconds of those that ran, fastest first.
-
-        ``scale`` is the baseline's measured over its predicted time: predictions of the others are
-        expected to be off by the same factor.
-        """
-        noise = _noise(first)
-        most = max(LEAST_MEASURED, ceil(len(predictions) / 4))
-        best, stop, tried = first.seconds, "", 0
-        measured: list[tuple[float, Prediction]] = []
+    def _measure_lossy(self, exact: _Measured, first: Measurement) -> list[_Measured]:
+        """Measure the most promising lossy strategies; those that ran, fastest first."""
+        if self.predict is None:
+            return []
+        self.doing("predicting")
+        predictions = self.predict(first.trace, exact.strategy)
+        of_exact = next(p for p in predictions if p.strategy == exact.strategy)
+        # Predictions of the others are expected to be off by the same factor.
+        scale = exact.seconds / (of_exact.per_batch * self.base.gradients.accumulate)
+        noise, most = _noise(first), max(LEAST_MEASURED, ceil(len(predictions) / 4))
+        best, stop = exact.seconds, ""
+        measured: list[_Measured] = []
+        tried = 0
         for prediction in predictions:
+            strategy = prediction.strategy
+            if strategy == exact.strategy:
+                continue
             expected = prediction.per_batch * self.base.gradients.accumulate * scale
-            if not stop:
-                stop = self._reason_to_stop(expected, best, noise, tried >= most)
+            stop = stop or self._reason_to_stop(expected, best, noise, tried >= most)
             if stop:
-                self._log.note(prediction.strategy, prediction, None, stop)
+                self._log.note(strategy, prediction, None, stop)
                 continue
             tried += 1
-            self.doing(label(prediction.strategy))
-            outcome = self._run(prediction.strategy, keep=self._comparison())
-            reason = f"predicted {_change(expected / first.seconds)}, {prediction.exactness}"
-            seconds = self._log.note(prediction.strategy, prediction, outcome, reason)
+            self.doing(label(strategy))
+            outcome = self._run(strategy, keep=self._comparison())
+            why = f"predicted {_change(expected / first.seconds)}, {prediction.exactness}"
+            seconds = self._log.note(strategy, prediction, outcome, why)
             if seconds is not None:
                 best = min(best, seconds)
-                measured.append((seconds, prediction))
-        return sorted(measured, key=lambda pair: pair[0] * handicap(pair[1].strategy, self.base))
+                measured.append(_Measured(seconds, strategy, prediction))
+        return sorted(measured, key=lambda one: one.seconds)
 
     def _measure_choices(
-        self,
-        measured: list[tuple[float, Prediction]],
-        first: Measurement,
-        baseline: Prediction,
-    ) -> list[tuple[float, Prediction]]:
+        self, measured: list[_Measured], exact: _Measured, first: Measurement
+    ) -> list[_Measured]:
         """Try settings of compute and data on the best so far; what made it faster comes first."""
-        best, prediction = first.seconds, baseline
-        if measured and measured[0][0] < best:
-            best, prediction = measured[0]
+        best = min([exact, *measured], key=lambda one: one.seconds)
         for settings in useful(self.choices, first.trace):
-            strategy = with_settings(prediction.strategy, settings)
+            strategy = with_settings(best.strategy, settings)
             if strategy is None:
                 continue
             if self._left() < self._longest * RESERVE + self._comparison():
@@ -192,15 +217,11 @@ class Tuner:
                 continue
             self.doing(label(strategy))
             outcome = self._run(strategy, keep=self._comparison(), compiles=True)
-            reason = "on the best so far, as nothing predicts it"
-            seconds = self._log.note(strategy, None, outcome, reason)
-            if seconds is not None and seconds < best * (1 - _noise(first)):
-                exactness = strategy.exactness
-                best, prediction = (
-                    seconds,
-                    replace(prediction, strategy=strategy, exactness=exactness),
-                )
-                measured = [(best, prediction), *measured]
+            why = "on the best so far, as nothing predicts it"
+            seconds = self._log.note(strategy, None, outcome, why)
+            if seconds is not None and seconds < best.seconds * (1 - _noise(first)):
+                best = _Measured(seconds, strategy)
+                measured = [best, *measured]
         return measured
 
     def _reason_to_stop(self, expected: float, best: float, noise: float, enough: bool) -> str:
@@ -216,25 +237,26 @@ class Tuner:
             return KEPT_BACK
         return ""
 
-    def _choose(self, measured: Sequence[tuple[float, Prediction]], first: Measurement) -> Tuned:
-        """The fastest that is proved faster than the baseline, or the baseline."""
-        chosen, verdict = self.base, "no candidate was faster: the baseline stays"
+    def _choose(self, measured: Sequence[_Measured], exact: _Measured, verdict: str) -> Tuned:
+        """The fastest that is proved faster than the baseline, or the best exact choice."""
         ratios: tuple[float, ...] | None = None
-        for seconds, prediction in measured:
-            ratios = self._compare(prediction) if seconds < first.seconds else None
+        stays = f"; {verdict}"
+        for one in measured:
+            ratios = self._compare(one) if one.seconds < exact.seconds else None
             if ratios is None:  # it is slower, or ran before but failed now: try the next one
                 continue
-            name, text = label(prediction.strategy), in_words(ratios)
+            strategy, text = one.strategy, in_words(ratios)
+            kind = exactness(strategy, self.base)
             if is_faster(ratios):
-                gain, chosen = _change(median(ratios)), prediction.strategy
-                verdict = f"{name} ({prediction.exactness}) is {gain} than the baseline: {text}"
-                verdict += self._unpriced(prediction.strategy)
-            elif len(ratios) < LEAST_PAIRS:
-                verdict = f"the budget ended before {name} was compared: the baseline stays"
+                gain = _change(median(ratios))
+                verdict = f"{label(strategy)} ({kind}) is {gain} than the baseline: {text}"
+                return self._log.result(strategy, verdict + self._unpriced(strategy), ratios)
+            if len(ratios) < LEAST_PAIRS:
+                verdict = f"the budget ended before {label(strategy)} was compared{stays}"
             else:
-                verdict = f"{name} is not faster beyond the noise: {text}; the baseline stays"
+                verdict = f"{label(strategy)} is not faster beyond the noise: {text}{stays}"
             break
-        return self._log.result(chosen, verdict, ratios or ())
+        return self._log.result(exact.strategy, verdict, ratios or ())
 
     def _unpriced(self, strategy: Strategy) -> str:
         """What a measurement of the codec at work leaves out."""
@@ -243,7 +265,7 @@ class Tuner:
             return ""
         return f"; that is from update {late} on: --updates N counts those before it, too"
 
-    def _compare(self, prediction: Prediction) -> tuple[float, ...] | None:
+    def _compare(self, one: _Measured) -> tuple[float, ...] | None:
         """The candidate's time over the baseline's, in alternation; None: the candidate failed.
 
         Ends early once more pairs would not change the decision, or the budget ends.
@@ -253,14 +275,14 @@ class Tuner:
             if self._left() < 2 * self._longest or is_clear(ratios):
                 break
             seconds: dict[bool, float] = {}
-            name = label(prediction.strategy)
+            name = label(one.strategy)
             # Which one runs first alternates, so that a drift of the machine favours neither.
             for is_candidate in (False, True) if pair % 2 == 0 else (True, False):
-                strategy = prediction.strategy if is_candidate else self.base
+                strategy = one.strategy if is_candidate else self.base
                 self.doing(f"pair {pair + 1}: {name if is_candidate else 'the baseline'}")
-                predicted = prediction if is_candidate else None
-                reason = f"pair {pair + 1} of {name} and the baseline"
-                measured = self._log.note(strategy, predicted, self._run(strategy), reason)
+                predicted = one.prediction if is_candidate else None
+                why = f"pair {pair + 1} of {name} and the baseline"
+                measured = self._log.note(strategy, predicted, self._run(strategy), why)
                 if measured is not None:
                     seconds[is_candidate] = measured
                 elif is_candidate:

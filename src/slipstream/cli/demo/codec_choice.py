@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from slipstream.planner.candidates import optimal_split, with_gradients
-from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import rank, traced_strategy
-from slipstream.planner.workload import Workload
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.network.profile import NetworkProfile
 from slipstream.strategy import (
     ByBytesConfig,
     HalfConfig,
@@ -28,9 +25,7 @@ NONE = "none"
 CODECS: Mapping[str, PlainCodecConfig] = {
     "bf16": HalfConfig(),
     "int8": Int8Config(),
-    "PowerSGD": PowerSgdConfig(
-        start_step=0
-    ),  # 1000 by default: the demo would end before it starts
+    "PowerSGD": PowerSgdConfig(start_step=0),  # by default, after the end of the demo
 }
 WORTHWHILE = 0.95
 """Of the exact training's time, at most: predictions are off by as much as the rest."""
@@ -58,14 +53,15 @@ def predict(trace: Trace, network: NetworkProfile) -> list[tuple[Candidate, Stra
         StrategyError: the network does not hold the cost of CODECS.
         TraceError: the trace lacks what a prediction needs.
     """
-    exact = traced_strategy(trace)
-    workload, fitted = prepare(trace, network)
-    strategies = {NONE: exact}
+    forecast = Forecast.of(trace, network)
+    strategies = {NONE: forecast.base}
     for name, codec in CODECS.items():
-        strategies[name] = _with_codec(codec, exact, workload, fitted)
+        coded = forecast.base.with_gradients(codec=codec)
+        split = forecast.optimal_split(coded, coded.with_gradients(split=ByBytesConfig()))
+        strategies[name] = coded.with_gradients(split=split)
     candidates = []
     for name, strategy in strategies.items():
-        [prediction] = rank([strategy], workload, fitted)
+        [prediction] = forecast.rank([strategy])
         sent = 1.0 if name == NONE else network.codecs[CODECS[name].kind].ratio
         candidate = Candidate(name, sent, prediction.segments, prediction.seconds)
         candidates.append((candidate, strategy))
@@ -89,12 +85,3 @@ def worth_trying(
     fastest = min(one.predicted for one, _ in coded)
     longest = min(CLOSE * fastest, WORTHWHILE * exact.predicted)
     return [pair for pair in coded if pair[0].predicted <= longest]
-
-
-def _with_codec(
-    codec: PlainCodecConfig, exact: Strategy, workload: Workload, network: NetworkProfile
-) -> Strategy:
-    """The codec with the split that is optimal for it, by the transport of the exact training."""
-    coded = with_gradients(exact, codec=codec)
-    seeds = [coded, with_gradients(coded, split=ByBytesConfig())]
-    return with_gradients(coded, split=optimal_split(workload, network, seeds))

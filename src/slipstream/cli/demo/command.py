@@ -22,7 +22,7 @@ from slipstream.cli.demo.report import alternation, result
 from slipstream.cli.options import LinkRate, check_writable
 from slipstream.cli.ranks import PORT, describe_hosts, run_on_this_host
 from slipstream.errors import LaunchError, TraceError
-from slipstream.planner.cost import NetworkProfile
+from slipstream.planner.network.profile import NetworkProfile
 from slipstream.report.report import html
 from slipstream.testbed import Testbed, format_rate, unavailable
 from slipstream.trace import chrome

@@ -33,13 +33,12 @@ from slipstream.cli.demo.progress import Bars
 from slipstream.cli.demo.task import DemoBatch
 from slipstream.cli.demo.trainings import Ddp, DemoTraining, Slipstream, distance
 from slipstream.cluster.connect import connect, from_environ
-from slipstream.planner.candidates import with_gradients
-from slipstream.planner.ranking import traced_strategy
-from slipstream.planner.transport_cost import curves_of, transport_kind
+from slipstream.planner.iteration.traced import traced_strategy
+from slipstream.planner.iteration.transport_cost import curves_of, transport_kind
 from slipstream.strategy import PowerSgdConfig, Strategy
 from slipstream.strategy.yaml import format_yaml
 from slipstream.trace import chrome
-from slipstream.tuner.one_start import reason
+from slipstream.tuner.exact_search import reason
 from slipstream.tuner.search_space import SETTLING
 from slipstream.version import __version__
 
@@ -255,7 +254,7 @@ def leave_strategies(
         codec = strategy.gradients.codec
         if isinstance(codec, PowerSgdConfig):
             late = codec.model_copy(update={"start_step": first})
-            strategy = with_gradients(strategy, codec=late)
+            strategy = strategy.with_gradients(codec=late)
         (folder / "lossy.yaml").write_text(settings(strategy))
     reports = [one.session.report() for one in of_slipstream.values()]
     (folder / "overview.txt").write_text("\n".join(reports) + "\n")

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.analysis.compact_table import compact
-from slipstream.planner.cost import CollectiveName, Network, NetworkProfile
-from slipstream.planner.curve import WORST_ERROR, Curve
+from slipstream.planner.network.curve import WORST_ERROR, Curve
+from slipstream.planner.network.profile import CollectiveName, Network, NetworkProfile
 
 FEW = 9
 """Points of which all are shown; of more, every fourth. The file has them all."""

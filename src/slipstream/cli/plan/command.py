@@ -6,8 +6,9 @@ Needs no training: a trace and a measured network are enough.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,16 @@ from slipstream.cli.options import AsJson, ExactOnly, Updates, check_writable
 from slipstream.cli.plan import options
 from slipstream.cli.plan.memory import Estimated, Speed, plan_memory
 from slipstream.cli.plan.tables import besides, curve, ranking, ranks
-from slipstream.errors import ClusterError, StrategyError
-from slipstream.planner.beside import Beside, beside
-from slipstream.planner.candidates import candidates, label
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import (
-    RATES,
-    Prediction,
-    ScaleOutPoint,
-    rank,
-    speed,
-    traced_strategy,
-    what_if,
-)
-from slipstream.planner.simulate import simulate
-from slipstream.planner.workload import Workload
+from slipstream.errors import StrategyError
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.label import label
+from slipstream.planner.search.ranking import Prediction, ScaleOutPoint
+from slipstream.planner.search.unpredicted import Beside
 from slipstream.strategy import Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import parse_rate
-from slipstream.trace import Trace, chrome
+from slipstream.trace import chrome
 
 PREDICTED_STEPS = 3
 
@@ -90,8 +80,8 @@ def plan(
     _refuse(context, model=model, length=length, optimizer=optimizer, dtype=dtype)
     check_writable("--output", output, SUFFIXES)
     check_writable("--predicted", predicted)
-    forecast = _forecast(**recorded, **elsewhere, exact_only=exact_only)
-    _deliver(forecast, output, predicted, as_json)
+    forecast = _forecast(**recorded, **elsewhere)
+    _deliver(_Answer(forecast, exact_only), output, predicted, as_json)
 
 
 def _speed(trace: Path | None, cluster: Path | None) -> Speed | None:
@@ -104,51 +94,55 @@ def _speed(trace: Path | None, cluster: Path | None) -> Speed | None:
         return None
     if trace is None or cluster is None:
         raise StrategyError("--trace and --cluster go together: give both, or neither")
-    recorded = chrome.read(trace)
-    base = traced_strategy(recorded)
-    if base.memory.recompute is not None:
+    forecast = Forecast.of(chrome.read(trace), NetworkProfile.load(cluster))
+    if forecast.base.memory.recompute is not None:
         raise StrategyError(
             f"--trace {trace}: activations were recomputed in it; record one with memory.recompute "
             "null"
         )
-    return partial(speed, base, *prepare(recorded, NetworkProfile.load(cluster)))
+    return forecast.samples_per_second
 
 
 @dataclass(frozen=True)
-class _Forecast:
-    """Predictions of all strategies on ``network``, and of the best one on others."""
+class _Answer:
+    """What the command prints: all strategies on one cluster, and the best one on others."""
 
-    base: Strategy
-    predictions: list[Prediction]
-    workload: Workload
-    network: NetworkProfile
-    by_nodes: list[ScaleOutPoint]
-    by_rate: list[ScaleOutPoint]
-    beside: list[Beside]
-    unpredicted: tuple[str, ...]
+    forecast: Forecast
+    exact_only: bool
+
+    @cached_property
+    def predictions(self) -> list[Prediction]:
+        return self.forecast.exact() if self.exact_only else self.forecast.all()
 
     @property
     def best(self) -> Strategy:
         return self.predictions[0].strategy
 
-    def trace(self) -> Trace:
-        """What the best strategy would leave."""
-        exchange = CommPlan.of(self.best, self.workload.gradients, self.network.codecs)
-        return simulate(self.workload, exchange, self.network, steps=PREDICTED_STEPS)
+    @cached_property
+    def beside(self) -> tuple[list[Beside], tuple[str, ...]]:
+        return self.forecast.beside(self.predictions[0])
+
+    def curves(self) -> Mapping[str, list[ScaleOutPoint]]:
+        """The best strategy over nodes and over rates; empty where not possible."""
+        forecast = self.forecast
+        return {
+            "nodes": forecast.over_nodes(self.best),
+            "rates": forecast.over_rates(self.best),
+        }
 
     def document(self) -> dict[str, Any]:
         """The numbers of all tables, with every strategy in full."""
+        network, (found, unpredicted) = self.forecast.network, self.beside
         return {
-            "world_size": self.network.world_size,
-            "extrapolated": self.network.extrapolated,
+            "world_size": network.world_size,
+            "extrapolated": network.extrapolated,
             "strategies": [
                 {"name": label(p.strategy), **asdict(p), "strategy": p.strategy.document()}
                 for p in self.predictions
             ],
-            "nodes": [_point(point) for point in self.by_nodes],
-            "rates": [_point(point) for point in self.by_rate],
-            "beside": [one._asdict() for one in self.beside],
-            "unpredicted": list(self.unpredicted),
+            **{over: [_point(point) for point in points] for over, points in self.curves().items()},
+            "beside": [one._asdict() for one in found],
+            "unpredicted": list(unpredicted),
         }
 
 
@@ -159,9 +153,8 @@ def _forecast(
     ranks_per_node: int | None,
     rate: str | None,
     updates: int | None,
-    exact_only: bool,
-) -> _Forecast:
-    """Read what was recorded and measured, and predict.
+) -> Forecast:
+    """Read what was recorded and measured.
 
     Raises:
         StrategyError: a file is not given.
@@ -173,62 +166,48 @@ def _forecast(
             "the largest batch"
         )
     bits = None if rate is None else float(parse_rate(rate))
-    recorded = chrome.read(trace)
-    base = traced_strategy(recorded)
-    measured = NetworkProfile.load(cluster)
-    if nodes or ranks_per_node:
-        measured = _as_traced(measured, recorded)
-    workload, here = prepare(recorded, measured)
-    if bits is not None and (nodes or here.hosts) == 1:
-        raise ClusterError(
-            f"--rate {rate}: all ranks are on one host, and use no link; give --nodes, too"
-        )
-    target = here
-    if nodes or ranks_per_node or rate:
-        target = here.scaled(nodes or here.hosts, ranks_per_node or here.ranks_per_host, bits)
-        workload = workload.for_ranks(target.world_size)
-    strategies = candidates(workload, target, exact_only, base)
-    predictions = rank(strategies, workload, target, base, updates)
-    curves = _curves(predictions[0].strategy, workload, here, target, bits)
-    others = beside(recorded, workload, target, predictions[0], base, updates)
-    return _Forecast(base, predictions, workload, target, *curves, *others)
+    recorded, measured = chrome.read(trace), NetworkProfile.load(cluster)
+    return Forecast.elsewhere(
+        *(recorded, measured),
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        rate=bits,
+        updates=updates,
+    )
 
 
-def _deliver(
-    forecast: _Forecast, output: Path | None, predicted: Path | None, as_json: bool
-) -> None:
+def _deliver(answer: _Answer, output: Path | None, predicted: Path | None, as_json: bool) -> None:
     """Write the files that were asked for, and print JSON or tables."""
     if output is not None:
-        write_strategy(forecast.best, output)
+        write_strategy(answer.best, output)
     if predicted is not None:
-        chrome.write(forecast.trace(), predicted)
+        chrome.write(answer.forecast.simulated(answer.best, PREDICTED_STEPS), predicted)
     if as_json:
-        typer.echo(json.dumps(forecast.document(), indent=2))
+        typer.echo(json.dumps(answer.document(), indent=2))
         return
     console = Console()
-    _print(forecast, console)
+    _print(answer, console)
     if output is not None:
         console.print(Text(f"The best strategy is in {output}."), soft_wrap=True)
 
 
-def _print(forecast: _Forecast, console: Console) -> None:
+def _print(answer: _Answer, console: Console) -> None:
     """The tables, and what is uncertain about them."""
-    network = forecast.network
-    console.print(ranking(forecast.predictions, forecast.base, network))
-    if words := besides(forecast.beside, forecast.unpredicted, forecast.predictions[0]):
+    network, best = answer.forecast.network, answer.predictions[0]
+    console.print(ranking(answer.predictions, answer.forecast.base, network))
+    if words := besides(*answer.beside, best):
         console.print(words)
     for doubt in network.doubts:
         console.print(Text(f"warning: {doubt}", style="yellow"))
     if network.extrapolated:
         console.print(Text(f"Extrapolated: {network.extrapolated}", style="yellow"))
-    more = f"more and fewer nodes, {ranks(network.ranks_per_host)} each"
-    others = f"other links, {ranks(network.world_size)}"
-    for title, points, over in (
-        (more, forecast.by_nodes, "nodes"),
-        (others, forecast.by_rate, "rate"),
-    ):
+    titles = {
+        "nodes": f"more and fewer nodes, {ranks(network.ranks_per_host)} each",
+        "rates": f"other links, {ranks(network.world_size)}",
+    }
+    for over, points in answer.curves().items():
         if points:
-            console.print("", curve(f"{label(forecast.best)}: {title}", points, over))
+            console.print("", curve(f"{label(answer.best)}: {titles[over]}", points, over))
 
 
 def _refuse(context: str, **options: object) -> None:
@@ -240,37 +219,6 @@ def _refuse(context: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None:
             raise StrategyError(f"--{name.replace('_', '-')} has no effect with {context}")
-
-
-def _curves(
-    best: Strategy,
-    workload: Workload,
-    here: NetworkProfile,
-    target: NetworkProfile,
-    bits: float | None,
-) -> tuple[list[ScaleOutPoint], list[ScaleOutPoint]]:
-    """Predictions of the best strategy over nodes and over rates; empty where not possible."""
-    if here.hosts * here.ranks_per_host != here.world_size:  # hosts of different size
-        return [], []
-    per_node = target.ranks_per_host
-    by_nodes = what_if(best, workload, here, ranks_per_node=per_node, rates=(bits,))
-    if target.hosts == 1:  # there is no link whose rate could change
-        return by_nodes, []
-    nodes = (target.hosts,)
-    by_rate = what_if(best, workload, here, nodes=nodes, ranks_per_node=per_node, rates=RATES)
-    return by_nodes, by_rate
-
-
-def _as_traced(network: NetworkProfile, trace: Trace) -> NetworkProfile:
-    """The network with as many ranks as the trace has, extrapolated if it was measured on others.
-
-    Only where an extrapolation was asked for; otherwise a different number is a mistake.
-    """
-    ranks = int(trace.meta.get("world_size", 1))
-    if ranks in (1, network.world_size):
-        return network
-    hosts = len(set(trace.meta.get("hosts") or [""]))
-    return network.scaled(hosts, ranks // hosts)
 
 
 def write_strategy(strategy: Strategy, output: Path) -> None:

@@ -9,50 +9,55 @@ from rich.table import Table
 from rich.text import Text
 
 from slipstream.analysis.compact_table import compact
-from slipstream.planner.beside import Beside
-from slipstream.planner.candidates import TOLERANCE, label
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import MARGIN, Prediction, ScaleOutPoint
-from slipstream.strategy import ByIndexConfig, ShardedConfig, Strategy
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.candidates import TOLERANCE
+from slipstream.planner.search.label import label
+from slipstream.planner.search.ranking import MARGIN, Prediction, ScaleOutPoint
+from slipstream.planner.search.unpredicted import Beside
+from slipstream.strategy import ByIndexConfig, ShardedConfig, Strategy, late_by
 from slipstream.testbed import format_rate
 
 SHOWN = 12
+BEST = "\u2192"  # an arrow
 _MEANING = (
     "Predicted. Efficiency: the speed of all ranks over the sum of their speeds alone, without any "
     "exchange. MB: memory of gradients, their flags, what a codec keeps and, where the trace tells "
-    f"it, the optimizer's state on each rank. Among strategies within {TOLERANCE:.1%} of each "
-    "other the one with the fewest segments comes first. * strategy of the trace. Exactness, "
-    "unless a line says otherwise: "
+    f"it, the optimizer's state on each rank. * strategy of the trace. {BEST} the one to prefer: "
+    f"the fastest, of those within {TOLERANCE:.1%} of each other the one with the fewest segments"
 )
-_OF_COMPUTED = (
-    f". A computed split comes first where it is {MARGIN:.0%} faster: a search finds where "
-    "predictions are too fast"
-)
+_OF_COMPUTED = f"; a computed split must be {MARGIN:.0%} faster, as predictions of it are too fast"
 _OF_SHARDED = (
-    f". sharded comes first where it is {MARGIN:.0%} faster: then no rank has whole gradients "
-    "between backward() and step()"
+    f"; sharded must be {MARGIN:.0%} faster, as no rank has whole gradients between backward() "
+    "and step()"
+)
+_OF_LATE = (
+    "; a codec that begins late, which comes last, is preferred only where --updates says how many "
+    "updates the training takes"
 )
 
 
 def ranking(predictions: Sequence[Prediction], base: Strategy, network: NetworkProfile) -> Table:
-    """The strategies, fastest first; that of the trace is always among the rows."""
+    """The strategies, fastest first; that of the trace and the preferred one are always shown."""
     on_hosts = f" on {network.hosts} hosts" if network.hosts > 1 else ""
     exactness = next((p.exactness for p in predictions if p.strategy == base), base.exactness)
     others = [p.strategy.gradients for p in predictions if p.strategy != base]
     computed = any(isinstance(one.split, ByIndexConfig) for one in others)
     sharded = any(isinstance(one.transport, ShardedConfig) for one in others)
-    notes = [_OF_COMPUTED] * computed + [_OF_SHARDED] * sharded
+    best = predictions[0]
+    late = [one for one in predictions if _begins_later(one, best)]
+    notes = [_OF_COMPUTED] * computed + [_OF_SHARDED] * sharded + [_OF_LATE] * bool(late)
     table = compact(
         f"{len(predictions)} strategies, {ranks(network.world_size)}{on_hosts}",
         *("iteration", "samples/s", "efficiency", "segments", "MB", "strategy"),
         left=["strategy"],
-        caption=_MEANING + exactness + "".join(notes),
+        caption=f"{_MEANING}{''.join(notes)}. Exactness, unless a line says otherwise: {exactness}",
     )
-    for place, prediction in enumerate(predictions):
-        is_base = prediction.strategy == base
-        if place >= SHOWN and not is_base:
+    in_order = sorted(predictions, key=lambda one: (one in late, one.per_batch))
+    for place, prediction in enumerate(in_order):
+        is_base, is_best = prediction.strategy == base, prediction is best
+        if place >= SHOWN and not is_base and not is_best:
             continue
-        name = label(prediction.strategy) + (" *" if is_base else "")
+        name = f"{BEST} " * is_best + label(prediction.strategy) + " *" * is_base
         if prediction.exactness != exactness:
             name += f"\n  {prediction.exactness}"
         table.add_row(
@@ -62,9 +67,16 @@ def ranking(predictions: Sequence[Prediction], base: Strategy, network: NetworkP
             str(prediction.segments),
             f"{prediction.memory_bytes / 2**20:.1f}",
             Text(name),
-            style="bold" if is_base or place == 0 else None,
+            style="bold" if is_base or is_best else None,
         )
     return table
+
+
+def _begins_later(one: Prediction, best: Prediction) -> bool:
+    """Whether a codec begins after the preferred strategy is at work, and is faster then."""
+    codecs = (prediction.strategy.gradients.codec for prediction in (one, best))
+    begins, best_begins = map(late_by, codecs)
+    return begins > best_begins and one.per_batch < best.per_batch
 
 
 def besides(found: Sequence[Beside], unpredicted: Sequence[str], best: Prediction) -> Text | None:
@@ -80,8 +92,9 @@ def besides(found: Sequence[Beside], unpredicted: Sequence[str], best: Predictio
 
 
 def curve(title: str, points: Sequence[ScaleOutPoint], over: str) -> Table:
-    """One strategy on clusters with other ``nodes`` or another ``rate``, with efficiency bars."""
-    table = compact(title, over, "ranks", "efficiency", "iteration", "samples/s", "")
+    """One strategy on clusters with other ``nodes`` or ``rates``, with bars of the efficiency."""
+    heading = {"nodes": "nodes", "rates": "rate"}[over]
+    table = compact(title, heading, "ranks", "efficiency", "iteration", "samples/s", "")
     for point in points:
         prediction = point.prediction
         table.add_row(

@@ -35,10 +35,9 @@ from slipstream.cli.ranks import log_folder, refuse_launcher, slipstream
 from slipstream.cli.tune.display import Display, table
 from slipstream.cluster.launcher import LaunchSpec
 from slipstream.errors import LaunchError, TestbedError
-from slipstream.planner.candidates import candidates
-from slipstream.planner.contention_fit import prepare
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import Prediction, rank
+from slipstream.planner.forecast import Forecast
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.ranking import Prediction
 from slipstream.strategy import AutoConfig, ByBytesConfig, FlatConfig, OptimalConfig, Strategy
 from slipstream.strategy.yaml import SUFFIXES
 from slipstream.testbed import Testbed, unavailable
@@ -47,7 +46,7 @@ from slipstream.tuner.measured_choices import MEASURED_CHOICES
 from slipstream.tuner.own_strategy import own_strategy
 from slipstream.tuner.trial_log import Trial, Tuned
 from slipstream.tuner.trials import STRATEGY, Trials, last_words, started
-from slipstream.tuner.tune import Tuner
+from slipstream.tuner.tune import LEAST_BUDGET, Tuner
 
 console = Console(stderr=True)
 
@@ -55,7 +54,7 @@ MOST_SECONDS = 20.0  # of the network's measurement
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
-Budget = Annotated[str, Option(help="Time for everything: 90s, 10m, 1h.")]
+Budget = Annotated[str, Option(help="Time for everything: 5m, 1h.")]
 NumRanks = Annotated[
     int | None,
     Option(min=1, help="Ranks on this host; with --nodes, of each host.", show_default="2, or 1"),
@@ -86,13 +85,14 @@ def tune(
 ) -> None:
     """Find the strategy under which a training is fastest, and write it to a file.
 
-    The script runs for a few iterations at a time and is then stopped: once under --strategy, or
-    the default, to trace it; then under the strategies that are predicted to be fastest; then with
-    settings of compute, such as compile; then under the best of all and the first in alternation.
-    If none is faster beyond the noise, the strategy that it started from is written.
+    The script runs for some iterations at a time and is then stopped: once under --strategy, or
+    the default, to trace it; once to try all exact ways to exchange, in turn; then, with
+    --allow-lossy, under what is predicted to be fastest; then with settings of compute, such as
+    compile. What these found runs in alternation with the first. If nothing is faster beyond the
+    noise, the strategy that it started from is written.
 
-    The script must leave the strategy to accelerate(), and take more than three steps. Files that
-    it writes are written again in every trial.
+    The script must leave the strategy to accelerate(), and take some 80 steps. Files that it
+    writes are written again in every run.
 
     [dim]slipstream tune --ranks 4 -- train.py --batch 32[/dim]
     [dim]slipstream tune --budget 5m --nodes 4 --rate 1gbit -- train.py[/dim]
@@ -103,6 +103,10 @@ def tune(
     _check_not_lost(output, strategy)
     options.check_writable("--log", log)
     seconds, base = parse_budget(budget), _start(Strategy.load(strategy))
+    if cluster is not None and exact_only:
+        raise LaunchError(
+            "--cluster has no effect without --allow-lossy: exact choices are measured"
+        )
     known = NetworkProfile.load(cluster) if cluster else None
     folder = log_folder("tune-")
     LaunchSpec(script=script, log_dir=folder)  # checks that the script exists
@@ -113,9 +117,9 @@ def tune(
         network = _Network(where, known, folder / "network", display)
         tuned = Tuner(
             run=run,
-            predict=partial(_predict, base, exact_only, updates, network),
             base=base,
             budget=seconds,
+            predict=None if exact_only else partial(_predict, updates, network),
             choices=MEASURED_CHOICES,
             hidden=own_strategy(script),
             updates=updates,
@@ -134,11 +138,10 @@ def _print(tuned: Tuned, files: Mapping[str, Path]) -> None:
 
 
 def _predict(
-    base: Strategy, exact_only: bool, updates: int | None, network: _Network, trace: Trace
+    updates: int | None, network: _Network, trace: Trace, base: Strategy
 ) -> list[Prediction]:
-    """Predictions of ``base`` and of what else is worth a trial, fastest first."""
-    workload, here = prepare(trace, network.profile())
-    return rank(candidates(workload, here, exact_only, base), workload, here, base, updates)
+    """Predictions of ``base`` and of lossy strategies on its exchange, the fastest first."""
+    return Forecast.of(trace, network.profile(), base, updates).lossy()
 
 
 def _notify(log: Path, display: Display, done: Sequence[Trial]) -> None:
@@ -151,7 +154,7 @@ def parse_budget(text: str) -> float:
     """Seconds of a time with its unit.
 
     Raises:
-        LaunchError: not a time, or not above 0.
+        LaunchError: not a time, or less than LEAST_BUDGET.
 
     Example:
         >>> parse_budget("90s"), parse_budget("10m"), parse_budget("1.5h")
@@ -160,7 +163,12 @@ def parse_budget(text: str) -> float:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip().lower())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not seconds:
-        raise LaunchError(f"--budget {text!r}: write a number and s, m or h, such as 90s or 10m")
+        raise LaunchError(f"--budget {text!r}: write a number and s, m or h, such as 5m or 1h")
+    if seconds < LEAST_BUDGET:
+        raise LaunchError(
+            f"--budget {text}: too short to start a training twice; allowed: {LEAST_BUDGET:.0f}s "
+            "or more, and most scripts take some minutes"
+        )
     return seconds
 
 

@@ -19,12 +19,13 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
-from slipstream.planner.comm_plan import CommPlan, CommTask
-from slipstream.planner.contended_network import IN_FLIGHT, Completion, NetworkClock
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.fit import Array
-from slipstream.planner.iteration import IterationModel, SimulatedIteration
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.contended_network import IN_FLIGHT, Completion, NetworkClock
+from slipstream.planner.iteration.model import IterationModel, SimulatedIteration
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.tasks import CommTask
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.fit import Array
+from slipstream.planner.network.profile import NetworkProfile
 from slipstream.trace.event import BACKWARD, DATA_WAIT, FORWARD, ITERATION, OPTIMIZER, Event, Trace
 
 SHOWN_RANKS = 64

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.ranking import Prediction, rank
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.ranking import Prediction, rank
 from slipstream.strategy import Strategy
 from slipstream.trace import Trace
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from slipstream.planner.fit import Array
+from slipstream.planner.network.fit import Array
 
 Numbers = Sequence[float] | Array
 Cuts = tuple[int, ...]

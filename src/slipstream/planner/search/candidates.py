@@ -7,18 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.fit import Array
-from slipstream.planner.gather_split import optimal_gather_cuts
-from slipstream.planner.simulate import predict
-from slipstream.planner.split import improve, optimal_cuts
-from slipstream.planner.transport_cost import (
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import predict
+from slipstream.planner.iteration.transport_cost import (
     ALTERNATIVES,
     GATHERS,
     RECIPES,
@@ -27,14 +22,16 @@ from slipstream.planner.transport_cost import (
     num_replicated,
     transport_kind,
 )
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.fit import Array
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.gather_split import optimal_gather_cuts
+from slipstream.planner.search.split import improve, optimal_cuts
 from slipstream.strategy import (
     ByBytesConfig,
     ByIndexConfig,
     ByLayersConfig,
     ByPercentConfig,
-    CodecConfig,
-    FlatConfig,
     HalfWeightsConfig,
     PerGradientConfig,
     PerLayerConfig,
@@ -42,8 +39,6 @@ from slipstream.strategy import (
     SingleConfig,
     SplitConfig,
     Strategy,
-    TransportConfig,
-    late_by,
 )
 
 MEGABYTES = (1, 2, 4, 8, 16, 25, 32, 64)
@@ -55,23 +50,7 @@ TOLERANCE = 0.002
 """Predictions that differ by less are equal; no ready time is known any better."""
 
 
-def with_gradients(strategy: Strategy, **settings: Any) -> Strategy:
-    """The strategy with other settings under ``gradients``.
-
-    Example:
-        >>> with_gradients(Strategy(), accumulate=2).gradients.accumulate
-        2
-    """
-    gradients = strategy.gradients.model_copy(update=settings)
-    return strategy.model_copy(update={"gradients": gradients})
-
-
-def candidates(
-    workload: Workload,
-    network: NetworkProfile,
-    exact_only: bool = True,
-    base: Strategy = Strategy(),  # noqa: B008 - frozen
-) -> list[Strategy]:
+def exact(workload: Workload, network: NetworkProfile, base: Strategy) -> list[Strategy]:
     """``base`` first, then other ways to exchange the same gradients, all of them different.
 
     Fixed splits of all kinds with overlap, some without, and the split that is optimal for this
@@ -82,46 +61,70 @@ def candidates(
     Args:
         workload: gradients, and when they are ready.
         network: what an exchange costs.
-        exact_only: leave out what changes the mathematics of the training: larger batches by
-            accumulation, the codecs whose cost the network profile holds, and 16-bit weights,
-            which are taken to compute as fast as those of the trace.
         base: the strategy to start from.
     """
     kind = transport_kind(base.gradients.transport)
-    others = [with_gradients(base, split=split, overlap=True) for split in _fixed_splits()]
-    others += [
-        with_gradients(base, split=s, overlap=False) for s in (SingleConfig(), ByBytesConfig())
-    ]
-    fixed = _distinct([base, *others], workload.gradients)
-    best = with_gradients(base, split=optimal_split(workload, network, fixed), overlap=True)
+    fixed, best = _by_split(workload, network, base)
     strategies = [*fixed, best]
     for transport in ALTERNATIVES:
         if transport_kind(transport) != kind and is_priced(transport, network):
-            seeds = [with_gradients(one, transport=transport) for one in (base, *fixed, best)]
+            seeds = [one.with_gradients(transport=transport) for one in (base, *fixed, best)]
             split = optimal_split(workload, network, seeds)
-            strategies += [seeds[0], with_gradients(seeds[0], split=split, overlap=True)]
+            strategies += [seeds[0], seeds[0].with_gradients(split=split, overlap=True)]
     allowed = workload.shardable or isinstance(base.gradients.transport, ShardedConfig)
     if allowed and is_priced(ShardedConfig(), network):
         strategies += sharded(workload, network, base, [base, best])
-    if not exact_only:
-        strategies += [
-            with_gradients(one, accumulate=one.gradients.accumulate * times)
-            for times in ACCUMULATE
-            for one in (base, best)
-        ]
-        # What is left to send in one segment may take less time than another one takes to begin.
-        for one in (base, with_gradients(base, split=SingleConfig())):
-            strategies += coded(one, workload, network)
-        if base.precision is None:
-            half = HalfWeightsConfig()
-            strategies += [one.model_copy(update={"precision": half}) for one in (base, best)]
+    return _distinct(strategies, workload.gradients)
+
+
+def lossy(workload: Workload, network: NetworkProfile, bases: Sequence[Strategy]) -> list[Strategy]:
+    """What changes the mathematics: larger batches by accumulation, 16-bit weights, and codecs.
+
+    Weights of 16 bits are taken to compute as fast as those of the trace, unless the network file
+    says how fast they are here. Codecs are those whose cost it holds, on the first of ``bases``.
+
+    Args:
+        workload: gradients, and when they are ready.
+        network: what an exchange costs.
+        bases: exact strategies to start from, that of the user first.
+    """
+    strategies = [
+        one.with_gradients(accumulate=one.gradients.accumulate * times)
+        for times in ACCUMULATE
+        for one in bases
+    ]
+    # What is left to send in one segment may take less time than another one takes to begin.
+    for one in (bases[0], bases[0].with_gradients(split=SingleConfig())):
+        strategies += coded(one, workload, network)
+    if bases[0].precision is None:
+        half = HalfWeightsConfig()
+        strategies += [one.model_copy(update={"precision": half}) for one in bases]
+    return _distinct(strategies, workload.gradients)
+
+
+def every(workload: Workload, network: NetworkProfile, base: Strategy) -> list[Strategy]:
+    """`exact`, then `lossy` on ``base`` and on its optimal split."""
+    _, best = _by_split(workload, network, base)
+    strategies = exact(workload, network, base) + lossy(workload, network, [base, best])
     return _distinct(strategies, workload.gradients)
 
 
 def coded(base: Strategy, workload: Workload, network: NetworkProfile) -> list[Strategy]:
     """``base`` with each codec whose cost is known and that the optimizer allows."""
     kinds = [kind for kind in network.codecs if kind != "dgc" or workload.sgd]
-    return [with_gradients(base, codec=kind) for kind in kinds]
+    return [base.with_gradients(codec=kind) for kind in kinds]
+
+
+def _by_split(
+    workload: Workload, network: NetworkProfile, base: Strategy
+) -> tuple[list[Strategy], Strategy]:
+    """``base`` with fixed splits, and with the one that is optimal for its transport."""
+    others = [base.with_gradients(split=split, overlap=True) for split in _fixed_splits()]
+    after = (SingleConfig(), ByBytesConfig())
+    others += [base.with_gradients(split=split, overlap=False) for split in after]
+    fixed = _distinct([base, *others], workload.gradients)
+    split = optimal_split(workload, network, fixed)
+    return fixed, base.with_gradients(split=split, overlap=True)
 
 
 def optimal_split(
@@ -142,7 +145,7 @@ def optimal_split(
     gradients = workload.gradients
 
     def seconds(cuts: Sequence[int]) -> float:
-        strategy = with_gradients(seeds[0], split=by_index(cuts), overlap=True)
+        strategy = seeds[0].with_gradients(split=ByIndexConfig.of_cuts(cuts), overlap=True)
         return predict(workload, CommPlan.of(strategy, gradients, network.codecs), network)
 
     sizes = [g.num_bytes for g in gradients]
@@ -164,7 +167,7 @@ def optimal_split(
     ]
     for seed in seeds:
         starts.append(tuple(s.stop for s in plan_segments(gradients, seed.gradients.split)))
-    return by_index(_joined(improve(min(starts, key=seconds), seconds), seconds))
+    return ByIndexConfig.of_cuts(_joined(improve(min(starts, key=seconds), seconds), seconds))
 
 
 def sharded(
@@ -186,8 +189,7 @@ def sharded(
         config = own.model_copy(update={"replicated": part})
         gather = optimal_gather(workload, network, num_replicated(workload.gradients, config))
         options += [
-            with_gradients(
-                base,
+            base.with_gradients(
                 transport=config.model_copy(update={"gather": cuts}),
                 split=seed.gradients.split,
                 overlap=True,
@@ -202,7 +204,7 @@ def sharded(
 
     best = min(options, key=seconds)
     split = optimal_split(workload, network, [best])
-    return [with_gradients(base, transport=own), with_gradients(best, split=split)]
+    return [base.with_gradients(transport=own), best.with_gradients(split=split)]
 
 
 def optimal_gather(
@@ -228,7 +230,7 @@ def optimal_gather(
     times = workload.forward_times[int(workload.forward.argmax())][:count]
     sizes = [gradient.num_bytes for gradient in workload.gradients[::-1]][:count]
     cuts = optimal_gather_cuts(times, sizes, curve.latency, curve.per_byte, tolerance=TOLERANCE)
-    return by_index(cuts) if cuts else None
+    return ByIndexConfig.of_cuts(cuts) if cuts else None
 
 
 def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) -> tuple[int, ...]:
@@ -242,51 +244,6 @@ def _joined(cuts: tuple[int, ...], seconds: Callable[[Sequence[int]], float]) ->
         if seconds(without(cut)) <= limit:
             cuts = without(cut)
     return cuts
-
-
-def label(strategy: Strategy) -> str:
-    """A strategy's way to exchange gradients in few words, and what else they depend on.
-
-    Example:
-        >>> label(Strategy()), label(Strategy.load("sequential")), label(Strategy.load("hccl"))
-        ('by_bytes 4 (first 1, last 1)', 'single, no overlap', 'by_percent 96.54/3.46')
-    """
-    gradients = strategy.gradients
-    words = [_split_label(gradients.split)]
-    words += [_transport_label(gradients.transport)] if gradients.transport != FlatConfig() else []
-    words += [] if gradients.overlap else ["no overlap"]
-    words += [_codec_label(gradients.codec)] if gradients.codec else []
-    words += [f"accumulate {gradients.accumulate}"] if gradients.accumulate > 1 else []
-    words += [strategy.precision.kind] if isinstance(strategy.precision, HalfWeightsConfig) else []
-    words += [name for name, value in strategy.compute if value]
-    words += [name for name, value in strategy.data if value]
-    return ", ".join(words)
-
-
-def _transport_label(transport: TransportConfig) -> str:
-    replicated = transport.replicated if isinstance(transport, ShardedConfig) else 0.0
-    return transport.kind + (f" ({replicated:.0%} replicated)" if replicated else "")
-
-
-def _codec_label(codec: CodecConfig) -> str:
-    late = late_by(codec)
-    return codec.kind + (f" from update {late}" if late else "")
-
-
-def _split_label(split: SplitConfig) -> str:
-    match split:
-        case ByBytesConfig():
-            ends = {"first": split.first_megabytes, "last": split.last_megabytes}
-            special = ", ".join(f"{name} {size:g}" for name, size in ends.items() if size)
-            return f"by_bytes {split.megabytes:g}" + (f" ({special})" if special else "")
-        case ByPercentConfig():
-            return "by_percent " + "/".join(f"{percent:g}" for percent in split.percents)
-        case ByIndexConfig():
-            few = "/".join(map(str, split.last[:6]))
-            return f"by_index {few}" + (f"/... ({len(split.last)})" if split.last[6:] else "")
-        case ByLayersConfig():
-            return f"by_layers {split.layers}"
-    return split.kind
 
 
 def _fixed_splits() -> list[SplitConfig]:
@@ -303,11 +260,6 @@ def _fixed_splits() -> list[SplitConfig]:
         PerGradientConfig(),
         SingleConfig(),
     ]
-
-
-def by_index(cuts: Sequence[int]) -> ByIndexConfig:
-    """A cut is the index after the last gradient of a segment; a strategy names the last one."""
-    return ByIndexConfig(last=tuple(int(cut) - 1 for cut in cuts))
 
 
 def _distinct(strategies: Sequence[Strategy], gradients: Sequence[Gradient]) -> list[Strategy]:

@@ -14,7 +14,8 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from slipstream.errors import ClusterError, StrategyError
-from slipstream.planner.curve import Curve, Seconds
+from slipstream.planner.network.costs import CodecCost, Contention, HalfSpeed
+from slipstream.planner.network.curve import Curve
 from slipstream.strategy import Strategy
 from slipstream.strategy.setting import FrozenModel
 from slipstream.strategy.validate import shown
@@ -29,7 +30,7 @@ CollectiveName = Literal[
     "all_gather",
 ]
 """``all_reduce`` is the backend's; ``direct_all_reduce`` and ``shared_memory_all_reduce`` are
-those of the transports. On CPUs a reduce-scatter sends each share
+those of the transports. On CPUs a reduce-scatter sends each shard
 to its owner, and an all-gather each owner's share to the others: gloo's own reduce-scatter would be
 an all-reduce inside, of twice the bytes."""
 ROUNDS: Mapping[CollectiveName, int] = {
@@ -105,55 +106,6 @@ class Network(FrozenModel):
             bandwidth = per_byte / (self.all_reduce.per_byte or longest / largest)
         curves = {name: curve.scaled(latency, bandwidth) for name, curve in self.curves.items()}
         return Network(kind=kind, ranks=ranks, **curves)
-
-
-class CodecCost(FrozenModel):
-    """What a codec costs, measured on the thread that computes.
-
-    ``ratio`` is the share of the bytes that is still sent; ``encode`` and ``decode`` are seconds
-    for each byte of the gradients, ``startup`` seconds for each segment, once each way.
-    """
-
-    ratio: float = Field(gt=0)
-    encode: Seconds = 0.0
-    decode: Seconds = 0.0
-    startup: Seconds = 0.0
-
-
-class HalfSpeed(FrozenModel):
-    """How many times as fast as in fp32 blocks compute under ``half_weights`` in bf16.
-
-    Example:
-        >>> HalfSpeed(dense=2.0, convolutional=1.5).of(convolutions=0.0)
-        2.0
-    """
-
-    dense: float = Field(gt=0)
-    convolutional: float = Field(gt=0)
-
-    def of(self, convolutions: float) -> float:
-        """That of a model, ``convolutions`` of whose layers are such."""
-        return 1 / (convolutions / self.convolutional + (1 - convolutions) / self.dense)
-
-
-class Contention(FrozenModel):
-    """How much computing and exchanging slow each other down; 0 where they do not.
-
-    Computing takes ``1 + compute_slowdown`` times as long while an exchange runs. Beside computing
-    the latency of an exchange is ``1 + latency_slowdown`` times as long (processes wait for a core
-    at every hop), and its transfer ``1 + exchange_slowdown`` times. While another exchange
-    transfers its bytes, the latency of an exchange is at least ``queue_share`` of that transfer,
-    but at most ``queue_seconds`` (messages queue behind each other). Many exchanges in flight
-    together take ``1 + crowd_slowdown`` times as long as their bytes at the rate of the link: each
-    rank sends to all others at once, and the last message is late (measured of direct sends).
-    """
-
-    compute_slowdown: float = Field(ge=0)
-    exchange_slowdown: float = Field(ge=0)
-    latency_slowdown: float = Field(ge=0)
-    queue_share: float = Field(ge=0, le=1)
-    queue_seconds: float = Field(ge=0)
-    crowd_slowdown: float = Field(ge=0, default=0.0)
 
 
 class NetworkProfile(Contention):

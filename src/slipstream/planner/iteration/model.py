@@ -23,12 +23,13 @@ from typing import NamedTuple
 import numpy as np
 
 from slipstream.errors import StrategyError
-from slipstream.planner.comm_plan import CommPlan, comm_tasks, gather_tasks
-from slipstream.planner.contended_network import Completion, Job, NetworkClock, run
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.fit import Array
-from slipstream.planner.transport_cost import GATHERS, RECIPES, sends_early, updated_part
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.contended_network import Completion, Job, NetworkClock, run
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.tasks import comm_tasks, gather_tasks
+from slipstream.planner.iteration.transport_cost import GATHERS, RECIPES, sends_early, updated_part
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.fit import Array
+from slipstream.planner.network.profile import NetworkProfile
 
 _SETTLING = 8
 _SAME = 1e-9

@@ -13,13 +13,14 @@ from statistics import fmean, median
 
 import numpy as np
 
-from slipstream.planner.comm_plan import CommPlan
-from slipstream.planner.contended_network import NetworkClock
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.iteration import IterationModel
-from slipstream.planner.simulate import predict
-from slipstream.planner.transport_cost import GATHERS, RECIPES
-from slipstream.planner.workload import Workload, complete_steps, in_flight
+from slipstream.planner.iteration.contended_network import NetworkClock
+from slipstream.planner.iteration.model import IterationModel
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import predict
+from slipstream.planner.iteration.traced import complete_steps, in_flight, workload_of
+from slipstream.planner.iteration.transport_cost import GATHERS, RECIPES
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.profile import NetworkProfile
 from slipstream.trace.event import Trace
 
 TRUST = 0.03
@@ -49,7 +50,7 @@ def prepare(trace: Trace, network: NetworkProfile) -> tuple[Workload, NetworkPro
         ClusterError: the network was measured on another number of ranks.
         TraceError: the trace lacks what a prediction needs.
     """
-    workload = Workload.from_trace(trace, network)
+    workload = workload_of(trace, network)
     if workload.num_ranks == 1:
         return workload.for_ranks(network.world_size), network
     workload = without_waits(workload, trace, network)

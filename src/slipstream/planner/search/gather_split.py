@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from slipstream.planner.split import Cuts, Numbers, walk_back
+from slipstream.planner.search.split import Cuts, Numbers, walk_back
 
 _ROUNDING = 1e-9
 

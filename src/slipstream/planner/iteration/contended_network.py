@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from slipstream.planner.comm_plan import Phase
-from slipstream.planner.cost import Contention
-from slipstream.planner.fit import Array
+from slipstream.planner.iteration.tasks import Phase
+from slipstream.planner.network.costs import Contention
+from slipstream.planner.network.fit import Array
 
 IN_FLIGHT = 2
 """Collectives of a rank in flight at a time: gloo has two threads."""

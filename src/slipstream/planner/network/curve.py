@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from slipstream.errors import ClusterError
-from slipstream.planner.fit import Array, segmented_fit
+from slipstream.planner.network.fit import Array, segmented_fit
 from slipstream.strategy.setting import FrozenModel
 from slipstream.strategy.validate import shown
 

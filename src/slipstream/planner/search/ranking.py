@@ -4,40 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from statistics import harmonic_mean
 from typing import NamedTuple
 
 from slipstream.gradients.layout import Gradient, plan_segments
-from slipstream.planner.candidates import TOLERANCE, by_index, with_gradients
-from slipstream.planner.comm_plan import CommPlan, cuts_of
-from slipstream.planner.cost import NetworkProfile
-from slipstream.planner.simulate import predict
-from slipstream.planner.transport_cost import num_replicated, updated_part
-from slipstream.planner.workload import Workload
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import predict
+from slipstream.planner.iteration.transport_cost import num_replicated, updated_part
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search.candidates import TOLERANCE
 from slipstream.strategy import (
     AdaptiveConfig,
-    AutoConfig,
     ByIndexConfig,
     DgcConfig,
-    FlatConfig,
-    OptimalConfig,
     PowerSgdConfig,
     ShardedConfig,
     Strategy,
-    TraceConfig as TraceSettings,
     keeps_state,
     late_by,
 )
-from slipstream.trace import Trace
 
 NODES = tuple(2**power for power in range(13))
 MARGIN = 0.03
-"""What a prediction may be off, so what it must promise for advice. By so much ``sharded`` must be
-predicted faster than what asks nothing of the user's code: then
-no rank has whole gradients between ``backward()`` and ``step()``. Likewise a computed split: a
-search finds where predictions are too fast."""
+"""Minimum predicted gain: what a prediction may be off. By so much ``sharded`` must be predicted
+faster than what asks nothing of the user's code: under it no rank has whole gradients between
+``backward()`` and ``step()``. Likewise a computed split: a search finds where predictions are too
+fast."""
 RATES = (100e6, 300e6, 1e9, 3e9, 10e9, 25e9, 40e9, 100e9)
 
 
@@ -79,23 +74,6 @@ class ScaleOutPoint(NamedTuple):
     prediction: Prediction
 
 
-def traced_strategy(trace: Trace) -> Strategy:
-    """The strategy that a trace was recorded under, without its trace settings.
-
-    ``split: optimal`` is replaced by the split that the trace shows (one segment on one process),
-    ``transport: auto`` by ``flat``, with which it begins.
-
-    Raises:
-        StrategyError: it has settings that this version does not know.
-    """
-    strategy = Strategy.load(trace.meta.get("strategy") or {})
-    if isinstance(strategy.gradients.split, OptimalConfig):
-        strategy = with_gradients(strategy, split=by_index(cuts_of(trace)))
-    if isinstance(strategy.gradients.transport, AutoConfig):
-        strategy = with_gradients(strategy, transport=FlatConfig())
-    return strategy.model_copy(update={"trace": TraceSettings()})
-
-
 def rank(
     strategies: Iterable[Strategy],
     workload: Workload,
@@ -103,45 +81,43 @@ def rank(
     base: Strategy = Strategy(),  # noqa: B008 - frozen
     updates: int | None = None,
 ) -> list[Prediction]:
-    """Predictions of all strategies, the fastest first.
+    """Predict all strategies; the one to prefer comes first.
 
-    Among strategies that differ by less than TOLERANCE, counted from the fastest, the one with the
-    fewest segments comes first. ``sharded`` and a computed split count as slower by MARGIN, unless
-    they are those of ``base``.
-    ``base`` is also what ``exactness`` compares batches with. ``updates`` are those of the whole
-    training, some of which may be over before a codec begins.
+    That is the fastest, but for what a prediction cannot promise: among strategies that differ by
+    less than TOLERANCE, counted from the fastest, the one with the fewest segments comes first;
+    ``sharded`` and a computed split count as slower by MARGIN each, unless they are those of
+    ``base``; a codec that begins late comes last where nothing says how many updates follow.
+
+    Args:
+        strategies: to predict.
+        workload, network: of the training.
+        base: what ``exactness`` compares batches with.
+        updates: of the whole training, some of which may be over before a codec begins.
     """
     predictions = [
         _prediction(strategy, workload, network, base, updates) for strategy in strategies
     ]
 
     def counted(one: Prediction) -> float:
-        doubt = MARGIN if _is_computed(one.strategy, base) else 0.0
-        return one.per_batch * (handicap(one.strategy, base) + doubt)
+        gradients = one.strategy.gradients
+        sharded = _differs(gradients.transport, base.gradients.transport, ShardedConfig)
+        computed = _differs(gradients.split, base.gradients.split, ByIndexConfig)
+        return one.per_batch * (1 + MARGIN * (sharded + computed))
 
     fastest = min(map(counted, predictions), default=0.0)
 
-    def order(one: Prediction) -> tuple[int, int, float]:
-        return int((counted(one) / fastest - 1) / TOLERANCE), one.segments, counted(one)
+    def order(one: Prediction) -> tuple[bool, int, int, float]:
+        late = updates is None and late_by(one.strategy.gradients.codec) > 0
+        steps = int((counted(one) / fastest - 1) / TOLERANCE)
+        return late, steps, one.segments, counted(one)
 
     return sorted(predictions, key=order)
 
 
-def handicap(strategy: Strategy, base: Strategy) -> float:
-    """How many times as long an iteration counts as: what asks more of the user's code than
-    ``base`` must be faster by MARGIN.
-
-    Example:
-        >>> handicap(Strategy.load({"gradients": {"transport": "sharded"}}), Strategy())
-        1.03
-    """
-    asks = [isinstance(one.gradients.transport, ShardedConfig) for one in (strategy, base)]
-    return 1 + MARGIN if asks == [True, False] else 1.0
-
-
-def _is_computed(strategy: Strategy, base: Strategy) -> bool:
-    split = strategy.gradients.split
-    return isinstance(split, ByIndexConfig) and split != base.gradients.split
+def _differs(setting: object, base: object, kind: type) -> bool:
+    """Whether a setting is of a kind, and not that of the base."""
+    of_base = isinstance(base, kind) if kind is ShardedConfig else setting == base
+    return isinstance(setting, kind) and not of_base
 
 
 def what_if(
@@ -161,31 +137,6 @@ def what_if(
         prediction = _prediction(strategy, larger, other, strategy)
         points.append(ScaleOutPoint(count, larger.num_ranks, rate, prediction))
     return points
-
-
-def speed(
-    strategy: Strategy,
-    workload: Workload,
-    network: NetworkProfile,
-    batch: int,
-    recompute_share: float = 0.0,
-) -> float:
-    """Samples a second of all ranks, with a batch of so many samples on each.
-
-    Args:
-        strategy: how gradients are exchanged.
-        workload: without recomputation, of any batch.
-        network: what exchanges cost.
-        batch: samples of each rank.
-        recompute_share: the part of forward that runs again in backward.
-
-    Raises:
-        TraceError: how many samples the workload has is not known.
-    """
-    larger = workload.with_batch(batch)
-    plan = CommPlan.of(strategy, larger.gradients, network.codecs)
-    seconds = predict(larger, replace(plan, recompute_share=recompute_share), network)
-    return float(larger.samples.sum()) * plan.accumulate / seconds
 
 
 def exactness(strategy: Strategy, base: Strategy) -> str:
@@ -220,7 +171,7 @@ def _prediction(
     plan = CommPlan.of(strategy, workload.gradients, network.codecs)
     seconds = predict(workload, plan, network)
     if late := late_share(strategy, updates):  # DGC's warm-up counts as dense, which it nearly is
-        dense = CommPlan.of(with_gradients(strategy, codec=None), workload.gradients)
+        dense = CommPlan.of(strategy.with_gradients(codec=None), workload.gradients)
         seconds = (1 - late) * seconds + late * predict(workload, dense, network)
     accumulate = strategy.gradients.accumulate
     workload = workload.computed(plan.half, network.half_speed)

@@ -7,25 +7,23 @@ and how to time them in ``calibration.collective_timer``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from slipstream.errors import ClusterError
 from slipstream.gradients.layout import Gradient, nearest_border
-from slipstream.planner.cost import CollectiveName, Curves, GroupKind, NetworkProfile
-from slipstream.planner.curve import Curve
-from slipstream.planner.fit import Array
+from slipstream.planner.network.curve import Curve
+from slipstream.planner.network.fit import Array
+from slipstream.planner.network.profile import CollectiveName, Curves, GroupKind, NetworkProfile
 from slipstream.strategy import (
     AutoConfig,
     DirectConfig,
     FlatConfig,
     HierarchicalConfig,
     ShardedConfig,
-    Strategy,
     TransportConfig,
 )
-from slipstream.trace.event import Trace
 
 TransportKind = Literal["flat", "direct", "hierarchical", "shared_memory", "sharded"]
 
@@ -112,24 +110,6 @@ def is_priced(transport: TransportConfig, network: NetworkProfile) -> bool:
     except ClusterError:
         return False
     return True
-
-
-def traced_transport(trace: Trace) -> TransportKind:
-    """The kind of transport that a trace was recorded under."""
-    gradients: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
-    transport: Any = gradients.get("transport") or "flat"
-    kind: Any = transport if isinstance(transport, str) else transport["kind"]
-    return "flat" if kind == "auto" else kind
-
-
-def traced_sharding(trace: Trace) -> ShardedConfig | None:
-    """The settings of ``sharded``, if a trace was recorded under it."""
-    if traced_transport(trace) != "sharded":
-        return None
-    transport = trace.meta["strategy"]["gradients"]["transport"]
-    config = Strategy.load({"gradients": {"transport": transport}}).gradients.transport
-    assert isinstance(config, ShardedConfig)
-    return config
 
 
 def num_replicated(gradients: Sequence[Gradient], config: ShardedConfig) -> int:

@@ -1,0 +1,226 @@
+"""What strategies would bring a training: predictions from its trace and the network.
+
+The only way in from other rooms: ``iteration`` says how long an iteration takes under a plan,
+``search`` which strategies are worth comparing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from slipstream.errors import ClusterError
+from slipstream.planner.iteration.contention_fit import prepare
+from slipstream.planner.iteration.plan import CommPlan
+from slipstream.planner.iteration.simulate import predict, simulate
+from slipstream.planner.iteration.traced import traced_strategy
+from slipstream.planner.iteration.workload import Workload
+from slipstream.planner.network.costs import CodecCost
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search import candidates
+from slipstream.planner.search.ranking import (
+    NODES,
+    RATES,
+    Prediction,
+    ScaleOutPoint,
+    rank,
+    what_if,
+)
+from slipstream.planner.search.unpredicted import Beside, beside
+from slipstream.strategy import ByIndexConfig, Strategy
+from slipstream.trace.event import Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Predicts strategies for the training of a trace.
+
+    Attributes:
+        trace: of the training, under any strategy.
+        base: the strategy that others are compared with; their other settings are its.
+        workload: what an iteration computes, and the bytes of its gradients.
+        network: what exchanges cost, with the contention that explains the trace.
+        measured: the network that ``network`` is extrapolated from, or ``network`` itself.
+        rate: bits/s of each host's link, where they are not as measured.
+        updates: of the whole training, if known: a codec that begins late counts for the rest.
+
+    Example:
+        >>> forecast = Forecast.of(trace, network)  # doctest: +SKIP
+        >>> best = forecast.exact()[0]  # doctest: +SKIP
+        >>> best.strategy, best.seconds  # doctest: +SKIP
+    """
+
+    trace: Trace
+    base: Strategy
+    workload: Workload
+    network: NetworkProfile
+    measured: NetworkProfile
+    updates: int | None = None
+    rate: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        trace: Trace,
+        network: NetworkProfile,
+        base: Strategy | None = None,
+        updates: int | None = None,
+    ) -> Self:
+        """Read a trace, and fit the contention of the network to it.
+
+        Args:
+            trace: of all ranks, or of a single process: every rank is then assumed to be like it.
+            network: as measured.
+            base: None: the strategy that the trace was recorded under.
+            updates: of the whole training, if known.
+
+        Raises:
+            ClusterError: the network was measured on another number of ranks.
+            StrategyError: the trace has a strategy or a codec that is not known here.
+            TraceError: the trace lacks what a prediction needs.
+        """
+        base = base or traced_strategy(trace)
+        workload, fitted = prepare(trace, network)
+        return cls(trace, base, workload, fitted, fitted, updates)
+
+    @classmethod
+    def elsewhere(
+        cls,
+        trace: Trace,
+        network: NetworkProfile,
+        *,
+        nodes: int | None = None,
+        ranks_per_node: int | None = None,
+        rate: float | None = None,
+        updates: int | None = None,
+    ) -> Self:
+        """Predict for other hosts, ranks or links than the trace was recorded on.
+
+        Args:
+            trace, network, updates: as for `of`; the network may have been measured on another
+                number of ranks if ``nodes`` or ``ranks_per_node`` is given.
+            nodes: hosts; None: as many as were measured.
+            ranks_per_node: likewise.
+            rate: bits/s of each host's link; None: as measured.
+
+        Raises:
+            ClusterError: the cluster asked for cannot be predicted.
+            StrategyError, TraceError: as `of`.
+        """
+        if nodes or ranks_per_node:
+            network = _as_traced(network, trace)
+        here = cls.of(trace, network, updates=updates)
+        hosts, per_host = here.network.hosts, here.network.ranks_per_host
+        if rate is not None and (nodes or hosts) == 1:
+            raise ClusterError("all ranks are on one host and use no link; give nodes, too")
+        if not (nodes or ranks_per_node or rate):
+            return here
+        target = here.network.scaled(nodes or hosts, ranks_per_node or per_host, rate)
+        workload = here.workload.for_ranks(target.world_size)
+        return replace(here, workload=workload, network=target, rate=rate)
+
+    # Which strategies.
+
+    def exact(self) -> list[Prediction]:
+        """Rank the ways to exchange that keep the mathematics; that of ``base`` is among them."""
+        return self.rank(candidates.exact(self.workload, self.network, self.base))
+
+    def lossy(self) -> list[Prediction]:
+        """Rank what changes the mathematics: codecs, larger batches, 16-bit weights.
+
+        Each on the exchange of ``base``, which is among them.
+        """
+        others = candidates.lossy(self.workload, self.network, [self.base])
+        return self.rank([self.base, *others])
+
+    def coded(self) -> list[Prediction]:
+        """Rank ``base`` with each codec whose cost is known and that the optimizer allows."""
+        return self.rank(candidates.coded(self.base, self.workload, self.network))
+
+    def all(self) -> list[Prediction]:
+        """Rank what is exact and what is lossy, each on ``base`` and on its best split."""
+        return self.rank(candidates.every(self.workload, self.network, self.base))
+
+    def rank(self, strategies: Iterable[Strategy]) -> list[Prediction]:
+        """Predict these, the one to prefer first; see ``search.ranking.rank``."""
+        return rank(strategies, self.workload, self.network, self.base, self.updates)
+
+    def optimal_split(self, *seeds: Strategy) -> ByIndexConfig:
+        """Compute the split with the shortest predicted iteration, all else as in the first."""
+        return candidates.optimal_split(self.workload, self.network, seeds)
+
+    def best_sharded(self, replicated: Sequence[float]) -> list[Strategy]:
+        """``base`` by ``sharded`` as it is by default, and as it is predicted to be fastest with
+        one of these replicated parts."""
+        network = self.network
+        return candidates.sharded(self.workload, network, self.base, [self.base], replicated)
+
+    # What they take.
+
+    def seconds(self, strategy: Strategy) -> float:
+        """Predict an iteration in the long run."""
+        return predict(self.workload, self._plan(strategy), self.network)
+
+    def samples_per_second(self, batch: int, recompute_share: float = 0.0) -> float:
+        """Predict the speed of all ranks under ``base`` with other batches.
+
+        Args:
+            batch: samples of each rank.
+            recompute_share: the part of forward that runs again in backward.
+
+        Raises:
+            TraceError: how many samples the traced batches have is not known.
+        """
+        larger = self.workload.with_batch(batch)
+        plan = replace(self._plan(self.base), recompute_share=recompute_share)
+        seconds = predict(larger, plan, self.network)
+        return float(larger.samples.sum()) * plan.accumulate / seconds
+
+    def simulated(self, strategy: Strategy, steps: int) -> Trace:
+        """The trace that so many iterations would leave."""
+        return simulate(self.workload, self._plan(strategy), self.network, steps=steps)
+
+    def with_codecs(self, costs: Mapping[str, CodecCost]) -> Self:
+        """The same where codecs cost this."""
+        return replace(self, network=self.network.model_copy(update={"codecs": costs}))
+
+    def with_workload(self, workload: Workload) -> Self:
+        """The same for other work: balanced, fed in time."""
+        return replace(self, workload=workload)
+
+    def beside(self, best: Prediction) -> tuple[list[Beside], tuple[str, ...]]:
+        """What settings of data and computing would bring beside ``best``, and which of them
+        nothing predicts."""
+        return beside(self.trace, self.workload, self.network, best, self.base, self.updates)
+
+    def over_nodes(self, strategy: Strategy) -> list[ScaleOutPoint]:
+        """Predict one strategy on more and fewer hosts; none where hosts differ in size."""
+        return self._elsewhere(strategy, nodes=NODES, rates=(self.rate,))
+
+    def over_rates(self, strategy: Strategy) -> list[ScaleOutPoint]:
+        """Predict one strategy with other links; none on one host."""
+        hosts = self.network.hosts
+        return self._elsewhere(strategy, nodes=(hosts,), rates=RATES) if hosts > 1 else []
+
+    def _elsewhere(self, strategy: Strategy, **where: Any) -> list[ScaleOutPoint]:
+        here = self.measured
+        if here.hosts * here.ranks_per_host != here.world_size:
+            return []
+        per_node = self.network.ranks_per_host
+        return what_if(strategy, self.workload, here, ranks_per_node=per_node, **where)
+
+    def _plan(self, strategy: Strategy) -> CommPlan:
+        return CommPlan.of(strategy, self.workload.gradients, self.network.codecs)
+
+
+def _as_traced(network: NetworkProfile, trace: Trace) -> NetworkProfile:
+    """The network with as many ranks as the trace has, extrapolated if it was measured on others.
+
+    Only where an extrapolation was asked for; otherwise a different number is a mistake.
+    """
+    ranks = int(trace.meta.get("world_size", 1))
+    if ranks in (1, network.world_size):
+        return network
+    hosts = len(set(trace.meta.get("hosts") or [""]))
+    return network.scaled(hosts, ranks // hosts)

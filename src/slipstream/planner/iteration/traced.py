@@ -1,0 +1,316 @@
+"""Read a trace: the strategy, the gradients, and what is typical of its iterations.
+
+[Note: Typical ranks]
+Which rank is late changes from iteration to iteration, and exchanges wait for the last one. The
+median of each rank alone would lose that some rank is always late. So the ready times of each
+gradient are sorted over ranks in each iteration; the median over iterations is taken of the
+earliest, the second ... the last; and these go to the ranks in the order in which they end
+backward. Predictions need no more: an exchange waits for the last rank, whichever it is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import nan
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from slipstream.analysis.breakdown import breakdown
+from slipstream.errors import TraceError
+from slipstream.gradients.layout import Gradient
+from slipstream.planner.iteration.transport_cost import (
+    RECIPES,
+    TransportKind,
+    num_replicated,
+    sends_early,
+    updated_part,
+)
+from slipstream.planner.iteration.workload import MEDIANS, Workload
+from slipstream.planner.network.fit import Array
+from slipstream.planner.network.profile import NetworkProfile
+from slipstream.strategy import (
+    AutoConfig,
+    ByIndexConfig,
+    FlatConfig,
+    OptimalConfig,
+    ShardedConfig,
+    Strategy,
+    TraceConfig,
+)
+from slipstream.trace.event import (
+    BACKWARD,
+    BUFFERS,
+    DATA_WAIT,
+    FORWARD,
+    OPTIMIZER,
+    Event,
+    Trace,
+)
+from slipstream.trace.intervals import Intervals, union
+from slipstream.trace.timeline import Iteration, timeline
+
+Step = Sequence[Iteration]
+"""The iterations of all ranks in one step, by rank."""
+
+
+BEHIND = 0.1
+"""Those who read beside the training cannot keep up if it waits for this share of an iteration; a
+hundredth, where the trace says that no batch was there. Handing batches over takes time, too."""
+
+
+def workload_of(trace: Trace, network: NetworkProfile) -> Workload:
+    """Take what is typical of the iterations of a trace, without the network's contention.
+
+    Where a trace has no ready times of gradients (one process), they are interpolated by bytes.
+
+    Raises:
+        TraceError: the trace does not list the model's gradients, no step is complete on all
+            ranks, or ranks disagree about what they exchanged.
+        ClusterError: the trace has another number of ranks than the network.
+    """
+    if (world_size := int(trace.meta.get("world_size", 1))) > 1:
+        network.check_world(world_size)
+    gradients = gradients_of(trace)
+    steps = complete_steps(trace)
+    transport = traced_transport(trace)
+    slowdown = network.contention(RECIPES[transport].direct).compute_slowdown
+    early = sends_early(transport)
+    measured = [measure(step, gradients, slowdown, early) for step in steps]
+    stacked = {name: np.array([one[name] for one in measured]) for name in measured[0]}
+    typical = {name: np.median(stacked[name], axis=0) for name in MEDIANS}
+    passes = np.median(stacked["passes"], axis=0)
+    # Ranks begin an iteration by their own optimizer later than the last exchange ended.
+    exchanges_ended = np.median(stacked["start"] - typical["optimizer"], axis=1)
+    since = _typical_ranks(stacked["marks"] - exchanges_ended[:, None, None])
+    spent = since[:, -1] - typical["optimizer"] - typical["other"]
+    before = typical["data_wait"] + typical["forward"]
+    backward = np.maximum(spent / passes - before, 0.0)
+    ready = since[:, :-1] - (since[:, -1] - backward)[:, None]
+    reading = np.median(stacked["period"], axis=0) / passes
+    queued = np.median(stacked["queued"], axis=0)  # nan: not known
+    bound = np.where(queued == 0, BEHIND / 10, BEHIND)
+    is_late = typical["data_wait"] > bound * reading
+    is_late &= (np.median(stacked["readers"], axis=0) > 0) & ~(queued > 0)
+    typical["data_wait"] = np.where(is_late, 0.0, typical["data_wait"])
+    hosts = tuple(str(host) for host in trace.meta.get("hosts") or ())
+    part, optimizer = _updated_part(trace, gradients), trace.meta.get("optimizer") or {}
+    return Workload(
+        gradients=gradients,
+        **typical | {"optimizer": typical["optimizer"] / part},
+        backward=backward,
+        ready=np.clip(ready, 0.0, backward[:, None]),
+        buffers_bytes=_buffers_bytes(steps[0]),
+        model=str(trace.meta.get("model", "")),
+        hosts=hosts if len(hosts) == len(backward) else (),
+        optimizer_bytes=round(optimizer.get("bytes", 0) / part),
+        shardable=bool(optimizer.get("shardable")),
+        sgd=bool(optimizer.get("sgd", True)),
+        convolutions=float(trace.meta.get("convolutions", 0.0)),
+        half=in_half(trace),
+        reading=np.where(is_late, reading, 0.0) if is_late.any() else None,
+    )
+
+
+def gradients_of(trace: Trace) -> tuple[Gradient, ...]:
+    """The gradients that a trace lists, in ready order.
+
+    Raises:
+        TraceError: it lists none.
+    """
+    listed = trace.meta.get("gradients")
+    if not listed:
+        raise TraceError(
+            "the trace does not list the model's gradients (meta.gradients), so nothing can be "
+            "planned from it; record it again with this version of slipstream"
+        )
+    try:
+        return tuple(
+            Gradient(g["name"], g["layer"], int(g["bytes"]), g["dtype"], g.get("registered", -1))
+            for g in listed
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise TraceError(
+            f"the trace is damaged: its list of gradients cannot be read ({error!r:.80}); each one "
+            "has name, layer, bytes and dtype: record the trace again"
+        ) from error
+
+
+def in_half(trace: Trace) -> bool:
+    """Whether weights had 16 bits."""
+    precision = (trace.meta.get("strategy") or {}).get("precision")
+    kind = precision.get("kind") if isinstance(precision, Mapping) else precision
+    return kind == "half_weights"
+
+
+def _updated_part(trace: Trace, gradients: Sequence[Gradient]) -> float:
+    """The part of the parameters that a traced rank updated."""
+    config = traced_sharding(trace)
+    if config is None:
+        return 1.0
+    ranks = int(trace.meta.get("world_size", 1))
+    return updated_part(gradients, num_replicated(gradients, config), ranks)
+
+
+def _typical_ranks(times: Array) -> Array:
+    """Steps x ranks x points to ranks x points; see the note at the top of the file."""
+    in_order = np.median(np.sort(times, axis=1), axis=0)
+    ends = np.median(times[:, :, -1], axis=0)
+    return np.asarray(in_order[np.argsort(np.argsort(ends, kind="stable"))])
+
+
+def _buffers_bytes(step: Step) -> int:
+    return sum(e.args.get("bytes", 0) for e in step[0].exchanges if e.name == BUFFERS)
+
+
+def complete_steps(trace: Trace) -> list[list[Iteration]]:
+    """The steps that every rank of the trace went through, each with a backward pass.
+
+    Raises:
+        TraceError: there is none, or ranks exchanged different things in one step.
+    """
+    by_step: dict[int, list[Iteration]] = defaultdict(list)
+    for iteration in timeline(trace.events):
+        if iteration.during(BACKWARD):
+            by_step[iteration.step].append(iteration)
+    ranks = {iteration.rank for step in by_step.values() for iteration in step}
+    steps = [step for step in by_step.values() if len(step) == len(ranks)]
+    if not steps:
+        raise TraceError(
+            "the trace has no step with a backward pass on every rank, so nothing can be planned "
+            "from it; set trace.steps in the strategy to steps that the training reaches"
+        )
+    for step in steps:
+        names = {tuple(event.name for event in one.exchanges) for one in step}
+        if len(names) > 1:
+            raise TraceError(
+                f"the ranks disagree about what they exchanged in step {step[0].step} "
+                f"({' against '.join(str(len(n)) for n in names)} exchanges); the file is damaged "
+                "or put together from different runs: record it again"
+            )
+    return steps
+
+
+def in_flight(
+    step: Step, start: Callable[[Iterable[float]], float] = max
+) -> list[tuple[float, float]]:
+    """Start and end of each exchange of a step; it starts when the last rank has handed it over,
+    or at ``start`` of the times at which ranks have."""
+    by_exchange = zip(*(one.exchanges for one in step), strict=True)
+    return [(start(e.start for e in same), max(e.end for e in same)) for same in by_exchange]
+
+
+def measure(
+    step: Step, gradients: Sequence[Gradient], slowdown: float, early: bool = False
+) -> dict[str, Array]:
+    """Work of one step by rank; ``marks``: when each gradient was ready and backward ended.
+
+    Args:
+        step: all ranks.
+        gradients: in ready order.
+        slowdown: compute takes ``1 + slowdown`` times as long while an exchange is in flight.
+        early: or while about half of the ranks have handed it over.
+    """
+    work = _Work(union(in_flight(step, fmean if early else max)), slowdown)
+    rows: dict[str, list[Any]] = defaultdict(list)
+    for one in step:
+        backwards = [event for event in one.events if event.name == BACKWARD]
+        last, passes = backwards[-1], len(backwards)
+        for name, event_name in (("data_wait", DATA_WAIT), ("forward", FORWARD)):
+            rows[name].append(work.spent(one, event_name) / passes)
+        rows["optimizer"].append(work.spent(one, OPTIMIZER))
+        rows["other"].append(breakdown(one).parts.other)
+        rows["samples"].append(one.samples / passes)
+        rows["passes"].append(passes)
+        rows["start"].append(work.at(one.start))
+        rows["period"].append(work.at(one.end) - work.at(one.start))
+        waits = [event for event in one.events if event.name == DATA_WAIT]
+        rows["readers"].append(min((e.args.get("readers", 0) for e in waits), default=0))
+        rows["queued"].append(min((e.args.get("queued", nan) for e in waits), default=nan))
+        offsets = _ready_offsets(last, one, gradients)
+        rows["marks"].append(work.at(last.start + np.append(offsets, last.duration)))
+    return {name: np.array(values, dtype=np.float64) for name, values in rows.items()}
+
+
+class _Work:
+    """The clock of compute: it runs at ``1 / (1 + slowdown)`` while an exchange is in flight."""
+
+    def __init__(self, exchanging: Intervals, slowdown: float) -> None:
+        self._edges = np.array([edge for interval in exchanging for edge in interval] or [0.0])
+        lengths = np.diff(self._edges, prepend=self._edges[0])
+        lengths[::2] = 0.0  # the even ones lie between exchanges
+        self._covered = np.cumsum(lengths)
+        self._lost = slowdown / (1.0 + slowdown)
+
+    def at(self, time: float | Array) -> Any:
+        """The work at a time."""
+        return time - self._lost * np.interp(time, self._edges, self._covered)
+
+    def spent(self, iteration: Iteration, name: str) -> float:
+        """The work in the spans of one name."""
+        spans = [event for event in iteration.events if event.name == name]
+        return float(sum(self.at(span.end) - self.at(span.start) for span in spans))
+
+
+def _ready_offsets(backward: Event, iteration: Iteration, gradients: Sequence[Gradient]) -> Array:
+    """Seconds from the start of backward until each gradient was ready; its end for unused ones.
+
+    Ranks without exchanges record no ready times: there they are interpolated by bytes.
+    """
+    recorded = backward.args.get("gradients_ready")
+    if recorded is None:
+        done = np.cumsum([gradient.num_bytes + 1.0 for gradient in gradients])  # sparse ones have 0
+        return np.asarray(backward.duration * done / done[-1])
+    if len(recorded) != len(gradients):
+        raise TraceError(
+            f"rank {iteration.rank}, step {iteration.step}: {len(recorded)} ready times, but "
+            f"{len(gradients)} gradients; the file is damaged or put together from different "
+            "runs: record it again"
+        )
+    return np.array([backward.duration if at is None else at for at in recorded], dtype=np.float64)
+
+
+def cuts_of(trace: Trace) -> tuple[int, ...]:
+    """The index after the last gradient of each segment of a trace; one segment if it has none."""
+    cuts, stop = [], 0
+    for segment in trace.meta.get("segments") or ():
+        stop += len(segment["gradients"])
+        cuts.append(stop)
+    return tuple(cuts) or (len(gradients_of(trace)),)
+
+
+def traced_transport(trace: Trace) -> TransportKind:
+    """The kind of transport that a trace was recorded under."""
+    gradients: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
+    transport: Any = gradients.get("transport") or "flat"
+    kind: Any = transport if isinstance(transport, str) else transport["kind"]
+    return "flat" if kind == "auto" else kind
+
+
+def traced_sharding(trace: Trace) -> ShardedConfig | None:
+    """The settings of ``sharded``, if a trace was recorded under it."""
+    if traced_transport(trace) != "sharded":
+        return None
+    transport = trace.meta["strategy"]["gradients"]["transport"]
+    config = Strategy.load({"gradients": {"transport": transport}}).gradients.transport
+    assert isinstance(config, ShardedConfig)
+    return config
+
+
+def traced_strategy(trace: Trace) -> Strategy:
+    """The strategy that a trace was recorded under, without its trace settings.
+
+    ``split: optimal`` is replaced by the split that the trace shows (one segment on one process),
+    ``transport: auto`` by ``flat``, with which it begins.
+
+    Raises:
+        StrategyError: it has settings that this version does not know.
+    """
+    strategy = Strategy.load(trace.meta.get("strategy") or {})
+    if isinstance(strategy.gradients.split, OptimalConfig):
+        strategy = strategy.with_gradients(split=ByIndexConfig.of_cuts(cuts_of(trace)))
+    if isinstance(strategy.gradients.transport, AutoConfig):
+        strategy = strategy.with_gradients(transport=FlatConfig())
+    return strategy.model_copy(update={"trace": TraceConfig()})

@@ -1,0 +1,1 @@
+"""Which strategies are worth comparing, and which of them is best."""
