@@ -184,7 +184,7 @@ def measure(args: argparse.Namespace) -> None:
     if case.device:
         case.device.fit(plain(*case.make()), case.device.seconds)
     vars(exchanging)["OnlineSearch"] = Watched
-    searching = Strategy.load("auto").with_gradients(transport=AutoConfig(updates=args.updates))
+    searching = Strategy.load("exact").with_gradients(transport=AutoConfig(updates=args.updates))
     searched = losses(case, searching, args.updates + args.more)
     assert Watched.latest.kept is not None, "the search must have ended"
     kept, spent = Watched.latest.kept

@@ -108,9 +108,6 @@ def variants(workers: int, depth: int) -> dict[str, Callable[[Dataset[Any]], Any
             loader(data), PrefetchConfig(workers=workers, threads=True, depth=depth)
         ),
         "prefetch, auto": lambda data: prefetch(loader(data)),
-        "prefetch, auto, threads auto": lambda data: prefetch(
-            loader(data), PrefetchConfig(threads="auto")
-        ),
         "DataLoader, persistent workers, cache": lambda data: loader(
             cached(data), num_workers=workers, persistent_workers=True
         ),

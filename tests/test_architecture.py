@@ -212,8 +212,9 @@ def settings_without_config(modules: Modules) -> Iterator[str]:
             if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
                 continue
             bases = {getattr(base, "id", "") for base in node.bases}
-            if bases & {"Setting", "Variant"} and node.name not in ("Strategy", "Variant"):
-                yield from [f"{module}.{node.name}"] if not node.name.endswith("Config") else []
+            is_setting = any(base == "Setting" or base.endswith("Variant") for base in bases)
+            if is_setting and not node.name.endswith(("Config", "Variant")):
+                yield from [] if node.name == "Strategy" else [f"{module}.{node.name}"]
 
 
 RULES = {

@@ -138,7 +138,7 @@ def test_what_the_first_run_shows_ends_in_a_box(
         (["--log", "no/such/file.json", "tuned.py"], "--log no/such/file.json: cannot be written"),
         (["-o", "strategy.txt", "tuned.py"], "must end in .yaml"),
         (["-o", "optimal.yaml", "tuned.py"], "optimal.yaml exists and would be overwritten"),
-        (["--strategy", "hccl", "-o", "optimal.yaml", "tuned.py"], "would be overwritten"),
+        (["--strategy", "exact", "-o", "optimal.yaml", "tuned.py"], "would be overwritten"),
         (["--strategy", "optimal.yaml", "-o", "optimal.yaml", "nope.py"], "'nope.py' does not"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

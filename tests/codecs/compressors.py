@@ -27,9 +27,9 @@ CONFIGS = {
     "onebit": OneBitConfig(start_step=0),
     "onebit, small blocks": OneBitConfig(block=64, start_step=0),
     "dgc": DgcConfig(density=0.05, warmup_steps=0),
-    "dgc, warm-up": DgcConfig(density=0.05, dense_steps=1, warmup_steps=2, warmup=(0.5, 0.1)),
+    "dgc, warm-up": DgcConfig(density=0.05, start_step=1, warmup_steps=2, warmup=(0.5, 0.1)),
     "powersgd": PowerSgdConfig(rank=2, start_step=0),
-    "powersgd, cold": PowerSgdConfig(rank=1, start_step=0, warm_start=False),
+    "powersgd, rank 1": PowerSgdConfig(rank=1, start_step=0),
     "powersgd, later": PowerSgdConfig(rank=2, start_step=2),
     "powersgd, no feedback": PowerSgdConfig(rank=2, start_step=0, error_feedback=False),
 }

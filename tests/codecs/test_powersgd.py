@@ -29,7 +29,6 @@ def test_powersgd_of_full_rank_is_dense() -> None:
             Ranks(rank, 3),
             torch.device("cpu"),
             start_step=0,
-            warm_start=True,
             feedback=True,
             num_flags=2,
         )

@@ -126,7 +126,7 @@ def test_no_room_is_an_error_that_names_it(tmp_path: Path) -> None:
 FILLS_UP = """
 import os, shutil, torch
 from slipstream.data.cache import cached
-from slipstream.strategy import Cache
+from slipstream.strategy import CacheConfig
 
 class Rows:
     def __len__(self):
@@ -135,7 +135,7 @@ class Rows:
     def __getitem__(self, index):
         return torch.full((2**12,), float(index))  # 16 KiB
 
-kept = cached(Rows(), Cache(folder="/mnt", gigabytes=2 / 2**10))
+kept = cached(Rows(), CacheConfig(folder="/mnt", gigabytes=2 / 2**10))
 for index in range(8):
     kept[index]
 with open("/mnt/other", "wb") as other:

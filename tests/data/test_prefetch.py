@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import slipstream
@@ -401,34 +401,6 @@ def test_what_reads_is_judged_once_and_in_the_course_of_an_epoch(seconds: float)
     loader.close()
 
 
-class SlowIn(Numbers):
-    """As if threads, or processes, took long to hand over."""
-
-    def __init__(self, size: int, slow: str) -> None:
-        super().__init__(size)
-        self.slow = slow
-
-    def __getitem__(self, index: int) -> int:
-        here = "processes" if get_worker_info() is not None else "threads"
-        if threading.current_thread() is not threading.main_thread() or here == "processes":
-            time.sleep(0.1 if self.slow == here else 0.001)
-        else:
-            time.sleep(0.1)
-        return index
-
-
-@pytest.mark.process
-@pytest.mark.parametrize(("slow", "stays"), [("threads", "1 worker,"), ("processes", "1 thread,")])
-def test_threads_and_processes_take_turns_and_the_faster_ones_stay(slow: str, stays: str) -> None:
-    loader = prefetch(DataLoader(SlowIn(24, slow)), PrefetchConfig(threads="auto"), cores=1)
-    read = []
-    for _ in range(3):
-        assert [int(batch) for batch in loader] == [*range(24)]
-        read.append(loader.report_rows()[0].value.partition(",")[0] + ",")
-    assert read == ["1 thread,", "1 worker,", stays]
-    loader.close()
-
-
 class Prepared(Numbers):
     """Its samples tell which worker was prepared to read them."""
 
@@ -445,7 +417,7 @@ def prepare(worker: int) -> None:
 @pytest.mark.process
 def test_a_loader_that_prepares_its_workers_keeps_them() -> None:
     loading = DataLoader(Prepared(4), num_workers=2, worker_init_fn=prepare)
-    loader = prefetch(loading, PrefetchConfig(threads="auto"))
+    loader = prefetch(loading, PrefetchConfig())
     assert [int(batch) for batch in loader] == [0, 1, 0, 1]
     assert loader.report_rows()[0].value.startswith("2 workers,")
     loader.close()

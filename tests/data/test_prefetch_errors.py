@@ -81,7 +81,7 @@ DYING = """
 import os, signal, sys, time
 from torch.utils.data import DataLoader, IterableDataset
 from slipstream.data.prefetch import prefetch
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 
 def read(index):
     if index == 5:
@@ -101,7 +101,7 @@ class Stream(IterableDataset):
         return map(read, range(8))
 
 dataset = {"samples": Samples, "stream": Stream}[sys.argv[1]]()
-loader = prefetch(DataLoader(dataset, batch_size=2, num_workers=1), Prefetch(depth=8))
+loader = prefetch(DataLoader(dataset, batch_size=2, num_workers=1), PrefetchConfig(depth=8))
 seen = []
 try:
     for batch in loader:
@@ -135,7 +135,7 @@ import os, torch
 from torch.utils.data import DataLoader
 from slipstream.data.prefetch import prefetch
 from slipstream.errors import DataError
-from slipstream.strategy import Prefetch
+from slipstream.strategy import PrefetchConfig
 
 class Large:
     def __len__(self):
@@ -144,7 +144,7 @@ class Large:
     def __getitem__(self, index):
         return torch.zeros(2**18)  # 1 MiB
 
-loader = prefetch(DataLoader(Large(), batch_size=2), Prefetch(%s))
+loader = prefetch(DataLoader(Large(), batch_size=2), PrefetchConfig(%s))
 try:
     for batch in loader:
         pass

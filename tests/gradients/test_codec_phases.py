@@ -24,7 +24,7 @@ CODECS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "onebit": ({"kind": "onebit", "block": 64, "start_step": 2}, (0, 2)),
     "powersgd": ({"kind": "powersgd", "rank": 1, "start_step": 3}, (0, 3)),
     "dgc": (
-        {"kind": "dgc", "density": 0.01, "dense_steps": 1, "warmup_steps": 2, "warmup": [0.1]},
+        {"kind": "dgc", "density": 0.01, "start_step": 1, "warmup_steps": 2, "warmup": [0.1]},
         (0, 1, 3),
     ),
 }

@@ -125,9 +125,9 @@ STRATEGIES: dict[str, Case] = {
         ["gradients.accumulate", "0", "1"],
     ),
     "no such preset": (
-        lambda: accelerate_and_close(small(), strategy="hcll"),
+        lambda: accelerate_and_close(small(), strategy="exatc"),
         StrategyError,
-        ["'hcll'", "did you mean", "hccl", "per_layer", ".yaml"],
+        ["'exatc'", "did you mean", "exact", "low_memory", ".yaml"],
     ),
     "no such file": (
         lambda: accelerate_and_close(small(), strategy="no/such.yaml"),

@@ -41,7 +41,7 @@ def test_parts_are_asked_for_and_restored_one_by_one() -> None:
         ({}, "this checkpoint has nothing"),
         (7, r"restore\(\) of a int; pass what session.checkpoint"),
         ([3], r"restore\(\) of a int"),
-        ([{"optimizer": {"rank": 1, "ranks": 2}}], r"shares of ranks \[1\]; allowed: those of all"),
+        ([{"optimizer": {"rank": 1, "ranks": 2}}], r"shards of ranks \[1\]; allowed: those of all"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused(state: Any, words: str) -> None:

@@ -39,8 +39,8 @@ def test_values_read_as_in_yaml():
     text = plain_text(overview(GradientsConfig(split=split, overlap=False)), width=200)
     assert "by_percent (percents [62.5, 37.5])" in text
     assert "false" in _lines(text, "overlap *")[0]
-    text = plain_text(overview(Strategy.load("fused_16")), width=200)
-    assert "by_bytes (megabytes 16, first_megabytes off, last_megabytes off)" in text
+    text = plain_text(overview(Strategy.load("ddp")), width=200)
+    assert "by_bytes (megabytes 25, first_megabytes 1, last_megabytes off)" in text
 
 
 def test_what_was_resolved_is_added():

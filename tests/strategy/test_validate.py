@@ -106,7 +106,7 @@ WRONG: list[tuple[object, list[str]]] = [
     ({"gradients": 3}, ["gradients: got 3; allowed: a mapping with the settings split, overlap"]),
     ({"trace": None}, ["trace: got None; allowed: a mapping with the settings steps, skip"]),
     # sources
-    ("hcll", ["no preset is named 'hcll'; did you mean 'hccl'?", "sequential", ".yaml"]),
+    ("exatc", ["no preset is named 'exatc'; did you mean 'exact'?", "sequential", ".yaml"]),
     (3, ["cannot make a strategy from 3; allowed: a path"]),
 ]
 
@@ -136,7 +136,7 @@ def test_values_built_in_python_are_refused_alike():
         StrategyError, match=r"^ByPercentConfig has 1 problem:\n  percents: \(60, 20\): "
     ):
         ByPercentConfig(percents=(60, 20))
-    with pytest.raises(StrategyError, match="ByIndex has 1 problem:\n  last: missing"):
+    with pytest.raises(StrategyError, match="ByIndexConfig has 1 problem:\n  last: missing"):
         ByIndexConfig()  # type: ignore[call-arg]
     with pytest.raises(StrategyError, match="no such setting; did you mean 'accumulate'"):
         GradientsConfig(accumulat=2)  # type: ignore[call-arg]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 RANK = """
 import json, os, sys, torch, torch.distributed as dist
 from slipstream.codecs import HostsCompressor
-from slipstream.strategy import Gradients
+from slipstream.strategy import GradientsConfig
 from slipstream.transport.hosts import find_hosts
 from slipstream.transport.requests import AllReduce
 from slipstream.transport.transport import make_transport, run
@@ -38,7 +38,7 @@ numel, log = 2**20, {"nodes": found.nodes}
 for name in ("direct", "hierarchical", {"kind": "hierarchical", "between": "flat"}):
     if name not in ("direct", "hierarchical") and len({len(n) for n in found.nodes}) > 1:
         continue
-    transport = make_transport(Gradients(transport=name).transport, dist.group.WORLD)
+    transport = make_transport(GradientsConfig(transport=name).transport, dist.group.WORLD)
     dist.barrier()
     before = sent()
     dist.barrier()
@@ -51,7 +51,7 @@ for name in ("direct", "hierarchical", {"kind": "hierarchical", "between": "flat
     log[str(name)] = (sent() - before) / (4 * numel)
     dist.barrier()
     for codec in json.loads(sys.argv[1]) if name == "hierarchical" else ():
-        config, weights = Gradients(codec=codec).codec, [torch.zeros(512, 1024)] * 2
+        config, weights = GradientsConfig(codec=codec).codec, [torch.zeros(512, 1024)] * 2
         compressor = HostsCompressor(config, weights, transport.rails)
         values = torch.randn(compressor.num_values)
         dist.barrier()

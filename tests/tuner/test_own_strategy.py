@@ -14,8 +14,8 @@ from slipstream.tuner.tune import Tuner
 
 OWN = {
     "by name": "session = slipstream.accelerate(model, opt, loader, strategy={'data': {}})",
-    "by place": "session = accelerate(model, opt, loader, 'hccl')",
-    "a variable": "s = 'hccl'\nslipstream.accelerate(model, opt, strategy=s)",
+    "by place": "session = accelerate(model, opt, loader, 'exact')",
+    "a variable": "s = 'exact'\nslipstream.accelerate(model, opt, strategy=s)",
 }
 OPEN = {
     "none": "slipstream.accelerate(model, opt, loader)",

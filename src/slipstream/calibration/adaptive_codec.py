@@ -9,7 +9,7 @@ from slipstream.calibration.collective_timer import CollectiveTimer
 from slipstream.cluster.connect import Cluster
 from slipstream.planner.network.costs import CodecCost
 from slipstream.planner.network.curve import Curve
-from slipstream.strategy import AdaptiveConfig, HalfConfig
+from slipstream.strategy import AdaptiveConfig
 from slipstream.transport.consistency import broadcast_from_first, collective_errors
 
 CALIBRATION_SECONDS = 1.0
@@ -56,6 +56,6 @@ def measure(config: AdaptiveConfig, ranks: Cluster) -> CodecDecision:
     with collective_errors("the measurement for codec: adaptive"):
         all_reduce, _ = timer.curve("all_reduce", timer.world, CALIBRATION_SECONDS)
         cost = slowest_cost(config.codec, timer.world, ranks.device)
-        rounds = 1 if isinstance(config.codec, HalfConfig) else 2
+        rounds = 1 if config.codec.summed else 2
         # Curves are fitted on each rank: a last bit of difference would code other segments.
         return broadcast_from_first(CodecDecision(all_reduce, cost, rounds), timer.world)

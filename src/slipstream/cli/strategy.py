@@ -17,7 +17,7 @@ from slipstream.strategy import Strategy, overview, presets
 app = typer.Typer(no_args_is_help=True)
 
 
-@app.command(epilog="Example: slipstream strategy show hccl")
+@app.command(epilog="Example: slipstream strategy show exact")
 def show(
     source: Annotated[
         str | None,

@@ -5,9 +5,9 @@ Never encodes anything itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,17 +19,120 @@ from slipstream.codecs.onebit import OneBitCodec
 from slipstream.codecs.powersgd import PowerSgdCodec, PowerSgdCompressor
 from slipstream.codecs.two_phase import TwoPhaseCompressor
 from slipstream.strategy import (
+    CodecVariant,
     DgcConfig,
     HalfConfig,
     Int8Config,
     OneBitConfig,
-    PlainCodecConfig,
     PowerSgdConfig,
 )
 
 
+class CompressorBucket(NamedTuple):
+    """What a compressor is made for: gradients of one dtype, slot by slot.
+
+    Attributes:
+        shapes: complex numbers count as pairs of real ones.
+        dtype, device: of the gradients.
+        ranks: that take part.
+        momenta: that a codec applies for the optimizer, slot by slot.
+        common: arguments of every compressor.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+    dtype: torch.dtype
+    ranks: Ranks
+    device: torch.device
+    momenta: Sequence[Momentum]
+    common: Mapping[str, Any]
+
+    def compressor(
+        self, made: Callable[..., Compressor], codec: Any, **settings: Any
+    ) -> Compressor:
+        """One of this class for the bucket."""
+        of_bucket = self.shapes, self.dtype, self.ranks, self.device
+        return made(codec, *of_bucket, **settings, **self.common)
+
+
+class Codec(NamedTuple):
+    """What a kind of codec does.
+
+    Attributes:
+        compressor: makes one for a bucket.
+        wire_bytes: of a gradient of so many real values in this shape, of this dtype, on so many
+            ranks; None: it travels as it is.
+    """
+
+    compressor: Callable[[Any, CompressorBucket], Compressor]
+    wire_bytes: Callable[[Any, tuple[int, ...], torch.dtype, int], int | None]
+
+
+def _half(config: HalfConfig, bucket: CompressorBucket) -> Compressor:
+    return bucket.compressor(HalfCompressor, HalfCodec(config.dtype))
+
+
+def _half_bytes(
+    config: HalfConfig, shape: tuple[int, ...], dtype: torch.dtype, ranks: int
+) -> int | None:
+    num_bytes = prod(shape) * 2  # of a complex number's parts, too
+    return num_bytes if num_bytes < prod(shape) * real_dtype(dtype).itemsize else None
+
+
+def _int8(config: Int8Config, bucket: CompressorBucket) -> Compressor:
+    codec = Int8Codec(config.block, config.rounding)
+    return bucket.compressor(TwoPhaseCompressor, codec, feedback=config.error_feedback)
+
+
+def _onebit(config: OneBitConfig, bucket: CompressorBucket) -> Compressor:
+    settings = {"feedback": True, "start_step": config.start_step}
+    return bucket.compressor(TwoPhaseCompressor, OneBitCodec(config.block), **settings)
+
+
+def _dgc(config: DgcConfig, bucket: CompressorBucket) -> Compressor:
+    momenta = bucket.momenta or [Momentum(0.0)] * len(bucket.shapes)
+    settings = {"momenta": momenta, "stages": config.stages, "clip": config.clip}
+    codec = DgcCodec(config.density, config.sample)
+    return bucket.compressor(DgcCompressor, codec, **settings)
+
+
+def _dgc_bytes(
+    config: DgcConfig, shape: tuple[int, ...], dtype: torch.dtype, ranks: int
+) -> int | None:
+    """What is gathered, not summed, comes from every rank instead of twice."""
+    if len(shape) < 2 or config.density == 1:
+        return None
+    return DgcCodec(config.density).wire_bytes(prod(shape), dtype) * ranks // 2
+
+
+def _powersgd(config: PowerSgdConfig, bucket: CompressorBucket) -> Compressor:
+    codec = PowerSgdCodec(config.rank, config.min_compression_rate)
+    settings = {"start_step": config.start_step, "feedback": config.error_feedback}
+    return bucket.compressor(PowerSgdCompressor, codec, **settings)
+
+
+def _powersgd_bytes(
+    config: PowerSgdConfig, shape: tuple[int, ...], dtype: torch.dtype, ranks: int
+) -> int:
+    codec = PowerSgdCodec(config.rank, config.min_compression_rate)
+    return codec.wire_values(shape) * real_dtype(dtype).itemsize
+
+
+CODECS: dict[type[CodecVariant], Codec] = {
+    HalfConfig: Codec(_half, _half_bytes),
+    Int8Config: Codec(
+        _int8, lambda c, shape, dtype, _: Int8Codec(c.block).wire_bytes(prod(shape), dtype)
+    ),
+    OneBitConfig: Codec(
+        _onebit, lambda c, shape, dtype, _: OneBitCodec(c.block).wire_bytes(prod(shape), dtype)
+    ),
+    DgcConfig: Codec(_dgc, _dgc_bytes),
+    PowerSgdConfig: Codec(_powersgd, _powersgd_bytes),
+}
+"""By type of the strategy's codec; one that is added, here or elsewhere, is a row."""
+
+
 def make_compressor(
-    config: PlainCodecConfig,
+    config: CodecVariant,
     parameters: Sequence[torch.Tensor],
     ranks: Ranks,
     *,
@@ -47,41 +150,13 @@ def make_compressor(
         num_flags: flags that travel along.
         seed: of random streams; the same on all ranks, another one for each bucket.
     """
-    shapes = [real_shape(p) for p in parameters]
-    bucket = shapes, parameters[0].dtype, ranks, parameters[0].device
-    common: dict[str, Any] = {"num_flags": num_flags, "seed": seed}
-    match config:
-        case HalfConfig():
-            return HalfCompressor(HalfCodec(config.dtype), *bucket, **common)
-        case Int8Config():
-            int8 = Int8Codec(config.block, config.rounding)
-            return TwoPhaseCompressor(int8, *bucket, feedback=config.error_feedback, **common)
-        case OneBitConfig():
-            onebit, start_step = OneBitCodec(config.block), config.start_step
-            return TwoPhaseCompressor(
-                onebit, *bucket, feedback=True, start_step=start_step, **common
-            )
-        case DgcConfig():
-            return DgcCompressor(
-                DgcCodec(config.density, config.sample),
-                *bucket,
-                momenta=momenta or [Momentum(0.0)] * len(shapes),
-                stages=config.stages,
-                clip=config.clip,
-                **common,
-            )
-        case PowerSgdConfig():
-            return PowerSgdCompressor(
-                PowerSgdCodec(config.rank, config.min_compression_rate),
-                *bucket,
-                start_step=config.start_step,
-                warm_start=config.warm_start,
-                feedback=config.error_feedback,
-                **common,
-            )
+    first, shapes = parameters[0], [real_shape(p) for p in parameters]
+    common = {"num_flags": num_flags, "seed": seed}
+    bucket = CompressorBucket(shapes, first.dtype, ranks, first.device, momenta, common)
+    return CODECS[type(config)].compressor(config, bucket)
 
 
-def wire_bytes(config: PlainCodecConfig | None, parameter: torch.Tensor, ranks: int = 2) -> int:
+def wire_bytes(config: CodecVariant | None, parameter: torch.Tensor, ranks: int = 2) -> int:
     """Bytes of the compressed gradient of a parameter: of a plain sum that takes the network as
     long. What is gathered, not summed, comes from every one of ``ranks`` instead of twice.
 
@@ -90,21 +165,11 @@ def wire_bytes(config: PlainCodecConfig | None, parameter: torch.Tensor, ranks: 
         >>> [wire_bytes(codec, weight) for codec in (None, HalfConfig(), Int8Config())]
         [16384, 8192, 4160]
     """
-    numel, dtype, shape = parameter.numel(), parameter.dtype, real_shape(parameter)
-    match config:
-        case HalfConfig():
-            return min(HalfCodec(config.dtype).wire_bytes(numel, dtype), parameter.nbytes)
-        case Int8Config():
-            return Int8Codec(config.block).wire_bytes(prod(shape), dtype)
-        case OneBitConfig():
-            return OneBitCodec(config.block).wire_bytes(prod(shape), dtype)
-        case DgcConfig() if len(shape) > 1 and config.density < 1:
-            return DgcCodec(config.density).wire_bytes(prod(shape), dtype) * ranks // 2
-        case PowerSgdConfig():
-            values = PowerSgdCodec(config.rank, config.min_compression_rate).wire_values(shape)
-            return values * real_dtype(dtype).itemsize
-        case _:
-            return parameter.nbytes
+    if config is None:
+        return parameter.nbytes
+    shape, dtype = real_shape(parameter), parameter.dtype
+    num_bytes = CODECS[type(config)].wire_bytes(config, shape, dtype, ranks)
+    return parameter.nbytes if num_bytes is None else num_bytes
 
 
 def real_shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -97,14 +97,12 @@ class PowerSgdCompressor(Compressor):
 
     Args, besides those of `Compressor`:
         start_step: updates before which gradients travel as they are.
-        warm_start: whether Q is kept from step to step.
         feedback: whether errors are fed back.
     """
 
     codec: PowerSgdCodec
     _: KW_ONLY
     start_step: int
-    warm_start: bool
     feedback: bool
 
     def __post_init__(self) -> None:
@@ -173,7 +171,7 @@ class PowerSgdCompressor(Compressor):
 
     def commit(self) -> None:
         super().commit()
-        if self._low_rank and self.warm_start:
+        if self._low_rank:
             for number in set(range(len(self._q))) - self._forgotten:
                 self._warm[number] = self._q[number].clone()
         self._forgotten.clear()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.errors import ModelError
-from slipstream.strategy import AdaptiveConfig, AutoConfig, CodecConfig, Strategy, TransportConfig
+from slipstream.strategy import AdaptiveConfig, CodecConfig, Strategy, TransportConfig
 
 
 def checked(
@@ -26,10 +26,10 @@ def checked(
             "DdpCodec has no segments, among which adaptive chooses; name the codec "
             f"itself, e.g. {config.codec.kind!r}, or use accelerate()"
         )
-    if isinstance(transport, AutoConfig):
+    if transport.searches:
         raise ModelError(
             "DdpCodec cannot search for a transport: DDP does not say when an update is over; "
-            "name one of the others (Flat(), Direct()), or use accelerate()"
+            "name one of the others (FlatConfig(), DirectConfig()), or use accelerate()"
         )
     return config
 

@@ -287,7 +287,7 @@ class DdpCodec:
         codec, named, num_flags = self._plan.codec_of(names[0]), None, 1
         numel = sum(p.numel() * (2 if p.is_complex() else 1) for p in parameters)
         late = [name for name in names if name not in self._plan.momenta]
-        if isinstance(codec, DgcConfig) and late:
+        if codec is not None and codec.takes_momentum and late:
             raise ModelError(
                 f"{', '.join(late)}: DDP averages what did not require a gradient when DdpCodec "
                 "took over the optimizer's momentum; make DdpCodec before freezing"

@@ -13,10 +13,7 @@ from slipstream.gradients.momentum import check_momentum_correction
 from slipstream.gradients.segments import NamedParameter, gradients_of
 from slipstream.strategy import (
     ByNameConfig,
-    DirectConfig,
     GradientsConfig,
-    HierarchicalConfig,
-    SharedMemoryConfig,
 )
 
 
@@ -33,12 +30,10 @@ def check_gradients(
     plan_segments(gradients_of(trainables, [0] * len(trainables)), config.split)
     check_momentum_correction(optimizer, trainables, config.codec)
     device = trainables[0].parameter.device if trainables else torch.device("cpu")
-    kind = config.transport.kind
-    of_cpus = DirectConfig | HierarchicalConfig | SharedMemoryConfig
-    if isinstance(config.transport, of_cpus) and device.type != "cpu":
+    if config.transport.cpu_only and device.type != "cpu":
         raise StrategyError(
-            f"gradients.transport {kind} sends the memory of CPUs alone, and the model is on "
-            f"{device}; write gradients: {{transport: flat}}"
+            f"gradients.transport {config.transport.kind} sends the memory of CPUs alone, and the "
+            f"model is on {device}; write gradients: {{transport: flat}}"
         )
 
 

@@ -32,7 +32,7 @@ from slipstream.codecs import (
 from slipstream.gradients.buckets import Bucket, DenseBucket, gradient_dtype
 from slipstream.gradients.shard_bucket import ShardBucket
 from slipstream.gradients.shards import Shards
-from slipstream.strategy import HalfConfig, PlainCodecConfig, phase_of, phases
+from slipstream.strategy import HalfConfig, PlainCodecConfig, phase_of
 from slipstream.transport.hosts import Rails
 from slipstream.transport.requests import ExchangeSteps, Request
 
@@ -156,13 +156,13 @@ class CompressionPlan:
         codec = phase_of(self.codec_of(name), self.step)
         plain = parameter.dtype if self.narrow else gradient_dtype(parameter)
         num_bytes = parameter.numel() * plain.itemsize
-        if isinstance(codec, HalfConfig) and wire_bytes(codec, parameter) >= num_bytes:
+        if codec is not None and codec.summed and wire_bytes(codec, parameter) >= num_bytes:
             return None
         return codec
 
     def compresses(self, codec: PlainCodecConfig | None) -> bool:
         """Whether a compressor does what the codec asks for: 16 bits need one between hosts."""
-        return codec is not None and not (isinstance(codec, HalfConfig) and self.rails is None)
+        return codec is not None and not (codec.summed and self.rails is None)
 
     def ever_compresses(self, names: Iterable[str]) -> bool:
         """Whether a compressor exchanges one of these gradients, now or in a later phase."""
@@ -176,7 +176,7 @@ class CompressionPlan:
     def first_steps(self, names: Iterable[str]) -> tuple[int, ...]:
         """The updates from which on the codec of one of these parameters works in another way."""
         codecs = {self.codec_of(name) for name in names} - {None}
-        return tuple(sorted({first for codec in codecs if codec for first, _ in phases(codec)}))
+        return tuple(sorted({first for codec in codecs if codec for first, _ in codec.phases}))
 
     def cuts(self, parameter: torch.Tensor) -> bool:
         """Whether every rank gets a shard of the average alone."""

@@ -30,7 +30,6 @@ from slipstream.session.update_sharding import UpdateSharding, shards_of
 from slipstream.sharding.checks import why_not_sharded
 from slipstream.strategy import (
     AdaptiveConfig,
-    AutoConfig,
     ByBytesConfig,
     CodecConfig,
     OptimalConfig,
@@ -98,7 +97,7 @@ def search_space(
 ) -> SearchSpace:
     """What the strategy leaves open; ``auto`` asks which ranks share a host, a collective."""
     place = Place.apart(cluster.device, cluster.world_size)
-    searches = isinstance(strategy.gradients.transport, AutoConfig) and not strategy.parallel.active
+    searches = strategy.gradients.transport.searches and not strategy.parallel.active
     if searches and control is not None and cluster.device.type == "cpu":
         place = find_place(cluster.device, control)
     reason = why_not_sharded(model, optimizer, strategy) if searches else None

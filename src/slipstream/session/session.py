@@ -25,7 +25,7 @@ from slipstream.session.loop import TrainingLoop
 from slipstream.session.state import SessionState
 from slipstream.session.update_sharding import UpdateSharding
 from slipstream.strategy import Row, Strategy, overview
-from slipstream.strategy.overview import plain_text
+from slipstream.strategy.overview import plain_text, summary
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741 - the field's letter for it
@@ -394,12 +394,16 @@ class Session(Generic[M, O]):
         """Updates that were skipped because of gradients that were not finite, or by the script."""
         return self._skipped if self._closed else self._loop.skipped
 
-    def report(self) -> str:
-        """The strategy and what each technique resolved to, as a table in plain text."""
+    def report(self, *, full: bool = False) -> str:
+        """What was asked for and what became of it, in plain text as wide as the terminal.
+
+        Args:
+            full: every setting with its meaning, those by default too.
+        """
         rows = self._handles.report_rows()
         if self.skipped:
             rows.append(Row("skipped", f"{self.skipped} updates", "gradients were infinite or NaN"))
-        return plain_text(overview(self.strategy, rows))
+        return plain_text((overview if full else summary)(self.strategy, rows))
 
     def close(self) -> None:
         """Restore the model and the optimizer, and write an unfinished trace; idempotent.

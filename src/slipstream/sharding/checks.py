@@ -13,8 +13,6 @@ from slipstream.gradients.segments import NamedParameter, parameters_of
 from slipstream.optim.elementwise import ELEMENTWISE, acts_elsewhere, is_elementwise
 from slipstream.optim.layerwise import Layerwise
 from slipstream.strategy import (
-    DgcConfig,
-    HalfConfig,
     HalfWeightsConfig,
     ShardedConfig,
     Strategy,
@@ -59,7 +57,7 @@ def check_sharded(
             f", else {_FIX}"
         )
     for t in trainables:
-        if isinstance(codec_of(strategy.gradients.codec, t.name), DgcConfig):
+        if (codec := codec_of(strategy.gradients.codec, t.name)) and codec.takes_momentum:
             raise StrategyError(
                 "gradients.transport sharded with the codec dgc, which applies momentum to whole "
                 f"gradients; {_FIX}, or another codec"
@@ -106,7 +104,7 @@ def why_not_sharded(
         return "precision keeps fp32 copies of all weights"
     if strategy.compute.fuse_optimizer:
         return "compute.fuse_optimizer"
-    if not isinstance(config.codec, HalfConfig | None):
+    if config.codec is not None and not config.codec.summed:
         return f"the codec {config.codec.kind}"
     return refusal_of_sharded(model, optimizer, strategy)
 

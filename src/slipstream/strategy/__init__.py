@@ -8,6 +8,7 @@ from slipstream.strategy.codec import (
     ByNameConfig as ByNameConfig,
     CodecConfig as CodecConfig,
     CodecRuleConfig as CodecRuleConfig,
+    CodecVariant as CodecVariant,
     DgcConfig as DgcConfig,
     HalfConfig as HalfConfig,
     Int8Config as Int8Config,
@@ -19,7 +20,6 @@ from slipstream.strategy.codec import (
     keeps_state as keeps_state,
     late_by as late_by,
     phase_of as phase_of,
-    phases as phases,
 )
 from slipstream.strategy.compute import ComputeConfig as ComputeConfig
 from slipstream.strategy.data import (
@@ -82,4 +82,5 @@ from slipstream.strategy.transport import (
     ShardedConfig as ShardedConfig,
     SharedMemoryConfig as SharedMemoryConfig,
     TransportConfig as TransportConfig,
+    TransportVariant as TransportVariant,
 )

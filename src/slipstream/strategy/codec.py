@@ -3,16 +3,65 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, field_validator
 
 from slipstream.strategy.setting import OneOf, Setting, Variant
 
-_Share = Annotated[float, Field(gt=0, le=1)]
+_Part = Annotated[float, Field(gt=0, le=1)]
 
 
-class HalfConfig(Variant, kind="half", exactness="lossy"):
+class CodecVariant(Variant):
+    """A codec, and what others need to know of it.
+
+    Attributes:
+        summed: whether what travels is a sum that a transport takes; else it is encoded and decoded
+            again on the way.
+        takes_momentum: whether it applies the momentum of the optimizer itself.
+    """
+
+    summed: ClassVar[bool] = False
+    takes_momentum: ClassVar[bool] = False
+
+    @property
+    def phases(self) -> tuple[tuple[int, CodecVariant | None], ...]:
+        """Pairs of (first update, codec at work from there on); None: gradients travel as they are.
+
+        Example:
+            >>> OneBitConfig(start_step=9).phases == ((0, None), (9, OneBitConfig(start_step=9)))
+            True
+        """
+        start = getattr(self, "start_step", 0)
+        return ((0, None), (start, self)) if start else ((0, self),)
+
+    @property
+    def late_by(self) -> int:
+        """Updates until it sends as little as it ever will."""
+        return self.phases[-1][0]
+
+    def at_once(self) -> Self:
+        """The same as it is in the end, from the first update on."""
+        return self.model_copy(update={"start_step": 0}) if hasattr(self, "start_step") else self
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether it keeps something between updates, which differs from rank to rank."""
+        return self.copies(ranks=2) > 0
+
+    def copies(self, ranks: int) -> float:
+        """How many times the bytes of the gradients a rank keeps between updates.
+
+        The error of what a rank sends, and that of the part that it sums for all.
+        """
+        return 1 + 1 / ranks
+
+    def of(self, name: str) -> CodecVariant | None:
+        """The codec of a parameter, by its path."""
+        return self
+
+
+class HalfConfig(CodecVariant, kind="half", exactness="lossy"):
     """Gradients travel and are summed as 16-bit floats.
 
     Example:
@@ -25,8 +74,14 @@ class HalfConfig(Variant, kind="half", exactness="lossy"):
     becomes 0, a larger one infinite. The range applies before the loss scale is divided out; with a
     loss scale, an overflow skips the update."""
 
+    summed = True
 
-class Int8Config(Variant, kind="int8", exactness="lossy"):
+    def copies(self, ranks: int) -> float:
+        """None."""
+        return 0.0
+
+
+class Int8Config(CodecVariant, kind="int8", exactness="lossy"):
     """Gradients travel as 8-bit integers with one scale per block and are summed in fp32.
 
     Example:
@@ -43,8 +98,12 @@ class Int8Config(Variant, kind="int8", exactness="lossy"):
     error_feedback: bool = False
     """Add the rounding error to the next gradients; needs as much memory as the gradients."""
 
+    def copies(self, ranks: int) -> float:
+        """Errors, if they are fed back."""
+        return super().copies(ranks) if self.error_feedback else 0.0
 
-class OneBitConfig(Variant, kind="onebit", exactness="lossy"):
+
+class OneBitConfig(CodecVariant, kind="onebit", exactness="lossy"):
     """Gradients travel as signs with one scale per block; error feedback sends the rest later.
 
     The first ``start_step`` updates are dense, as in 1-bit Adam (Tang et al. 2021): an optimizer
@@ -62,7 +121,7 @@ class OneBitConfig(Variant, kind="onebit", exactness="lossy"):
     """Updates that send gradients uncompressed first: early gradients change too fast."""
 
 
-class DgcConfig(Variant, kind="dgc", exactness="lossy"):
+class DgcConfig(CodecVariant, kind="dgc", exactness="lossy"):
     """Only the largest values travel; the others accumulate until they are large (DGC).
 
     Takes over momentum and weight decay of ``torch.optim.SGD``, because DGC applies them before it
@@ -73,19 +132,19 @@ class DgcConfig(Variant, kind="dgc", exactness="lossy"):
         0.01
     """
 
-    density: _Share = 0.001
+    density: _Part = 0.001
     """Share of the values that is sent."""
 
-    dense_steps: NonNegativeInt = 0
-    """Updates that send everything first."""
+    start_step: NonNegativeInt = 0
+    """Updates that send gradients uncompressed first."""
 
     warmup_steps: NonNegativeInt = 1000
-    """Updates after ``dense_steps`` over which the density falls."""
+    """Updates after ``start_step`` over which the density falls."""
 
-    warmup: tuple[_Share, ...] = Field(default=(0.25, 0.0625, 0.015625, 0.004), strict=False)
+    warmup: tuple[_Part, ...] = Field(default=(0.25, 0.0625, 0.015625, 0.004), strict=False)
     """Densities of the warm-up, each for an equal part of it."""
 
-    sample: _Share = 0.01
+    sample: _Part = 0.01
     """Share of the values sampled to estimate the threshold."""
 
     clip: PositiveFloat | None = None
@@ -97,19 +156,44 @@ class DgcConfig(Variant, kind="dgc", exactness="lossy"):
         """Pairs of (first update, density from there on).
 
         Example:
-            >>> DgcConfig(density=0.01, dense_steps=100, warmup_steps=40, warmup=(0.2, 0.05)).stages
+            >>> DgcConfig(density=0.01, start_step=100, warmup_steps=40, warmup=(0.2, 0.05)).stages
             ((0, 1.0), (100, 0.2), (120, 0.05), (140, 0.01))
         """
         each = self.warmup_steps / max(len(self.warmup), 1)
-        begin = self.dense_steps
+        begin = self.start_step
         stages = [(0, 1.0)] if begin else []
         if self.warmup_steps:
             stages += [(begin + round(i * each), share) for i, share in enumerate(self.warmup)]
         end = begin + (self.warmup_steps if self.warmup else 0)
         return (*stages, (end, self.density))
 
+    takes_momentum = True
 
-class PowerSgdConfig(Variant, kind="powersgd", exactness="lossy"):
+    @property
+    def phases(self) -> tuple[tuple[int, CodecVariant | None], ...]:
+        """Ever lower densities.
+
+        Example:
+            >>> dgc = DgcConfig(warmup_steps=8, warmup=(0.2, 0.1))
+            >>> [(first, phase.density) for first, phase in dgc.phases]
+            [(0, 0.2), (4, 0.1), (8, 0.001)]
+        """
+        single = {"start_step": 0, "warmup_steps": 0}
+        return tuple(
+            (first, self.model_copy(update={"density": density, **single}))
+            for first, density in self.stages
+        )
+
+    def at_once(self) -> Self:
+        """Without a warm-up."""
+        return self.model_copy(update={"start_step": 0, "warmup_steps": 0})
+
+    def copies(self, ranks: int) -> float:
+        """Momentum and velocity."""
+        return 2.0
+
+
+class PowerSgdConfig(CodecVariant, kind="powersgd", exactness="lossy"):
     """Gradients travel as products of two thin matrices; error feedback sends the rest later.
 
     Example:
@@ -126,15 +210,16 @@ class PowerSgdConfig(Variant, kind="powersgd", exactness="lossy"):
     min_compression_rate: float = Field(default=2.0, ge=1)
     """A gradient that shrinks by less than this factor travels uncompressed."""
 
-    warm_start: bool = True
-    """Start from the matrices of the last update."""
-
     error_feedback: bool = True
     """Add the approximation error to the next gradients; needs as much memory as the gradients."""
 
+    def copies(self, ranks: int) -> float:
+        """The error; of what is fed back or not, matrices are kept."""
+        return 1.0
+
 
 PlainCodecConfig = HalfConfig | Int8Config | OneBitConfig | DgcConfig | PowerSgdConfig
-_OneCodec = Annotated[PlainCodecConfig, OneOf()]
+_OneCodec = Annotated[PlainCodecConfig, OneOf(family=CodecVariant)]
 
 
 class CodecRuleConfig(Setting):
@@ -152,7 +237,7 @@ class CodecRuleConfig(Setting):
     """Their codec; null: none."""
 
 
-class ByNameConfig(Variant, kind="by_name", exactness="lossy"):
+class ByNameConfig(CodecVariant, kind="by_name", exactness="lossy"):
     """Each parameter gets the codec of the first rule that matches its path, else none.
 
     ``accelerate()`` warns about a rule that matches no trainable parameter.
@@ -171,8 +256,22 @@ class ByNameConfig(Variant, kind="by_name", exactness="lossy"):
         """The codec of a parameter, by its path."""
         return next((r.codec for r in self.rules if fnmatchcase(name, r.match)), None)
 
+    @property
+    def late_by(self) -> int:
+        """Of the codec that is latest."""
+        return max(late_by(rule.codec) for rule in self.rules)
 
-class AdaptiveConfig(Variant, kind="adaptive", exactness="lossy"):
+    def at_once(self) -> Self:
+        """Of each codec."""
+        rules = [rule.model_copy(update={"codec": at_once(rule.codec)}) for rule in self.rules]
+        return self.model_copy(update={"rules": tuple(rules)})
+
+    def copies(self, ranks: int) -> float:
+        """At most."""
+        return max(rule.codec.copies(ranks) if rule.codec else 0.0 for rule in self.rules)
+
+
+class AdaptiveConfig(CodecVariant, kind="adaptive", exactness="lossy"):
     """A codec, used only for segments where it saves more time on the wire than it costs.
 
     Both times are measured on the live ranks before the first update.
@@ -187,37 +286,36 @@ class AdaptiveConfig(Variant, kind="adaptive", exactness="lossy"):
 
     @field_validator("codec")
     @classmethod
-    def _not_dgc(cls, codec: PlainCodecConfig) -> PlainCodecConfig:
-        if isinstance(codec, DgcConfig):
+    def _applies_no_momentum(cls, codec: PlainCodecConfig) -> PlainCodecConfig:
+        if codec.takes_momentum:
             raise ValueError(
                 "dgc takes over the momentum of all parameters, even where it does not pay; "
                 "allowed: half, int8, onebit, powersgd, or dgc without adaptive"
             )
         return codec
 
+    @property
+    def late_by(self) -> int:
+        """Of the codec."""
+        return late_by(self.codec)
 
-CodecConfig = Annotated[PlainCodecConfig | ByNameConfig | AdaptiveConfig, OneOf()]
+    def at_once(self) -> Self:
+        """Of the codec."""
+        return self.model_copy(update={"codec": at_once(self.codec)})
+
+    def copies(self, ranks: int) -> float:
+        """At most, where it pays everywhere."""
+        return self.codec.copies(ranks)
+
+    def of(self, name: str) -> PlainCodecConfig | None:
+        """The codec used where it pays."""
+        return self.codec
+
+
+CodecConfig = Annotated[
+    PlainCodecConfig | ByNameConfig | AdaptiveConfig, OneOf(family=CodecVariant)
+]
 """A codec, or only its kind where the defaults do: ``half`` for ``{kind: half}``."""
-
-
-def phases(codec: PlainCodecConfig) -> tuple[tuple[int, PlainCodecConfig | None], ...]:
-    """Pairs of (first update, codec at work from there on); None: gradients travel as they are.
-
-    Example:
-        >>> phases(OneBitConfig(start_step=100)) == ((0, None), (100, OneBitConfig(start_step=100)))
-        True
-        >>> dgc = DgcConfig(warmup_steps=8, warmup=(0.2, 0.1))
-        >>> [(first, phase.density) for first, phase in phases(dgc)]
-        [(0, 0.2), (4, 0.1), (8, 0.001)]
-    """
-    if isinstance(codec, DgcConfig):
-        single = {"dense_steps": 0, "warmup_steps": 0}
-        return tuple(
-            (first, codec.model_copy(update={"density": density, **single}))
-            for first, density in codec.stages
-        )
-    start = codec.start_step if isinstance(codec, OneBitConfig | PowerSgdConfig) else 0
-    return ((0, None), (start, codec)) if start else ((0, codec),)
 
 
 def phase_of(codec: PlainCodecConfig | None, step: int) -> PlainCodecConfig | None:
@@ -228,76 +326,49 @@ def phase_of(codec: PlainCodecConfig | None, step: int) -> PlainCodecConfig | No
         (None, 'powersgd')
     """
     at_work = None
-    for first, phase in () if codec is None else phases(codec):
+    for first, phase in () if codec is None else codec.phases:
         at_work = phase if first <= step else at_work
-    return at_work
+    return cast(PlainCodecConfig | None, at_work)
 
 
-def late_by(codec: PlainCodecConfig | ByNameConfig | AdaptiveConfig | None) -> int:
-    """Updates until the codec sends as little as it ever will.
+def late_by(codec: CodecVariant | None) -> int:
+    """Updates until a codec, if there is one, sends as little as it ever will.
 
     Example:
-        >>> late_by(Int8Config()), late_by(DgcConfig(dense_steps=5))
-        (0, 1005)
+        >>> late_by(Int8Config()), late_by(DgcConfig(start_step=5)), late_by(None)
+        (0, 1005, 0)
     """
-    match codec:
-        case None:
-            return 0
-        case ByNameConfig():
-            return max(late_by(rule.codec) for rule in codec.rules)
-        case AdaptiveConfig():
-            return late_by(codec.codec)
-    return phases(codec)[-1][0]
+    return 0 if codec is None else codec.late_by
 
 
-def at_once(
-    codec: PlainCodecConfig | ByNameConfig | AdaptiveConfig | None,
-) -> PlainCodecConfig | ByNameConfig | AdaptiveConfig | None:
-    """The codec as it is in the end, from the first update on.
+C = TypeVar("C", bound=CodecVariant | None)
+
+
+def at_once(codec: C) -> C:
+    """A codec, if there is one, as it is in the end, from the first update on.
 
     Example:
         >>> at_once(OneBitConfig(block=64)) == OneBitConfig(block=64, start_step=0)
         True
     """
-    match codec:
-        case ByNameConfig():
-            rules = [rule.model_copy(update={"codec": at_once(rule.codec)}) for rule in codec.rules]
-            return codec.model_copy(update={"rules": tuple(rules)})
-        case AdaptiveConfig():
-            return codec.model_copy(update={"codec": at_once(codec.codec)})
-        case OneBitConfig() | PowerSgdConfig():
-            return codec.model_copy(update={"start_step": 0})
-        case DgcConfig():
-            return phases(codec)[-1][1]
-    return codec
+    return codec if codec is None else codec.at_once()
 
 
-def codec_of(
-    codec: PlainCodecConfig | ByNameConfig | AdaptiveConfig | None, name: str
-) -> PlainCodecConfig | None:
+def codec_of(codec: CodecVariant | None, name: str) -> PlainCodecConfig | None:
     """The codec of a parameter's gradient; for ``adaptive``, the codec used where it pays.
 
     Example:
         >>> codec_of(AdaptiveConfig(codec="int8"), "head.weight").kind
         'int8'
     """
-    if isinstance(codec, ByNameConfig):
-        return codec.of(name)
-    return codec.codec if isinstance(codec, AdaptiveConfig) else codec
+    return None if codec is None else cast(PlainCodecConfig | None, codec.of(name))
 
 
-def keeps_state(codec: PlainCodecConfig | ByNameConfig | AdaptiveConfig | None) -> bool:
-    """Whether the codec keeps state between updates, which differs from rank to rank.
+def keeps_state(codec: CodecVariant | None) -> bool:
+    """Whether a codec, if there is one, keeps state between updates.
 
     Example:
         >>> keeps_state(HalfConfig()), keeps_state(Int8Config()), keeps_state(OneBitConfig())
         (False, False, True)
     """
-    match codec:
-        case Int8Config():
-            return codec.error_feedback
-        case ByNameConfig():
-            return any(keeps_state(rule.codec) for rule in codec.rules)
-        case AdaptiveConfig():
-            return keeps_state(codec.codec)
-    return not isinstance(codec, HalfConfig | None)
+    return codec is not None and codec.keeps_state

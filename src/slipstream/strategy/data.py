@@ -57,10 +57,9 @@ class PrefetchConfig(Setting):
     """Batches that are read ahead, in all; at most as many workers. auto: two for each worker,
     within memory."""
 
-    threads: Literal["auto"] | bool = False
+    threads: bool = False
     """Read in threads of this process: nothing is copied between processes. The dataset must allow
-    reads from several threads at once. auto: threads, then processes; what makes the shorter steps
-    stays."""
+    reads from several threads at once."""
 
     to_device: bool = False
     """On CUDA, batches come on the device, copied while the one before is computed with."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Sequence
+from shutil import get_terminal_size
 from typing import NamedTuple
 
 from rich.console import Console
@@ -56,8 +57,45 @@ def overview(strategy: Setting, resolved: Sequence[Row] = ()) -> Table:
     return table
 
 
-def plain_text(table: Table, width: int = 100) -> str:
-    """The table as text without colours, at most ``width`` columns wide."""
+def summary(strategy: Setting, resolved: Sequence[Row]) -> Table:
+    """What was asked for beyond the defaults, and what became of it: a line or two each.
+
+    Args:
+        strategy: the configuration.
+        resolved: what the settings became on this model and these ranks.
+
+    Example:
+        >>> from slipstream.strategy import Strategy
+        >>> row = Row("fused", "161 gradients -> 6 exchanges", "in ready order")
+        >>> print(plain_text(summary(Strategy.load("ddp"), [row])))
+        strategy
+          gradients.split  by_bytes (reordered)
+        here
+          fused            161 gradients -> 6 exchanges, in ready order
+    """
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    changed = [row for row in _rows(strategy) if row.changed]
+    table.add_row("strategy", "" if changed else "the defaults")
+    for row in changed:
+        value = row.value.partition(" (")[0]
+        table.add_row(f"  {row.setting}", Text(_noted(value, row.exactness)))
+    if resolved:
+        table.add_row("here", "")
+    for row in resolved:
+        note = f", {row.note}" if row.note else ""
+        table.add_row(f"  {row.setting}", Text(_noted(f"{row.value}{note}", row.exactness)))
+    return table
+
+
+def _noted(words: str, exactness: str) -> str:
+    return f"{words} ({exactness})" if exactness else words
+
+
+def plain_text(table: Table, width: int | None = None) -> str:
+    """The table as text without colours, at most ``width`` columns wide; None: as the terminal."""
+    width = get_terminal_size().columns if width is None else width
     console = Console(file=io.StringIO(), width=width, color_system=None, _environ={})
     with console.capture() as capture:
         console.print(table)

@@ -14,11 +14,17 @@ _PRESETS = """
 default:
   reason: the defaults
   settings: {}
-optimal:
-  reason: the split computed from this model's ready times and this network's speed
-  settings: {gradients: {split: optimal}}
+exact:
+  reason: the fastest exchange that keeps the mathematics, found by measuring while it trains
+  settings: {gradients: {split: optimal, transport: auto}}
+slow_network:
+  reason: half the bytes, as bf16, by the exchange that is fastest then
+  settings: {gradients: {split: optimal, transport: auto, codec: half}}
+low_memory:
+  reason: every block is computed again in backward; ranks share the optimizer's state
+  settings: {gradients: {transport: sharded}, memory: {recompute: every}}
 auto:
-  reason: transport, split and overlap are left to measurements in the training itself
+  reason: the same as exact, named after how it works
   settings: {gradients: {split: optimal, transport: auto}}
 sequential:
   reason: "the plain reference: one exchange of all gradients, strictly after backward"
@@ -26,16 +32,6 @@ sequential:
 ddp:
   reason: "the buckets of PyTorch's DistributedDataParallel: 1 MB first, then 25 MB"
   settings: {gradients: {split: {kind: by_bytes, megabytes: 25, last_megabytes: null}}}
-hccl:
-  reason: "the default of Ascend's HCCL: 96.54 % of the bytes, then a short tail"
-  settings: {gradients: {split: {kind: by_percent, percents: [96.54, 3.46]}}}
-per_layer:
-  reason: "the default fusion of Paddle Fleet: a layer's weight and bias together"
-  settings: {gradients: {split: per_layer}}
-fused_16:
-  reason: "the size Paddle Fleet advises: segments of 16 MB"
-  settings:
-    gradients: {split: {kind: by_bytes, megabytes: 16, first_megabytes: null, last_megabytes: null}}
 """
 
 

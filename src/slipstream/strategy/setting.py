@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+)
 
 from slipstream.errors import StrategyError
 from slipstream.strategy.validate import explain
@@ -117,19 +125,51 @@ def from_kind(value: object) -> object:
 
 
 class OneOf:
-    """Annotates a union of variants: a kind may stand alone where the rest has defaults."""
+    """Annotates a union of variants: a kind may stand alone where the rest has defaults.
 
-    def __init__(self, read: Callable[[object], object] = from_kind) -> None:
-        self._read = read
+    Args:
+        read: from what stands in the place of a variant to what pydantic reads.
+        family: a base of the variants. Others of it, defined outside this package, are read, too:
+            by their kind, or as they are.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[object], object] = from_kind,
+        family: type[Variant] | None = None,
+    ) -> None:
+        self._read, self._family = read, family
 
     def __get_pydantic_core_schema__(self, union: Any, handler: Any) -> Any:
+        known = get_args(union)
         alone = tuple(
             variant.model_fields["kind"].default
-            for variant in get_args(union)
+            for variant in known
             if not any(field.is_required() for field in variant.model_fields.values())
         )
         read = BeforeValidator(self._read, json_schema_input_type=union | Literal[alone])
-        return handler.generate_schema(Annotated[union, Field(discriminator="kind"), read])
+        others = WrapValidator(partial(self._from_elsewhere, known))
+        inner = Annotated[union, Field(discriminator="kind"), read]
+        return handler.generate_schema(Annotated[inner, others] if self._family else inner)
+
+    def _from_elsewhere(
+        self, known: Sequence[type[Variant]], value: Any, validate: Callable[[object], object]
+    ) -> object:
+        """A variant that is not of this package, or what pydantic makes of ``value``."""
+        if self._family is not None and isinstance(value, self._family):
+            return value if type(value) not in known else validate(value)
+        read: Any = self._read(value)
+        kind = read.get("kind") if isinstance(read, Mapping) else None
+        for variant in _descendants(self._family):
+            if variant not in known and kind and variant.model_fields["kind"].default == kind:
+                return variant(**read)
+        return validate(value)
+
+
+def _descendants(base: type[Variant] | None) -> Iterator[type[Variant]]:
+    for variant in base.__subclasses__() if base is not None else ():
+        yield variant
+        yield from _descendants(variant)
 
 
 def _plain(value: object, *, full: bool) -> object:

@@ -146,8 +146,8 @@ class Strategy(Setting):
         Example:
             >>> Strategy.load({"gradients": {"overlap": False}}).gradients.overlap
             False
-            >>> Strategy.load("hccl").gradients.split.kind
-            'by_percent'
+            >>> Strategy.load("exact").gradients.split.kind
+            'optimal'
         """
         if isinstance(source, str) and Path(source).suffix.lower() in SUFFIXES:
             source = Path(source)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -10,13 +10,29 @@ from slipstream.strategy.setting import OneOf, Variant
 from slipstream.strategy.split import ByBytesConfig, SplitConfig
 
 
-class FlatConfig(Variant, exactness="reordered"):
+class TransportVariant(Variant):
+    """A transport, and what others need to know of it.
+
+    Attributes:
+        cpu_only: whether it sends the memory of CPUs alone.
+        whole_gradients: whether a rank has the whole average between ``backward()`` and ``step()``.
+        between_hosts: whether it sums inside hosts first, so that a codec works between them alone.
+        searches: whether it stands for a search among the others.
+    """
+
+    cpu_only: ClassVar[bool] = False
+    whole_gradients: ClassVar[bool] = True
+    between_hosts: ClassVar[bool] = False
+    searches: ClassVar[bool] = False
+
+
+class FlatConfig(TransportVariant, exactness="reordered"):
     """The backend's own all-reduce over all ranks."""
 
     kind: Literal["flat"] = "flat"  # written out for type checkers: the planner looks it up
 
 
-class DirectConfig(Variant, exactness="reordered"):
+class DirectConfig(TransportVariant, exactness="reordered"):
     """Each rank sums a share of every segment, and sends the sum to all others. On CPUs only.
 
     Receives are posted before backward begins, so messages wait neither for their receiver nor, hop
@@ -24,9 +40,10 @@ class DirectConfig(Variant, exactness="reordered"):
     """
 
     kind: Literal["direct"] = "direct"
+    cpu_only = True
 
 
-class ShardedConfig(Variant, exactness="reordered"):
+class ShardedConfig(TransportVariant, exactness="reordered"):
     """Each rank updates a share of every parameter: gradients are summed to the ranks that own
     them, and parameters are gathered under the next forward, each before the layer that reads it.
 
@@ -39,6 +56,7 @@ class ShardedConfig(Variant, exactness="reordered"):
     """
 
     kind: Literal["sharded"] = "sharded"
+    whole_gradients = False
 
     gather: SplitConfig = ByBytesConfig()
     """Which parameters travel together, in the order in which forward needs them."""
@@ -54,7 +72,7 @@ class ShardedConfig(Variant, exactness="reordered"):
     own: its steps on a part of a parameter are those on the whole."""
 
 
-class HierarchicalConfig(Variant, exactness="reordered"):
+class HierarchicalConfig(TransportVariant, exactness="reordered"):
     """Sums inside each host first, then exchanges the sums between the hosts. On CPUs only.
 
     Of the ranks of a host each exchanges another share, all at the same time: a host sends as much
@@ -64,19 +82,21 @@ class HierarchicalConfig(Variant, exactness="reordered"):
     """
 
     kind: Literal["hierarchical"] = "hierarchical"
+    cpu_only = between_hosts = True
 
     between: Annotated[FlatConfig | DirectConfig, OneOf()] = DirectConfig()
     """How shares travel between hosts: ``direct``, or ``flat``, the backend's ring, which is faster
     while cores are free and needs as many ranks on each host."""
 
 
-class SharedMemoryConfig(Variant, exactness="reordered"):
+class SharedMemoryConfig(TransportVariant, exactness="reordered"):
     """Ranks of one host sum in memory that they share, in rank order. On CPUs only."""
 
     kind: Literal["shared_memory"] = "shared_memory"
+    cpu_only = True
 
 
-class AutoConfig(Variant, exactness="reordered"):
+class AutoConfig(TransportVariant, exactness="reordered"):
     """The fastest exact transport for this model and network, found during training.
 
     The first updates take turns under the transports that are exact here, on all ranks alike:
@@ -96,6 +116,7 @@ class AutoConfig(Variant, exactness="reordered"):
     """
 
     kind: Literal["auto"] = "auto"
+    searches = True
 
     updates: int = Field(default=60, ge=24)
     """Updates that the search takes at most."""
@@ -108,7 +129,7 @@ TransportConfig = Annotated[
     | HierarchicalConfig
     | SharedMemoryConfig
     | AutoConfig,
-    OneOf(),
+    OneOf(family=TransportVariant),
 ]
 """A transport, or only its kind: ``flat`` for ``{kind: flat}``."""
 

@@ -36,8 +36,8 @@ def open_strategy(base: Strategy) -> Strategy | None:
     with these, and would not notice that it ends slower than ``base``.
 
     Example:
-        >>> open_strategy(Strategy.load("hccl")).gradients.split.kind
-        'by_percent'
+        >>> open_strategy(Strategy.load({"gradients": {"split": "single"}})).gradients.split.kind
+        'single'
     """
     split, transport = base.gradients.split, base.gradients.transport
     searching = base.with_gradients(

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from slipstream.strategy import (
     AutoConfig,
     DirectConfig,
-    HalfConfig,
-    HierarchicalConfig,
     OptimalConfig,
     Row,
     ShardedConfig,
@@ -76,8 +74,8 @@ class SearchSpace:
         if not isinstance(config.transport, AutoConfig):
             return cls((config.transport,), optimal, None, (config.overlap,))
         usable = exact_transports(place)
-        if not isinstance(config.codec, HalfConfig | None):  # which then do more than sum
-            usable = tuple(one for one in usable if not isinstance(one, HierarchicalConfig))
+        if config.codec is not None and not config.codec.summed:  # they would code something else
+            usable = tuple(one for one in usable if not one.between_hosts)
         usable = usable[:1] if strategy.parallel.active else usable
         after = len(usable) > 1 and config.overlap and (place.one_host or optimal is not None)
         overlap = (True, False) if after else (config.overlap,)

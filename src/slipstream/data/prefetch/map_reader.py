@@ -69,16 +69,12 @@ class MapReader:
     ) -> None:
         self._loader, self._config, self._pin = loader, config, pin
         self._cores, self._sharers = cores, sharers
-        prepares = loader.worker_init_fn is not None
-        if config.threads is True and prepares:
+        if config.threads and loader.worker_init_fn is not None:
             raise ModelError(
                 "data.prefetch.threads: the loader has a worker_init_fn, which prepares worker "
                 "processes; use workers, or leave worker_init_fn out"
             )
-        self._threads = bool(config.threads) and not prepares
-        self._threads_are_tried = config.threads == "auto" and not prepares
-        self._step_by_threads: float | None = None
-        """While processes are tried in their place."""
+        self._threads = config.threads
         self._timing = _Timing()
         self._source: Source | None = None
         self._stamp: DatasetStamp = []
@@ -105,9 +101,7 @@ class MapReader:
         """The next pass; None: it has no batch."""
         if self._starts_anew or self._is_stale():  # this process reads from a copy, too
             self.close()
-        if self._threads_are_tried and self._timing.knows_others:
-            self._try_others()
-        elif not self._is_judged and not self._is_judging and self._timing.doubts_workers:
+        if not self._is_judged and not self._is_judging and self._timing.doubts_workers:
             self.close()  # what is under way ends with its workers
             self._timing.begin_anew()
             self._is_judging, self.value = True, "comparing"
@@ -130,18 +124,6 @@ class MapReader:
             self._source = None
             self._passes.leave()
             self._passes = self._new_passes(self._passes)
-
-    def _try_others(self) -> None:
-        """Processes, after threads; then threads again, if their steps were the shorter ones."""
-        step = self._timing.step_by_others
-        if self._step_by_threads is None:
-            self._step_by_threads, self._threads = step, False
-        else:
-            self._threads_are_tried, self._threads = False, self._step_by_threads < step
-            if not self._threads:
-                return
-        self.close()
-        self._timing.forget_others()
 
     def _new_passes(self, earlier: Passes | None = None) -> Passes:
         passes = Passes(self._loader, earlier)
@@ -301,22 +283,6 @@ class _Timing:
             self._others.append(end - self._ended)
         self._ended = end
 
-    def forget_others(self) -> None:
-        """Others read from now on."""
-        self._waits.clear()
-        self._others.clear()
-        self._ended = None
-
-    @property
-    def knows_others(self) -> bool:
-        """Whether others have read for long enough."""
-        return len(self._others) == SEEN
-
-    @property
-    def step_by_others(self) -> float:
-        """From batch to batch, where others read."""
-        return median(self._others)
-
     def has_read(self, count: int) -> bool:
         """Whether this process has read so many batches."""
         return len(self._reads) >= count
@@ -324,13 +290,13 @@ class _Timing:
     @property
     def doubts_workers(self) -> bool:
         """Whether steps with their batches are to be compared with steps without."""
-        known = self.knows_others and self.has_read(MEASURED)
+        known = len(self._others) == SEEN and self.has_read(MEASURED)
         return known and median(self._waits) > WAITED * self.read
 
     @property
     def workers_are_slower(self) -> bool:
         """Whether a step with a batch of theirs takes longer than one with a batch read here."""
-        return self.step_by_others > CLEARLY * (self.read + median(_later_half(self._steps)))
+        return median(self._others) > CLEARLY * (self.read + median(_later_half(self._steps)))
 
     @property
     def read(self) -> float:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import nan
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -282,11 +282,21 @@ def cuts_of(trace: Trace) -> tuple[int, ...]:
 
 
 def traced_transport(trace: Trace) -> TransportKind:
-    """The kind of transport that a trace was recorded under."""
+    """The kind of transport that a trace was recorded under.
+
+    Raises:
+        TraceError: nobody has said what that takes of a network.
+    """
     gradients: dict[str, Any] = (trace.meta.get("strategy") or {}).get("gradients") or {}
     transport: Any = gradients.get("transport") or "flat"
     kind: Any = transport if isinstance(transport, str) else transport["kind"]
-    return "flat" if kind == "auto" else kind
+    kind = "flat" if kind == "auto" else kind
+    if kind not in RECIPES:
+        raise TraceError(
+            f"the trace was recorded under transport {kind}, of which nothing is known to predict; "
+            f"known: {', '.join(RECIPES)}; record it under one of these"
+        )
+    return cast(TransportKind, kind)
 
 
 def traced_sharding(trace: Trace) -> ShardedConfig | None:

@@ -22,8 +22,8 @@ def label(strategy: Strategy) -> str:
     """A strategy's way to exchange gradients in few words, and what else they depend on.
 
     Example:
-        >>> label(Strategy()), label(Strategy.load("sequential")), label(Strategy.load("hccl"))
-        ('by_bytes 4 (first 1, last 1)', 'single, no overlap', 'by_percent 96.54/3.46')
+        >>> label(Strategy()), label(Strategy.load("sequential")), label(Strategy.load("ddp"))
+        ('by_bytes 4 (first 1, last 1)', 'single, no overlap', 'by_bytes 25 (first 1)')
     """
     gradients = strategy.gradients
     words = [_split_label(gradients.split)]

@@ -17,13 +17,9 @@ from slipstream.planner.iteration.workload import Workload
 from slipstream.planner.network.profile import NetworkProfile
 from slipstream.planner.search.candidates import TOLERANCE
 from slipstream.strategy import (
-    AdaptiveConfig,
     ByIndexConfig,
-    DgcConfig,
-    PowerSgdConfig,
     ShardedConfig,
     Strategy,
-    keeps_state,
     late_by,
 )
 
@@ -210,12 +206,7 @@ def _codec_memory(strategy: Strategy, workload: Workload) -> int:
     DGC's, which takes its place.
     """
     codec = strategy.gradients.codec
-    codec = codec.codec if isinstance(codec, AdaptiveConfig) else codec
-    if codec is None or not keeps_state(codec):
-        return 0
-    copies = 2.0  # momentum and velocity
-    if not isinstance(codec, DgcConfig):  # the error; and of what two phases sum, that of this rank
-        copies = 1.0 if isinstance(codec, PowerSgdConfig) else 1 + 1 / workload.num_ranks
+    copies = 0.0 if codec is None else codec.copies(workload.num_ranks)
     return round(2 * copies * sum(gradient.num_bytes for gradient in workload.gradients))
 
 
