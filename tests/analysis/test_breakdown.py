@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 
 from slipstream.analysis.breakdown import Spread, breakdown, typical_iteration
+from slipstream.analysis.tables import PARTS
 from slipstream.errors import TraceError
 from slipstream.trace.event import Event
 from slipstream.trace.timeline import timeline
@@ -82,7 +83,7 @@ def test_the_spread_over_ranks_names_the_slowest():
     found = typical_iteration(timeline(by_hand(ranks=3).events))
     forward = found.spread("forward")
     assert forward.slowest == 2
-    assert [forward.median, forward.low, forward.high] == pytest.approx([0.027, 0.025, 0.029])
+    assert [forward.mean, forward.low, forward.high] == pytest.approx([0.027, 0.025, 0.029])
 
 
 def test_one_rank_alone_keeps_the_skew_over_all():
@@ -108,7 +109,7 @@ def test_simultaneous_exchanges_count_once():
     assert [exchange.exposed for exchange in found.exchanges] == [4.0, 4.0]
 
 
-def test_medians_ignore_one_odd_iteration():
+def test_one_odd_iteration_is_ignored():
     spans = [Event("iteration", 0, step, 0.0, 1.0 if step else 50.0) for step in range(3)]
     assert typical_iteration(timeline(spans)).spread("iteration") == Spread(1.0, 1.0, 1.0, 0)
 
@@ -119,3 +120,19 @@ def test_an_unfinished_step_is_left_out_and_no_step_at_all_is_an_error():
     assert [i.step for i in timeline([whole, unfinished])] == [1]
     with pytest.raises(TraceError, match=r"no iteration \(1 other events\)"):
         timeline([unfinished])
+
+
+def test_parts_add_up_to_the_iteration() -> None:
+    events = [
+        span
+        for step, (forward, wait) in enumerate([(1.0, 5.0), (3.0, 1.0), (2.0, 3.0), (4.0, 4.0)])
+        for span in (
+            Event("iteration", 0, step, 0.0, 10.0 + forward),
+            Event("forward", 0, step, 0.0, forward),
+            Event("data_wait", 0, step, forward, forward + wait),
+        )
+    ]
+    for shown in (events, by_hand(3, 4).events):
+        typical = typical_iteration(timeline(shown))
+        parts = {name: typical.spread(name).mean for name in PARTS if name != "tail"}
+        assert parts.pop("iteration") == pytest.approx(sum(parts.values()))

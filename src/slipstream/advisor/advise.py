@@ -63,8 +63,8 @@ def _nothing_to_do(stats: TraceStats) -> Finding:
         "good",
         "iteration",
         f"Forward, backward and optimizer take {compute_share(stats.typical):.0%} of an iteration; "
-        f"exposed exchange is {stats.share(stats.median('exposed'))}, the wait for data "
-        f"{stats.share(stats.median('data_wait'))}.",
+        f"exposed exchange is {stats.share(stats.typical_seconds('exposed'))}, the wait for data "
+        f"{stats.share(stats.typical_seconds('data_wait'))}.",
         f"No change promises a gain of {WORTHWHILE:.0%}, or of {MARGIN:.0%} by prediction. "
         "Faster compute would.",
     )

@@ -30,17 +30,17 @@ def feed_faster(stats: TraceStats) -> Finding | None:
     are there, as handing them over takes the time.
     """
     wait = stats.typical.spread("data_wait")
-    if wait.median <= DATA_WAIT * stats.iteration:
+    if wait.mean <= DATA_WAIT * stats.iteration:
         return None
     evidence = (
-        f"The model waits {format_seconds(wait.median)} for the loader, "
-        f"{stats.share(wait.median)}; {format_seconds(wait.high)} on rank {wait.slowest}."
+        f"The model waits {format_seconds(wait.mean)} for the loader, "
+        f"{stats.share(wait.mean)}; {format_seconds(wait.high)} on rank {wait.slowest}."
     )
     work = None if stats.what_if is None else stats.what_if.forecast.workload
     patch: dict[str, Any] = {}
     queue = stats.queue
     if queue is None:
-        gain = wait.median if work is None else stats.gain_of(work.fed())
+        gain = wait.mean if work is None else stats.gain_of(work.fed())
         words = (
             "Load with more worker processes that stay alive (num_workers, persistent_workers), or "
             "do less work for each sample: decode and resize the data once, in advance."
@@ -63,7 +63,7 @@ def feed_faster(stats: TraceStats) -> Finding | None:
         readers = 2 * queue.readers
         several = f"{queue.readers} readers do" if queue.readers > 1 else "reader does"
         evidence += f" Its {several} not keep up with it."
-        gain = min(wait.median, stats.iteration / 2)
+        gain = min(wait.mean, stats.iteration / 2)
         gain = gain if work is None else stats.gain_of(work.fed(times=2))
         patch = {"prefetch": {"workers": readers}} if stats.resizable else {}
         setting = "data.prefetch.workers" if stats.resizable else "the loader's num_workers"
@@ -129,7 +129,7 @@ def even_ranks(stats: TraceStats) -> Finding | None:
 
 def lighten_optimizer(stats: TraceStats) -> Finding | None:
     """Fires when the optimizer takes more than a tenth of an iteration. Gain: unknown."""
-    seconds = stats.median("optimizer")
+    seconds = stats.typical_seconds("optimizer")
     if seconds <= OPTIMIZER_HEAVY * stats.iteration:
         return None
     parameters = f" for {stats.num_gradients} parameters" if stats.num_gradients else ""

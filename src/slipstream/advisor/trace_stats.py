@@ -66,19 +66,19 @@ class TraceStats(NamedTuple):
     balanceable: bool
     missing_steps: tuple[str, ...]
 
-    def median(self, part: str) -> float:
-        """Median over ranks of a part of the iteration, a field of ``Parts``."""
-        return self.typical.spread(part).median
+    def typical_seconds(self, part: str) -> float:
+        """Seconds of a part of the iteration, of `IterationParts`: the mean over ranks."""
+        return self.typical.spread(part).mean
 
     @property
     def iteration(self) -> float:
         """Seconds of an iteration."""
-        return self.median("iteration")
+        return self.typical_seconds("iteration")
 
     @property
     def compute(self) -> float:
         """Seconds of forward and backward."""
-        return self.median("forward") + self.median("backward")
+        return self.typical_seconds("forward") + self.typical_seconds("backward")
 
     @property
     def predictable(self) -> float:
@@ -115,7 +115,7 @@ def trace_stats(trace: Trace, network: NetworkProfile | None = None) -> TraceSta
     iterations = [iteration for step in steps for iteration in step.values()]
     typical = typical_iteration(iterations)
     clock_error = max(meta.get("clock_error") or [0.0])
-    worthwhile = max(WORTHWHILE * typical.spread("iteration").median, clock_error)
+    worthwhile = max(WORTHWHILE * typical.spread("iteration").mean, clock_error)
     sizes = [g.num_bytes for g in gradients_of(trace)] if meta.get("gradients") else []
     settings = (meta.get("strategy") or {}).get("gradients") or {}
     exchanges = typical_exchanges(steps, sizes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from math import inf
 from operator import attrgetter
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from slipstream.errors import TraceError
@@ -102,9 +102,9 @@ def breakdown(iteration: Iteration) -> Breakdown:
 
 
 class Spread(NamedTuple):
-    """One part over ranks: median, extremes, and the slowest rank."""
+    """One part over ranks: mean, extremes, and the slowest rank."""
 
-    median: float
+    mean: float
     low: float
     high: float
     slowest: int
@@ -129,7 +129,11 @@ class TypicalExchange(NamedTuple):
 
 
 class TypicalIteration(NamedTuple):
-    """Medians over iterations: the parts by rank, and each exchange."""
+    """The parts by rank, and each exchange.
+
+    The parts of a rank are means over the middle half of its iterations, by how long they took: so
+    a few slow ones do not count, and the parts add up to the iteration. Exchanges are medians.
+    """
 
     iterations: int
     ranks: Mapping[int, IterationParts]
@@ -140,11 +144,11 @@ class TypicalIteration(NamedTuple):
         by_rank = {rank: float(getattr(parts, part)) for rank, parts in self.ranks.items()}
         slowest = max(by_rank, key=lambda rank: by_rank[rank])
         values = by_rank.values()
-        return Spread(median(values), min(values), max(values), slowest)
+        return Spread(fmean(values), min(values), max(values), slowest)
 
 
 def typical_iteration(iterations: Iterable[Iteration], rank: int | None = None) -> TypicalIteration:
-    """Medians over the iterations of each rank, or of ``rank`` alone.
+    """What is typical of the iterations of each rank, or of ``rank`` alone.
 
     Raises:
         TraceError: The rank has no iteration.
@@ -153,7 +157,7 @@ def typical_iteration(iterations: Iterable[Iteration], rank: int | None = None) 
         >>> from slipstream.trace.timeline import timeline
         >>> spans = [Event("iteration", rank, 2, 0.0, 1.0 + rank) for rank in range(2)]
         >>> typical_iteration(timeline(spans)).spread("iteration")
-        Spread(median=1.5, low=1.0, high=2.0, slowest=1)
+        Spread(mean=1.5, low=1.0, high=2.0, slowest=1)
     """
     breakdowns = [breakdown(iteration) for iteration in iterations]
     by_rank: dict[int, list[Breakdown]] = defaultdict(list)
@@ -163,7 +167,7 @@ def typical_iteration(iterations: Iterable[Iteration], rank: int | None = None) 
         ranks = ", ".join(map(str, sorted(by_rank)))
         raise TraceError(f"rank {rank} is not in the trace. Ranks in it: {ranks}.")
     chosen = by_rank if rank is None else {rank: by_rank[rank]}
-    parts = {r: _median_parts(of_rank) for r, of_rank in sorted(chosen.items())}
+    parts = {r: _middle_parts(of_rank) for r, of_rank in sorted(chosen.items())}
     exchanges = _typical_exchanges(list(chain(*chosen.values())), breakdowns)
     return TypicalIteration(max(map(len, chosen.values())), parts, exchanges)
 
@@ -175,9 +179,13 @@ def _exchange(event: Event, zero: float, compute: Intervals) -> TracedExchange:
     )
 
 
-def _median_parts(breakdowns: Sequence[Breakdown]) -> IterationParts:
+def _middle_parts(breakdowns: Sequence[Breakdown]) -> IterationParts:
+    """Means over the middle half of the iterations."""
+    in_order = sorted((one.parts for one in breakdowns), key=attrgetter("iteration"))
+    left_out = (len(in_order) + 1) // 4
+    middle = in_order[left_out : len(in_order) - left_out]
     names = (field.name for field in fields(IterationParts))
-    return IterationParts(**{n: median(getattr(one.parts, n) for one in breakdowns) for n in names})
+    return IterationParts(**{n: fmean(getattr(one, n) for one in middle) for n in names})
 
 
 def _typical_exchanges(

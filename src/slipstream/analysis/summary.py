@@ -80,7 +80,7 @@ def document(
     Example:
         >>> from slipstream.trace.event import Event
         >>> numbers = document(Trace((Event("iteration", 0, 2, 0.0, 0.5),)))
-        >>> numbers["iterations"], numbers["over_ranks"]["iteration"]["median"]
+        >>> numbers["iterations"], numbers["over_ranks"]["iteration"]["mean"]
         (1, 0.5)
     """
     iterations = timeline(trace.events)

@@ -30,22 +30,23 @@ _MOST_STRAGGLERS = 8
 
 
 def parts_table(typical: TypicalIteration) -> Table:
-    """A row for each part of an iteration: median, share, and spread over ranks."""
+    """A row for each part of an iteration: mean, share, and spread over ranks."""
     whole = typical.spread("iteration")
     unit = TimeUnit.of(whole.high)
     table = _table(
         "Where an iteration goes",
-        ("part", f"median {unit.name}", "share %", f"min .. max rank {unit.name}", "slowest"),
-        "All numbers are medians over iterations. Exposed exchange: an exchange runs and forward "
-        "and backward do not. Other: nothing recorded runs. Tail: from the end of backward to the "
-        "end of the last exchange; it overlaps the rows above.",
+        ("part", f"mean {unit.name}", "share %", f"min .. max rank {unit.name}", "slowest"),
+        "Means over the middle half of the iterations, by how long they took, so that the parts "
+        "add up. Exposed exchange: an exchange runs and forward and backward do not. Other: "
+        "nothing recorded runs. Tail: from the end of backward to the end of the last exchange; it "
+        "overlaps the rows above.",
         labels=1,
     )
     for part, label in PARTS.items():
         over = typical.spread(part)
-        middle, low, high = map(unit.number, (over.median, over.low, over.high))
+        middle, low, high = map(unit.number, (over.mean, over.low, over.high))
         slowest = f"rank {over.slowest}" if low != high else "-"
-        share, is_whole = _percent(over.median, whole.median), part == "iteration"
+        share, is_whole = _percent(over.mean, whole.mean), part == "iteration"
         if is_whole:
             table.add_section()
         style = "bold" if is_whole else None
@@ -58,7 +59,7 @@ def rank_table(typical: TypicalIteration) -> Table:
     unit = TimeUnit.of(typical.spread("iteration").high)
     parts = ["iteration", *(part for part in PARTS if part != "iteration")]
     headings = ("rank", *(PARTS[part].replace(" ", "\n") for part in parts))
-    caption = f"Medians over iterations, in {unit.name}."
+    caption = f"Means over the middle half of the iterations, in {unit.name}."
     rows = [
         (rank, *(unit.number(getattr(numbers, part)) for part in parts))
         for rank, numbers in typical.ranks.items()

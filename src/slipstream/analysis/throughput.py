@@ -43,10 +43,10 @@ def iterations_per_second(iterations: Sequence[Iteration]) -> float:
 
 
 def compute_share(typical: TypicalIteration) -> float:
-    """``(forward + backward + optimizer) / iteration``, of medians over ranks."""
+    """``(forward + backward + optimizer) / iteration``, of means over ranks."""
     parts = ("forward", "backward", "optimizer")
-    whole = typical.spread("iteration").median
-    return sum(typical.spread(part).median for part in parts) / whole if whole else 0.0
+    whole = typical.spread("iteration").mean
+    return sum(typical.spread(part).mean for part in parts) / whole if whole else 0.0
 
 
 def scaling_efficiency(many: Sequence[Iteration], one: Sequence[Iteration]) -> float:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from slipstream.cluster.environment import Environment
-from slipstream.cluster.launcher import LaunchSpec, run
+from slipstream.cluster.launcher import TRACEBACK, LaunchSpec, run
 from slipstream.errors import LaunchError
 from slipstream.testbed import Testbed, format_rate
 
@@ -70,9 +70,12 @@ def run_on_this_host(module: str, argument: str, ranks: int, console: Console) -
         words: dict[str, Any] = {"script": module, "module": True, "args": (argument,)}
         outcome = run(LaunchSpec(**words, nproc=ranks, log_dir=Path(folder), variables=variables))
         if failure := outcome.failure:
-            # What rank 0 wrote has been shown as it came.
-            excerpt = "" if failure.rank == 0 else f":\n{failure.excerpt()}"
-            console.print(Text(f"rank {failure.rank} {failure.cause}{excerpt}"))
+            text = failure.excerpt()
+            # What rank 0 wrote has been shown as it came, but for a traceback.
+            shown = failure.rank == 0 and not TRACEBACK.search(text)
+            console.print(Text(f"rank {failure.rank} {failure.cause}" + f":\n{text}" * (not shown)))
+        elif outcome.exit_code:
+            console.print(f"stopped by signal {outcome.exit_code - 128}: no rank is left running")
     return outcome.exit_code
 
 

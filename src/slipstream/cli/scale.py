@@ -148,12 +148,12 @@ def curve(traces: Mapping[int, Trace]) -> tuple[list[ScalePoint], str]:
         points.append(
             ScalePoint(
                 ranks=count,
-                iteration=middle.spread("iteration").median,
+                iteration=middle.spread("iteration").mean,
                 rate=rates[count],
                 speed_up=speed_up,
                 efficiency=speed_up * fewest / count,
                 compute_share=compute_share(middle),
-                exposed=middle.spread("exposed").median,
+                exposed=middle.spread("exposed").mean,
             )
         )
     return points, unit

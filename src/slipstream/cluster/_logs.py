@@ -6,9 +6,10 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from slipstream.cluster._ends import Ends
 from slipstream.errors import LaunchError
@@ -24,6 +25,10 @@ PEER_IS_GONE = re.compile(
 """In the line of an error that says no more than that another rank has left."""
 EXCERPT_BYTES = 64 * 1024
 TRACEBACK = re.compile(r"^(  \+ Exception Group )?Traceback \(most recent call last\):", re.M)
+TRACEBACK_OF_RANK = re.compile(
+    rb"^(?:\[rank\d+\]: ?)?(?:  \+ Exception Group )?Traceback \(most", re.M
+)
+HELD_SECONDS = 5.0
 CHAINED = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
@@ -105,19 +110,28 @@ class RankLogs:
             error_files=dict.fromkeys(envs, os.devnull),
         )
 
-    def close(self) -> None:
-        """Copy what rank 0 still wrote, and stop."""
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Copy what rank 0 still wrote, and stop; a traceback only where nothing else shows it."""
         for tail in self._tails:
-            tail.stop()
+            tail.stop(failed=error[0] is not None)
 
 
 class _Tail(threading.Thread):
-    """Copies a growing file to stdout, byte for byte, until `stop`."""
+    """Copies a growing file to stdout, byte for byte, until `stop`.
+
+    A traceback waits for HELD_SECONDS: if the launch fails meanwhile, it is told which rank began
+    it, and one that follows from that, or is the same, would only hide it.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(daemon=True)
         path.write_bytes(b"")
-        self._path, self._ended = path, threading.Event()
+        self._path, self._ended, self._failed = path, threading.Event(), False
+        self._line = self._held = b""  # what was copied of the last line; what waits
+        self._since = 0.0
         self.start()
 
     def run(self) -> None:
@@ -126,9 +140,32 @@ class _Tail(threading.Thread):
             while not ended:
                 ended = self._ended.wait(0.05)  # asked before the read, which then is complete
                 while chunk := file.read(65536):
-                    sys.stdout.buffer.write(chunk)
-                    sys.stdout.buffer.flush()
+                    self._take(chunk)
+                if self._held and time.monotonic() - self._since > HELD_SECONDS:
+                    self._release()
+        if not self._failed:
+            self._release()
 
-    def stop(self) -> None:
+    def stop(self, *, failed: bool) -> None:
+        self._failed = failed
         self._ended.set()
         self.join()
+
+    def _take(self, chunk: bytes) -> None:
+        if self._held:
+            self._held += chunk
+            return
+        text = self._line + chunk
+        start = TRACEBACK_OF_RANK.search(text)
+        shown = len(text) if start is None else max(start.start(), len(self._line))
+        self._copy(text[len(self._line) : shown])
+        self._held, self._since = text[shown:], time.monotonic()
+        self._line = text[:shown].rpartition(b"\n")[2]
+
+    def _release(self) -> None:
+        held, self._held, self._line = self._held, b"", b""
+        self._copy(held)
+
+    def _copy(self, data: bytes) -> None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()

@@ -12,14 +12,21 @@ import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from slipstream.cluster import _rank
 from slipstream.cluster._ends import LOOK_INTERVAL, End
-from slipstream.cluster._logs import ERROR, PEER_IS_GONE, RankLogs, excerpt, last_lines
+from slipstream.cluster._logs import (
+    ERROR,
+    PEER_IS_GONE,
+    TRACEBACK as TRACEBACK,
+    RankLogs,
+    excerpt,
+    last_lines,
+)
 from slipstream.errors import LaunchError
 
 if TYPE_CHECKING:
@@ -180,7 +187,7 @@ def run(spec: LaunchSpec) -> Outcome:
     arguments = [argument.replace("$", "$$") for argument in arguments]
     python = ("-I", "-S", _rank.__file__)
     try:
-        with _quiet_and_interruptible(), closing(logs), _meeting_point(spec):
+        with _quiet_and_interruptible(), logs, _meeting_point(spec):
             elastic_launch(_config(spec, logs), sys.executable)(*python, *arguments)
     except ChildFailedError as error:
         failure = _first_failure(error.failures, logs, several=spec.nnodes > 1)

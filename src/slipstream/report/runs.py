@@ -41,12 +41,12 @@ class RecordedRun(NamedTuple):
     @property
     def iteration(self) -> float:
         """Seconds: the median over ranks of medians over iterations, as in the summary."""
-        return self.typical.spread("iteration").median
+        return self.typical.spread("iteration").mean
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of each part of an iteration, medians as those of ``iteration``."""
-        return {part: self.typical.spread(part).median for part in PARTS}
+        return {part: self.typical.spread(part).mean for part in PARTS}
 
     @property
     def ranks(self) -> int:

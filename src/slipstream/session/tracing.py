@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,6 @@ class NoTracing:
     def update_ends(self) -> None: ...
 
 
-@dataclass
 class SessionTracer:
     """Tells the recorder what the session does; writes ``trace.json`` when all steps are recorded.
 
@@ -56,7 +54,7 @@ class SessionTracer:
     between epochs belongs to no iteration. A search (``split: optimal``, ``transport: auto``) uses
     the recorder first, in windows of its own; that of the user's ``trace.steps`` comes after it.
 
-    Attributes:
+    Args:
         recorder: of this rank.
         model: its forward begins the forward span.
         optimizer: of the model.
@@ -68,21 +66,26 @@ class SessionTracer:
         computing: rows of the report on how the device computes.
     """
 
-    recorder: Recorder
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    strategy: Strategy
-    engine: GradientEngine
-    dims: ParallelDims
-    search: OnlineSearch | None
-    device: torch.device
-    computing: Callable[[], Sequence[Row]] = tuple
-
-    _aligned = _under_way = _closed = _in_backward = False
-    _iteration = _batch_size = _samples = 0
-
-    def __post_init__(self) -> None:
-        self._in_users_window = self.search is None
+    def __init__(
+        self,
+        recorder: Recorder,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        engine: GradientEngine,
+        dims: ParallelDims,
+        search: OnlineSearch | None,
+        device: torch.device,
+        computing: Callable[[], Sequence[Row]] = tuple,
+    ) -> None:
+        self.recorder, self.model, self.optimizer = recorder, model, optimizer
+        self.strategy, self.engine, self.dims = strategy, engine, dims
+        self.search, self.device, self.computing = search, device, computing
+        self._in_users_window = search is None
+        self._aligned = self._closed = False
+        # Where in an iteration the training is:
+        self._iteration = self._samples = self._batch_size = 0
+        self._under_way = self._in_backward = False
         self._forward_start: Stamp | None = None
         self._start: Stamp = 0.0
         self._end: Stamp = 0.0

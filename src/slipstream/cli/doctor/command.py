@@ -74,4 +74,6 @@ def network(
             console.print(describe_hosts(bed))
             code = run_on_hosts(bed, ["-m", MEASURE, job], ranks_per_node, log_folder())
         raise typer.Exit(code)
+    if not Console().is_terminal:  # else a bar shows how far it is
+        console.print(f"measuring on {ranks or 2} ranks; most of it takes {seconds:.0f} s")
     raise typer.Exit(run_on_this_host(MEASURE, job, ranks or 2, console))

@@ -33,13 +33,22 @@ def measure(file: str, seconds: float, terminal: bool, columns: int) -> None:
         disable=ranks.rank != 0 or not console.is_terminal,
     )
     task = bar.add_task("", total=1.0)
+    said = ""
+
+    def progress(share: float, what: str) -> None:
+        nonlocal said
+        if ranks.rank == 0 and not console.is_terminal and what != said:
+            print(f"{share:4.0%} {what}", flush=True)
+        said = what
+        bar.update(task, completed=share, description=what)
+
     with closing(ranks), bar:
         profile = calibrate(
             ranks,
             seconds=seconds,
             codecs=(HalfConfig(), Int8Config(), OneBitConfig(), DgcConfig(), PowerSgdConfig()),
             half=True,
-            progress=lambda share, what: bar.update(task, completed=share, description=what),
+            progress=progress,
         )
     if ranks.rank == 0:
         console.print(report(profile))

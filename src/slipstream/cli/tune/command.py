@@ -113,19 +113,24 @@ def tune(
     where = _Where(ranks or (1 if nodes else 2), nodes, rate)
     run = Trials(where.command(script, args or []), folder, steps).run
     _end_on_signals()
-    with Display(seconds, console) as display:
-        network = _Network(where, known, folder / "network", display)
-        tuned = Tuner(
-            run=run,
-            base=base,
-            budget=seconds,
-            predict=None if exact_only else partial(_predict, updates, network),
-            choices=MEASURED_CHOICES,
-            hidden=own_strategy(script),
-            updates=updates,
-            notify=partial(_notify, log, display),
-            doing=display.doing,
-        ).tune()
+    try:
+        with Display(seconds, console) as display:
+            network = _Network(where, known, folder / "network", display)
+            tuned = Tuner(
+                run=run,
+                base=base,
+                budget=seconds,
+                predict=None if exact_only else partial(_predict, updates, network),
+                choices=MEASURED_CHOICES,
+                hidden=own_strategy(script),
+                updates=updates,
+                notify=partial(_notify, log, display),
+                doing=display.doing,
+            ).tune()
+    except (KeyboardInterrupt, SystemExit):
+        left = f"; the trials so far are in {log}" if log.exists() else ""
+        console.print(Text(f"stopped: no strategy was written{left}"), soft_wrap=True)
+        raise
     write_strategy(tuned.strategy, output)
     _print(tuned, {"strategy": output, "trials": log, "their logs": folder})
 
