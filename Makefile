@@ -49,6 +49,7 @@ check: $(READY)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy examples  # apart: as scripts they import one another by name
 	$(BIN)/mypy tests conftest.py
 
 format: $(READY)  ## format and mend what can be mended
@@ -57,8 +58,8 @@ format: $(READY)  ## format and mend what can be mended
 
 bench: $(READY)  ## all benchmarks (half a day), or some of them: make bench PART="'accelerator-*' soak"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[bench]'
-	$(BIN)/python benchmarks/bench.py $(PART)
-	$(if $(PART),,$(BIN)/python benchmarks/torch_operators.py --markdown docs/operators.md)
+	$(BIN)/python -m benchmarks $(PART)
+	$(if $(PART),,$(BIN)/python -m benchmarks.torch_operators --markdown docs/operators.md)
 
 clean:  ## remove the virtual environments and caches
 	rm -rf .venv* .coverage* .mypy_cache .ruff_cache .pytest_cache

@@ -20,10 +20,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from iteration import Iterate, Loss
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.iteration import Iterate, Loss
 from slipstream.calibration import contention
 
 AHEAD = 1e-3

@@ -1,7 +1,7 @@
 """How long one all-reduce takes by size and transport, on hosts with several ranks.
 
-    python benchmarks/allreduce.py --nodes 4 --ranks-per-node 2 --numbering permuted --rate 1gbit
-    python benchmarks/allreduce.py --nodes 1 --ranks-per-node 2 --transports flat shared_memory
+    python -m benchmarks.allreduce --nodes 4 --ranks-per-node 2 --numbering permuted --rate 1gbit
+    python -m benchmarks.allreduce --nodes 1 --ranks-per-node 2 --transports flat shared_memory
 
 All transports take turns in one run, in an order that is shuffled every round. A turn makes some
 all-reduces one after the other, each waited for, between two barriers, and counts as long as on its
@@ -24,12 +24,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from iteration import quartiles
-from rich.console import Console
-from rich.table import Table
-from tables import save
-from turns import carry, computing, in_turns, open_transports, seconds_of
 
+from benchmarks.iteration import quartiles, this_module
+from benchmarks.record import finish
+from benchmarks.turns import carry, computing, open_transports, seconds_of, take_turns
 from slipstream.testbed import Testbed
 from slipstream.transport.requests import AllReduce
 from slipstream.transport.transport import Transport
@@ -59,7 +57,7 @@ def measure(args: argparse.Namespace) -> None:
             repeats = 1 if args.nodes > 1 else repeats
             requests = repeats * [AllReduce(torch.zeros(size * KB // 4))]
             turn = partial(seconds_of_each, transports, requests)
-            seconds = in_turns(args.transports, turn, args.rounds, args.warmup)
+            seconds = take_turns(args.transports, turn, args.rounds, args.warmup)
             flat = statistics.median(seconds[args.transports[0]])
             for name, times in seconds.items():
                 low, median, high = (1e3 * value for value in quartiles(times))
@@ -82,32 +80,15 @@ def seconds_of_each(
 
 def report(args: argparse.Namespace, rows: list[Row]) -> None:
     """Print the table and write the file."""
-    Console(width=100).print(table(args, rows))
-    if args.json:
-        names = ("nodes", "ranks_per_node", "numbering", "rate", "rounds", "busy")
-        entry = {key: getattr(args, key) for key in names}
-        save(args.json, "allreduce", {**entry, "rows": [asdict(row) for row in rows]})
-
-
-def table(args: argparse.Namespace, rows: list[Row]) -> Table:
-    """What a person reads."""
-    where = f"{args.nodes} hosts x {args.ranks_per_node} ranks"
-    links = f", {args.numbering}, {args.rate}" if args.nodes > 1 else ""
-    drawn = Table(title=f"one all-reduce, {where}{links}, ms")
-    for heading in ("KB", "transport", "median", "quartiles", f"x {args.transports[0]}"):
-        drawn.add_column(heading, justify="left" if heading == "transport" else "right")
-    for row in rows:
-        quarter = f"{row.low:.2f}..{row.high:.2f}"
-        drawn.add_row(
-            str(row.kilobytes), row.transport, f"{row.median:.2f}", quarter, f"{row.gain:.2f}"
-        )
-    return drawn
+    names = ("nodes", "ranks_per_node", "numbering", "rate", "rounds", "busy")
+    entry = {key: getattr(args, key) for key in names}
+    finish(args.json, "allreduce", {**entry, "rows": [asdict(row) for row in rows]})
 
 
 def start(argv: list[str], args: argparse.Namespace) -> int:
     """Start all ranks; returns the largest of their codes."""
     world = args.nodes * args.ranks_per_node
-    command = [sys.executable, os.path.abspath(sys.argv[0]), *argv]
+    command = [sys.executable, "-m", this_module(), *argv]
     with ExitStack() as cleanup:
         bed = cleanup.enter_context(Testbed(args.nodes, args.rate)) if args.nodes > 1 else None
         with socket.socket() as free:

@@ -1,6 +1,6 @@
 """What `auto` finds while a model trains, against every exact choice measured afterwards.
 
-    python benchmarks/auto.py --model resnet50 --nodes 4 --rate 1gbit --json auto-resnet50.json
+    python -m benchmarks.auto --model resnet50 --nodes 4 --rate 1gbit --json auto-resnet50.json
 
 1. The search: the preset `auto` trains from the start; the update after which its choice stays is
    counted, and the loss of every update is kept.
@@ -31,22 +31,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerator import Device
-from exchange import (
+
+import slipstream
+from benchmarks.accelerator import Device
+from benchmarks.cases import (
     MODELS,
     SPLITS,
     Case,
     as_ranks,
     seconds_or_wire,
     share_cores,
-    take_turns,
+    timed_iterations,
     wire_seconds,
 )
-from iteration import LEARNING_RATE, plain, quartiles
-from rich.console import Console
-from tables import auto_in_words, save
-
-import slipstream
+from benchmarks.iteration import LEARNING_RATE, plain, quartiles
+from benchmarks.record import finish
 from slipstream.planner.search.label import label
 from slipstream.session import exchanging
 from slipstream.strategy import (
@@ -201,12 +200,12 @@ def measure(args: argparse.Namespace) -> None:
         training.update()
     choices = grid(Watched.latest.space, kept, args.splits)
     variants = variants_of(training, Watched.latest.open(choices))
-    seconds, _ = take_turns(variants, args.rounds, warmup=0)
+    seconds, _ = timed_iterations(variants, args.rounds, warmup=0)
     best = min(seconds, key=lambda name: median(seconds[name]))
     finals: dict[str, list[float]] = {}
     if best != named(kept):
         finalists = {name: variants[name] for name in (named(kept), best)}
-        finals, _ = take_turns(finalists, args.finals, warmup=0)
+        finals, _ = timed_iterations(finalists, args.finals, warmup=0)
     training.session.close()
     if rank == 0:
         found = {"kept": named(kept), "best": best, "updates": spent, "outcome": outcome}
@@ -263,9 +262,7 @@ def write(
         "seconds": {**seconds},
         "final_seconds": {**finals},
     }
-    Console(width=150).print(auto_in_words(entry), highlight=False)
-    if args.json:
-        save(args.json, "auto", entry)
+    finish(args.json, "auto", entry)
 
 
 def differences(ones: Sequence[float], others: Sequence[float]) -> Iterator[float]:

@@ -1,6 +1,6 @@
 """Samples of different lengths on several ranks: how evenly they compute, by how samples are dealt.
 
-    python benchmarks/balance.py --json balance.json
+    python -m benchmarks.balance --json balance.json
 
 Samples are the functions of the standard library, a token for each token of Python. *Predicted*:
 the share of the ranks' time that is spent waiting for the slowest, if a batch takes as long as its
@@ -38,14 +38,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from iteration import on_loopback, quartiles
-from rich.console import Console
-from rich.table import Table
-from tables import save
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from transformers import BertConfig, BertForMaskedLM
 
 import slipstream
+from benchmarks.iteration import on_loopback, quartiles
+from benchmarks.record import finish
 from slipstream.data.balance import BalancedBatches, LengthCost, fit_cost
 from slipstream.data.packing import pack
 
@@ -429,25 +427,6 @@ UNEQUAL: dict[str, dict[str, Any]] = {
 }
 
 
-def tables(entry: dict[str, Any]) -> Iterator[Table]:
-    """What a person reads."""
-    drawn = Table("variant", "predicted idle", "padding", "measured idle", "tokens/s", "x random")
-    for row in entry["rows"]:
-        drawn.add_row(
-            row["variant"], f"{row['predicted']:.1%}", f"{row['padding']:.1%}",
-            f"{row['idle']:.1%}", f"{row['tokens_per_second'][1]:.0f}",
-            f"{row['to_random'][1]:.2f}",
-        )  # fmt: skip
-    yield drawn
-    drawn = Table("one rank at half speed", "tokens/s", "x the sum", "speeds")
-    for row in entry["unequal"]:
-        drawn.add_row(
-            row["variant"], f"{row['tokens_per_second']:.0f}", f"{row['to_sum']:.2f}",
-            row["speeds"],
-        )  # fmt: skip
-    yield drawn
-
-
 def main() -> None:
     """Measure, or be a rank."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -467,13 +446,10 @@ def main() -> None:
         for what, key in (("equal", "rows"), ("unequal", "unequal")):
             file = str(Path(folder, f"{what}.json"))
             words = ["--steps", str(args.steps), "--rounds", str(args.rounds)]
-            if on_loopback(__file__, [*words, "--rank-of", what, file], RANKS):
+            if on_loopback([*words, "--rank-of", what, file], RANKS):
                 raise SystemExit(f"{what}: a rank failed")
             entry[key] = json.loads(Path(file).read_text())
-    for drawn in tables(entry):
-        Console(width=120).print(drawn)
-    if args.json:
-        save(args.json, "balance", entry)
+    finish(args.json, "balance", entry)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from iteration import LEARNING_RATE, Iterate, Loss, plain
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from benchmarks.iteration import LEARNING_RATE, Iterate, Loss, plain
 from slipstream.memory.blocks import blocks_of
 
 DDP_MEGABYTES = (1, 2, 4, 8, 16, 25, 50)

@@ -1,6 +1,6 @@
 """Whether `slipstream launch` names the rank that began a failure, run after run.
 
-    python benchmarks/blame.py --places '3 ranks on one host' --faults 'kill -9' --json blame.json
+    python -m benchmarks.blame --places '3 ranks on one host' --faults 'kill -9' --json blame.json
 
 A small model trains; after 20 updates one rank is killed, raises, or leaves with code 0 or 3. On
 one host with three ranks, and on four emulated hosts with one rank each, whose launchers share a
@@ -24,8 +24,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from tables import save
+
+from benchmarks.record import finish
 
 SCRIPT = """
 import os, signal, sys, torch, slipstream
@@ -107,13 +107,8 @@ def main() -> None:
                 runs = pool.map(first_panel, words, [FAULTS[fault]] * args.runs)
                 said = track(runs, f"{place}, {fault}", total=args.runs, console=console)
                 rows.append(Row(place, fault, args.runs, count(said, console)))
-    table = Table("place", "fault", "right", title="The rank that began it is named")
-    for row in rows:
-        table.add_row(row.place, row.fault, f"{row.right} of {row.runs}")
-    Console().print(table)
-    if args.json:
-        entry = {"at_once": args.at_once, "rows": [asdict(row) for row in rows]}
-        save(args.json, "blame", entry)
+    entry = {"at_once": args.at_once, "rows": [asdict(row) for row in rows]}
+    finish(args.json, "blame", entry)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Measured bubbles of a pipeline on two ranks, beside the formula of each schedule.
 
-    python benchmarks/bubbles.py --json benchmarks/results/bubbles.json
+    python -m benchmarks.bubbles --json benchmarks/results/bubbles.json
 
 GPT-2 is split where `balance` says, on two ranks of one thread over loopback. Micro-batches have
 the same size in all rows, so more of them make a larger batch. The formulas assume stages of equal
@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from iteration import on_loopback, quartiles
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from tables import save
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.iteration import on_loopback, quartiles
+from benchmarks.record import finish
 from slipstream.parallel import Pipeline, balance, ideal_bubble, measured_bubble
 from slipstream.parallel.pipeline.schedules import ScheduleName
 from slipstream.trace.event import ITERATION
@@ -135,30 +134,10 @@ def measure(args: argparse.Namespace) -> None:
             if row is not None:
                 rows.append({**row, "one_process_s": whole})
     if first:
-        Console(width=120).print(table(rows))
-        if args.json:
-            sizes = {k: v for k, v in vars(args).items() if k not in ("json", "micro_batches")}
-            save(args.json, "bubbles", {"ranks": dist.get_world_size(), **sizes, "rows": rows})
+        sizes = {k: v for k, v in vars(args).items() if k not in ("json", "micro_batches")}
+        finish(args.json, "bubbles", {"ranks": dist.get_world_size(), **sizes, "rows": rows})
     dist.barrier()
     dist.destroy_process_group()
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    """The figures as a table."""
-    drawn = Table(title="a pipeline of two ranks, one thread each, over loopback")
-    for heading in (
-        "schedule", "stages a rank", "micro-batches", "bubble by rank %", "formula %", "step s",
-        "quartiles", "times one process",
-    ):  # fmt: skip
-        drawn.add_column(heading, justify="left" if heading == "schedule" else "right")
-    for r in rows:
-        low, middle, high = r["seconds"]
-        drawn.add_row(
-            r["schedule"], str(r["stages_per_rank"]), str(r["micro_batches"]),
-            " ".join(f"{100 * share:.0f}" for share in r["bubble"]), f"{100 * r['ideal']:.0f}",
-            f"{middle:.3f}", f"{low:.3f}..{high:.3f}", f"{r['one_process_s'] / middle:.2f}",
-        )  # fmt: skip
-    return drawn
 
 
 def main() -> int:
@@ -176,7 +155,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(args)
         return 0
-    return on_loopback(__file__, sys.argv[1:], 2)
+    return on_loopback(sys.argv[1:], 2)
 
 
 if __name__ == "__main__":

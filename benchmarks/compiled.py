@@ -1,6 +1,6 @@
 """torch.compile under data parallelism: slipstream's compiled blocks beside compiled DDP.
 
-    python benchmarks/compiled.py --model bert --json benchmarks/results/compiled-bert.json
+    python -m benchmarks.compiled --model bert --json benchmarks/results/compiled-bert.json
 
 All variants train the same model side by side in one run, an iteration each in turn (exchange.py).
 "no exchange" is one replica by itself: what the exchange adds to it is exposed, and what it hides
@@ -20,15 +20,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from baselines import wrapped_in_ddp
-from exchange import MODELS, Case, as_ranks, share_cores, take_turns, wire_seconds
-from iteration import Iterate, accelerated, plain, quartiles
-from rich.console import Console
-from rich.table import Table
-from tables import COMPILED_COLUMNS, compiled_cells, save
 from torch import nn
 from torch._dynamo.utils import counters
 
+from benchmarks.baselines import wrapped_in_ddp
+from benchmarks.cases import MODELS, Case, as_ranks, share_cores, timed_iterations, wire_seconds
+from benchmarks.iteration import Iterate, accelerated, plain, quartiles
+from benchmarks.record import finish
 from slipstream.fusion import compile_blocks
 
 
@@ -128,7 +126,7 @@ def measure(args: argparse.Namespace) -> None:
             variants[label]()
         breaks = sum(counters["graph_break"].values())
         counted[label] = counters["stats"]["unique_graphs"], breaks
-    seconds, _ = take_turns(variants, args.rounds, args.warmup)
+    seconds, _ = timed_iterations(variants, args.rounds, args.warmup)
     if rank == 0:
         wire = wire_seconds(args, case.num_bytes, world)
         write(args, case, rows(seconds, counted, wire), wire)
@@ -164,21 +162,16 @@ def write(
     args: argparse.Namespace, case: Case, found: Sequence[Mapping[str, Any]], wire: float
 ) -> None:
     """Print the rows; with --json write them too."""
-    drawn = Table(*COMPILED_COLUMNS)
-    for row in found:
-        drawn.add_row(*compiled_cells(row))
-    Console(width=140).print(drawn)
-    if args.json:
-        entry = {
-            "model": args.model,
-            "megabytes": case.num_bytes / 2**20,
-            "nodes": args.nodes,
-            "rate": "loopback" if args.loopback else args.rate,
-            "wire": wire,
-            "rounds": args.rounds,
-            "rows": found,
-        }
-        save(args.json, "compiled", entry)
+    entry = {
+        "model": args.model,
+        "megabytes": case.num_bytes / 2**20,
+        "nodes": args.nodes,
+        "rate": "loopback" if args.loopback else args.rate,
+        "wire": wire,
+        "rounds": args.rounds,
+        "rows": found,
+    }
+    finish(args.json, "compiled", entry)
 
 
 def main() -> int:

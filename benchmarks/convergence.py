@@ -1,7 +1,7 @@
 """What codecs do to the result of a training: accuracy and loss against dense gradients.
 
-    python benchmarks/convergence.py --task digits --json results/convergence-digits.json
-    python benchmarks/convergence.py --task text --ranks 2 --json results/convergence-text.json
+    python -m benchmarks.convergence --task digits --json results/convergence-digits.json
+    python -m benchmarks.convergence --task text --ranks 2 --json results/convergence-text.json
 
 Every codec trains the same model from the same seeds on all ranks, at its default settings (for
 signs and PowerSGD these are 1000 dense steps first; other rows start earlier, those ``from step 0``
@@ -26,20 +26,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from iteration import on_loopback
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from tables import save
 from torch import nn
 from torch.nn import functional
 from transformers import BertConfig, BertForMaskedLM
 
 import slipstream
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import data
+from benchmarks.iteration import on_loopback
+from benchmarks.record import finish
+from examples import data
 
 CODECS: dict[str, object] = {
     "dense": None,
@@ -221,11 +218,11 @@ def write(args: argparse.Namespace, runs: Sequence[Run]) -> None:
     """Table, JSON, picture."""
     baselines = dict.fromkeys(CODECS, "dense") if args.task == "digits" else BASELINE
     rows = [row for name in CODECS if (row := summary(args.task, name, baselines[name], runs))]
-    Console(width=130).print(table(args, rows))
+    entry = {"task": args.task, "steps": args.steps, "ranks": dist.get_world_size()}
+    entry["seeds"] = args.seeds
+    found = {**entry, "rows": rows, "runs": [asdict(r) for r in runs]}
+    finish(args.json, "convergence", found)
     if args.json:
-        entry = {"task": args.task, "steps": args.steps, "ranks": dist.get_world_size()}
-        entry["seeds"] = args.seeds
-        save(args.json, "convergence", {**entry, "rows": rows, "runs": [asdict(r) for r in runs]})
         picture(args.task, list(CODECS), runs).savefig(Path(args.json).with_suffix(".png"))
 
 
@@ -247,25 +244,6 @@ def summary(task: str, name: str, baseline: str, runs: Sequence[Run]) -> dict[st
         "seconds": fmean(r.seconds for r in own),
         "skipped": fmean(r.skipped for r in own),
     }
-
-
-def table(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """What a person reads."""
-    what = "accuracy" if args.task == "digits" else "loss"
-    drawn = Table(
-        title=f"{args.task}: held-out {what} after {args.steps} steps, {args.seeds} seeds"
-    )
-    for heading in ("codec", what, "deviation", "against dense", "within", "MB a step", "s"):
-        drawn.add_column(heading, justify="left" if heading == "codec" else "right")
-    for r in rows:
-        points = f"{100 * r['gap']:+.2f} points" if args.task == "digits" else f"{r['gap']:+.2%}"
-        score = f"{r['score']:.2%}" if args.task == "digits" else f"{r['score']:.4f}"
-        deviation = f"{r['deviation']:.2%}" if args.task == "digits" else f"{r['deviation']:.4f}"
-        drawn.add_row(
-            r["codec"], score, deviation, points, "yes" if r["within"] else "NO",
-            f"{r['megabytes']:.3f}", f"{r['seconds']:.0f}",
-        )  # fmt: skip
-    return drawn
 
 
 def picture(task: str, names: Sequence[str], runs: Sequence[Run]) -> Figure:
@@ -296,7 +274,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(args)
         return 0
-    return on_loopback(__file__, sys.argv[1:], args.ranks)
+    return on_loopback(sys.argv[1:], args.ranks)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Exchange of gradients on a slow network: slipstream beside torch's own ways to train.
 
-    python benchmarks/exchange.py --model resnet50 --nodes 4 --rate 1gbit --json resnet50.json
+    python -m benchmarks.exchange --model resnet50 --nodes 4 --rate 1gbit --json resnet50.json
 
 All variants train the same model side by side in one run, an iteration each in turn, in an order
 that is shuffled every round, between barriers; an iteration takes as long as on its slowest rank.
@@ -13,7 +13,7 @@ Two kinds of computing. With `--compute cpu` the ranks compute on the cores that
 as well. With `--compute accelerator` each layer takes its time by sleeping, as on a host whose
 device computes, so that cores are free (accelerator.py; the optimizer's update stays on the cores):
 
-    python benchmarks/exchange.py --compute accelerator --compute-seconds wire \
+    python -m benchmarks.exchange --compute accelerator --compute-seconds wire \
         --fsdp default keep prefetch --zero 8 --splits default
 
 `--compute-seconds wire` makes an iteration without exchange take the wire time, where a perfect
@@ -25,7 +25,7 @@ iterations alone in processes of its own first (peak_memory.py; --no-memory leav
 With --codecs and --hooks, slipstream's codecs take turns with DDP and with torch's own hooks (in
 DDP's default buckets or smaller ones; PowerSGD in one bucket, as it crashes on gloo with several):
 
-    python benchmarks/exchange.py --model vgg16 --rate 300mbit --splits default --codecs bf16 int8 \
+    python -m benchmarks.exchange --model vgg16 --rate 300mbit --splits default --codecs bf16 int8 \
         --hooks fp16
 
 (torch's bf16 hook refuses to run on gloo.)
@@ -36,93 +36,51 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import random
 import statistics
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerator import Device, shares_of, timed_model
-from baselines import (
+from rich.console import Console
+from rich.progress import track
+from torch import nn
+
+from benchmarks.accelerator import Device
+from benchmarks.baselines import (
     DDP_MEGABYTES,
     FSDP,
     HOOKS,
     ddp,
     fsdp2,
-    fsdp_units,
     with_hook,
     zero1,
 )
-from iteration import Iterate, Loss, accelerated, on_loopback, on_testbed, plain, quartiles
-from peak_memory import free_bytes, peak_rss, release
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from tables import (
-    EXCHANGE_COLUMNS,
-    computing_in_words,
-    exchange_cells,
-    save,
+from benchmarks.cases import (
+    CODECS,
+    MODELS,
+    SPLITS,
+    TRANSPORTS,
+    Case,
+    as_ranks,
+    seconds_or_wire,
+    share_cores,
+    timed_iterations,
+    wire_seconds,
 )
-from torch import nn
-
+from benchmarks.iteration import (
+    Iterate,
+    accelerated,
+    plain,
+    quartiles,
+)
+from benchmarks.peak_memory import free_bytes, peak_rss, release
+from benchmarks.record import finish
 from slipstream.session.session import Session
-from slipstream.strategy import AutoConfig, OptimalConfig, TransportConfig
-from slipstream.testbed import parse_rate
+from slipstream.strategy import AutoConfig, OptimalConfig
 from slipstream.tuner.search_space import MOST, SETTLING, TURNS
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import data
-import models
-
-MODELS = ("resnet50", "vgg16", "bert", "swin-t", "gpt2", "resnet-small")
-TRANSPORTS: dict[str, object] = {
-    variant.model_fields["kind"].default: variant.model_fields["kind"].default
-    for variant in get_args(get_args(TransportConfig)[0])
-}
-TRANSPORTS["sharded, a third replicated"] = {"kind": "sharded", "replicated": 1 / 3}
-SPLITS: dict[str, dict[str, object]] = {
-    "default": {},
-    "by_bytes 2/1/1": {"kind": "by_bytes", "megabytes": 2},
-    "by_bytes 8/1/1": {"kind": "by_bytes", "megabytes": 8},
-    "by_bytes 16/1/1": {"kind": "by_bytes", "megabytes": 16},
-    "by_bytes 25/1/1": {"kind": "by_bytes", "megabytes": 25},
-    "by_percent 96.54/3.46": {"kind": "by_percent"},
-    "by_layers 10": {"kind": "by_layers", "layers": 10},
-    "per_layer": {"kind": "per_layer"},
-    "per_gradient": {"kind": "per_gradient"},
-    "single": {"kind": "single"},
-    "optimal": {"kind": "optimal"},
-}
-
-
-CODECS: dict[str, object] = {
-    "bf16": {"kind": "half", "dtype": "bf16"},
-    "fp16": {"kind": "half", "dtype": "fp16"},
-    "int8": {"kind": "int8"},
-    "onebit": {"kind": "onebit", "start_step": 0},
-    "dgc": {"kind": "dgc", "warmup_steps": 0},
-    "powersgd": {"kind": "powersgd", "rank": 4, "start_step": 0},
-    "adaptive onebit": {"kind": "adaptive", "codec": {"kind": "onebit", "start_step": 0}},
-}
-
-KEEP_MEMORY = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    "MALLOC_TOP_PAD_": str(2**28),
-}
-"""glibc keeps what a rank frees, as the allocators do that one loads for training.
-
-A virtual machine may give freed pages back to its host while a rank waits for the network; to get
-them again in the next variant's turn made computing take up to 1.6 times as long.
-"""
-
 
 AnySession = Session[nn.Module, torch.optim.SGD]
 Variant = tuple[Iterate, AnySession | None]
@@ -149,69 +107,6 @@ class Row:
     to_best_ddp_low: float
     to_best_ddp_high: float
     peak_bytes: int
-
-
-def make_model(name: str) -> tuple[nn.Module, Loss, int]:
-    """The model, a function from it to the loss of a real batch, and its batch size."""
-    torch.manual_seed(0)
-    inputs, targets = batch_of(name, int(os.environ["RANK"]))
-    if name == "bert":
-        return (
-            models.bert("tiny", 30522),
-            lambda m: m(input_ids=inputs, labels=targets).loss,
-            len(inputs),
-        )
-    if name == "gpt2":
-        gpt2 = models.gpt2("mini", 8192)
-        return gpt2, lambda m: m(input_ids=inputs, labels=targets).loss, len(inputs)
-    make: dict[str, Callable[[], nn.Module]] = {
-        "resnet50": lambda: models.resnet50(1000),
-        "vgg16": lambda: models.vgg16(10),
-        "swin-t": lambda: models.swin_t(1000),
-        "resnet-small": lambda: models.resnet_small(10),
-    }
-    return (
-        make[name](),
-        lambda m: nn.functional.cross_entropy(m(pixel_values=inputs).logits, targets),
-        len(inputs),
-    )
-
-
-@cache
-def batch_of(name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and labels of a rank."""
-    if name == "bert":
-        tokens = data.stdlib_tokens(30522)[: 2 * 128].view(2, 128)
-        return data.mask_words(tokens, 30522, torch.Generator().manual_seed(0))
-    if name == "gpt2":
-        tokens = data.stdlib_tokens(8192)[rank * 256 : (rank + 1) * 256].view(2, 128)
-        return tokens, tokens
-    size, batch = {
-        "resnet50": (128, 2), "vgg16": (64, 8), "swin-t": (224, 1), "resnet-small": (32, 2),
-    }[name]  # fmt: skip
-    train, _ = data.digits(size)
-    pixels, targets = train[rank * batch : (rank + 1) * batch]
-    return pixels.clone(), targets.clone()  # not views that keep all images
-
-
-class Case:
-    """What all variants train: a model, and who computes it."""
-
-    def __init__(self, name: str, device: Device | None) -> None:
-        self.name = name
-        self.device = device
-        model, loss_of, self.batch_size = make_model(name)
-        self.num_bytes = sum(p.nbytes for p in model.parameters())
-        self.units = fsdp_units(model)
-        self._shares = shares_of(model, loss_of) if device else {}
-
-    def make(self) -> tuple[nn.Module, Loss]:
-        """A new model and a function to its loss."""
-        model, loss_of, _ = make_model(self.name)
-        if self.device is None:
-            return model, loss_of
-        seed = int(os.environ["RANK"])
-        return timed_model(model, self._shares, self.units, self.device, seed)
 
 
 def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], Variant]]:
@@ -253,13 +148,6 @@ def variants_of(args: argparse.Namespace, case: Case) -> dict[str, Callable[[], 
     return found
 
 
-def wire_seconds(args: argparse.Namespace, num_bytes: int, world: int) -> float:
-    """What a ring of all ranks needs to send; 0 on loopback, which has no rate."""
-    if args.loopback:
-        return 0.0
-    return 2 * (world - 1) / world * num_bytes * 8 / parse_rate(args.rate)
-
-
 def measure(args: argparse.Namespace) -> None:
     """What one rank does; rank 0 writes the rows."""
     torch.set_num_threads(1)
@@ -293,7 +181,7 @@ def measure(args: argparse.Namespace) -> None:
         if searches(session):
             for _ in range(MOST * TURNS * (SETTLING + OptimalConfig().steps)):
                 variants[label]()  # it has made its choice before anything is timed
-    seconds, cpu = take_turns(variants, args.rounds, args.warmup)
+    seconds, cpu = timed_iterations(variants, args.rounds, args.warmup)
     if rank == 0:
         for session in sessions.values():
             if searches(session):
@@ -346,62 +234,10 @@ def write_memory(args: argparse.Namespace, case: Case, peaks: Mapping[str, int])
     """On rank 0 print the peaks; with --json write them too."""
     if dist.get_rank():
         return
-    drawn = Table("variant", "peak MiB")
-    for name, peak in peaks.items():
-        drawn.add_row(name, f"{peak / 2**20:.0f}")
-    Console().print(drawn)
-    if args.json:
-        rows = [{"name": name, "peak_bytes": peak} for name, peak in peaks.items()]
-        entry = {"model": args.model, "megabytes": case.num_bytes / 2**20, "nodes": args.nodes}
-        entry["codecs"] = args.codecs
-        save(args.json, "exchange", {"benchmark": "memory", **entry, "rows": rows})
-
-
-def share_cores(rank: int, ranks: int) -> None:
-    """Nodes are machines of one kind: each gets as much of this one's cores as the others.
-
-    The default where ranks compute on these cores. Left to itself, Linux may leave three of four
-    ranks on one of two cores for a while, and every exchange waits for those. It has a price: a
-    thread that exchanges cannot go to the other core when that is idle, while on a real host no
-    other host's computing stands in its way. Ranks that compute without a pause make gloo's ring
-    up to twenty times slower then (transports.py). In iterations of a ResNet-50 DDP, flat and
-    direct took a tenth less bound than free, and sharded as long: bound is the better setting of
-    the rivals.
-
-    Not the default beside an accelerator: cores are idle most of the time, none is short of them,
-    and bound ranks took 3 to 8 % longer with gloo's ring (DDP, flat) and no longer with direct. To
-    bind them would favour our own.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, set(cores[rank::ranks]) or {cores[rank % len(cores)]})
-
-
-def take_turns(
-    variants: Mapping[str, Iterate], rounds: int, warmup: int
-) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Seconds of each variant's iterations on the slowest rank, and CPU seconds of all ranks.
-
-    A turn is two iterations, of which the second counts: the first finds in the caches what other
-    variants have left there, which in a training of its own it would not.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    cpu: dict[str, list[float]] = {name: [] for name in variants}
-    shuffle = random.Random(0)
-    console = Console(stderr=True, quiet=dist.get_rank() != 0)
-    for step in track(range(warmup + rounds), f"{len(variants)} variants", console=console):
-        for name in shuffle.sample(list(variants), len(variants)):
-            variants[name]()
-            dist.barrier()
-            start, cpu_start = time.perf_counter(), time.process_time()
-            variants[name]()
-            spent = torch.tensor([time.perf_counter() - start])
-            used = torch.tensor([time.process_time() - cpu_start])
-            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            dist.all_reduce(used)
-            if step >= warmup:
-                seconds[name].append(float(spent))
-                cpu[name].append(float(used))
-    return seconds, cpu
+    rows = [{"name": name, "peak_bytes": peak} for name, peak in peaks.items()]
+    entry = {"model": args.model, "megabytes": case.num_bytes / 2**20, "nodes": args.nodes}
+    entry["codecs"] = args.codecs
+    finish(args.json, "exchange", {"benchmark": "memory", **entry, "rows": rows})
 
 
 def write(
@@ -455,43 +291,8 @@ def write(
         "wire_s": wire,
         "bound_s": bound,
     }
-    console = Console(width=150)
-    console.print(table(entry, rows))
-    if args.json:
-        raw = {"rows": [asdict(r) for r in rows], "seconds": seconds}
-        save(args.json, "exchange", {**entry, **raw})
-
-
-def table(entry: Mapping[str, Any], rows: Sequence[Row]) -> Table:
-    """What a person reads."""
-    drawn = Table(
-        title=f"{entry['model']}: {entry['megabytes']:.0f} MB of gradients, {entry['nodes']} nodes "
-        f"at {entry['rate']}; {computing_in_words(entry)}: compute {entry['compute_s']:.3f} s, "
-        f"wire {entry['wire_s']:.3f} s, bound {entry['bound_s']:.3f} s"
-    )
-    for heading in EXCHANGE_COLUMNS:
-        drawn.add_column(heading, justify="left" if heading == "variant" else "right")
-    for r in rows:
-        drawn.add_row(*exchange_cells(asdict(r)))
-    return drawn
-
-
-def seconds_or_wire(text: str) -> str:
-    """An argument of --compute-seconds."""
-    if text != "wire" and not float(text) > 0:
-        raise ValueError(text)
-    return text
-
-
-def as_ranks(measure: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> int:
-    """Start this script as the ranks, or be one; its exit status."""
-    if "RANK" in os.environ:
-        measure(args)
-        return 0
-    os.environ.update(KEEP_MEMORY)
-    if args.loopback:
-        return on_loopback(sys.argv[0], sys.argv[1:], args.nodes)
-    return on_testbed(sys.argv[1:], args.nodes, args.rate)
+    raw = {"rows": [asdict(r) for r in rows], "seconds": seconds}
+    finish(args.json, "exchange", {**entry, **raw})
 
 
 def main() -> int:

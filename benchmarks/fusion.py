@@ -1,11 +1,11 @@
 """Kernels, fused chains and fused optimizers beside the plain code that they stand for.
 
-    python benchmarks/fusion.py kernels --json benchmarks/results/kernels.json
-    python benchmarks/fusion.py patterns --json benchmarks/results/patterns.json
-    python benchmarks/fusion.py networks --json benchmarks/results/networks.json
-    python benchmarks/fusion.py optimizers --json benchmarks/results/optimizers.json
-    python benchmarks/fusion.py graphs --device cuda --json benchmarks/results/graphs-cuda.json
-    python benchmarks/fusion.py kernels --device cuda --json benchmarks/results/kernels-cuda.json
+    python -m benchmarks.fusion kernels --json benchmarks/results/kernels.json
+    python -m benchmarks.fusion patterns --json benchmarks/results/patterns.json
+    python -m benchmarks.fusion networks --json benchmarks/results/networks.json
+    python -m benchmarks.fusion optimizers --json benchmarks/results/optimizers.json
+    python -m benchmarks.fusion graphs --device cuda --json benchmarks/results/graphs-cuda.json
+    python -m benchmarks.fusion kernels --device cuda --json benchmarks/results/kernels-cuda.json
 
 All variants of a case take turns in one process, in an order that is shuffled every round, so that
 each round is one observation of every ratio. Optimizers step the parameters of real models with
@@ -16,21 +16,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from iteration import quartiles
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from tables import save
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.optim import Optimizer
@@ -43,6 +35,10 @@ from transformers import (
     ResNetModel,
 )
 
+from benchmarks.iteration import quartiles
+from benchmarks.record import finish
+from benchmarks.turns import take_turns
+from examples import models
 from slipstream.fusion import (
     ChannelsLast,
     compile_blocks,
@@ -65,9 +61,6 @@ from slipstream.kernels.window_attention import reference as attention_one_by_on
 from slipstream.kernels.window_partition import reference_merge, reference_partition
 from slipstream.optim import Lamb
 from slipstream.optim.lamb import step_one_by_one
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import models
 
 Call = Callable[[], object]
 Cases = Iterator[tuple[str, dict[str, Call]]]
@@ -422,21 +415,20 @@ def stepped(shapes: list[torch.Tensor], make: Callable[[Any], Optimizer]) -> Opt
 
 def rows(cases: Cases, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The seconds of every variant, and how many times as fast as the first, in pairs."""
-    shuffle = random.Random(0)
     wait: Call = torch.cuda.synchronize if args.device == "cuda" else bool
+
+    def turn(variants: Mapping[str, Call], name: str) -> float:
+        wait()
+        start = time.perf_counter()
+        variants[name]()
+        wait()
+        return time.perf_counter() - start
+
     for case, variants in cases:
         if args.only not in case:
             continue
         torch._dynamo.reset()  # sizes of the cases before count against its limit of versions
-        seconds: dict[str, list[float]] = {name: [] for name in variants}
-        for turn in range(args.warmup + args.rounds):
-            for name in shuffle.sample([*variants], len(variants)):
-                wait()
-                start = time.perf_counter()
-                variants[name]()
-                wait()
-                if turn >= args.warmup:
-                    seconds[name].append(time.perf_counter() - start)
+        seconds = take_turns([*variants], partial(turn, variants), args.rounds, args.warmup, case)
         first = seconds[next(iter(seconds))]
         for name, spent in seconds.items():
             ratios = [a / b for a, b in zip(first, spent, strict=True)]
@@ -446,17 +438,6 @@ def rows(cases: Cases, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "seconds": quartiles(spent),
                 "times_as_fast": quartiles(ratios),
             }
-
-
-def show(found: Sequence[Mapping[str, Any]]) -> None:
-    """What was measured."""
-    drawn = Table("case", "variant", "median ms", "quartiles", "times as fast", "quartiles")
-    for row in found:
-        low, median, high = (f"{1e3 * s:.2f}" for s in row["seconds"])
-        less, ratio, more = (f"{r:.2f}" for r in row["times_as_fast"])
-        quarter = (f"{low}..{high}", ratio, f"{less}..{more}")
-        drawn.add_row(row["case"], row["variant"], median, *quarter)
-    Console(width=150).print(drawn)
 
 
 PARTS: dict[str, Callable[[], Cases]] = {
@@ -486,18 +467,15 @@ def main() -> None:
     if args.part == "graphs" and args.device == "cpu":
         parser.error("graphs: --device cuda is needed")
     cases = PARTS[args.part]()
-    found = list(track(rows(cases, args), args.part, console=Console(stderr=True)))
-    show(found)
-    if args.json:
-        where = torch.cuda.get_device_name() if args.device == "cuda" else "a CPU"
-        entry = {
-            "part": args.part,
-            "device": where,
-            "threads": args.threads,
-            "rounds": args.rounds,
-            "rows": found,
-        }
-        save(args.json, "fusion", entry)
+    found = list(rows(cases, args))
+    entry = {
+        "part": args.part,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "a CPU",
+        "threads": args.threads,
+        "rounds": args.rounds,
+        "rows": found,
+    }
+    finish(args.json, "fusion", entry)
 
 
 if __name__ == "__main__":

@@ -54,14 +54,22 @@ def accelerated(
     return iterate, session
 
 
-def on_loopback(script: str, argv: Sequence[str], ranks: int) -> int:
-    """Run a script on several ranks of this host, a thread each; its exit status."""
+def this_module() -> str:
+    """The module that runs: ``benchmarks.exchange``."""
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None, "run it as python -m benchmarks.NAME"
+    return spec.name
+
+
+def on_loopback(argv: Sequence[str], ranks: int) -> int:
+    """Run this module on several ranks of this host, a thread each; its exit status."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    return subprocess.call([*torchrun, script, *argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.call([*torchrun, "-m", this_module(), *argv], env=environ)
 
 
 def on_testbed(argv: Sequence[str], nodes: int, rate: str) -> int:
-    """Run this script on every node of a testbed."""
+    """Run this module on every node of a testbed."""
     with Testbed(nodes=nodes, rate=rate) as bed:
         return bed.run(
             [
@@ -72,7 +80,8 @@ def on_testbed(argv: Sequence[str], nodes: int, rate: str) -> int:
                     f"MASTER_ADDR={bed.nodes[0].address}",
                     "MASTER_PORT=29500",
                     sys.executable,
-                    os.path.abspath(sys.argv[0]),
+                    "-m",
+                    this_module(),
                     *argv,
                 ]
                 for node in bed.nodes

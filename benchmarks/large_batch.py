@@ -1,6 +1,6 @@
 """Whether a batch 16 times as large learns as much from as many samples, and with which optimizer.
 
-    python benchmarks/large_batch.py --json benchmarks/results/large-batch.json
+    python -m benchmarks.large_batch --json benchmarks/results/large-batch.json
 
 Two small networks, as torch initialises them, one process. A small batch with SGD and with
 Adam sets the mark; a batch 16 times as large, hence a sixteenth of the updates, is given to the
@@ -12,7 +12,6 @@ samples and seeds on which nothing is reported. A mark counts as reached from 0.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -25,16 +24,13 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from tables import save
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
+from benchmarks.record import finish
+from examples import data
 from slipstream.optim import Lamb, Lars
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import data
 
 TIMES = 16
 WARM_UP = 0.2
@@ -227,24 +223,6 @@ def gap(row: Row, rows: Sequence[Row]) -> float:
     return fmean(row.accuracies) - fmean(mark.accuracies)
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """What a person reads."""
-    drawn = Table(title="The same samples in small and in large batches", title_justify="left")
-    drawn.add_column("task")
-    drawn.add_column("optimizer")
-    for heading in ("batch", "updates", "lr", "held out", "seeds", "against its mark", "reached"):
-        drawn.add_column(heading, justify="right")
-    for r in rows:
-        above = gap(r, rows)
-        drawn.add_row(
-            r.task, r.optimizer, str(r.batch), str(r.updates),
-            f"{r.chosen:g}{' (edge)' if r.at_the_edge else ''}", f"{fmean(r.accuracies):.1%}",
-            f"{min(r.accuracies):.1%}..{max(r.accuracies):.1%}", f"{100 * above:+.1f} points",
-            "yes" if above >= -FINE else "NO",
-        )  # fmt: skip
-    return drawn
-
-
 def picture(rows: Sequence[Row]) -> Figure:
     """Held-out accuracy on the way, a panel a task: the mean over seeds, and their range."""
     names = list(dict.fromkeys(r.task for r in rows))
@@ -275,11 +253,10 @@ def main() -> None:
         waiting = [pool.submit(contest, t, *c) for t in args.tasks for c in CONTENDERS]
         console = Console(stderr=True)
         rows = [w.result() for w in track(waiting, "large batches", console=console)]
-    Console(width=120).print(table(rows))
+    found = [{**asdict(r), "gap": gap(r, rows)} for r in rows]
+    epochs = {name: TASKS[name].epochs for name in args.tasks}
+    finish(args.json, "large_batch", {"epochs": epochs, "rows": found})
     if args.json:
-        found = [{**asdict(r), "gap": gap(r, rows)} for r in rows]
-        epochs = {name: TASKS[name].epochs for name in args.tasks}
-        save(args.json, "large_batch", {"epochs": epochs, "rows": found})
         picture(rows).savefig(Path(args.json).with_suffix(".png"))
 
 

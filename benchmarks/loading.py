@@ -1,6 +1,6 @@
 """Short epochs of a small training on scikit-learn's digits, by how their batches are loaded.
 
-    python benchmarks/loading.py --json loading.json
+    python -m benchmarks.loading --json loading.json
 
 Every variant trains the same small network on the same samples, each prepared in Python (a shift
 and a normalisation of the picture, as augmentations are). They take turns: a block of epochs each,
@@ -20,15 +20,14 @@ from statistics import median
 from typing import Any
 
 import torch
-from iteration import quartiles
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from sklearn.datasets import load_digits
-from tables import save
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.iteration import quartiles
+from benchmarks.record import finish
 from slipstream.data.cache import CachedDataset, cached
 from slipstream.data.prefetch import prefetch
 from slipstream.strategy import PrefetchConfig
@@ -205,18 +204,6 @@ def close(loaders: dict[str, Any]) -> None:
             dataset.close()
 
 
-def table(rows: Iterable[Row]) -> Table:
-    """What a person reads."""
-    headings = ("network", "variant", "ms an epoch", "x workers", "x persistent", "waited")
-    drawn = Table(*headings, title="Epochs, times as fast as the DataLoader")
-    for row in rows:
-        drawn.add_row(
-            row.network, row.variant, f"{1e3 * row.seconds[1]:.1f}", f"{row.to_plain[1]:.2f}",
-            f"{row.to_persistent[1]:.2f}", f"{row.waited:.1%}",
-        )  # fmt: skip
-    return drawn
-
-
 def main() -> None:
     """Measure both networks."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -227,10 +214,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = [row for name in WIDTHS for row in measure(name, args.rounds, args.workers, args.depth)]
-    Console(width=120).print(table(rows))
-    if args.json:
-        entry = {"rounds": args.rounds, "workers": args.workers, "depth": args.depth}
-        save(args.json, "loading", {**entry, "batch": BATCH, "rows": [asdict(row) for row in rows]})
+    entry = {"rounds": args.rounds, "workers": args.workers, "depth": args.depth, "batch": BATCH}
+    finish(args.json, "loading", {**entry, "rows": [asdict(row) for row in rows]})
 
 
 if __name__ == "__main__":

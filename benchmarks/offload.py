@@ -1,6 +1,6 @@
 """What recomputation and offload save of memory, and what they cost in time.
 
-    python benchmarks/offload.py --json benchmarks/results/offload.json
+    python -m benchmarks.offload --json benchmarks/results/offload.json
 
 Three parts, each with torch's own means beside ours:
 
@@ -22,20 +22,19 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from activations import bert, inputs, variants
-from iteration import quartiles
-from peak_memory import Growth, growth, growth_apart
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from tables import save
 from torch import nn
 
+from benchmarks.activations import bert, inputs, variants
+from benchmarks.iteration import quartiles
+from benchmarks.peak_memory import Growth, growth, growth_apart
+from benchmarks.record import finish
 from slipstream.memory import estimate, max_batch
 from slipstream.memory.forward_override import ForwardOverride
 from slipstream.strategy import OffloadConfig
@@ -73,7 +72,7 @@ def count_bytes() -> dict[str, Any]:
     }  # fmt: skip
     rows = []
     for name in track(OURS, "bytes", console=Console(stderr=True)):
-        one, two = (growth_apart(__file__, [name, LARGE, batch]).process for batch in (1, 2))
+        one, two = (growth_apart([name, LARGE, batch]).process for batch in (1, 2))
         saved = found.activations(*ways[name])
         rows.append(
             {
@@ -112,7 +111,7 @@ def measure_time(rounds: int) -> dict[str, Any]:
     rows = []
     for name, values in seconds.items():
         ratios = [value / base for value, base in zip(values, first, strict=True)]
-        peak = growth_apart(__file__, [name, SMALL, SMALL_BATCH])
+        peak = growth_apart([name, SMALL, SMALL_BATCH])
         rows.append(
             {
                 "name": name,
@@ -178,43 +177,6 @@ def _timed(
 # For people
 
 
-def tables(entry: Mapping[str, Any]) -> Iterator[Table]:
-    """What a person reads."""
-    if (part := entry.get("bytes")) is not None:
-        drawn = _table("BERT-Large, 512 tokens: bytes of a sample, batch in 32 GiB",
-                       "saved MiB", "batch", "measured MiB", "batch")  # fmt: skip
-        for row in part["rows"]:
-            drawn.add_row(
-                row["name"], f"{row['saved_each'] / 2**20:.0f}", str(row["estimated_batch"]),
-                f"{row['measured_each'] / 2**20:.0f}", str(row["measured_batch"]),
-            )  # fmt: skip
-        yield drawn
-    if (part := entry.get("time")) is not None:
-        drawn = _table(
-            "A smaller BERT on the CPU, offload to disk",
-            "seconds", "ratio", "peak MiB", "with files MiB",
-        )  # fmt: skip
-        for row in part["rows"]:
-            drawn.add_row(
-                row["name"], f"{row['seconds'][1]:.3f}", f"{row['ratio'][1]:.3f}",
-                f"{row['peak'] / 2**20:.0f}", f"{row['peak_with_files'] / 2**20:.0f}",
-            )  # fmt: skip
-        yield drawn
-    if (part := entry.get("cuda")) is not None:
-        drawn = _table(f"BERT-Large, {part['gpu']} limited to 32 GiB", "batch", "sequences/s")
-        for row in part["rows"]:
-            drawn.add_row(row["name"], str(row["batch"]), f"{row['speed'][1]:.2f}")
-        yield drawn
-
-
-def _table(title: str, *headings: str) -> Table:
-    drawn = Table(title=title, title_justify="left")
-    drawn.add_column("variant")
-    for heading in headings:
-        drawn.add_column(heading, justify="right")
-    return drawn
-
-
 def main() -> None:
     """Measure what is asked for, or be the process whose peak is measured."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -233,10 +195,7 @@ def main() -> None:
         "cuda": lambda: measure_cuda(args.rounds),
     }
     entry = {part: measures[part]() for part in args.parts}
-    for drawn in tables(entry):
-        Console(width=100).print(drawn)
-    if args.json:
-        save(args.json, "offload", entry)
+    finish(args.json, "offload", entry)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Cost of the differentiable operators beside the bare calls of torch.distributed.
 
-    python benchmarks/operators.py --json benchmarks/results/operators.json
+    python -m benchmarks.operators --json benchmarks/results/operators.json
 
 Four variants run in turn on two ranks over loopback: the bare calls that move the same data; these
 in a minimal hand-written torch.autograd.Function; the operator in a group without ``check``, which
@@ -17,20 +17,20 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from iteration import on_loopback, quartiles
-from operator_cases import Case, cases
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from tables import OPERATOR_COLUMNS, operator_cells, save
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.iteration import on_loopback, quartiles
+from benchmarks.operator_cases import Case, cases
+from benchmarks.record import finish
+from benchmarks.turns import seconds_of, take_turns
 from slipstream import comm
 from slipstream.comm.graphs import current
 
@@ -108,7 +108,7 @@ def python_alone(args: argparse.Namespace) -> list[dict[str, Any]]:
             if args.only not in name:
                 continue
             for which, calls in passes(case, x, group, None).items():
-                row = take_turns(calls, x, args.seconds / 5, 20)
+                row = compared(calls, x, args.seconds / 5, 20)
                 before = found.get((name, which))
                 if before is None or excess(row, which) > excess(before, which):
                     within = excess(row, which) <= LIMITS[1]
@@ -139,21 +139,18 @@ def measure(args: argparse.Namespace) -> None:
         for name, case in cases(x.detach()).items():
             if args.only in name:
                 for which, calls in passes(case, x, *groups).items():
-                    found = take_turns(calls, x, args.seconds, block)
+                    found = compared(calls, x, args.seconds, block)
                     rows.append({"operator": name, "size": size, "pass": which, **found})
     if dist.get_rank() == 0:
-        over = f"{RANKS} ranks over loopback"
-        Console(width=140).print(table(rows, over), table(alone, "Python alone"))
-        if args.json:
-            save(args.json, "operators", {"ranks": RANKS, "rows": rows, "alone": alone})
+        finish(args.json, "operators", {"ranks": RANKS, "rows": rows, "alone": alone})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def take_turns(
+def compared(
     calls: Mapping[str, Call], x: torch.Tensor, budget: float, block: int
 ) -> dict[str, Any]:
-    """Seconds of each call on the slowest rank, run in turn: median with quartiles.
+    """Seconds of each call on the slowest rank, in turns: quartiles, and whether ours is within.
 
     Args:
         calls: by name.
@@ -161,46 +158,29 @@ def take_turns(
         budget: seconds for all turns together.
         block: calls in a row, in a turn.
     """
-    names = list(calls)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    begun = time.perf_counter()
-    step, rounds = 0, WARM
-    while step < rounds:
-        for place in range(len(names)):
-            name = names[(step + place) % len(names)]
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(block):
-                calls[name]()
-                x.grad = None
-            spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64) / block
-            current().take()  # drops operators whose backward does not run here
-            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            if step >= WARM:
-                seconds[name].append(float(spent))
-        step += 1
-        if step == WARM:
-            taken = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
-            dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-            rounds += max(round(budget * WARM / float(taken)), 2 * WARM)
+
+    def repeat(name: str) -> None:
+        for _ in range(block):
+            calls[name]()
+            x.grad = None
+
+    def turn(name: str) -> float:
+        spent = seconds_of(partial(repeat, name)) / block
+        current().take()  # drops operators whose backward does not run here
+        return spent
+
+    def within_budget(warmed_up: float) -> int:
+        return max(round(budget * WARM / warmed_up), 2 * WARM)
+
+    seconds = take_turns([*calls], turn, within_budget, WARM)
     found: dict[str, Any] = {name: quartiles(values) for name, values in seconds.items()}
     own, other = found["ours"][1], found["bare"][1]
     return {
         **found,
-        "rounds": rounds - WARM,
+        "rounds": len(seconds["ours"]),
         "block": block,
         "within": own <= max(other * LIMITS[0], other + LIMITS[1]),
     }
-
-
-def table(rows: list[dict[str, Any]], where: str) -> Table:
-    """The figures in microseconds."""
-    drawn = Table(title=f"operators beside torch.distributed, {where}, microseconds")
-    for number, heading in enumerate(OPERATOR_COLUMNS):
-        drawn.add_column(heading, justify="left" if number < 3 else "right")
-    for row in rows:
-        drawn.add_row(*operator_cells(row))
-    return drawn
 
 
 def main() -> int:
@@ -214,7 +194,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(args)
         return 0
-    return on_loopback(__file__, sys.argv[1:], RANKS)
+    return on_loopback(sys.argv[1:], RANKS)
 
 
 if __name__ == "__main__":

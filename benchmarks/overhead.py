@@ -1,6 +1,6 @@
 """What slipstream costs where it can bring nothing: one process, and many small layers on one host.
 
-    python benchmarks/overhead.py --json overhead.json
+    python -m benchmarks.overhead --json overhead.json
 
 One process: the plain loop, the same with ``accelerate``, and that with the trace on; the claim is
 under 1 % each. Two ranks on loopback: 100 layers ``Linear(64)`` at batch 16 with DDP (gradients as
@@ -16,8 +16,6 @@ import gc
 import io
 import json
 import os
-import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,16 +25,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from iteration import Iterate, Loss, accelerated, on_loopback, plain, quartiles
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from tables import save
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import data
-import models
+from benchmarks.iteration import Iterate, Loss, accelerated, on_loopback, plain, quartiles
+from benchmarks.record import finish
+from benchmarks.turns import take_turns
+from examples import data, models
 
 
 @dataclass(frozen=True)
@@ -82,19 +76,15 @@ def in_turn(
     variants: Mapping[str, Variant], rounds: int, repeat: int, title: str
 ) -> dict[str, list[float]]:
     """Seconds an iteration of every variant in every round, on the slowest rank."""
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    shuffle = random.Random(0)
-    warmup = max(3, rounds // 20)
-    quiet = dist.is_initialized() and dist.get_rank() > 0
+
+    def turn(name: str) -> float:
+        with variants[name]() as iterate:
+            iterate()
+            return timed(iterate, repeat)
+
     gc.collect()
     gc.disable()  # else its pauses fall on whichever variant is running
-    for turn in track(range(warmup + rounds), title, console=Console(stderr=True, quiet=quiet)):
-        for name in shuffle.sample(list(variants), len(variants)):
-            with variants[name]() as iterate:
-                iterate()
-                spent = timed(iterate, repeat)
-            if turn >= warmup:
-                seconds[name].append(spent)
+    seconds = take_turns([*variants], turn, rounds, max(3, rounds // 20), title)
     gc.enable()
     return seconds
 
@@ -172,30 +162,11 @@ def rows(part: str, seconds: Mapping[str, list[float]]) -> list[Row]:
     return found
 
 
-def table(found: list[Row]) -> Table:
-    """What a person reads."""
-    drawn = Table(title="The cost of slipstream where it can bring nothing", title_justify="left")
-    drawn.add_column("variant")
-    for heading in ("median ms", "quartiles", "ratio", "+- error", "its quartiles"):
-        drawn.add_column(heading, justify="right")
-    part = ""
-    for r in found:
-        if r.part != part:
-            drawn.add_section()
-            drawn.add_row(r.part, style="bold")
-        part = r.part
-        drawn.add_row(
-            f"  {r.name}", f"{1e3 * r.median:.3f}", f"{1e3 * r.low:.3f}..{1e3 * r.high:.3f}",
-            f"{r.ratio:.4f}", f"{r.ratio_error:.4f}", f"{r.ratio_low:.3f}..{r.ratio_high:.3f}",
-        )  # fmt: skip
-    return drawn
-
-
 def ranks(args: argparse.Namespace) -> list[Row]:
     """Start two ranks of this script; what rank 0 found."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
-        if on_loopback(__file__, ["--rounds", str(args.rounds), "--json", str(path)], 2):
+        if on_loopback(["--rounds", str(args.rounds), "--json", str(path)], 2):
             raise SystemExit("the ranks failed; what they said is above")
         return [Row(**row) for row in json.loads(path.read_text())]
 
@@ -214,12 +185,7 @@ def main() -> None:
     found = on_one_process("resnet-small", args.rounds, repeat=1)
     found += on_one_process("100 x Linear(64)", args.rounds, repeat=5)
     found += ranks(args)
-    Console(width=110).print(table(found))
-    if args.json:
-        entry = {
-            "rounds": args.rounds,
-        }
-        save(args.json, "overhead", {**entry, "rows": [asdict(r) for r in found]})
+    finish(args.json, "overhead", {"rounds": args.rounds, "rows": [asdict(r) for r in found]})
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
-from iteration import Iterate
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from benchmarks.iteration import Iterate, this_module
 
 ITERATIONS = 2
 SAMPLED = 2e-3
@@ -55,10 +56,11 @@ def growth(work: Callable[[], object]) -> Growth:
     return Growth(process, max(process, most - before - cached))
 
 
-def growth_apart(script: str, job: object) -> Growth:
-    """What ``script --peak JOB`` prints last, run in a process that gives back what it frees."""
+def growth_apart(job: object) -> Growth:
+    """What this module prints last with ``--peak JOB``, in a process that gives back what it
+    frees."""
     told = subprocess.run(
-        [sys.executable, script, "--peak", json.dumps(job)],
+        [sys.executable, "-m", this_module(), "--peak", json.dumps(job)],
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)},
         check=True, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip

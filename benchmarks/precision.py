@@ -1,8 +1,8 @@
 """What 16 bits do to a training: its result, and on this machine its speed.
 
-    python benchmarks/precision.py --task digits --json results/precision-digits.json
-    python benchmarks/precision.py --task text --json results/precision-text.json
-    python benchmarks/precision.py --task speed --json results/precision-speed.json
+    python -m benchmarks.precision --task digits --json results/precision-digits.json
+    python -m benchmarks.precision --task text --json results/precision-text.json
+    python -m benchmarks.precision --task speed --json results/precision-speed.json
 
 Each precision trains the models of ``convergence.py`` from the same seeds on one process; what
 counts is the mean over seeds on data that was held out: accuracy within 0.5 points, or a loss
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -23,14 +22,15 @@ from statistics import median
 from typing import Any
 
 import torch
-from convergence import TASKS, picture, summary, train
-from iteration import Iterate, accelerated, plain, quartiles
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from tables import save
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM
+
+from benchmarks.convergence import TASKS, picture, summary, train
+from benchmarks.iteration import Iterate, accelerated, plain, quartiles
+from benchmarks.record import finish
+from benchmarks.turns import seconds_of, take_turns
 
 FP16 = {"dtype": "fp16", "emulate": True}
 PRECISIONS: dict[str, dict[str, object] | None] = {
@@ -51,27 +51,11 @@ def converge(args: argparse.Namespace) -> None:
     for name, seed in track(plans, args.task, console=Console(stderr=True)):
         runs.append(train(task, name, seed, args.steps, {"precision": PRECISIONS[name]}))
     rows = [row for name in PRECISIONS if (row := summary(args.task, name, "fp32", runs))]
-    Console(width=110).print(table(args.task, rows))
+    entry = {"task": args.task, "steps": args.steps, "seeds": args.seeds, "rows": rows}
+    finish(args.json, "precision", {**entry, "runs": [asdict(run) for run in runs]})
     if args.json:
-        entry = {"task": args.task, "steps": args.steps, "seeds": args.seeds, "rows": rows}
-        save(args.json, "precision", {**entry, "runs": [asdict(run) for run in runs]})
         drawn = picture(args.task, list(PRECISIONS), runs)
         drawn.savefig(Path(args.json).with_suffix(".png"))
-
-
-def table(task: str, rows: list[dict[str, Any]]) -> Table:
-    """What a person reads."""
-    what = "accuracy" if task == "digits" else "loss"
-    drawn = Table(title=f"{task}: held-out {what}")
-    for heading in ("precision", what, "deviation", "against fp32", "within", "skipped", "s"):
-        drawn.add_column(heading, justify="left" if heading == "precision" else "right")
-    for r in rows:
-        gap = f"{100 * r['gap']:+.2f} points" if task == "digits" else f"{r['gap']:+.2%}"
-        drawn.add_row(
-            r["codec"], f"{r['score']:.4f}", f"{r['deviation']:.4f}", gap,
-            "yes" if r["within"] else "NO", f"{r['skipped']:.1f}", f"{r['seconds']:.0f}",
-        )  # fmt: skip
-    return drawn
 
 
 def bert(args: argparse.Namespace) -> nn.Module:
@@ -103,14 +87,8 @@ def variants(args: argparse.Namespace) -> dict[str, Iterate]:
 def speed(args: argparse.Namespace) -> None:
     """Iterations in turns; warm-up left out."""
     every = variants(args)
-    seconds: dict[str, list[float]] = {name: [] for name in every}
-    rounds = range(args.rounds + args.warmup)
-    for number in track(rounds, "speed", console=Console(stderr=True)):
-        for name, iterate in every.items():
-            start = time.perf_counter()
-            iterate()
-            if number >= args.warmup:
-                seconds[name].append(time.perf_counter() - start)
+    turn = lambda name: seconds_of(every[name])  # noqa: E731
+    seconds = take_turns([*every], turn, args.rounds, args.warmup, "speed")
     rows: list[dict[str, Any]] = []
     for name, own in seconds.items():
         ratios = [plain / mine for plain, mine in zip(seconds["fp32"], own, strict=True)]
@@ -120,18 +98,8 @@ def speed(args: argparse.Namespace) -> None:
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in bert(args).parameters()),
     }
-    drawn = Table(title=f"speed on {machine['instructions']}, {machine['threads']} threads")
-    for heading in ("precision", "median s", "times as fast as fp32", "quartiles"):
-        drawn.add_column(heading)
-    for row in rows:
-        low, middle, high = row["times"]
-        drawn.add_row(
-            row["name"], f"{row['seconds']:.3f}", f"{middle:.2f}", f"{low:.2f}..{high:.2f}"
-        )
-    Console().print(drawn)
-    if args.json:
-        shape = {k: getattr(args, k) for k in ("layers", "batch", "length", "rounds")}
-        save(args.json, "precision", {"task": "speed", **shape, **machine, "rows": rows})
+    shape = {k: getattr(args, k) for k in ("layers", "batch", "length", "rounds")}
+    finish(args.json, "precision", {"task": "speed", **shape, **machine, "rows": rows})
 
 
 def instructions() -> str:

@@ -1,6 +1,6 @@
 """How well iterations are predicted: each strategy's own trace replayed, and from the baseline's.
 
-    python benchmarks/prediction.py --json prediction.json
+    python -m benchmarks.prediction --json prediction.json
 
 On every testbed (model x rate) one set of ranks measures the network, then trains under each
 strategy in turn, a block of iterations each, recorded; and once more in the opposite order, so that
@@ -38,12 +38,10 @@ from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
-from exchange import make_model
-from iteration import accelerated, on_testbed, quartiles
-from rich.console import Console
-from rich.table import Table
-from tables import save
 
+from benchmarks.cases import make_model
+from benchmarks.iteration import accelerated, on_testbed, quartiles
+from benchmarks.record import finish
 from slipstream.advisor.advise import advise
 from slipstream.advisor.findings import Finding
 from slipstream.calibration.calibrate import SIZES, calibrate
@@ -323,36 +321,6 @@ def errors(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def table(rows: Sequence[Row], orders: Mapping[str, Order]) -> Table:
-    """What a person reads."""
-    off = errors(rows)
-    drawn = Table(
-        title="Predicted iterations",
-        caption=f"Replay: median {off['replay_median']:.1%}, worst {off['replay_worst']:.1%}. "
-        f"What-if: median {off['what_if_median']:.1%}, worst {off['what_if_worst']:.1%}.",
-    )
-    for heading in (
-        "testbed", "strategy", "measured s", "quartiles", "replay", "what-if", "tau", "told apart",
-        "measured again",
-    ):  # fmt: skip
-        drawn.add_column(heading, justify="left" if heading in ("testbed", "strategy") else "right")
-    for testbed, group in itertools.groupby(rows, key=lambda r: f"{r.model}, {r.rate}"):
-        drawn.add_section()
-        for r in group:
-            baseline, found = r.strategy == BASELINE, orders[testbed]
-            drawn.add_row(
-                testbed if baseline else "",
-                r.strategy,
-                f"{r.measured:.3f}",
-                f"{r.low:.3f}..{r.high:.3f}",
-                *("" if s is None else f"{s / r.measured - 1:+.1%}" for s in (r.replay, r.what_if)),
-                f"{found.tau:.2f}" if baseline else "",
-                f"{found.tau_told_apart:.2f} of {found.num_told_apart}" if baseline else "",
-                f"{found.tau_again:.2f}" if baseline else "",
-            )
-    return drawn
-
-
 def main() -> None:
     """Measure every testbed and compare, or be a rank of one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -397,22 +365,15 @@ def main() -> None:
             found, orders[f"{model}, {rate}"] = compare(model, rate, names, folder)
             rows += found
             advices.append(advice(model, rate, folder))
-    Console(width=120).print(table(rows, orders))
-    for one in advices:
-        print(
-            f"advice, {one.model}, {one.rate}: {one.strategy}: promised {one.promised:.1%}, "
-            f"measured {one.measured:.1%} ({one.low:.1%}..{one.high:.1%})"
-        )
-    if args.json:
-        entry = {
-            "nodes": args.nodes,
-            "steps": args.steps,
-            "calibrated_again": args.calibrate,
-            "errors": errors(rows),
-            "orders": {testbed: asdict(found) for testbed, found in orders.items()},
-            "advice": [asdict(one) for one in advices],
-        }
-        save(args.json, "prediction", {**entry, "rows": [asdict(r) for r in rows]})
+    entry = {
+        "nodes": args.nodes,
+        "steps": args.steps,
+        "calibrated_again": args.calibrate,
+        "errors": errors(rows),
+        "orders": {testbed: asdict(found) for testbed, found in orders.items()},
+        "advice": [asdict(one) for one in advices],
+    }
+    finish(args.json, "prediction", {**entry, "rows": [asdict(r) for r in rows]})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What recomputation saves and what it costs.
 
-    python benchmarks/recompute.py batch                 # BERT-Large: batch at equal memory
-    python benchmarks/recompute.py time --model bert     # seconds of an iteration, taking turns
+    python -m benchmarks.recompute batch                 # BERT-Large: batch at equal memory
+    python -m benchmarks.recompute time --model bert     # seconds of an iteration, taking turns
 
 ``batch`` counts every storage that a forward of one sample keeps for backward. With ``every: 1``
 the activations of one block at a time come on top while it is computed again.
@@ -15,18 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from math import isqrt
 from typing import Any
 
 import torch
-from iteration import Iterate, plain, quartiles
-from peak_memory import growth, growth_apart
 from rich.progress import track
-from tables import save
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -38,6 +33,10 @@ from transformers import (
     SwinForImageClassification,
 )
 
+from benchmarks.iteration import Iterate, plain, quartiles
+from benchmarks.peak_memory import growth, growth_apart
+from benchmarks.record import finish
+from benchmarks.turns import seconds_of, take_turns
 from slipstream.memory import recompute
 from slipstream.memory.blocks import blocks_of
 from slipstream.memory.recompute.budget import peak_bytes, segments
@@ -192,17 +191,15 @@ def ways(name: str) -> dict[str, Settings]:
     return found | {f"budget {share}": {"budget": share} for share in (0.25, 0.5, 0.75)}
 
 
+def _turn(turns: Mapping[str, Callable[[], object]], way: str) -> float:
+    return seconds_of(turns[way])
+
+
 def times(name: str, runs: int) -> dict[str, Any]:
     """Seconds of an iteration of each way, taking turns in random order, and its peak."""
     settings = ways(name)
     turns = {way: iteration(name, chosen)[0] for way, chosen in settings.items()}
-    seconds: dict[str, list[float]] = {way: [] for way in turns}
-    shuffle = random.Random(0)
-    for _ in track(range(runs), name):
-        for way in shuffle.sample(list(turns), len(turns)):
-            start = time.perf_counter()
-            turns[way]()
-            seconds[way].append(time.perf_counter() - start)
+    seconds = take_turns([*turns], partial(_turn, turns), runs, 0, name)
     del turns
 
     def against(way: str, rival: str) -> tuple[float, float, float]:
@@ -212,7 +209,7 @@ def times(name: str, runs: int) -> dict[str, Any]:
     rows = [
         {
             "way": way,
-            "peak": growth_apart(__file__, [name, settings[way]]).process,
+            "peak": growth_apart([name, settings[way]]).process,
             "seconds": quartiles(seconds[way]),
             "ratio": against(way, KEPT),
             "to_torch": against(way, TORCHS),
@@ -238,9 +235,7 @@ def main() -> None:
         entry: dict[str, Any] = {"batch": batches()}
     else:
         entry = times(args.model, args.runs)
-    print(json.dumps(entry, indent=1))
-    if args.json:
-        save(args.json, "recompute", entry)
+    finish(args.json, "recompute", entry)
 
 
 if __name__ == "__main__":

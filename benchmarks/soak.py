@@ -1,6 +1,6 @@
 """Thousands of steps, codecs and transports taking turns: do the ranks stay bit for bit the same?
 
-    python benchmarks/soak.py --steps 10000 --json benchmarks/results/soak.json
+    python -m benchmarks.soak --steps 10000 --json benchmarks/results/soak.json
 
 One model, four ranks, each with data of its own. Codecs change, and with them the transport, the
 split, how many batches an update has, and whether the loss is scaled; what one codec has not sent,
@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from iteration import on_loopback
 from rich.console import Console
 from rich.progress import track
-from tables import save
 from torch import nn
 
 import slipstream
+from benchmarks.iteration import on_loopback
+from benchmarks.record import finish
 
 CODECS: dict[str, object] = {
     "dense": None,
@@ -165,9 +165,7 @@ def measure(args: argparse.Namespace) -> None:
             "skipped": soak.skipped,
             "seconds": round(time.perf_counter() - start, 1),
         }
-        Console().print(entry)
-        if args.json:
-            save(args.json, "soak", entry)
+        finish(args.json, "soak", entry)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -182,7 +180,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(args)
         return 0
-    return on_loopback(__file__, sys.argv[1:], args.ranks)
+    return on_loopback(sys.argv[1:], args.ranks)
 
 
 if __name__ == "__main__":

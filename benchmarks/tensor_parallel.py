@@ -1,6 +1,6 @@
 """Layers split by slipstream beside DTensor's ``parallelize_module``, forward and backward.
 
-    python benchmarks/tensor_parallel.py --json results/tensor-parallel.json
+    python -m benchmarks.tensor_parallel --json results/tensor-parallel.json
 
 The same modules with the same weights run in turn on two ranks with one thread each, over loopback
 gloo: whole on every rank (what splitting saves), split by torch, split by slipstream.
@@ -12,17 +12,14 @@ import argparse
 import copy
 import os
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from iteration import on_loopback, quartiles
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
-from tables import save
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -32,6 +29,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from benchmarks.iteration import on_loopback, quartiles
+from benchmarks.record import finish
+from benchmarks.turns import seconds_of, take_turns
 from slipstream import comm
 from slipstream.parallel.tensor.plans import TensorPlan, known_plan
 from slipstream.parallel.tensor.split import split_layers
@@ -116,43 +116,18 @@ def measure(args: argparse.Namespace) -> None:
         split_layers(ours, group, plan)
         models = {"whole": model, "torch": by_torch, "slipstream": ours}
         calls = {variant: call_of(m, x.clone()) for variant, m in models.items()}
-        rows.append({"module": name, **take_turns(calls, args.rounds)})
+        seconds = take_turns([*calls], partial(turn, calls), args.rounds, 3, name)
+        found = {variant: quartiles(values) for variant, values in seconds.items()}
+        rows.append({"module": name, **found})
     if dist.get_rank() == 0:
-        Console(width=110).print(table(rows))
-        if args.json:
-            save(args.json, "tensor_parallel", {"ranks": dist.get_world_size(), "rows": rows})
+        finish(args.json, "tensor_parallel", {"ranks": dist.get_world_size(), "rows": rows})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def take_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Any]:
-    """Seconds of each call on the slowest rank, run in turn: median with quartiles."""
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for step in range(rounds + 3):
-        for name, call in calls.items():
-            dist.barrier()
-            start = time.perf_counter()
-            call()
-            spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            if step >= 3:
-                seconds[name].append(float(spent))
-    return {name: quartiles(values) for name, values in seconds.items()}
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    """The figures in milliseconds."""
-    drawn = Table(title="split layers, forward and backward, 2 ranks over loopback, milliseconds")
-    for heading in ("module", "whole", "torch", "slipstream", "quartiles", "against torch"):
-        drawn.add_column(heading, justify="left" if heading == "module" else "right")
-    for r in rows:
-        low, median, high = (1e3 * s for s in r["slipstream"])
-        whole, by_torch = 1e3 * r["whole"][1], 1e3 * r["torch"][1]
-        drawn.add_row(
-            r["module"], f"{whole:.2f}", f"{by_torch:.2f}", f"{median:.2f}",
-            f"{low:.2f}..{high:.2f}", f"{by_torch / median:.2f}x",
-        )  # fmt: skip
-    return drawn
+def turn(calls: dict[str, Callable[[], object]], variant: str) -> float:
+    """Seconds of one forward and backward."""
+    return seconds_of(calls[variant])
 
 
 def main() -> int:
@@ -164,7 +139,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(args)
         return 0
-    return on_loopback(__file__, sys.argv[1:], 2)
+    return on_loopback(sys.argv[1:], 2)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Times that slipstream promises for its own tools; exits with 1 where one of them is exceeded.
 
-    python benchmarks/times.py --json times.json
+    python -m benchmarks.times --json times.json
 
 Three operations, the limit of each in seconds: simulate an iteration on 4,096 ranks (10), find the
 optimal split of 2,000 gradients (1), read a trace of 100,000 events (5). Every operation runs
@@ -12,18 +12,15 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from iteration import quartiles
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-from tables import save
 
+from benchmarks.iteration import quartiles
+from benchmarks.record import finish
+from benchmarks.turns import seconds_of, take_turns
 from slipstream.gradients.layout import Gradient
 from slipstream.planner.iteration.plan import CommPlan
 from slipstream.planner.iteration.simulate import simulate
@@ -135,27 +132,8 @@ def reading(folder: Path) -> Callable[[], object]:
 
 def measure(name: str, limit: float, operation: Callable[[], object], rounds: int) -> Row:
     """Quartiles of the seconds that an operation takes."""
-    seconds = []
-    for turn in track(range(1 + rounds), name, console=Console(stderr=True)):
-        start = time.perf_counter()
-        operation()
-        if turn:
-            seconds.append(time.perf_counter() - start)
+    seconds = take_turns([name], lambda _: seconds_of(operation), rounds, 1, name)[name]
     return Row(name, limit, *quartiles(seconds))
-
-
-def table(rows: list[Row]) -> Table:
-    """What a person reads."""
-    drawn = Table(title="Promised times", title_justify="left")
-    drawn.add_column("operation")
-    for heading in ("median s", "quartiles", "limit s", "within"):
-        drawn.add_column(heading, justify="right")
-    for row in rows:
-        drawn.add_row(
-            row.name, f"{row.median:.3f}", f"{row.low:.3f}..{row.high:.3f}", f"{row.limit:g}",
-            "yes" if row.within else "NO", style=None if row.within else "bold red",
-        )  # fmt: skip
-    return drawn
 
 
 def main() -> None:
@@ -170,10 +148,8 @@ def main() -> None:
             measure(name, limit, operation, args.rounds)
             for (name, limit), operation in zip(LIMITS.items(), operations, strict=True)
         ]
-    Console(width=100).print(table(rows))
-    if args.json:
-        found = [asdict(row) | {"within": row.within} for row in rows]
-        save(args.json, "times", {"rounds": args.rounds, "rows": found})
+    found = [asdict(row) | {"within": row.within} for row in rows]
+    finish(args.json, "times", {"rounds": args.rounds, "rows": found})
     for row in rows:
         if not row.within:
             print(

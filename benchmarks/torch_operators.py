@@ -1,6 +1,6 @@
 """Tests torch's own differentiable collectives for correctness, with the cases of our tests.
 
-    python benchmarks/torch_operators.py --markdown docs/operators.md
+    python -m benchmarks.torch_operators --markdown docs/operators.md
 
 Every operator of slipstream.comm runs on three ranks, in the world, in a subgroup and in a permuted
 one; result, gradient and second gradient are compared with plain math on what all ranks hold. A
@@ -23,8 +23,6 @@ import torch.distributed.nn.functional as nn
 from rich.progress import track
 
 from slipstream import comm
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.harness.operators import (
     REFERENCES,
     close,
@@ -169,7 +167,7 @@ def page() -> str:
     lines = [
         "# Operators between ranks: torch's own and slipstream's",
         "",
-        f"Written by `python benchmarks/torch_operators.py --markdown docs/operators.md` on "
+        f"Written by `python -m benchmarks.torch_operators --markdown docs/operators.md` on "
         f"{date.today().isoformat()} with torch {torch.__version__} and gloo: result, gradient and "
         "second gradient of each operator on three ranks against plain math on what all of them "
         "hold. `tests/comm/test_operators.py` tests the last column, and many more cases.",

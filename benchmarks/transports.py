@@ -1,6 +1,6 @@
 """How long gradients travel by each transport, in multiples of the wire time, cores free and busy.
 
-    python benchmarks/transports.py --rate 1gbit --json transports-1gbit.json
+    python -m benchmarks.transports --rate 1gbit --json transports-1gbit.json
 
 Every variant is a transport and a size of segments. A turn exchanges ``--megabytes`` in segments of
 that size, all announced first and then started one after the other, as a backward pass does. All
@@ -21,12 +21,10 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
-from iteration import on_testbed, quartiles
-from rich.console import Console
-from rich.table import Table
-from tables import save
-from turns import carry, computing, in_turns, open_transports, seconds_of
 
+from benchmarks.iteration import on_testbed, quartiles
+from benchmarks.record import finish
+from benchmarks.turns import carry, computing, open_transports, seconds_of, take_turns
 from slipstream.testbed import parse_rate
 from slipstream.transport.requests import AllReduce, sent_bytes
 
@@ -66,7 +64,7 @@ def measure(args: argparse.Namespace) -> None:
                 return seconds_of(lambda: carry(transports[name], requests))
 
         variants = list(product(args.transports, args.segments, args.cores))
-        seconds = in_turns(variants, turn, args.rounds, args.warmup)
+        seconds = take_turns(variants, turn, args.rounds, args.warmup)
         if dist.get_rank() == 0:
             report(args, seconds, tensors)
 
@@ -82,24 +80,8 @@ def report(
         wire = sum(sent_bytes(AllReduce(t), args.nodes) for t in tensors[size]) / rate
         low, median, high = quartiles([spent / wire for spent in times])
         rows.append(Row(name, size, cores, median, low, high))
-    Console(width=100).print(table(args, rows))
-    if args.json:
-        entry = {key: getattr(args, key) for key in ("nodes", "rate", "megabytes", "rounds")}
-        save(args.json, "transports", {**entry, "rows": [asdict(row) for row in rows]})
-
-
-def table(args: argparse.Namespace, rows: list[Row]) -> Table:
-    """What a person reads."""
-    drawn = Table(
-        title=f"{args.megabytes} MB between {args.nodes} nodes at {args.rate}, in x wire time"
-    )
-    for heading in ("transport", "segments MB", "cores", "median", "quartiles"):
-        drawn.add_column(heading, justify="left" if heading == "transport" else "right")
-    for row in sorted(rows, key=lambda r: (r.segment_megabytes, r.cores, r.transport)):
-        quarter = f"{row.low:.2f}..{row.high:.2f}"
-        size = f"{row.segment_megabytes:g}"
-        drawn.add_row(row.transport, size, row.cores, f"{row.median:.2f}", quarter)
-    return drawn
+    entry = {key: getattr(args, key) for key in ("nodes", "rate", "megabytes", "rounds")}
+    finish(args.json, "transports", {**entry, "rows": [asdict(row) for row in rows]})
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 """How good the tuner's choice is against the best of an exhaustive grid, on the same ranks.
 
-    python benchmarks/tuner.py --json tuner.json
+    python -m benchmarks.tuner --json tuner.json
 
 The models and batches of the examples train on an emulated cluster. First the tuner works as
 ``slipstream tune`` does, with the same limits, but for its trials not being processes of their own.
@@ -26,12 +26,12 @@ from statistics import median, quantiles
 
 import torch
 import torch.distributed as dist
-from iteration import Loss, accelerated, on_testbed, quartiles
 from rich.console import Console
-from rich.table import Table
-from tables import save
 from torch import nn
 
+from benchmarks.iteration import Loss, accelerated, on_testbed, quartiles
+from benchmarks.record import finish
+from examples import data, models
 from slipstream.calibration.calibrate import SIZES, calibrate
 from slipstream.cluster.connect import connect, from_environ
 from slipstream.gradients.layout import Gradient, plan_segments
@@ -59,10 +59,6 @@ from slipstream.tuner.search_space import SETTLING
 from slipstream.tuner.trial_log import Tuned
 from slipstream.tuner.trials import Measurement, iterations
 from slipstream.tuner.tune import Tuner
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import data
-import models
 
 EXAMPLES = ("images", "masked_lm", "causal_lm")
 SKIP = 2
@@ -260,22 +256,6 @@ def say(text: str) -> None:
     Console(stderr=True).print(text, highlight=False)
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """What a person reads."""
-    drawn = Table(title="The tuner against an exhaustive grid")
-    drawn.add_column("example")
-    for heading in ("chosen", "tried", "runs", "grid", "best of the grid", "default s", "best s"):
-        drawn.add_column(heading)
-    drawn.add_column("chosen / best", justify="right")
-    for r in rows:
-        drawn.add_row(
-            r.example, r.chosen, str(r.tried), str(r.runs), str(r.grid), r.best,
-            f"{r.default_seconds:.3f}", f"{r.best_seconds:.3f}",
-            f"{r.ratio:.3f} ({r.low:.3f}..{r.high:.3f})",
-        )  # fmt: skip
-    return drawn
-
-
 def main() -> None:
     """Start the ranks of every example, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -300,16 +280,14 @@ def main() -> None:
             if code := on_testbed([*numbers, "--rank-of", example, folder], args.nodes, args.rate):
                 sys.exit(code)
             rows.append(Row(**json.loads(Path(folder, f"{example}.json").read_text())))
-    Console(width=160).print(table(rows))
-    if args.json:
-        entry = {
-            "nodes": args.nodes,
-            "rate": args.rate,
-            "steps": args.steps,
-            "pairs": args.pairs,
-            "lossy": args.allow_lossy,
-        }
-        save(args.json, "tuner", {**entry, "rows": [asdict(r) for r in rows]})
+    entry = {
+        "nodes": args.nodes,
+        "rate": args.rate,
+        "steps": args.steps,
+        "pairs": args.pairs,
+        "lossy": args.allow_lossy,
+    }
+    finish(args.json, "tuner", {**entry, "rows": [asdict(r) for r in rows]})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Transports that take turns between barriers: what the benchmarks of single exchanges share."""
+"""Variants that take turns, and what the benchmarks of single exchanges share."""
 
 from __future__ import annotations
 
@@ -22,6 +22,57 @@ from slipstream.transport.transport import Transport, make_transport
 Variant = TypeVar("Variant")
 
 
+def take_turns(
+    variants: Sequence[Variant],
+    turn: Callable[[Variant], float],
+    rounds: int | Callable[[float], int],
+    warmup: int,
+    title: str = "rounds",
+) -> dict[Variant, list[float]]:
+    """Seconds of each variant's turns on the slowest rank, in an order shuffled every round.
+
+    Args:
+        variants: the same on all ranks.
+        turn: carries a variant out; returns the seconds on this rank.
+        rounds: turns of each variant that count; or how many, from the seconds of the warm-up.
+        warmup: turns before that.
+        title: of the progress bar.
+    """
+    seconds: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    shuffle, begun = random.Random(0), time.perf_counter()
+
+    def each() -> Iterator[tuple[Variant, float]]:
+        for variant in shuffle.sample(variants, len(variants)):
+            yield variant, slowest(turn(variant))
+
+    for _ in range(warmup):
+        list(each())
+    count = rounds if isinstance(rounds, int) else rounds(slowest(time.perf_counter() - begun))
+    quiet = dist.is_initialized() and dist.get_rank() != 0
+    for _ in track(range(count), title, console=Console(stderr=True, quiet=quiet)):
+        for variant, spent in each():
+            seconds[variant].append(spent)
+    return seconds
+
+
+def slowest(seconds: float) -> float:
+    """Of all ranks; of this process where there are none."""
+    if not dist.is_initialized():
+        return seconds
+    most = torch.tensor([seconds], dtype=torch.float64)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return float(most)
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Behind a barrier, where there are ranks."""
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 @contextmanager
 def open_transports(names: Sequence[str]) -> Iterator[dict[str, Transport]]:
     """By name, each on a group of its own, on a rank that torchrun's variables describe.
@@ -41,37 +92,6 @@ def open_transports(names: Sequence[str]) -> Iterator[dict[str, Transport]]:
     for transport in transports.values():
         transport.close()
     dist.destroy_process_group()
-
-
-def in_turns(
-    variants: Sequence[Variant], turn: Callable[[Variant], float], rounds: int, warmup: int
-) -> dict[Variant, list[float]]:
-    """Seconds of each variant's turns on the slowest rank, in an order shuffled every round.
-
-    Args:
-        variants: the same on all ranks.
-        turn: carries a variant out; returns the seconds on this rank.
-        rounds: turns of each variant that count.
-        warmup: turns before that.
-    """
-    seconds: dict[Variant, list[float]] = {variant: [] for variant in variants}
-    shuffle = random.Random(0)
-    console = Console(stderr=True, quiet=dist.get_rank() != 0)
-    for step in track(range(warmup + rounds), "rounds", console=console):
-        for variant in shuffle.sample(variants, len(variants)):
-            spent = torch.tensor([turn(variant)])
-            dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-            if step >= warmup:
-                seconds[variant].append(float(spent))
-    return seconds
-
-
-def seconds_of(call: Callable[[], object]) -> float:
-    """Behind a barrier."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def carry(transport: Transport, requests: Sequence[Request]) -> None:

@@ -1,9 +1,9 @@
 """Take the tables again: all of them, or those whose names match a pattern.
 
-    python benchmarks/bench.py --list                    # what there is, and when it was taken
-    python benchmarks/bench.py 'accelerator-*' soak      # these, then the pages that show them
+    python -m benchmarks --list                    # what there is, and when it was taken
+    python -m benchmarks 'accelerator-*' soak      # these, then the pages that show them
 
-One result is one script with its options, and one JSON file under benchmarks/results. All of them
+One result is one module with its options, and one JSON file under benchmarks/results. All of them
 take some twelve hours; nothing else should run meanwhile.
 """
 
@@ -44,75 +44,75 @@ ALONE = (
     "loading", "balance", "large_batch", "soak", "tuner", "overhead", "times", "operators",
     "tensor_parallel", "bubbles", "offload",
 )  # fmt: skip
-"""Scripts whose one result has their name."""
+"""Modules whose one result has their name."""
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """The name of each result, and the script with its options."""
+    """The name of each result, and the module with its options."""
     for rate, rounds in RATES.items():
         for model in MODELS:
-            base = f"exchange.py --model {model} --rate {rate} {RIVALS} {ROADS} --no-memory"
+            base = f"exchange --model {model} --rate {rate} {RIVALS} {ROADS} --no-memory"
             base = f"{base} --rounds {rounds} --warmup 1"
             yield f"accelerator-{model}-{rate}", f"{base} --compute accelerator"
             yield f"transports-{model}-{rate}", base
-    yield "fsdp-resnet50-1gbit", f"exchange.py --model resnet50 --ddp 2 4 {FSDP} --no-memory"
+    yield "fsdp-resnet50-1gbit", f"exchange --model resnet50 --ddp 2 4 {FSDP} --no-memory"
     for model in MODELS:
-        yield f"memory-{model}", f"exchange.py --model {model} --only-memory {RIVALS} {ROADS}"
+        yield f"memory-{model}", f"exchange --model {model} --only-memory {RIVALS} {ROADS}"
     for model, parts in CODECS.items():
         ends = (names for pairs in parts.values() for names in pairs)
         codecs, hooks = (" ".join(names) for names in zip(*ends, strict=True))
         coded = f"--ddp 4 --splits default --codecs {codecs} --hooks {hooks}"
-        yield f"memory-codecs-{model}", f"exchange.py --model {model} --only-memory {coded}"
+        yield f"memory-codecs-{model}", f"exchange --model {model} --only-memory {coded}"
     for model in MODELS:
-        options = f"auto.py --model {model} --rounds 3 --finals 10 --more 0 --splits {GRID}"
+        options = f"auto --model {model} --rounds 3 --finals 10 --more 0 --splits {GRID}"
         yield f"auto-{model}-1gbit", f"{options} --compute accelerator"
         yield f"auto-{model}-1gbit-cpu", options
         slow = options.replace("--rounds 3 --finals 10", "--rounds 2 --finals 6 --rate 300mbit")
         yield f"auto-{model}-300mbit", f"{slow} --compute accelerator"
     for model in ("bert", "vgg16"):
         options = f"--model {model} --loopback --nodes 2 --splits default"
-        yield f"one-host-{model}", f"exchange.py {options} --transports flat shared_memory"
+        yield f"one-host-{model}", f"exchange {options} --transports flat shared_memory"
     yield (
         "one-host-vgg16-accelerator",
-        "exchange.py --model vgg16 --loopback --nodes 2 --splits default --transports flat "
+        "exchange --model vgg16 --loopback --nodes 2 --splits default --transports flat "
         "shared_memory --compute accelerator --compute-seconds 0.1",
     )
-    yield "transports-1gbit", "transports.py"
-    yield "transports-8-hosts-300mbit", "transports.py --nodes 8 --rate 300mbit"
+    yield "transports-1gbit", "transports"
+    yield "transports-8-hosts-300mbit", "transports --nodes 8 --rate 300mbit"
     for numbering in ("contiguous", "permuted"):
-        yield f"allreduce-{numbering}", f"allreduce.py --numbering {numbering}"
+        yield f"allreduce-{numbering}", f"allreduce --numbering {numbering}"
     for ranks in (2, 4):
         options = f"--nodes 1 --ranks-per-node {ranks} --transports flat shared_memory {SIZES}"
-        yield f"allreduce-{ranks}-ranks", f"allreduce.py {options}"
+        yield f"allreduce-{ranks}-ranks", f"allreduce {options}"
     for rate in RATES:
         for model, end, some in ((m, *p) for m, parts in CODECS.items() for p in parts.items()):
             codecs, hooks = (" ".join(names) for names in zip(*some, strict=True))
-            coded = f"exchange.py --model {model} --rate {rate} --ddp 2 4 --splits default"
+            coded = f"exchange --model {model} --rate {rate} --ddp 2 4 --splits default"
             coded = f"{coded} --codecs {codecs} --hooks {hooks} --rounds 5 --warmup 1 --no-memory"
             yield f"codecs-{model}-{rate}{end}", coded
-    coded = "exchange.py --model gpt2 --rate 500mbit --ddp 4 50 --splits default"
+    coded = "exchange --model gpt2 --rate 500mbit --ddp 4 50 --splits default"
     yield "codecs-gpt2-500mbit", f"{coded} --codecs {ON_ROADS}"
-    yield "convergence-digits", "convergence.py --task digits"
-    yield "convergence-text", "convergence.py --task text --ranks 2 --steps 1600"
+    yield "convergence-digits", "convergence --task digits"
+    yield "convergence-text", "convergence --task text --ranks 2 --steps 1600"
     for task in ("digits", "text", "speed"):
-        yield f"precision-{task}", f"precision.py --task {task}"
+        yield f"precision-{task}", f"precision --task {task}"
     for script in ALONE:
-        yield script.replace("_", "-"), f"{script}.py"
+        yield script.replace("_", "-"), script
     for model in ("bert", "resnet50"):
-        yield f"compiled-{model}", f"compiled.py --model {model}"
+        yield f"compiled-{model}", f"compiled --model {model}"
     for part in ("kernels", "patterns", "networks", "optimizers"):
-        yield part, f"fusion.py {part}"
+        yield part, f"fusion {part}"
     for part in ("graphs", "kernels", "optimizers"):
-        yield f"{part}-cuda", f"fusion.py {part} --device cuda"
-    yield "prediction", "prediction.py --models bert gpt2 swin-t"
+        yield f"{part}-cuda", f"fusion {part} --device cuda"
+    yield "prediction", "prediction --models bert gpt2 swin-t"
     for place, named in (("3 ranks on one host", "one-host"), ("4 emulated hosts", "four-hosts")):
         for fault in ("kill -9", "exception", "exit(0)", "exit(3)"):
             name = re.sub(r"\W+", "-", fault).strip("-")
-            yield f"blame-{named}-{name}", f"blame.py --places '{place}' --faults '{fault}'"
-    yield "tuner-codecs", "tuner.py --allow-lossy --rate 300mbit"
-    yield "recompute-bert-large", "recompute.py batch"
+            yield f"blame-{named}-{name}", f"blame --places '{place}' --faults '{fault}'"
+    yield "tuner-codecs", "tuner --allow-lossy --rate 300mbit"
+    yield "recompute-bert-large", "recompute batch"
     for model in ("bert", "gpt2", "swin"):
-        yield f"recompute-{model}", f"recompute.py time --model {model}"
+        yield f"recompute-{model}", f"recompute time --model {model}"
 
 
 def chosen(patterns: Sequence[str]) -> dict[str, str]:
@@ -148,9 +148,9 @@ def show(parts: dict[str, str]) -> None:
 
 def run(name: str, command: str) -> int:
     """Take one result again; its status."""
-    script, *options = shlex.split(command)
+    module, *options = shlex.split(command)
     file = f"benchmarks/results/{name}.json"  # as it stands in the result
-    argv = [sys.executable, f"benchmarks/{script}", *options, "--json", file]
+    argv = [sys.executable, "-m", f"benchmarks.{module}", *options, "--json", file]
     return subprocess.call(argv, cwd=RESULTS.parents[1])
 
 
@@ -170,8 +170,8 @@ def main() -> int:
         if status := run(name, command):
             console.print(f"{name}: ended with status {status}; the others go on", style="red")
             failed = status
-    tables = Path(__file__).with_name("tables.py")
-    return failed or subprocess.call([sys.executable, tables], cwd=RESULTS.parents[1])
+    pages = [sys.executable, "-m", "benchmarks.pages"]
+    return failed or subprocess.call(pages, cwd=RESULTS.parents[1])
 
 
 if __name__ == "__main__":

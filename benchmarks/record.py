@@ -1,0 +1,46 @@
+"""Hand over what a benchmark found: print it, and write it to a file with day and commit."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.result import Entry
+from benchmarks.tables import TABLES
+
+
+def finish(path: str | None, benchmark: str, found: Entry) -> None:
+    """Print what was found; with a path write it there, too.
+
+    Args:
+        path: a JSON file; its folder is made.
+        benchmark: the module that was run.
+        found: plain values.
+    """
+    head = {
+        "benchmark": benchmark,
+        "date": date.today().isoformat(),
+        "versions": {name: version(name) for name in ("torch", "slipstream")},
+        "commit": commit(),
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *sys.argv[1:]]),
+    }
+    entry = {**head, **found}
+    TABLES[entry["benchmark"]](entry).show()
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(entry, indent=1) + "\n")
+
+
+def commit() -> str:
+    """The commit of the code that runs; a ``+`` says that it was changed since."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    head, changed = (
+        subprocess.run([*git, *command.split()], capture_output=True, text=True).stdout.strip()
+        for command in ("rev-parse --short HEAD", "status --porcelain -- ../src .")
+    )
+    return head + "+" * bool(changed)

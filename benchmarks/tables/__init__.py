@@ -1,0 +1,35 @@
+"""How each result is shown: from the values in its file to paragraphs and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from benchmarks.result import Entry, Result
+from benchmarks.tables import computing, exchanges, planning, training
+
+TABLES: Mapping[str, Callable[[Entry], Result]] = {
+    "allreduce": exchanges.allreduce,
+    "auto": exchanges.auto,
+    "balance": training.balance,
+    "blame": planning.blame,
+    "bubbles": computing.bubbles,
+    "compiled": computing.compiled,
+    "convergence": training.convergence,
+    "exchange": exchanges.exchange,
+    "fusion": computing.fusion,
+    "large_batch": training.large_batch,
+    "loading": training.loading,
+    "memory": exchanges.memory,
+    "offload": computing.offload,
+    "operators": exchanges.operators,
+    "overhead": computing.overhead,
+    "precision": training.precision,
+    "prediction": planning.prediction,
+    "recompute": computing.recompute,
+    "soak": training.soak,
+    "tensor_parallel": computing.tensor_parallel,
+    "times": planning.times,
+    "transports": exchanges.transports,
+    "tuner": planning.tuner,
+}
+"""By the word that a file of results has for its benchmark."""

@@ -1,0 +1,107 @@
+"""Tables of predictions and choices, and of what commands promise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.result import Entry, Result, Table, measured_with, span, yes
+
+
+def prediction(entry: Entry) -> Result:
+    """Replay and what-if errors of every strategy on every testbed."""
+    found, rates = entry["errors"], {row["rate"] for row in entry["rows"]}
+    again = "Networks were measured anew after the traces. " * entry.get("calibrated_again", False)
+    words = (
+        f"{entry['nodes']} nodes, {entry['steps']} recorded iterations of each strategy. Replay: "
+        f"median {found['replay_median']:.1%}, worst {found['replay_worst']:.1%}. What-if from the "
+        f"default's trace: median {found['what_if_median']:.1%}, worst "
+        f"{found['what_if_worst']:.1%}. {again}"
+    )
+    columns = (
+        "model", "rate", "strategy", "measured s", "quartiles", "replay s", "error", "what-if s",
+        "error", "tau", "tau of the pairs told apart", "tau measured again",
+    )  # fmt: skip
+    rows = [
+        (
+            *(r["model"], r["rate"], r["strategy"], f"{r['measured']:.3f}"),
+            *(span(r["low"], r["high"], 3), *_predicted(r, "replay"), *_predicted(r, "what_if")),
+            *_orders(entry, r),
+        )
+        for r in entry["rows"]
+    ]
+    parts: list[str | Table] = [measured_with(entry, words.rstrip()), Table(columns, rows)]
+    if given := entry.get("advice"):
+        advices = [
+            (
+                *(a["model"], a["rate"], a["strategy"], f"{a['promised']:.1%}"),
+                *(f"{a['measured']:.1%}", f"{a['low']:.1%}..{a['high']:.1%}"),
+            )
+            for a in given
+        ]
+        headings = ("model", "rate", "advice", "promised", "brought", "quartiles")
+        parts.append(Table(headings, advices))
+    where = f" at {min(rates)}" if len(rates) == 1 else ""
+    return Result(f"Prediction{where}, {entry['date']}", parts)
+
+
+def _predicted(row: Mapping[str, Any], kind: str) -> tuple[str, str]:
+    """Seconds and their error; nothing where none was predicted."""
+    seconds = row[kind]
+    return (f"{seconds:.3f}", f"{seconds / row['measured'] - 1:+.1%}") if seconds else ("", "")
+
+
+def _orders(entry: Entry, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Of a testbed, in the row of its baseline."""
+    if row["what_if"]:
+        return "", "", ""
+    order = entry["orders"][f"{row['model']}, {row['rate']}"]
+    known = f"{order['tau_told_apart']:.2f} of {order['num_told_apart']}"
+    return f"{order['tau']:.2f}", known, f"{order['tau_again']:.2f}"
+
+
+def tuner(entry: Entry) -> Result:
+    """The tuner's choices against the best of a grid."""
+    words = (
+        f"{entry['nodes']} nodes at {entry['rate']}, {entry['steps']} recorded iterations in each "
+        f"block, the last column from {entry['pairs']} pairs of blocks in alternation."
+    )
+    rows = [
+        (
+            *(r["example"], r["chosen"], r["tried"], r["runs"], r["grid"], r["best"]),
+            *(f"{r['default_seconds']:.3f}", f"{r['best_seconds']:.3f}", f"{r['ratio']:.3f}"),
+            span(r["low"], r["high"], 3),
+        )
+        for r in entry["rows"]
+    ]
+    columns = (
+        "example", "chosen", "strategies tried", "runs", "grid", "best of the grid", "default s",
+        "best s", "chosen / best", "quartiles",
+    )  # fmt: skip
+    title = f"Tuner{', with codecs' if entry.get('lossy') else ''}, {entry['date']}"
+    return Result(title, [measured_with(entry, words), Table(columns, rows)])
+
+
+def times(entry: Entry) -> Result:
+    """The promised times."""
+    rows = [
+        (
+            *(r["name"], f"{r['median']:.3f}", span(r["low"], r["high"], 3)),
+            *(f"{r['limit']:g}", yes(r["within"])),
+        )
+        for r in entry["rows"]
+    ]
+    columns = ("operation", "median s", "quartiles", "limit s", "within")
+    words = measured_with(entry, f"Seconds, {entry['rounds']} rounds.")
+    return Result(f"Promised times, {entry['date']}", [words, Table(columns, rows)])
+
+
+def blame(entry: Entry) -> Result:
+    """How often the rank that began a failure is named."""
+    cases = dict.fromkeys(f"{row['fault']}, {row['place']}" for row in entry["rows"])
+    words = (
+        f"Runs in which the launcher names the rank that began it, {entry['at_once']} at a time."
+    )
+    rows = [(r["place"], r["fault"], f"{r['right']} of {r['runs']}") for r in entry["rows"]]
+    title = f"Blame, {'; '.join(cases)}, {entry['date']}"
+    return Result(title, [measured_with(entry, words), Table(("place", "fault", "right"), rows)])

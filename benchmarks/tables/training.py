@@ -1,0 +1,155 @@
+"""Tables of whole trainings: what they learn, and how they are fed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+from typing import Any
+
+from benchmarks.result import Entry, Result, Table, measured_with, spread, yes
+
+
+def precision(entry: Entry) -> Result:
+    """What 16 bits do to the result of a training, or to its speed."""
+    title = f"Precision, {entry['task']}, {entry['date']}"
+    if entry["task"] == "speed":
+        words = (
+            f"One process with {entry['threads']} threads on a CPU with {entry['instructions']}; a "
+            f"BERT of {entry['layers']} layers and {entry['parameters'] / 1e6:.0f} M parameters, "
+            f"{entry['batch']} x {entry['length']} words, {entry['rounds']} rounds."
+        )
+        rows = [(r["name"], f"{r['seconds']:.3f}", *spread(r["times"], 2)) for r in entry["rows"]]
+        columns = ("precision", "median s", "x fp32", "quartiles")
+        return Result(title, [measured_with(entry, words), Table(columns, rows)])
+    words = (
+        f"{entry['steps']} updates on one process, {entry['seeds']} seeds; allowed: "
+        f"{_allowed(entry)} fp32. fp16 is emulated."
+    )
+    headings = ("precision", _score_of(entry), "deviation of the seeds", "against fp32", "within")
+    scores = [(*_scores(entry, r), f"{r['skipped']:.1f}") for r in entry["rows"]]
+    picture = f"![losses on the way](precision-{entry['task']}.png)"
+    table = Table((*headings, "updates skipped"), scores)
+    return Result(title, [measured_with(entry, words), picture, table])
+
+
+def convergence(entry: Entry) -> Result:
+    """What each codec does to the result of a training."""
+    words = (
+        f"{entry['steps']} updates on {entry['ranks']} ranks, {entry['seeds']} seeds; "
+        f"allowed: {_allowed(entry)} dense."
+    )
+    columns = (
+        *("codec", _score_of(entry), "deviation of the seeds", "against dense", "within"),
+        "MB a step",
+    )
+    rows = [(*_scores(entry, r), f"{r['megabytes']:.3f}") for r in entry["rows"]]
+    picture = f"![losses on the way](convergence-{entry['task']}.png)"
+    title = f"Convergence, {entry['task']}, {entry['date']}"
+    return Result(title, [measured_with(entry, words), picture, Table(columns, rows)])
+
+
+def _allowed(entry: Entry) -> str:
+    return "0.5 points below" if entry["task"] == "digits" else "2 % above"
+
+
+def _score_of(entry: Entry) -> str:
+    return "held-out accuracy" if entry["task"] == "digits" else "held-out loss"
+
+
+def _scores(entry: Entry, row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Accuracies in percent and points, losses as they are."""
+    digits = entry["task"] == "digits"
+    gap = f"{100 * row['gap']:+.2f} points" if digits else f"{row['gap']:+.2%}"
+    score, deviation = (f"{row[k]:{'.2%' if digits else '.4f'}}" for k in ("score", "deviation"))
+    return row["codec"], score, deviation, gap, yes(row["within"])
+
+
+def large_batch(entry: Entry) -> Result:
+    """Small batches, and batches sixteen times as large, over as many epochs."""
+    words = (
+        "Three seeds; each optimizer at the best of its seven learning rates, chosen on other data "
+        "and seeds."
+    )
+    rows = [
+        (
+            *(r["task"], r["optimizer"], r["batch"], r["updates"], f"{r['chosen']:g}"),
+            f"{fmean(r['accuracies']):.1%}",
+            f"{min(r['accuracies']):.1%}..{max(r['accuracies']):.1%}",
+            f"{100 * r['gap']:+.1f} points",
+        )
+        for r in entry["rows"]
+    ]
+    columns = (
+        "task", "optimizer", "batch", "updates", "learning rate", "held-out accuracy", "seeds",
+        "against the small batch",
+    )  # fmt: skip
+    picture = "![accuracy on the way](large-batch.png)"
+    title = f"Large batches, {entry['date']}"
+    return Result(title, [measured_with(entry, words), picture, Table(columns, rows)])
+
+
+def loading(entry: Entry) -> Result:
+    """Epochs by how their batches are loaded."""
+    words = (
+        f"Digits, batches of {entry['batch']}, {entry['workers']} workers or threads, "
+        f"{entry['rounds']} rounds; times as fast as the DataLoader of the same round."
+    )
+    rows = [
+        (
+            *(r["network"], r["variant"], *spread([1e3 * s for s in r["seconds"]], 1)),
+            *(*spread(r["to_plain"], 2), *spread(r["to_persistent"], 2), f"{r['waited']:.1%}"),
+        )
+        for r in entry["rows"]
+    ]
+    columns = (
+        "network", "variant", "ms an epoch", "quartiles", "x workers", "quartiles", "x persistent",
+        "quartiles", "waited",
+    )  # fmt: skip
+    title = f"Loading batches, {entry['date']}"
+    return Result(title, [measured_with(entry, words), Table(columns, rows)])
+
+
+def balance(entry: Entry) -> Result:
+    """How evenly ranks compute, by how samples of different lengths are dealt."""
+    words = (
+        f"{entry['ranks']} ranks on one host, {entry['batch']} samples each on average, functions "
+        "of the standard library, a small BERT; idle: the share of the ranks' time in which they "
+        "would wait for the slowest, predicted by tokens, or the fitted cost, and measured by "
+        f"ranks that compute in turn; {entry['rounds']} rounds."
+    )
+    rows = [
+        (
+            *(r["variant"], *(f"{r[name]:.1%}" for name in ("predicted", "padding", "idle"))),
+            *(*spread(r["tokens_per_second"], 0), *spread(r["to_random"], 2)),
+        )
+        for r in entry["rows"]
+    ]
+    columns = (
+        "dealt", "idle, predicted", "padding", "idle, measured", "tokens/s", "quartiles",
+        "x random padded", "quartiles",
+    )  # fmt: skip
+    unequal = [
+        (r["variant"], f"{r['tokens_per_second']:.0f}", f"{r['to_sum']:.2f}", r["speeds"])
+        for r in entry["unequal"]
+    ]
+    parts: list[str | Table] = [
+        measured_with(entry, words),
+        Table(columns, rows),
+        "One of the ranks may use half as much of a core as the others. *x the sum*: tokens a "
+        "second over the sum of what each rank reached while the others waited.",
+        Table(("strategy", "tokens/s", "x the sum", "speeds"), unequal),
+    ]
+    return Result(f"Samples dealt to ranks, {entry['date']}", parts)
+
+
+def soak(entry: Entry) -> Result:
+    """Whether ranks stayed the same."""
+    words = (
+        f"{entry['updates']} updates on {entry['ranks']} ranks, {entry['turns']} turns of "
+        f"{len(entry['codecs'])} codecs ({', '.join(entry['codecs'])}) on "
+        f"{len(entry['transports'])} transports ({', '.join(entry['transports'])}), "
+        f"{entry['overflows']} gradients made infinite, {entry['skipped']} updates skipped: "
+        "parameters and the optimizer's state bit-equal on all ranks and finite after every "
+        f"turn. `{entry['command']}`"
+    )
+    return Result(f"Soak, {entry['date']}", [words])
