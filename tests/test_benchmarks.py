@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks import __main__ as bench, accelerator, baselines
+from benchmarks.pages import PASSAGE, RESULTS, ROOT, filled, pages, rendered, results
+from benchmarks.quotes import QUOTES, Results
+from benchmarks.tables import TABLES
 from examples import models
 from slipstream.version import __version__
 
 # torch.distributed.optim, where ZeroRedundancyOptimizer lives
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 
-ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
 
 
-@pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator:
-    """Imports a file of ``benchmarks/``, which is a folder of scripts; they leave no module."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(BENCHMARKS)):
-            del sys.modules[name]
+@pytest.fixture(scope="module")
+def every() -> Results:
+    return results()
 
 
 # The emulated accelerator.
@@ -66,8 +61,7 @@ def layers_in_ready_order(model: nn.Module, loss: torch.Tensor) -> list[str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_timed_model_has_parameters_order_and_shapes_of_the_real_one(benchmark, case: str) -> None:
-    accelerator, baselines = benchmark("accelerator"), benchmark("baselines")
+def test_timed_model_has_parameters_order_and_shapes_of_the_real_one(case: str) -> None:
     make, loss_of = CASES[case]
     real, copy = make(), make()
     shares = accelerator.shares_of(copy, loss_of)
@@ -97,15 +91,15 @@ class Clock:
         self.now += seconds + (self.late if seconds else 0.0)
 
 
-def on_device(accelerator: ModuleType, monkeypatch: pytest.MonkeyPatch, clock: Clock):
+def on_device(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> accelerator.Device:
     fake = SimpleNamespace(perf_counter=clock.perf_counter, sleep=clock.sleep)
     monkeypatch.setattr(accelerator, "time", fake)
     return accelerator.Device(1.0)
 
 
-def test_layers_take_their_time_though_sleeps_last_too_long(benchmark, monkeypatch) -> None:
-    accelerator, clock = benchmark("accelerator"), Clock(late=1e-4)
-    device = on_device(accelerator, monkeypatch, clock)
+def test_layers_take_their_time_though_sleeps_last_too_long(monkeypatch) -> None:
+    clock = Clock(late=1e-4)
+    device = on_device(monkeypatch, clock)
     for _ in range(1000):
         device.launch(1 / 1000)
         assert abs(clock.now - device._free_at) <= accelerator.AHEAD
@@ -113,9 +107,9 @@ def test_layers_take_their_time_though_sleeps_last_too_long(benchmark, monkeypat
     assert clock.now == pytest.approx(1.0, abs=2e-4)
 
 
-def test_what_the_host_does_meanwhile_is_hidden_and_a_wait_is_not(benchmark, monkeypatch) -> None:
-    accelerator, clock = benchmark("accelerator"), Clock()
-    device = on_device(accelerator, monkeypatch, clock)
+def test_what_the_host_does_meanwhile_is_hidden_and_a_wait_is_not(monkeypatch) -> None:
+    clock = Clock()
+    device = on_device(monkeypatch, clock)
     for layer in range(100):
         clock.now += 0.5 if layer == 50 else 2e-4  # parameters come late once
         device.launch(1 / 100)
@@ -126,23 +120,26 @@ def test_what_the_host_does_meanwhile_is_hidden_and_a_wait_is_not(benchmark, mon
 # The exchange.
 
 
-def result_of(script: str, options: str, folder: Path) -> dict[str, Any]:
+def result_of(module: str, options: str, folder: Path) -> dict[str, Any]:
     """What a benchmark writes."""
     results = folder / "results.json"
-    command = [sys.executable, str(BENCHMARKS / script), *options.split(), "--json", str(results)]
+    command = [sys.executable, "-m", f"benchmarks.{module}", *options.split()]
+    command += ["--json", str(results)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(results.read_text())
     return found
 
 
 @pytest.mark.timeout(300)
-def test_exchange_beside_an_accelerator_compares_all_rivals(benchmark, tmp_path: Path) -> None:
+def test_exchange_beside_an_accelerator_compares_all_rivals(tmp_path: Path) -> None:
     options = "--model resnet-small --loopback --nodes 2 --rounds 2 --warmup 0"
     options += " --compute accelerator --compute-seconds 0.05 --ddp 2 --fsdp keep --zero 2"
     options += " --splits default --transports flat direct"
-    entry = result_of("exchange.py", options, tmp_path)
+    entry = result_of("exchange", options, tmp_path)
     assert entry["compute"] == "accelerator"
     rows = {row["name"].removesuffix(" (DDP, best)"): row for row in entry["rows"]}
     assert list(rows) == [
@@ -150,22 +147,22 @@ def test_exchange_beside_an_accelerator_compares_all_rivals(benchmark, tmp_path:
         "slipstream, default", "slipstream, default, direct",
     ]  # fmt: skip
     assert all(row["peak_bytes"] > 2**26 for row in rows.values())
-    written = benchmark("tables").exchange(entry)
+    written = TABLES["exchange"](entry).markdown
     assert "## Exchange beside an accelerator, resnet-small at loopback" in written
     assert all(f"| {row['name']} |" in written for row in entry["rows"])
 
 
 @pytest.mark.timeout(300)
-def test_auto_is_measured_against_every_choice(benchmark, tmp_path: Path) -> None:
+def test_auto_is_measured_against_every_choice(tmp_path: Path) -> None:
     options = "--model resnet-small --ranks-on-one-host --nodes 2 --rounds 1 --finals 2"
     options += " --updates 24 --more 1 --splits single"
-    entry = result_of("auto.py", options, tmp_path)
+    entry = result_of("auto", options, tmp_path)
     assert entry["updates"] <= 24
     assert entry["kept"] in entry["seconds"]
     assert {"single", "single, shared_memory", "single, no overlap"} < set(entry["seconds"])
     assert entry["differences"]["auto"] == 0  # on two ranks no choice changes a bit
     assert len(entry["losses"]["auto"]) == len(entry["losses"]["default"]) == 25
-    written = benchmark("tables").auto(entry)
+    written = TABLES["auto"](entry).markdown
     assert "## Auto, resnet-small at one host" in written
     assert all(f"| {name}" in written for name in entry["seconds"])
 
@@ -173,40 +170,53 @@ def test_auto_is_measured_against_every_choice(benchmark, tmp_path: Path) -> Non
 # What is published.
 
 
-def test_every_result_can_be_taken_again(benchmark, capsys: pytest.CaptureFixture[str]) -> None:
-    bench = benchmark("bench")
+def test_every_result_can_be_taken_again(capsys: pytest.CaptureFixture[str]) -> None:
     commands = bench.chosen([])
-    assert {file.stem for file in bench.RESULTS.glob("*.json")} <= commands.keys()
-    assert all((BENCHMARKS / command.split()[0]).is_file() for command in commands.values())
+    assert {file.stem for file in RESULTS.glob("*.json")} <= commands.keys()
+    for command in commands.values():
+        assert (BENCHMARKS / f"{command.split()[0]}.py").is_file()
     bench.show(bench.chosen(["soak", "one-host-*"]))
-    assert "soak.py" in capsys.readouterr().out
+    assert "soak" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"bert\*: no such result; allowed: accelerator-resnet50"):
         bench.chosen(["bert*"])
 
 
-def test_published_tables_are_those_of_the_results(benchmark) -> None:
-    tables = benchmark("tables")
-    every = tables.results()
-    rendered = tables.rendered(every)
-    assert (tables.RESULTS / "README.md").read_text() == rendered
-    headings = re.findall("^## .*", rendered, re.MULTILINE)
+def test_published_tables_are_those_of_the_results(every: Results) -> None:
+    page = rendered(every)
+    assert (RESULTS / "README.md").read_text() == page
+    headings = re.findall("^## .*", page, re.MULTILINE)
     assert len(headings) == len(set(headings))  # links name them
-    page = (ROOT / "docs/sharding.md").read_text()
-    assert page == tables.with_gains(page, every)
 
 
-def test_sentences_of_the_pages_hold_the_figures_of_the_results(benchmark) -> None:
-    claims, every = benchmark("claims"), benchmark("tables").results()
-    assert len(claims.claims(every)) == 8
-    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-    assert claims.missing(pages, every) == []
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_passages_of_the_pages_hold_the_figures_of_the_results(path: Path, every: Results) -> None:
+    page = path.read_text()
+    assert filled(page, every) == page, "run: python -m benchmarks.pages"
 
 
-def test_no_result_is_of_an_old_release(benchmark) -> None:
+def test_every_quote_is_read_by_somebody() -> None:
+    used = {m[2] for page in pages().values() for m in PASSAGE.finditer(page) if m[1] == "quote"}
+    assert used == QUOTES.keys()
+
+
+NOT_RESULTS: dict[str, tuple[str, ...]] = {}
+"""Decimals of measured sections that no benchmark took, by page."""
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_no_figure_of_a_measured_section_is_typed_by_hand(path: Path) -> None:
+    sections = re.split(r"^(?=##? )", path.read_text(), flags=re.MULTILINE)
+    measured = "".join(part for part in sections if re.match("##? .*[Mm]easured", part))
+    prose = re.sub(r"`[^`]*`|https?://\S+", "", PASSAGE.sub("", measured))
+    typed = re.findall(r"(?<![\w.])\d+\.\d+(?![\w.])", prose)
+    assert [text for text in typed if text not in NOT_RESULTS.get(path.name, ())] == []
+
+
+def test_no_result_is_of_an_old_release(every: Results) -> None:
     def release(version: str) -> tuple[int, int]:
         major, minor, *_ = re.findall(r"\d+", version)
         return int(major), int(minor)
 
     major, minor = release(__version__)
-    for entry in benchmark("tables").results():
+    for entry in every.values():
         assert release(entry["versions"]["slipstream"]) in ((major, minor), (major, minor - 1))

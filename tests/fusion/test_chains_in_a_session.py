@@ -77,4 +77,4 @@ def test_a_model_without_chains_is_refused_and_left_as_it_was() -> None:
     with pytest.raises(ModelError, match="Sequential has no such chain of operations; leave out"):
         slipstream.accelerate(model, update, None, wish)
     with slipstream.accelerate(model, update) as session:
-        assert "fused" not in session.report()
+        assert "fused" not in session.report(full=True)

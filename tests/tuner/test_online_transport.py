@@ -103,7 +103,7 @@ def train(
             session.backward(loss)
             session.step()
             segments.append([len(segment.gradients) for segment in session.segments])
-        report, state = session.report(), session.state_dict()
+        report, state = session.report(full=True), session.state_dict()
         session.close()
     parameters = torch.cat([p.detach().flatten() for p in model.parameters()])
     return {

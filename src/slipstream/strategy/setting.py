@@ -160,8 +160,10 @@ class OneOf:
             return value if type(value) not in known else validate(value)
         read: Any = self._read(value)
         kind = read.get("kind") if isinstance(read, Mapping) else None
+        kinds = {variant.model_fields["kind"].default for variant in known}
         for variant in _descendants(self._family):
-            if variant not in known and kind and variant.model_fields["kind"].default == kind:
+            # a kind of this package stays its own, even where a class outside inherits it
+            if kind and kind not in kinds and variant.model_fields["kind"].default == kind:
                 return variant(**read)
         return validate(value)
 
