@@ -124,7 +124,7 @@ def _difference(base: Strategy, best: Strategy) -> dict[str, Any]:
 
 
 def _scenario(stats: TraceStats, exchanges: Exchanges, best: Prediction) -> Iterator[str]:
-    """What is wrong with the exchange now, as far as the best one does it otherwise."""
+    """Name the fault of the exchange that the best one avoids."""
     tail, count = format_seconds(exchanges.tail), len(exchanges.cuts)
     first = _first_exposed(stats, exchanges)
     if not stats.overlap:

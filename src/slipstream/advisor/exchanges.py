@@ -89,7 +89,7 @@ def typical_exchanges(steps: Sequence[RanksOfStep], sizes: Sequence[int]) -> Exc
 
 
 def layout_of(step: RanksOfStep) -> tuple[int, ...]:
-    """How many gradients each segment has.
+    """Count the gradients of each segment.
 
     Raises:
         TraceError: Ranks disagree.

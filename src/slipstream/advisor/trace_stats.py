@@ -27,7 +27,7 @@ PROBLEM = 0.1
 
 
 class TraceStats(NamedTuple):
-    """What a trace tells about its run.
+    """Figures of a run, read from its trace.
 
     Attributes:
         typical: The typical iteration and its parts.

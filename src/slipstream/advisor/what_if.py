@@ -1,4 +1,4 @@
-"""What other strategies would bring the run in a trace: the planner's answer, and the only one.
+"""Predictions of other strategies for the run of a trace; the planner makes them.
 
 Where no network was measured, a line through the exchanges of the trace stands for it.
 """

@@ -148,7 +148,7 @@ class TypicalIteration(NamedTuple):
 
 
 def typical_iteration(iterations: Iterable[Iteration], rank: int | None = None) -> TypicalIteration:
-    """What is typical of the iterations of each rank, or of ``rank`` alone.
+    """Take medians over the iterations of each rank, or of ``rank`` alone.
 
     Raises:
         TraceError: The rank has no iteration.

@@ -1,4 +1,4 @@
-"""What a trace says of data: whether batches are there in time, and whether ranks get as much.
+"""Data in a trace: whether batches are there in time, and whether ranks get as much.
 
 Iterations in, numbers out.
 """

@@ -16,7 +16,7 @@ from slipstream.trace.timeline import Iteration
 
 
 class TypicalStages(NamedTuple):
-    """What a rank of a pipeline does in a step: medians over steps.
+    """A rank of a pipeline in a typical step: medians over steps.
 
     Attributes:
         rank: Of the world.

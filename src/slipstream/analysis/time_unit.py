@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class TimeUnit(NamedTuple):
-    """How to write the times of one table or chart, all alike."""
+    """The unit of all times of one table or chart."""
 
     name: str
     scale: float

@@ -26,7 +26,7 @@ DIRECT, MEMORY = DirectConfig(), SharedMemoryConfig()
 
 
 class Lanes:
-    """What collectives travel by in one group: the group itself, and transports on it.
+    """Ways for the collectives of one group: the group itself, and transports on it.
 
     Args:
         group: of this rank; nobody else uses it meanwhile.

@@ -40,7 +40,7 @@ def measure_contention(
     all_reduce: Curve,
     seconds: float,
 ) -> Contention:
-    """How much computing and exchanging slow each other down; the same on every rank.
+    """Measure how much computing and exchanging slow each other down; the same on every rank.
 
     All ranks compute a fixed piece of work alone, exchange alone, and then do both at once with
     exchanges in flight all the time: once large ones, and once the smallest, which are only
@@ -85,7 +85,7 @@ def crowd_slowdown(
     per_byte: float,
     seconds: float,
 ) -> float:
-    """How much longer many exchanges in flight together take than their bytes; nobody computes.
+    """Measure how much longer many exchanges in flight take than their bytes, beside no computing.
 
     The last rank counts, the median over rounds, and at least 0; the same on every rank.
 

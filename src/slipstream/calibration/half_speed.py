@@ -52,7 +52,7 @@ def _bottleneck() -> nn.Module:
 
 
 def half_speed(world: dist.ProcessGroup, device: torch.device) -> HalfSpeed:
-    """What the slowest rank gains by ``half_weights`` in bf16, measured on all ranks at once.
+    """Measure what the slowest rank gains by ``half_weights`` in bf16, on all ranks at once.
 
     A block's forward and backward in fp32 and in bf16 take turns; its speed is the ratio of the
     medians. The user's random numbers stay as they are.

@@ -19,7 +19,7 @@ SAME = 0.1
 def rank_speeds(
     world: dist.ProcessGroup, device: torch.device, replica: int, replicas: int
 ) -> list[float]:
-    """How fast each replica of the model computes, the fastest being 1; the same on every rank.
+    """Measure how fast each replica computes, the fastest being 1; the same on every rank.
 
     A replica is as fast as the slowest of its ranks. A collective; takes two seconds.
 

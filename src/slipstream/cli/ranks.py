@@ -1,4 +1,4 @@
-"""How commands start ranks: the command line of ``slipstream launch``, threads, hosts and logs.
+"""Ranks that commands start: the command line of ``slipstream launch``, threads, hosts and logs.
 
 Never trains and never measures: whatever runs on the ranks is passed in.
 """

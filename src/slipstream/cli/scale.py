@@ -226,7 +226,7 @@ def _table(points: Sequence[ScalePoint], unit: str) -> Table:
 
 
 def _remarks(points: Sequence[ScalePoint], unit: str) -> Iterator[Text]:
-    """How to read the numbers, and what limits them."""
+    """Explain the numbers, and what limits them."""
     cores, most, fewest = len(os.sched_getaffinity(0)), points[-1].ranks, points[0].ranks
     yield Text(
         f"Efficiency: speed-up over {fewest} rank{'s' * (fewest > 1)} divided by the ratio of "

@@ -111,7 +111,7 @@ def _drawn(finding: Finding) -> Group:
 
 
 def _network(path: Path) -> NetworkProfile:
-    """What was measured; warns of doubts about it."""
+    """Read the measured network; warn of doubts about it."""
     cluster = NetworkProfile.load(path)
     for doubt in cluster.doubts:
         Console(stderr=True).print(Text(f"warning: {path}: {doubt}"), style="yellow")

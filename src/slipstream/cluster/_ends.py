@@ -1,4 +1,4 @@
-"""How and when each rank of this node ended, noted beside its log at once.
+"""The end of each rank of this node, noted beside its log at once.
 
 The elastic agent looks at its ranks now and then, and a rank that ends with code 0 is no failure to
 it, even if the others still train and fail for want of it. So a thread waits for the ends. Ending
@@ -50,7 +50,7 @@ class End:
 
 
 def note_leaving(rank: int, local_rank: int, host: str) -> None:
-    """Where `slipstream launch` asks for it, note when this process begins to end."""
+    """Note when this process begins to end, if `slipstream launch` asks for it."""
     path = os.environ.get(LEAVING)
     if path is None or path in _noting:  # once is enough
         return

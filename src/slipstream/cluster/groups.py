@@ -13,7 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long an operation of the group waits for a silent rank; of its backends the shortest."""
+    """Read how long a group waits for a silent rank; of its backends the shortest."""
     # torch tells a group's timeout nowhere else (2.15), and of MPI's groups not at all.
     backends: list[Any] = [group._get_backend(device) for device in group._device_types]
     known = [backend.options for backend in backends if getattr(backend, "options", None)]

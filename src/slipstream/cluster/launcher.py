@@ -44,7 +44,7 @@ JOIN_TIMEOUT = 600  # seconds until all nodes must have joined the rendezvous
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """What to start on this node: ``nproc`` ranks of ``script args``.
+    """A start on this node: ``nproc`` ranks of ``script args``.
 
     Several nodes (``nnodes``) meet at ``rdzv_endpoint``, HOST:PORT on one of them. With
     ``node_rank`` HOST must be node 0; without it the rendezvous assigns node ranks, and failed
@@ -136,7 +136,7 @@ class RankFailure:
 
     @property
     def cause(self) -> str:
-        """How the rank ended, in words.
+        """The rank's end in words.
 
         Example:
             >>> RankFailure(0, 0, "a", -9, Path("rank0.log")).cause
@@ -159,7 +159,7 @@ class RankFailure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended: 0, the failed rank's exit code, or 128 + the signal that stopped it."""
+    """The end of a launch: 0, the failed rank's exit code, or 128 + the signal that stopped it."""
 
     exit_code: int
     failure: RankFailure | None = None
@@ -263,7 +263,7 @@ def _first_failure(failures: Mapping[int, Any], logs: RankLogs, several: bool) -
 
 
 def blame(ends: Sequence[End]) -> RankFailure:
-    """Of the ranks that have ended, the one that began it; a rank may be there more than once.
+    """Find the rank that failed first, among those that have ended; a rank may be there twice.
 
     A rank whose own error is the last thing in its log, or that a signal ended, comes before those
     that only say that a peer has left; so does one that left without an error. SIGTERM is what the

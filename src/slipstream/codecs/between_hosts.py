@@ -45,7 +45,7 @@ from slipstream.transport.requests import BetweenHosts, ExchangeSteps, ReduceInH
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What is on one rail of this rank: elements of the bucket, as parts of gradients."""
+    """The elements of a bucket on one rail of this rank, as parts of gradients."""
 
     values: slice
     parts: Sequence[HostPart]
@@ -162,7 +162,7 @@ class HostsCompressor(Compressor):
                 share.compressor.load(states)
 
     def _place(self, part: HostPart) -> slice:
-        """Where a part is in the bucket."""
+        """Locate a part in the bucket."""
         start = self.slots[part.slot].start
         return slice(start + part.start, start + part.stop)
 

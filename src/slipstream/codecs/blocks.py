@@ -1,4 +1,4 @@
-"""What int8 and 1-bit have in common: blocks of values, each encoded by itself with a scale."""
+"""Base of int8 and 1-bit: blocks of values, each encoded by itself with a scale."""
 
 from __future__ import annotations
 

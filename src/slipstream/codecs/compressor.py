@@ -1,4 +1,4 @@
-"""What every codec is to a bucket of gradients: an exchange, and the state between exchanges.
+"""Compressors: the exchange of one bucket of gradients, and the state between exchanges.
 
 Never communicates, and never sees parameters: gradients are numbered slots of a flat tensor.
 """
@@ -26,7 +26,7 @@ SlotState = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """How many ranks exchange with each other, and which of them this one is."""
+    """The number of ranks that exchange with each other, and this one's place."""
 
     rank: int
     count: int
@@ -107,7 +107,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def state(self) -> list[dict[str, torch.Tensor]]:
-        """What the codec keeps between exchanges, by slot; copies."""
+        """Copies of what the codec keeps between exchanges, by slot."""
 
     @abstractmethod
     def load(self, states: Sequence[SlotState]) -> None:
@@ -164,7 +164,7 @@ def parts(numel: int, device: torch.device, multiple: int = 1) -> Iterator[slice
 
 
 def slot_slices(sizes: Iterable[int]) -> list[slice]:
-    """Where slots of so many elements lie in a flat tensor.
+    """Slices of slots of so many elements in a flat tensor.
 
     Example:
         >>> slot_slices([2, 3])

@@ -62,7 +62,7 @@ class DgcCodec:
     sample: float = 0.01
 
     def count(self, numel: int) -> int:
-        """How many of ``numel`` values are sent; at least one, if there is any."""
+        """Number of values sent of ``numel``; at least one, if there is any."""
         return min(max(round(self.density * numel), 1), numel)
 
     def wire_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -123,7 +123,7 @@ def _at_least(threshold: Tensor, values: Tensor, peaks: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Momentum:
-    """What DGC applies for the optimizer: its momentum, and the weight decay of ``parameter``."""
+    """The momentum that DGC applies for the optimizer, and the weight decay of ``parameter``."""
 
     momentum: float
     nesterov: bool = False

@@ -28,7 +28,7 @@ class HostPart:
 
 
 def allowed_borders(codec: PlainCodecConfig, slots: Sequence[slice], hosts: int) -> Sequence[int]:
-    """Where shares may begin and end, from 0 to the end, which may be behind the last slot.
+    """Places where shares may begin and end, from 0 to the end, which may be behind the last slot.
 
     Example:
         >>> from slipstream.strategy import DgcConfig
@@ -92,7 +92,7 @@ def taken(parameter: Tensor, part: HostPart) -> Tensor:
 
 
 def cut(state: SlotState, part: HostPart) -> dict[str, Tensor]:
-    """What a state holds of a part; ``q`` belongs to whole gradients."""
+    """Cut a part out of a state; ``q`` belongs to whole gradients."""
     taken = {}
     for key, value in state.items():
         if key in ("error", "momentum", "velocity"):

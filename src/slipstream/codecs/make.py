@@ -29,7 +29,7 @@ from slipstream.strategy import (
 
 
 class CompressorBucket(NamedTuple):
-    """What a compressor is made for: gradients of one dtype, slot by slot.
+    """A bucket that gets a compressor: gradients of one dtype, slot by slot.
 
     Attributes:
         shapes: complex numbers count as pairs of real ones.
@@ -55,7 +55,7 @@ class CompressorBucket(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """What a kind of codec does.
+    """A kind of codec: its constructor, and the bytes it sends.
 
     Attributes:
         compressor: makes one for a bucket.
@@ -98,7 +98,7 @@ def _dgc(config: DgcConfig, bucket: CompressorBucket) -> Compressor:
 def _dgc_bytes(
     config: DgcConfig, shape: tuple[int, ...], dtype: torch.dtype, ranks: int
 ) -> int | None:
-    """What is gathered, not summed, comes from every rank instead of twice."""
+    """Count bytes of DGC: gathered values come from every rank, where sums come twice."""
     if len(shape) < 2 or config.density == 1:
         return None
     return DgcCodec(config.density).wire_bytes(prod(shape), dtype) * ranks // 2

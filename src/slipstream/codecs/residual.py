@@ -15,7 +15,7 @@ import torch
 
 
 class Residual:
-    """What one rank's compression has left out so far.
+    """The part of one rank's gradients that compression has left out so far.
 
     Whether a step counts is known only after its exchange (gradients of another rank may have
     overflowed). Until ``commit`` the old error is kept beside the new one; ``rollback`` drops that.

@@ -79,8 +79,8 @@ def root_spec(
 def gather_of(
     operator: str, x: torch.Tensor, group: Group, axis: int, sizes: Sizes
 ) -> tuple[torch.Tensor, TensorSpec, int, tuple[int, ...], bool]:
-    """Of a gather: the tensor (a scalar as a vector of one), the spec of the result, the axis from
-    the front, the ranks' lengths along it, and whether any rank needs a gradient.
+    """Check a gather: returns the tensor (a scalar as a vector of one), the spec of the result, the
+    axis from the front, the ranks' lengths along it, and whether any rank needs a gradient.
     """
     if isinstance(x, torch.Tensor) and x.dim() == 0:
         x = x.reshape(1)

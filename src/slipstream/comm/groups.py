@@ -48,7 +48,7 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @property

@@ -162,7 +162,7 @@ def send_signature(signature: Signature, peer: int, group: Group) -> None:
 
 
 def receive_signature(peer: int, group: Group) -> Signature:
-    """What ``peer`` (a rank of the group) is about to send."""
+    """Receive the signature of what ``peer`` (a rank of the group) is about to send."""
     numbers = torch.empty(LENGTH, dtype=torch.int64, device=group.device)
     with collective_errors("recv from rank", group.ranks[peer]):
         transfer({group.process_group_ranks[peer]: numbers}, {}, group.members)

@@ -59,7 +59,7 @@ def all_reduce_in_graph(reduction: Reduction) -> Callable[..., Tensor | None]:
 def all_gather_in_graph(
     x: Tensor, group: Group | None = None, axis: int = 0, *, sizes: object = None
 ) -> Tensor | None:
-    """Of tensors of one shape."""
+    """Gather tensors of one shape, inside a graph."""
     if not _is_known(group) or sizes is not None or not -x.dim() <= axis < x.dim():
         return None
     y: Tensor = _all_gather(x, axis % x.dim(), group.name)
@@ -84,7 +84,7 @@ def all_to_all_in_graph(
     *,
     sizes: object = None,
 ) -> Tensor | None:
-    """Of pieces of one size."""
+    """Exchange pieces of one size, inside a graph."""
     if not _is_known(group) or sizes is not None or not _is_divisible(x, split_axis, group):
         return None
     if not -x.dim() <= concat_axis < x.dim():

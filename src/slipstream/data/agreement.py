@@ -1,4 +1,4 @@
-"""What ranks that iterate in step know of each other's batches; see the note in uneven_inputs."""
+"""Agreement of ranks that iterate in step on who has a batch; see the note in uneven_inputs."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Agreement:
             self._pending = None
 
     def _note(self) -> None:
-        """How many ranks have a batch in the present step, and since which one."""
+        """Note how many ranks have a batch in the present step, and since which one."""
         if self._noted == self._steps:
             return
         self._noted = self._steps

@@ -1,4 +1,4 @@
-"""Of which loaders the number of batches is a fact; of all others ``len()`` is a hint.
+"""Loaders whose number of batches is a fact; of all others ``len()`` is a hint.
 
 A stream may say one thing and give another: an ``IterableDataset`` with several workers, a sampler
 or a loader of the user's. What torch's own samplers give is settled when a pass begins.

@@ -65,8 +65,8 @@ class Packed:
         return self.tokens.masked_fill((self.positions == 0) | (self.sequences == PADDING), ignored)
 
     def ends(self) -> torch.Tensor:
-        """Where sequences end in the flattened rows, 0 first: int32, as attention of sequences of
-        different lengths takes it (``cu_seqlens``). Padding at the end of a row counts as one.
+        """Find where sequences end in the flattened rows, 0 first: int32, as attention of sequences
+        of different lengths takes it (``cu_seqlens``). Padding at the end of a row counts as one.
 
         Example:
             >>> pack([torch.tensor([7, 8]), torch.tensor([9])]).ends().tolist()
@@ -109,7 +109,7 @@ class Packed:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences are packed."""
+        """Number of packed sequences."""
         return int(self.sequences.max()) + 1
 
     @property

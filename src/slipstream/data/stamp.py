@@ -24,8 +24,8 @@ DatasetStamp = list[Any]
 
 
 def stamp_of(dataset: Any) -> DatasetStamp:
-    """What is set on a dataset, and on the datasets and transforms in it: numbers and words by
-    value, tensors by their version, all else by identity and length.
+    """Stamp what is set on a dataset, and on the datasets and transforms in it: numbers and words
+    by value, tensors by their version, all else by identity and length.
 
     An element that is set in a long list or in an array is not seen.
 
@@ -44,7 +44,7 @@ def stamp_of(dataset: Any) -> DatasetStamp:
 
 
 def attributes_of(dataset: Any) -> DatasetStamp:
-    """What is set on a dataset itself: cheap enough to be asked for at each sample."""
+    """Stamp what is set on a dataset itself: cheap enough for every sample."""
     return [*getattr(dataset, "__dict__", {}).values()]
 
 

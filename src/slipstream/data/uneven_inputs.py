@@ -93,7 +93,8 @@ class UnevenInputLoader:
         self._skip = 0
 
     def position(self) -> dict[str, Any]:
-        """Where the present pass is: the loader's own state, or how many batches it has given."""
+        """The place in the present pass: the loader's own state, or how many batches it has
+        given."""
         if self._followed is not None:
             return self._followed.position()
         if self._keeps_place(self._loader):
@@ -144,7 +145,7 @@ class UnevenInputLoader:
         self._group = self._recorder = self._on_start = self._agreement = self.before_next = None
 
     def __len__(self) -> int:
-        """What this rank's own loader says; an epoch is as long as the longest one really is."""
+        """Length of this rank's own loader; an epoch is as long as the longest one really is."""
         return len(self._loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What DdpCodec refuses."""
+"""Refusals of DdpCodec."""
 
 from __future__ import annotations
 

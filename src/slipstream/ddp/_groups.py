@@ -76,7 +76,7 @@ _NOTHING = Arrived(torch.empty(0), torch.futures.Future(), 0), torch.empty(0)
 
 
 class Backward:
-    """What is under way in one backward pass; two threads use it.
+    """The state of one backward pass under way; two threads use it.
 
     Attributes:
         started: groups whose exchange has begun.

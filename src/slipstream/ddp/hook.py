@@ -305,11 +305,11 @@ class DdpCodec:
     # State.
 
     def codec_state(self) -> NamedState:
-        """What the codecs keep on this rank, by parameter; every rank saves its own."""
+        """State of the codecs on this rank, by parameter; every rank saves its own."""
         return self._states.state()
 
     def state_dict(self) -> dict[str, object]:
-        """What this rank needs to go on bit for bit: every rank saves its own."""
+        """State with which this rank goes on bit for bit: every rank saves its own."""
         rank, count = self._ranks.rank, self._ranks.count
         return {
             "rank": rank,

@@ -99,7 +99,7 @@ class Chains:
         return None if has_hooks(layer) or "forward" in vars(layer) else type(layer)
 
     def _terms(self, node: fx.Node, user: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-        """What a sum adds that nothing but ``user`` sees."""
+        """Find the terms of a sum that nothing but ``user`` sees."""
         is_sum = node.op in ("call_function", "call_method") and node.target in _ADDS
         plain = len(node.args) == len(node.all_input_nodes) == 2 and not node.kwargs
         if not is_sum or not plain or list(node.users) != [user]:

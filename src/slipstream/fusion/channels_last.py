@@ -44,7 +44,7 @@ class ChannelsLast:
         self._weights = []
 
     def report_rows(self) -> list[Row]:
-        """How many weights have another order."""
+        """Report how many weights have another order."""
         return [Row("channels last", f"{len(self._weights)} convolutions", "")]
 
     @torch.no_grad()
@@ -73,5 +73,5 @@ def weights_of_convolutions(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _like(weight: Tensor, state: Iterable[tuple[str, object]]) -> list[tuple[str, Tensor]]:
-    """What an optimizer keeps for each value of a weight."""
+    """Find what an optimizer keeps for each value of a weight."""
     return [(k, v) for k, v in state if isinstance(v, Tensor) and v.shape == weight.shape]

@@ -1,4 +1,4 @@
-"""What of ``compute`` can serve a model or a host, and what not: found before it is installed."""
+"""Refusals of ``compute``: what a model or a host cannot use, found before it is installed."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class CompiledBlocks:
             self._overrides.pop().remove()
 
     def report_rows(self) -> list[Row]:
-        """How many blocks were compiled."""
+        """Report how many blocks were compiled."""
         kinds = f"{len(self._kinds)} kind{'s' if len(self._kinds) > 1 else ''}"
         value = f"{len(self._overrides)} block{'s' if len(self._overrides) > 1 else ''} of {kinds}"
         note = "at their first call"
@@ -136,7 +136,7 @@ def _refuse_second(gradient: Tensor) -> None:
 
 
 def _forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What is compiled."""
+    """Call the block's own forward, the function that is compiled."""
     return type(block).forward(block, *args, **kwargs)
 
 

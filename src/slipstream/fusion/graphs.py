@@ -96,7 +96,7 @@ class GraphedBlocks:
             block.close()
 
     def report_rows(self) -> list[Row]:
-        """How many graphs there are, and what could not be captured."""
+        """Report how many graphs there are, and what could not be captured."""
         graphs = sum(len(block.graphs) for block in self._blocks.values())
         rows = [Row("CUDA graphs", f"{graphs} of {len(self._blocks)} blocks", "")]
         failed = {path: block.failure for path, block in self._blocks.items() if block.failure}

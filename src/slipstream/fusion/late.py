@@ -53,7 +53,7 @@ class Norm:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Made:
-    """What a layer has just computed, which nobody else has seen."""
+    """The result of a layer that nobody else has seen."""
 
     values: Tensor
 
@@ -67,7 +67,7 @@ class Made:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Sum:
-    """Of two tensors of one shape and type."""
+    """A sum of two tensors of one shape and type."""
 
     terms: tuple[Norm | Made, Norm | Made]
 
@@ -82,7 +82,7 @@ class Sum:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Relu:
-    """Of a tensor."""
+    """A ReLU of a tensor."""
 
     x: Tensor
 
@@ -98,7 +98,8 @@ LateOperation = Norm | Made | Sum | Relu
 
 
 class Pending:
-    """What a `Late` is, and is to become; ``ran`` is called with the name of a chain that ran."""
+    """The present and the future of a `Late`; ``ran`` is called with the name of a chain that
+    ran."""
 
     def __init__(self, operation: LateOperation, ran: Callable[[str], None]) -> None:
         self.operation, self.ran = operation, ran
@@ -137,7 +138,8 @@ class Pending:
         return self.operation
 
     def values(self) -> Tensor:
-        """What the model would have without chains; from now on this is an ordinary tensor."""
+        """Compute what the model would have without chains; from now on this is an ordinary
+        tensor."""
         if self._values is None:
             self._values = self._computed()
         return self._values

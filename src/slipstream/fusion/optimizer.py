@@ -104,7 +104,7 @@ class FusedOptimizer:
             self._optimizer.fused = False
 
     def report_rows(self) -> list[Row]:
-        """How many updates became how many calls."""
+        """Report how many updates became how many calls."""
         name = type(self._optimizer).__name__
         count = self._updates or sum(len(g["params"]) for g in self._optimizer.param_groups)
         calls = str(self._calls) if self._calls else "few, counted in the first step"
@@ -112,7 +112,7 @@ class FusedOptimizer:
 
     @torch.no_grad()
     def _prepare(self) -> PreparedStep:
-        """What this step is to go through, in place of the user's groups."""
+        """Prepare what this step goes through, in place of the user's groups."""
         if self._stepping:  # the last step raised: states may be ahead of their parameters' numbers
             self._forget()
         self._stepping, self._updates, self._calls = True, 0, 0
@@ -314,7 +314,7 @@ BY_LAYER = "layers together"
 
 
 def check_fusible(optimizer: Optimizer, *, elementwise: bool = False) -> str:
-    """How an optimizer can be fused.
+    """Find out how an optimizer can be fused.
 
     Raises:
         ModelError: it cannot.

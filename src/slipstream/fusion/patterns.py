@@ -95,11 +95,11 @@ class FusedPatterns:
 
     @property
     def num_chains(self) -> int:
-        """How many were found."""
+        """Number of chains found."""
         return self._found.total()
 
     def report_rows(self) -> list[Row]:
-        """How many chains were found, and which blocks were left alone."""
+        """Report how many chains were found, and which blocks were left alone."""
         found = ", ".join(f"{count} {name}" for name, count in self._found.items()) or "none found"
         blocks = f"in {self._num_blocks} blocks" if self._num_blocks else ""
         if blocks and self._ran:
@@ -112,7 +112,7 @@ class FusedPatterns:
 
     @property
     def ran(self) -> dict[str, int]:
-        """How often a chain ran as one operation, by its name."""
+        """Runs of chains as one operation, by the chain's name."""
         return dict(self._ran)
 
     def _count(self, name: str) -> None:

@@ -1,4 +1,5 @@
-"""What a module's forward may read beside tensors, for what runs without its Python code."""
+"""Settings that a module's forward may read beside tensors, for what runs without its Python
+code."""
 
 from __future__ import annotations
 

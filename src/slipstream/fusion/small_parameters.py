@@ -40,7 +40,7 @@ BLOCK = 2**18
 
 
 class SmallParameters:
-    """What a group of an optimizer is stepped as: blocks of its small parameters, and the others.
+    """A group of an optimizer as it is stepped: blocks of its small parameters, and the others.
 
     Args:
         having: the parameters of the group that have a gradient.
@@ -222,7 +222,7 @@ class _Block:
                     self._optimizer.state[parameter][key] = part
 
     def _parts_of(self, key: str, value: Tensor) -> Sequence[Tensor]:
-        """What the parameters are to be shown of a state; nothing: what they see is up to date."""
+        """Cut a state into the parameters' parts; nothing where they already see it up to date."""
         whole = self._whole.get(key)
         if value.shape == self.values.shape:
             if value is whole:
@@ -291,7 +291,7 @@ def _layout(parameter: Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Of a parameter that has one."""
+    """Gradient of a parameter that has one."""
     assert parameter.grad is not None  # others are left out
     return parameter.grad
 

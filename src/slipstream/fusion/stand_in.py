@@ -27,7 +27,7 @@ States = dict[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class PreparedStep:
-    """What a step finds in place of the optimizer's groups and states."""
+    """The groups and states that a step finds in place of the optimizer's."""
 
     groups: list[ParamGroup]
     states: States

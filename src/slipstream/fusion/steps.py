@@ -295,7 +295,7 @@ def _add(left: Any, right: Any = None, in_place: bool = False, **others: Any) ->
 
 
 def _term(value: Any) -> Norm | Made | None:
-    """What a sum may consist of."""
+    """Match an operand that a sum may have."""
     pending = _open(value)
     if pending is not None and isinstance(pending.operation, Norm | Made):
         operation = pending.checked()

@@ -79,7 +79,7 @@ class FusedSwin:
         self._masks.clear()
 
     def report_rows(self) -> list[Row]:
-        """How many layers run on the kernels."""
+        """Report how many layers run on the kernels."""
         return [Row("swin", f"{self._count} layers", "attention in windows in one operation")]
 
     def _override(self, module: nn.Module, wrapper: Callable[..., Any]) -> None:

@@ -56,7 +56,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def exchange(self, step: int) -> Request | ExchangeSteps:
-        """What leaves the sum over ranks in the bucket; ``step`` updates were done before."""
+        """Leave the sum over ranks in the bucket; ``step`` updates were done before."""
 
     @property
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What the exchange of gradients cannot serve, found before anything is installed."""
+"""Refusals of the exchange of gradients, found before anything is installed."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class NamedCompressor:
             self.compressor.rollback()
 
     def state(self) -> NamedState:
-        """What the codec keeps, by parameter."""
+        """State of the codec, by parameter."""
         pairs = zip(self.names, self.compressor.state(), strict=True)
         return {name: state for name, state in pairs if state}
 
@@ -75,7 +75,7 @@ class NamedCompressor:
 
 
 class CodecStates:
-    """What codecs keep between exchanges, by parameter, while compressors come and go."""
+    """State of codecs between exchanges, by parameter, while compressors come and go."""
 
     def __init__(self, states: NamedState | None = None) -> None:
         self._attached: list[NamedCompressor] = []
@@ -98,7 +98,7 @@ class CodecStates:
         self._attached = [named for named in self._attached if named not in leaving]
 
     def state(self) -> NamedState:
-        """What is kept on this rank, gradients included that travel uncompressed by now."""
+        """State on this rank, gradients included that travel uncompressed by now."""
         return {**self._detached, **_states(self._attached)}
 
     def num_bytes(self) -> int:
@@ -169,7 +169,8 @@ class CompressionPlan:
         return any(self.compresses(self.codec_of(name)) for name in names)
 
     def wire_bytes(self, name: str, parameter: torch.Tensor, widest: torch.Tensor) -> int:
-        """What ``codecs.wire_bytes`` says of one gradient, as wide as on any rank."""
+        """Bytes of one gradient on the wire, as ``codecs.wire_bytes`` says, as wide as on any
+        rank."""
         ranks = self.ranks.count if self.rails is None else self.rails.num_hosts
         return wire_bytes(self.of(name, parameter), widest, ranks)
 

@@ -303,7 +303,8 @@ class Engine(GradientEngine):
         self._failure = str(error) if isinstance(error, SlipstreamError) else repr(error)
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        """What this rank's update will use: ``parameter.grad``, or its shards of the averages."""
+        """The averages that this rank's update will use: ``parameter.grad``, or its shards of
+        them."""
         if self._shards is None:
             return super().averages(parameters)
         self._shards.adopt()  # what the script has assigned meanwhile
@@ -339,7 +340,7 @@ class Engine(GradientEngine):
         return self._channel.in_flight
 
     def report_rows(self) -> list[Row]:
-        """What is exchanged, for the overview."""
+        """Report what is exchanged, for the overview."""
         later = self._first_steps[bisect(self._first_steps, self.step) :]
         return exchange_rows(self.segments, self._codecs.num_bytes, *later[:1])
 
@@ -405,7 +406,7 @@ class Engine(GradientEngine):
     # What codecs keep between exchanges, by parameter.
 
     def codec_state(self) -> NamedState:
-        """What codecs keep on this rank, of gradients included that travel uncompressed by now."""
+        """State of codecs on this rank, gradients included that travel uncompressed by now."""
         return self._codecs.state()
 
     def load_codec_state(self, states: NamedState) -> None:

@@ -1,4 +1,4 @@
-"""What a session asks of an engine, whether there are other ranks to average with or not."""
+"""The seam between a session and its engine, whether there are other ranks or not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GradientEngine:
         ``by_hand``: the script calls ``optimizer.step()``."""
 
     def averages(self, parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-        """What this rank's update will use."""
+        """The averages that this rank's update will use."""
         return [p.grad for p in parameters if p.grad is not None]
 
     def local_only(self, on: bool) -> None:
@@ -82,7 +82,7 @@ class GradientEngine:
     # The codecs' state, by parameter.
 
     def codec_state(self) -> NamedState:
-        """What codecs keep on this rank."""
+        """State of codecs on this rank."""
         return {}
 
     def load_codec_state(self, states: NamedState, /) -> None:
@@ -104,5 +104,5 @@ class GradientEngine:
         """Remove the hooks."""
 
     def report_rows(self) -> Sequence[Row]:
-        """What is exchanged."""
+        """Report what is exchanged."""
         return [Row("exchange", "none", "one process holds these parameters: nothing to average")]

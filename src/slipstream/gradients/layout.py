@@ -78,7 +78,7 @@ def plan_segments(gradients: Sequence[Gradient], split: SplitConfig) -> tuple[Se
 
 
 def nearest_border(sizes: Sequence[float], part: float) -> int:
-    """How many of the first sizes sum up to about a part of all: the nearest such number.
+    """Count how many of the first sizes sum up to about a part of all: the nearest such number.
 
     Example:
         >>> nearest_border([30, 60, 10], 0.5)

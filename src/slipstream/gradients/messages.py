@@ -1,4 +1,4 @@
-"""What the engine's errors say: where, which parameters, the likely cause and the way out.
+"""Errors of the engine: place, parameters, likely cause and way out.
 
 Never decides whether something is wrong.
 """

@@ -16,7 +16,7 @@ from slipstream.transport.consistency import maximum, of_first
 
 @dataclass(frozen=True, slots=True)
 class ReadyOrder:
-    """What all ranks agree on: the order of the trainable parameters, and two counts for each.
+    """The ranks' agreement: the order of the trainable parameters, and two counts for each.
 
     Attributes:
         order: indices of all parameters, the first to get its gradient first.

@@ -13,7 +13,7 @@ _SHOWN = 12  # sizes of segments
 def exchange_rows(
     segments: Sequence[SegmentStats], kept_bytes: Callable[[], int], next_phase: int | None = None
 ) -> list[Row]:
-    """What is exchanged in an update now.
+    """Report what is exchanged in an update now.
 
     Args:
         segments: what they carry.

@@ -105,7 +105,7 @@ def in_ready_order(
 
 @dataclass(frozen=True, slots=True)
 class SegmentStats:
-    """What one segment carries: names in ready order, bytes, and how many collectives.
+    """The load of one segment: names in ready order, bytes, and how many collectives.
 
     ``wire_bytes`` are those that ``num_bytes`` of gradients shrink to where codecs are at work.
     """
@@ -128,14 +128,14 @@ class Segment:
 
     @property
     def stats(self) -> SegmentStats:
-        """What it carries."""
+        """The load of the segment."""
         num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         return SegmentStats(self.names, num_bytes, len(self.buckets), self.wire_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSlot:
-    """Where the gradient of one parameter goes."""
+    """The place of one parameter's gradient."""
 
     segment: Segment
     bucket: Bucket
@@ -144,7 +144,7 @@ class BucketSlot:
 
 @dataclass(frozen=True, slots=True)
 class GradientLayout:
-    """Where every gradient travels: what ``lay_out`` returns.
+    """The places of all gradients; the result of ``lay_out``.
 
     Attributes:
         order: the ready order that the ranks agreed on.

@@ -95,19 +95,19 @@ class Shards:
         self.workspace = Workspace(next((p.device for p in names), torch.device("cpu")))
 
     def length(self, parameter: torch.Tensor) -> int:
-        """How many values are in a shard; the last shards may have fewer."""
+        """Number of values in a shard; the last shards may have fewer."""
         return self._length(parameter.numel())
 
     def _length(self, numel: int) -> int:
         return aligned_length(numel, self.ranks.count, self._unit)
 
     def size(self, parameter: torch.Tensor) -> torch.Size:
-        """Of the whole parameter, whose data may be a shard at the moment."""
+        """Number of values of the whole parameter, whose data may be a shard at the moment."""
         form = self._forms.get(cast(nn.Parameter, parameter))
         return parameter.shape if form is None else form[1]
 
     def shape(self, parameter: torch.Tensor) -> torch.Size:
-        """Of this rank's shard."""
+        """Shape of this rank's shard."""
         size = self.size(parameter)
         length = self._length(size.numel())
         own = min(max(size.numel() - self.ranks.rank * length, 0), length)
@@ -153,7 +153,7 @@ class Shards:
         return own
 
     def shard_of(self, parameter: nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank updates of a tensor laid out like ``parameter``: a view."""
+        """View the part that this rank updates, of a tensor laid out like ``parameter``."""
         return self.own(tensor) if parameter in self.names else tensor.detach()
 
     def deliver(self, parameter: nn.Parameter, average: torch.Tensor | None) -> None:

@@ -31,7 +31,7 @@ def gradients(
     kept: Tensor | None,
     gradient: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of query, key, value and bias, see [Note: Second derivatives].
+    """Compute gradients of query, key, value and bias, see [Note: Second derivatives].
 
     Args:
         inputs: query, key, value, bias and mask.
@@ -54,5 +54,5 @@ def gradients(
 
 
 def dropped_out(chances: Tensor, dropout: float) -> Tensor:
-    """What dropout multiplies probabilities by: 0, or 1 / (1 - dropout)."""
+    """Draw the factors of dropout for probabilities: 0, or 1 / (1 - dropout)."""
     return torch.empty_like(chances).bernoulli_(1 - dropout) / (1 - dropout)

@@ -38,7 +38,7 @@ def _probabilities(
 
 @triton.jit
 def _kept(seed, row, m, n, positions, dropout):
-    """What a probability is multiplied by: 0, or 1 / (1 - dropout)."""
+    """Draw a probability's factor: 0, or 1 / (1 - dropout)."""
     drawn = tl.rand(seed, (row * positions + m[:, None]) * positions + n[None, :])
     return tl.where(drawn >= dropout, 1.0 / (1.0 - dropout), 0.0)
 
@@ -218,7 +218,7 @@ class WindowAttention(torch.autograd.Function):
 
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of query, key, value and bias."""
+    """Compute gradients of query, key, value and bias."""
     query, key, value, bias, mask, out, log_sums = ctx.saved_tensors
     windows, heads, positions, channels = query.shape
     blocks = _blocks(positions, channels)
@@ -241,7 +241,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _what_was_kept(ctx: Any) -> Tensor | None:
-    """What dropout multiplied the probabilities by, drawn again."""
+    """Draw again the factors by which dropout multiplied the probabilities."""
     if not ctx.dropout:
         return None
     query = ctx.saved_tensors[0]

@@ -77,7 +77,8 @@ def is_small(x: Tensor) -> bool:
 
 
 def batch_statistics(x: Tensor) -> Statistics:
-    """Of x: (batch, channels, ...), in fp32, or fp64 for fp64; without gradient."""
+    """Compute mean and variance of x: (batch, channels, ...), in fp32, or fp64 for fp64; without
+    gradient."""
     mean, variance = compiled(_statistics_of, x.dtype, x.ndim)(x)
     return mean, variance
 

@@ -136,7 +136,7 @@ def _moved(
 
 
 def _samples(x: Tensor) -> int:
-    """How many samples are computed at a time."""
+    """Choose how many samples are computed at a time."""
     if x.device.type != "cpu" or x.numel() < max(LARGE, 1) or not x.is_contiguous():
         return max(len(x), 1)
     return max(1, PART * len(x) // x.numel())

@@ -47,7 +47,7 @@ class Objects:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What each anchor is to detect.
+    """The target of each anchor.
 
     Attributes:
         foreground: (images, anchors), bool; False: background.
@@ -193,7 +193,7 @@ class _Table:
 
     @staticmethod
     def of(near: Tensor, which: Tensor, anchors: int) -> _Table:
-        """What is not near, and what has no slot, goes to one column more, which is cut off."""
+        """Scatter what is not near, and what has no slot, into a spare column, which is dropped."""
         images, objects, _ = near.shape
         which = which.masked_fill(~near, anchors).flatten(1)
         chosen = near.new_zeros(images, anchors + 1).scatter_(1, which, 1)

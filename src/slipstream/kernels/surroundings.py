@@ -1,4 +1,4 @@
-"""What a kernel is called under: autocast, and transforms that follow torch's functions only."""
+"""The surroundings of a kernel: autocast, and transforms that follow torch's functions only."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ class _OnCpu(torch.autograd.Function):
 def _gradients(
     inputs: Inputs, scale: float, chances: Tensor, kept: Tensor | None, gradient: Tensor
 ) -> tuple[Tensor, ...]:
-    """Of query, key, value and bias, from the probabilities."""
+    """Compute gradients of query, key, value and bias from the probabilities."""
     query, key, value, bias, _ = inputs
     gradient = _flat(gradient)
     moved = torch.bmm(gradient, _flat(value).transpose(1, 2))

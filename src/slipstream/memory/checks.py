@@ -1,4 +1,4 @@
-"""What recomputation and offload cannot serve, found before anything is installed."""
+"""Refusals of recomputation and offload, found before anything is installed."""
 
 from __future__ import annotations
 

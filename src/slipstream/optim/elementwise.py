@@ -27,8 +27,8 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def acts_elsewhere(optimizer: object) -> str | None:
-    """How an optimizer changes parameters outside of its own ``step()``, where hooks of the step
-    cannot exchange their data; None: it does not, as far as one can see.
+    """Say how an optimizer changes parameters outside of its own ``step()``, where hooks of the
+    step cannot exchange their data; None: it does not, as far as one can see.
 
     Example:
         >>> acts_elsewhere(torch.optim.SGD([torch.zeros(1)]))

@@ -277,7 +277,7 @@ def _ratios(weights: Tensor, steps: Tensor, group: ParamGroup) -> Tensor:
 
 @torch.no_grad()
 def step_one_by_one(optimizer: Lamb) -> None:
-    """What ``optimizer.step()`` does, one parameter after another, in plain torch.
+    """Do as ``optimizer.step()`` does, one parameter after another, in plain torch.
 
     Exactness: bitwise the same on a CPU, the state included.
     """

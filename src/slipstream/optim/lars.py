@@ -180,7 +180,7 @@ def _ratios(weights: Tensor, steps: Tensor, bunch: Bunch) -> Tensor:
 
 @torch.no_grad()
 def step_one_by_one(optimizer: Lars) -> None:
-    """What ``optimizer.step()`` does, one parameter after another, in plain torch.
+    """Do as ``optimizer.step()`` does, one parameter after another, in plain torch.
 
     Exactness: bitwise the same on a CPU, the state included.
     """

@@ -46,7 +46,7 @@ class ShardState(defaultdict[Any, dict[str, Any]]):
 
     @property
     def mark(self) -> dict[str, int]:
-        """What a file of this part says."""
+        """The mark by which a file of this part is known."""
         return {"rank": self.rank, "ranks": self.ranks}
 
     def refuse(self, *_: object) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What ranks that share a model cannot train, found before anything is installed."""
+"""Refusals for ranks that share a model, found before anything is installed."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _check_pipeline(model: nn.Module, config: PipelineParallelConfig, strategy: 
 
 
 def cut_of(model: nn.Module, config: PipelineParallelConfig) -> tuple[str, ...]:
-    """Where stages begin: as the strategy says, or balanced.
+    """Choose where stages begin: as the strategy says, or balanced.
 
     Raises:
         StrategyError: the model has fewer modules at which a stage could begin than stages.

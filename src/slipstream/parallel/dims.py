@@ -69,7 +69,7 @@ class Mesh:
 
     @property
     def model_parallel(self) -> int:
-        """How many ranks one copy of the model is spread over."""
+        """Number of ranks that one copy of the model is spread over."""
         return self.pipeline * self.tensor
 
     @property
@@ -93,7 +93,7 @@ class Mesh:
 
 
 def gather_objects(local: T, what: str, group: dist.ProcessGroup) -> list[T]:
-    """What every rank of ``group`` has, on every rank.
+    """Gather what every rank of ``group`` has, on every rank.
 
     Raises:
         ExchangeError: another rank is gone.
@@ -195,7 +195,7 @@ class ParallelDims:
 
     @property
     def data_size(self) -> int:
-        """How many ranks train this part of the model."""
+        """Number of ranks that train this part of the model."""
         return len(self.data_ranks)
 
     def any_rank(self, flag: bool) -> bool:

@@ -199,7 +199,8 @@ class ModelParallel(WholeModel):
         return rows
 
     def _local_entries(self, state: Mapping[str, Any]) -> dict[int, Any]:
-        """Of an optimizer's state, the entries of parameters that this rank has, by index."""
+        """Select the entries of an optimizer's state for parameters that this rank has, by
+        index."""
         names = {p: name for name, p in self._model.named_parameters()}
         order = [names[p] for group in self._optimizer.param_groups for p in group["params"]]
         return {i: entry for i, entry in state["state"].items() if self.is_local(order[i])}

@@ -1,4 +1,4 @@
-"""What strategies would bring a training: predictions from its trace and the network.
+"""Predictions of strategies for a training, from its trace and the network.
 
 The only way in from other rooms: ``iteration`` says how long an iteration takes under a plan,
 ``search`` which strategies are worth comparing.
@@ -190,8 +190,8 @@ class Forecast:
         return replace(self, workload=workload)
 
     def beside(self, best: Prediction) -> tuple[list[Beside], tuple[str, ...]]:
-        """What settings of data and computing would bring beside ``best``, and which of them
-        nothing predicts."""
+        """Predict what settings of data and computing would bring beside ``best``, and list those
+        that nothing predicts."""
         return beside(self.trace, self.workload, self.network, best, self.base, self.updates)
 
     def over_nodes(self, strategy: Strategy) -> list[ScaleOutPoint]:

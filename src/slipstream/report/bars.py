@@ -97,7 +97,8 @@ def lay_out(run: RecordedRun, most_bars: int = MOST_BARS) -> Drawing:
 
 
 def typical_step(iterations: Sequence[Iteration]) -> int:
-    """Of the steps that most ranks recorded, the one whose slowest rank is nearest to the median.
+    """Choose, of the steps that most ranks recorded, one whose slowest rank is nearest to the
+    median.
 
     Example:
         >>> typical_step([Iteration(0, step, 0, end, ()) for step, end in ((2, 5), (3, 9), (4, 6))])
@@ -133,7 +134,7 @@ def chosen_ranks(seconds: Mapping[int, float], most: int) -> list[int]:
 
 
 class _Frame(NamedTuple):
-    """What the bars of all ranks share.
+    """Coordinates that the bars of all ranks share.
 
     ``most`` bounds the exchanges drawn of a rank. Two bars of a row may overlap by ``blur``
     seconds, which is less than a pixel or two.

@@ -1,4 +1,4 @@
-"""What all drawings of the report share: a colour and a name for each part of an iteration, units.
+"""Colours and names of the parts of an iteration, and units, for all drawings of the report.
 
 The colours are those of M. Okabe and K. Ito, "Color Universal Design" (2008), which people with
 colour blindness can tell apart; the ink is chosen for contrast.

@@ -203,7 +203,7 @@ def _axis(title: str, end: float) -> Figure:
 def _layout(
     height: int, barmode: str, x: Figure, y: Figure, right: int = 14, top: int = 6, **more: Any
 ) -> Figure:
-    """Of a plot ``height`` pixels high, with margins on the right and at the top."""
+    """Lay out a plot ``height`` pixels high, with margins on the right and at the top."""
     margin = {"l": 8, "r": right, "t": top, "b": 52}
     own = Figure(height=height, barmode=barmode, margin=margin, xaxis=x, yaxis=y)
     return _LOOK | own | more

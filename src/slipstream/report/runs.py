@@ -72,7 +72,7 @@ class RecordedRun(NamedTuple):
         return ", ".join(words) or "unknown"
 
     def change_from(self, first: RecordedRun) -> str | None:
-        """How much shorter or longer an iteration is than that of ``first``.
+        """Compare the iteration with that of ``first``: how much shorter or longer it is.
 
         None if the two do not compare: only runs of one model on as many ranks do.
         """
@@ -83,7 +83,7 @@ class RecordedRun(NamedTuple):
         return f"{abs(change):.1%} {'shorter' if change < 0 else 'longer'}"
 
     def configuration(self) -> tuple[object, ...]:
-        """What a prediction and its measured run have in common: ranks, segments and settings.
+        """Key that a prediction and its measured run share: ranks, segments and settings.
 
         Different splits that make the same segments count as equal.
         """

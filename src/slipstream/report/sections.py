@@ -120,7 +120,7 @@ def findings(runs: Sequence[RecordedRun], by_name: Mapping[str, Sequence[Finding
 
 
 def predictions(runs: Sequence[RecordedRun], trials: Sequence[Mapping[str, Any]]) -> str:
-    """How far predictions are from measurements: of runs, part by part, and of trials."""
+    """Show how far predictions are from measurements: of runs, part by part, and of trials."""
     matched = pairs(runs)
     compared = comparisons(matched, trials)
     if not compared:

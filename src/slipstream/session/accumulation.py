@@ -56,7 +56,7 @@ class AccumulationWindow:
 
     @property
     def weight(self) -> float:
-        """What the loss of the present batch counts, by its samples among those of all ranks."""
+        """Weight of the present batch's loss, by its samples among those of all ranks."""
         return 1.0 if self._balance is None else self._balance.weight
 
     def count(self) -> bool:

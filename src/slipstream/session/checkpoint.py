@@ -100,7 +100,8 @@ def refusal(state: object, names: Sequence[str], ranks: int | None = None) -> Us
 
 
 def digest(state: object) -> str:
-    """What must be equal on all ranks that load a state; tensors count by their checksums."""
+    """Digest what must be equal on all ranks that load a state; tensors count by their
+    checksums."""
     return repr(mapped(state, lambda tensor: (tuple(tensor.shape), checksum(tensor))))
 
 

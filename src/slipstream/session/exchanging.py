@@ -50,7 +50,7 @@ from slipstream.tuner.search_space import SearchSpace
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the steps of an installation have in common."""
+    """Values that the steps of an installation have in common."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -95,7 +95,7 @@ def search_space(
     cluster: Cluster,
     control: dist.ProcessGroup | None,
 ) -> SearchSpace:
-    """What the strategy leaves open; ``auto`` asks which ranks share a host, a collective."""
+    """Find what the strategy leaves open; ``auto`` asks which ranks share a host, a collective."""
     place = Place.apart(cluster.device, cluster.world_size)
     searches = strategy.gradients.transport.searches and not strategy.parallel.active
     if searches and control is not None and cluster.device.type == "cpu":

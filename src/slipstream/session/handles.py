@@ -1,4 +1,4 @@
-"""What a session knows of an installed technique: how to take it off, and its rows of the report.
+"""Handles of installed techniques: each takes its own off, and has rows for the report.
 
 A room that installs something returns a handle: an object with ``close()`` and ``report_rows()``.
 No room imports this file; the protocol is structural.
@@ -20,7 +20,7 @@ class Handle(Protocol):
         """Restore the model and the optimizer."""
 
     def report_rows(self) -> Sequence[Row]:
-        """What the technique resolved to and what it has done so far; never communicates."""
+        """Report what the technique resolved to and has done so far; never communicates."""
 
 
 H = TypeVar("H", bound=Handle)

@@ -72,7 +72,8 @@ def install_loader(
     tracer: Tracer,
     handles: HandleStack,
 ) -> UnevenInputLoader | None:
-    """What the session iterates over: each technique reads from the one before it. Collective.
+    """Install what the session iterates over: each technique reads from the one before it.
+    Collective.
 
     Raises:
         ModelError: the loader has no batch, or is none that a technique takes; on this rank.

@@ -1,4 +1,4 @@
-"""What happens inside a training loop, in one fixed order: backward passes, then an update.
+"""The inside of a training loop, in one fixed order: backward passes, then an update.
 
 Each part does its own work (engine, precision, tracer, accumulation window); here they are called.
 

@@ -1,4 +1,4 @@
-"""What the errors of a training loop say: what was called where, and the line to write instead.
+"""Errors of a training loop: what was called where, and the line to write instead.
 
 Never decides whether something is wrong.
 """

@@ -9,7 +9,7 @@ from slipstream.transport.hosts import Rails
 
 
 def adaptive_rows(decision: CodecDecision, engine: GradientEngine) -> list[Row]:
-    """How many segments ``codec: adaptive`` encodes, and the seconds that this saves."""
+    """Report how many segments ``codec: adaptive`` encodes, and the seconds that this saves."""
     saved = [decision.saved(segment.num_bytes) for segment in engine.segments]
     encoded = [seconds for seconds in saved if seconds > 0]
     value = f"{len(encoded)} of {len(saved)} segments"

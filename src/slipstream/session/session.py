@@ -1,4 +1,4 @@
-"""What ``accelerate()`` returns: the verbs of a training loop.
+"""The result of ``accelerate()``: the verbs of a training loop.
 
 Techniques are installed by ``compose``; what a verb does inside is in ``loop`` and ``state``.
 """
@@ -249,8 +249,8 @@ class Session(Generic[M, O]):
     # State.
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs to continue bit for bit, beside the states of the model and the
-        optimizer: the number of updates, ready order, split, loss scale, the codecs' state, and
+        """State with which a resumed run continues bit for bit, beside the states of the model and
+        the optimizer: the number of updates, ready order, split, loss scale, the codecs' state, and
         with ``data.balance`` the place in the epoch.
 
         The same on every rank. Call it on every rank: the codecs' state is gathered.
@@ -284,7 +284,8 @@ class Session(Generic[M, O]):
         self._loop.momentum_correction.restored()
 
     def checkpoint(self, *parts: Part, sharded: bool = False) -> dict[str, Any]:
-        """What a run needs in order to go on, on any number of ranks; call it on all ranks.
+        """Collect all that a run needs in order to go on, on any number of ranks; call it on all
+        ranks.
 
         Args:
             parts: some of ``model``, ``optimizer`` and ``session``; none: all of them. The first
@@ -395,7 +396,7 @@ class Session(Generic[M, O]):
         return self._skipped if self._closed else self._loop.skipped
 
     def report(self, *, full: bool = False) -> str:
-        """What was asked for and what became of it, in plain text as wide as the terminal.
+        """Say what was asked for and what became of it, in plain text as wide as the terminal.
 
         Args:
             full: every setting with its meaning, those by default too.

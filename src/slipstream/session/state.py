@@ -1,4 +1,4 @@
-"""What a session saves and restores: the states of its parts, gathered from and dealt to all ranks.
+"""States of a session: those of its parts, gathered from and dealt to all ranks.
 
 The format of a state, as plain values, is that of ``checkpoint``.
 """
@@ -48,7 +48,8 @@ class SessionState:
         self.engine, self.search = exchange.engine, exchange.search
 
     def state(self, steps: int) -> dict[str, Any]:
-        """What ``Session.state_dict`` returns after ``steps`` updates; a collective."""
+        """Gather the state that ``Session.state_dict`` returns after ``steps`` updates; a
+        collective."""
         control, codecs = self.dims.control, []
         # from the strategy: all ranks must decide alike whether to gather, whatever they keep
         if control is not None and keeps_state(self.codec):

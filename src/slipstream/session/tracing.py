@@ -212,7 +212,7 @@ Tracer = NoTracing | SessionTracer
 def _metadata(
     model: nn.Module, strategy: Strategy, engine: GradientEngine, search: OnlineSearch | None
 ) -> dict[str, Any]:
-    """What a trace says of the session: model, strategy, segments and gradients."""
+    """Describe the session for a trace: model, strategy, segments and gradients."""
     document = strategy.document(full=True)
     if engine.order is None:  # nothing is exchanged, or not yet: assume reverse registration
         trainables = parameters_of(model, trainable=True)[::-1]

@@ -149,7 +149,7 @@ class UpdateSharding:
             self.model.abandon()
 
     def report_rows(self) -> list[Row]:
-        """What this rank updates, where that is a shard."""
+        """Report what this rank updates, where that is a shard."""
         return [] if self._config is None else self.model.report_rows()
 
 

@@ -28,7 +28,7 @@ from slipstream.strategy import Strategy
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """What a rank found out about a model and a strategy that fit each other.
+    """A rank's findings about a model and a strategy that fit each other.
 
     Attributes:
         fingerprint: what must be equal on all ranks, subject to value:

@@ -1,4 +1,4 @@
-"""What the sharded transport cannot serve, found before anything is installed."""
+"""Refusals of the sharded transport, found before anything is installed."""
 
 from __future__ import annotations
 

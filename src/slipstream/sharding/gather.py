@@ -199,7 +199,7 @@ def _find_memory(segment: _Segment) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> Any:
-    """What ``[...] =`` copies: see the note at the top of the file."""
+    """Find the memory that ``[...] =`` copies: see the note at the top of the file."""
     if tensor.device.type != "cpu":
         return tensor
     return tensor.view(torch.uint8).numpy()

@@ -265,7 +265,7 @@ class _Entrance:
 def _parts(
     parameters: Iterable[torch.Tensor], cut: Container[torch.Tensor], count: int
 ) -> torch.Tensor:
-    """What each parameter's square of a norm counts: whole ones are on every rank."""
+    """Count each parameter's part in the square of a norm: whole ones are on every rank."""
     return torch.tensor([1.0 if p in cut else 1 / count for p in parameters], dtype=torch.float64)
 
 

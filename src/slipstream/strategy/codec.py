@@ -50,7 +50,7 @@ class CodecVariant(Variant):
         return self.copies(ranks=2) > 0
 
     def copies(self, ranks: int) -> float:
-        """How many times the bytes of the gradients a rank keeps between updates.
+        """Count how many times the bytes of the gradients a rank keeps between updates.
 
         The error of what a rank sends, and that of the part that it sums for all.
         """
@@ -258,11 +258,11 @@ class ByNameConfig(CodecVariant, kind="by_name", exactness="lossy"):
 
     @property
     def late_by(self) -> int:
-        """Of the codec that is latest."""
+        """Updates until the latest codec begins."""
         return max(late_by(rule.codec) for rule in self.rules)
 
     def at_once(self) -> Self:
-        """Of each codec."""
+        """The codecs, each from its first update on."""
         rules = [rule.model_copy(update={"codec": at_once(rule.codec)}) for rule in self.rules]
         return self.model_copy(update={"rules": tuple(rules)})
 
@@ -296,11 +296,11 @@ class AdaptiveConfig(CodecVariant, kind="adaptive", exactness="lossy"):
 
     @property
     def late_by(self) -> int:
-        """Of the codec."""
+        """Updates until the codec begins."""
         return late_by(self.codec)
 
     def at_once(self) -> Self:
-        """Of the codec."""
+        """The codec, from its first update on."""
         return self.model_copy(update={"codec": at_once(self.codec)})
 
     def copies(self, ranks: int) -> float:

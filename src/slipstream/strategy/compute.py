@@ -1,4 +1,4 @@
-"""How the device computes. ``fusion`` and ``precision`` implement it."""
+"""Settings of how the device computes. ``fusion`` and ``precision`` implement them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pattern = Literal["add_act", "bn_act", "relu_depthwise"]
 
 
 class ComputeConfig(Setting):
-    """How the device computes.
+    """Settings of how the device computes.
 
     Example:
         >>> ComputeConfig(tf32=True).active, ComputeConfig().active

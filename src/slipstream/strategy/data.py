@@ -1,4 +1,4 @@
-"""How batches come to the training. ``data`` implements it."""
+"""Settings of how batches come to the training. ``data`` implements them."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class CacheConfig(Setting):
 
 
 class DataConfig(Setting):
-    """How batches come to the training.
+    """Settings of how batches come to the training.
 
     Example:
         >>> DataConfig(prefetch=PrefetchConfig()).active, DataConfig().active

@@ -141,7 +141,7 @@ class OffloadConfig(Setting):
 
 
 class MemoryConfig(Setting):
-    """Where activations are kept between forward and backward.
+    """Settings of where activations are kept between forward and backward.
 
     Example:
         >>> MemoryConfig(recompute={"every": 2}).recompute

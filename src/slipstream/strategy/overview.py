@@ -58,7 +58,7 @@ def overview(strategy: Setting, resolved: Sequence[Row] = ()) -> Table:
 
 
 def summary(strategy: Setting, resolved: Sequence[Row]) -> Table:
-    """What was asked for beyond the defaults, and what became of it: a line or two each.
+    """List what was asked for beyond the defaults, and what became of it: a line or two each.
 
     Args:
         strategy: the configuration.

@@ -30,7 +30,7 @@ from slipstream.strategy.yaml import SUFFIXES, format_yaml, parse_json, parse_ya
 
 
 class GradientsConfig(Setting):
-    """How gradients are averaged over ranks.
+    """Settings of how gradients are averaged over ranks.
 
     Example:
         >>> GradientsConfig(split="per_layer", overlap=False).accumulate

@@ -1,4 +1,4 @@
-"""What transports share that post their receives before anything is sent."""
+"""Receive buffers posted ahead of sends, for transports that share them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cut_into_shares(flat: torch.Tensor, ranks: int) -> list[torch.Tensor]:
 
 
 class Pieces(NamedTuple):
-    """What an exchange receives in order to add it: so many rows of so many elements."""
+    """Shape of the buffer for peers' pieces that await summation: rows of so many elements."""
 
     rows: int
     elements: int

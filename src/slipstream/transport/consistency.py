@@ -131,7 +131,7 @@ def lost(error: RuntimeError, *what: object) -> ExchangeError:
 def _complaints(
     fingerprint: Mapping[str, str], group: dist.ProcessGroup, error: Exception | None
 ) -> list[str]:
-    """What each rank has to say, the same list on every rank."""
+    """List the complaints of each rank, alike on every rank."""
     # A rank with an error may not have got as far as a fingerprint: do not compare with it.
     first: list[Mapping[str, str] | None] = [None if error else fingerprint]
     dist.broadcast_object_list(first, group=group, group_src=0)

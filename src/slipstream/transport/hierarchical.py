@@ -275,7 +275,7 @@ def _check_groups(hosts: Hosts, group: dist.ProcessGroup) -> None:
 def _between(
     config: FlatConfig | DirectConfig, group: dist.ProcessGroup, members: Sequence[int], rail: int
 ) -> FlatTransport | DirectTransport:
-    """What carries one rail."""
+    """Choose the transport of one rail."""
     if isinstance(config, DirectConfig):
         return DirectTransport(config, group, members, 2 * TAGS * rail)
     world = dist.get_process_group_ranks(group)

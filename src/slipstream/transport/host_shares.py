@@ -1,4 +1,4 @@
-"""What each rank of a host does with the chunks of a tensor: puts, adds and takes shares.
+"""The work of each rank of a host on the chunks of a tensor: puts, adds and takes shares.
 
 [Note: One chunk]
 Every tensor is cut into shares, one a rank, and these into chunks that fit into a core's cache. Of
@@ -57,13 +57,13 @@ class Cut:
         return cls(flat, shares, width, max(chunks, 1))
 
     def piece(self, owner: int, chunk: int) -> torch.Tensor:
-        """What belongs to an owner in a chunk; may be empty."""
+        """Slice of an owner in a chunk; may be empty."""
         return self.shares[owner][chunk * self.width :][: self.width]
 
 
 @dataclass(slots=True)
 class HostSum:
-    """What the ranks of a host do with the chunks of a tensor: the stages of a pipeline.
+    """A sum over a host's ranks, chunk by chunk: the stages of a pipeline.
 
     Args:
         cut: of the tensor; share i belongs to row i modulo the number of rows.

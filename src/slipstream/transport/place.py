@@ -1,4 +1,4 @@
-"""Where ranks are, as far as the choice of a transport depends on it."""
+"""The places of ranks, as far as the choice of a transport depends on them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """Number of ranks."""
         return sum(map(len, self.nodes))
 
     @property

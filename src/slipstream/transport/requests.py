@@ -1,4 +1,4 @@
-"""What can be asked of the network, as values. Never communicates: a transport does.
+"""Requests to the network, as values. Never communicates: a transport does.
 
 An exchange of several dependent collectives is a generator. It yields a request, goes on once the
 tensors have been moved, and yields the next one; ``transport.run`` drives it. So the code of codecs

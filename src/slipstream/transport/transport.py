@@ -1,4 +1,4 @@
-"""What a transport between ranks is, and the table from a strategy's setting to it.
+"""The protocol of a transport between ranks, and the table from a strategy's setting to it.
 
 To add one: a variant in ``strategy/transport.py``, a file here with a class that meets
 ``Transport``, and a row in ``TRANSPORTS``; if ``auto`` may choose it, a row in ``EXACT``. Nothing

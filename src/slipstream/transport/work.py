@@ -1,4 +1,4 @@
-"""What a started request is to its caller: something to wait for."""
+"""A started request, for its caller: something to wait for."""
 
 from __future__ import annotations
 

@@ -55,12 +55,12 @@ def chosen(trace: Trace, base: Strategy) -> Strategy:
 
 
 def reason(trace: Trace) -> str:
-    """What was measured in turn, in words."""
+    """The measurements in turn, in words."""
     return str(trace.meta.get("search", "the script did not say what was measured"))
 
 
 def seconds_needed(first: Measurement) -> float:
-    """How long the run takes at most, from another run of the same script."""
+    """Bound the time of the run by another run of the same script, in seconds."""
     steps = len({event.step for event in first.trace.events})
     start = max(first.wall - steps * first.seconds, 0.0)
     return RESERVE * (start + (UPDATES + steps) * first.seconds) + CALIBRATION

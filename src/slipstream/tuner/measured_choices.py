@@ -50,7 +50,7 @@ def with_settings(strategy: Strategy, settings: Mapping[str, Any]) -> Strategy |
 
 
 def useful(choices: Sequence[Mapping[str, Any]], trace: Trace) -> list[Mapping[str, Any]]:
-    """Of each choice the settings that have a use in the training that was traced.
+    """Keep of each choice the settings that have a use in the training that was traced.
 
     Example:
         >>> trace = Trace((), {"useful_compute": ["compile", "fuse_add_act"]})

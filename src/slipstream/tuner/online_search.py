@@ -175,7 +175,7 @@ class OnlineSearch:
         return self.choice.overlap if self.settled and len(self._space.overlap) > 1 else None
 
     def report_rows(self) -> list[Row]:
-        """What has come of the search so far."""
+        """Report what has come of the search so far."""
         open_transport = len(self._space.transports) > 1
         name = "auto" if open_transport else "optimal"
         note = "measured in turn" if open_transport else "split computed and measured"
@@ -316,7 +316,8 @@ class OnlineSearch:
         return f"{self.outcome}; {words}" if self.outcome else words
 
     def _name(self, choice: Choice, unit: str = "") -> str:
-        """What tells a choice from the others: its transport, its number of segments, or both."""
+        """Name a choice by what tells it from the others: transport, number of segments, or
+        both."""
         transport = choice.transport
         words: list[str] = [transport.kind] if len(self._space.transports) > 1 else []
         if isinstance(transport, ShardedConfig) and transport.replicated:

@@ -1,4 +1,4 @@
-"""Where a script gives ``accelerate()`` a strategy of its own, which hides the one of a command.
+"""Scripts that give ``accelerate()`` a strategy of their own, which hides the one of a command.
 
 Reads the script and runs nothing; what stands in another file is not found.
 """
@@ -15,7 +15,8 @@ OWN = (
 
 
 def own_strategy(script: str | Path) -> str | None:
-    """What to tell the user, with file and line; None where no such call is found."""
+    """Say where the script gives a strategy, with file and line; None where no such call is
+    found."""
     path = Path(script)
     try:
         tree = ast.parse(path.read_bytes())

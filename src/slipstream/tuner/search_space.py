@@ -1,4 +1,4 @@
-"""What a training may choose while it runs, how long that takes, and which choice was fastest.
+"""Choices that a training may make while it runs, how long that takes, and which was fastest.
 
 Pure: ``online_search`` measures, and carries the choice out.
 """
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What a strategy leaves open on these ranks.
+    """The settings that a strategy leaves open on these ranks.
 
     Attributes:
         transports: to choose among, the one to begin with first; one where the strategy names it.
@@ -63,7 +63,7 @@ class SearchSpace:
 
     @classmethod
     def of(cls, strategy: Strategy, place: Place, not_sharded: str | None) -> SearchSpace:
-        """What ``strategy`` leaves open; where ranks share a model, their transport stays.
+        """Find what ``strategy`` leaves open; where ranks share a model, their transport stays.
 
         Exchanging after backward is only tried where the cores that compute also exchange, all
         ranks being on one host, or where a prediction says whether it may pay. ``sharded`` is

@@ -1,4 +1,4 @@
-"""What paired ratios prove: two strategies run in alternation, the time of one over the other's."""
+"""Proof by paired ratios: two strategies in alternation, the time of one over the other's."""
 
 from __future__ import annotations
 

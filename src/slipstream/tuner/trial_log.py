@@ -1,4 +1,4 @@
-"""What a tuner has run and decided: a line for each trial, and the result."""
+"""The log of a tuner: a line for each trial, and the result."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit)\b.*")
 
 
 class Measurement(NamedTuple):
-    """What one short run measured, in seconds.
+    """The measurements of one short run, in seconds.
 
     ``seconds`` is the median over iterations of the mean over ranks; ``spread`` is half the
     distance between its quartiles; ``wall`` is the whole run, from the start of the first process

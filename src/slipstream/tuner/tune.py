@@ -259,7 +259,7 @@ class Tuner:
         return self._log.result(exact.strategy, verdict, ratios or ())
 
     def _unpriced(self, strategy: Strategy) -> str:
-        """What a measurement of the codec at work leaves out."""
+        """Count what a measurement of the codec at work leaves out."""
         late = late_by(strategy.gradients.codec)
         if not late or self.updates:
             return ""
@@ -322,7 +322,7 @@ def _baseline_error(
 
 
 def _noise(first: Measurement) -> float:
-    """How much two runs may differ that are equally fast, relative."""
+    """Estimate how much two runs may differ that are equally fast, relative."""
     steps = {event.step for event in first.trace.events}
     return max(LEAST_NOISE, first.spread / first.seconds / sqrt(len(steps)))
 

@@ -34,7 +34,7 @@ CLOSE = 1.1
 
 
 class Candidate(NamedTuple):
-    """What the planner predicts of a codec, in seconds an iteration.
+    """A codec with its prediction, in seconds an iteration.
 
     ``sent`` is the share of the gradients' bytes that is sent.
     """

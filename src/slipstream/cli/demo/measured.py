@@ -20,7 +20,7 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Measured:
-    """What the ranks measured.
+    """The measurements of all ranks.
 
     Mappings are by training; a lossy one is missing where no ``codec`` pays. ``seconds`` are those
     of each timed iteration on the slowest rank. ``apart_after_one_step`` is the largest relative
@@ -79,7 +79,7 @@ class Measured:
 
 
 class Gain(NamedTuple):
-    """How many times as fast as DDP: the median over paired iterations, DDP's time over the other.
+    """Times as fast as DDP: the median over paired iterations of DDP's time over the other.
 
     ``low`` and ``high`` bound its 95 % confidence interval; None: too few iterations for one.
     """
@@ -104,7 +104,7 @@ class Gain(NamedTuple):
 
 
 def gain(measured: Measured, name: str) -> Gain:
-    """What a training gains over DDP."""
+    """Compare a training with DDP."""
     ratios = list(map(truediv, measured.seconds[DDP], measured.seconds[name]))
     return Gain(median(ratios), *(median_interval(ratios) or ()))
 

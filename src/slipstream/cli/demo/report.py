@@ -64,7 +64,7 @@ def chart(measured: Measured, width: int) -> tuple[Text, Text, Text]:
 
 
 def table(measured: Measured) -> Table:
-    """What each training exchanges, and what it learned."""
+    """Tabulate what each training exchanges, and what it learned."""
     names = measured.trainings
     alone = median(measured.seconds[ALONE])
     headings = ["", DDP, "exact", *([f"{measured.codec}, lossy"] if LOSSY in names else [])]
@@ -81,7 +81,7 @@ def table(measured: Measured) -> Table:
 
 
 def learned(measured: Measured, name: str) -> dict[str, str]:
-    """How good the model of a training is; nothing of the one that does not exchange."""
+    """Say how good the model of a training is; nothing for the one that does not exchange."""
     if name == ALONE:
         return {}
     loss, accuracy = measured.final_loss[name], measured.accuracy[name]
@@ -98,7 +98,7 @@ def exactness(measured: Measured) -> Text:
 
 
 def predictions(measured: Measured) -> Table:
-    """What was predicted of each codec, next to what was measured."""
+    """Set predictions of codecs beside their measurements."""
     headings = ("codec", "bytes sent", "exchanges", "predicted", "tried", "in turn", "error")
     table = compact("", *headings, left=["codec"], caption=_chosen(measured))
     medians = {NONE: median(measured.seconds[EXACT])}

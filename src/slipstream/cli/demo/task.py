@@ -1,4 +1,4 @@
-"""What the demo trains: ResNet-18 on handwritten digits that come with the package.
+"""The demo's task: ResNet-18 on handwritten digits that come with the package.
 
 Never downloads, and never touches torch's global random state but to build the model.
 """

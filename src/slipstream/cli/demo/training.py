@@ -1,4 +1,4 @@
-"""What each rank of the demo runs; rank 0 shows progress and leaves all files in the folder.
+"""The program of each rank of the demo; rank 0 shows progress and leaves all files in the folder.
 
 1. The exact training does its first updates under ``strategy: auto``, which tries transports and
    splits in turn and keeps the fastest; then a few iterations of it are traced.
@@ -51,7 +51,7 @@ ALONE_EVERY = 3
 
 
 class Planned(NamedTuple):
-    """What the exact training came to, and why; what is predicted of codecs, and what to try."""
+    """The exact training's outcome with its reason, the predictions of codecs, and those to try."""
 
     exact: Strategy
     reason: str
@@ -163,7 +163,7 @@ def plan(folder: Path, bars: Bars) -> Planned:
 
 
 def agreed(value: Any) -> Any:
-    """What rank 0 says, on all ranks."""
+    """Give rank 0's answer to all ranks."""
     values = [value]
     dist.broadcast_object_list(values)
     return values[0]
@@ -261,7 +261,7 @@ def leave_strategies(
 
 
 def settings(strategy: Strategy) -> str:
-    """How a strategy exchanges gradients, as YAML, with what equals the defaults."""
+    """Write how a strategy exchanges gradients as YAML, defaults included."""
     gradients = strategy.document(full=True)["gradients"]
     chosen = {name: gradients[name] for name in ("split", "transport", "codec") if gradients[name]}
     return format_yaml({"gradients": chosen})

@@ -1,4 +1,4 @@
-"""What every rank of ``slipstream doctor network`` runs: measure; rank 0 prints and saves."""
+"""The program of every rank of ``slipstream doctor network``; rank 0 prints and saves."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ PLACES = {
 
 
 def report(profile: NetworkProfile) -> Group:
-    """What was measured: a sentence for each network, warnings, and tables of 80 columns."""
+    """Report measurements: a sentence for each network, warnings, and tables of 80 columns."""
     sentences = [_verdict(network) for network in profile.networks.values()]
     sentences.append(
         f"Beside an exchange computing takes {1 + profile.compute_slowdown:.2f} times as long, "

@@ -105,7 +105,7 @@ def _speed(trace: Path | None, cluster: Path | None) -> Speed | None:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What the command prints: all strategies on one cluster, and the best one on others."""
+    """The printed answer: all strategies on one cluster, and the best one on others."""
 
     forecast: Forecast
     exact_only: bool

@@ -70,7 +70,7 @@ class Estimated:
     dtype: str
 
     def job(self) -> str:
-        """What the process is told.
+        """Arguments of the process, as JSON.
 
         Raises:
             StrategyError: an option has a wrong value.

@@ -80,7 +80,8 @@ def _begins_later(one: Prediction, best: Prediction) -> bool:
 
 
 def besides(found: Sequence[Beside], unpredicted: Sequence[str], best: Prediction) -> Text | None:
-    """What else would make the first strategy faster, and what only a measurement tells."""
+    """List settings that would make the first strategy faster, and those only a measurement
+    judges."""
     lines = [
         f"{_seconds(one.seconds)} ({one.seconds / best.seconds - 1:+.1%}"
         f"{' at best' * one.at_best}) with {one.setting}"

@@ -207,7 +207,7 @@ def _start(strategy: Strategy) -> Strategy:
 
 @dataclass(frozen=True)
 class _Where:
-    """Where trials run: on ranks of this host, or on emulated hosts.
+    """The place of trials: ranks of this host, or emulated hosts.
 
     Raises:
         LaunchError: a single rank.
@@ -252,7 +252,7 @@ class _Where:
 
 @dataclass(frozen=True)
 class _Network:
-    """What exchanges cost where the trials run: known, or measured into a folder."""
+    """Costs of exchanges where the trials run: known, or measured into a folder."""
 
     where: _Where
     known: NetworkProfile | None

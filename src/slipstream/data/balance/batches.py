@@ -120,8 +120,8 @@ class BalancedBatches(Sampler[list[int]]):
         self._epoch, self._first = epoch, start
 
     def state_dict(self, taken: int = 0, *, position: Position | None = None) -> dict[str, Any]:
-        """What continues after so many batches of this epoch, on any number of ranks, with batches
-        of any size.
+        """State from which training goes on after so many batches of this epoch, on any number of
+        ranks, with batches of any size.
 
         Loaders read ahead, so only the training loop knows how many it has taken. ``position`` is
         that at which the iteration began; None: that of the latest one.
@@ -140,8 +140,8 @@ class BalancedBatches(Sampler[list[int]]):
     def weight(
         self, step: int, *, per: Literal["samples", "tokens"], position: Position | None = None
     ) -> float:
-        """What this rank's mean loss in the ``step``-th batch of an iteration must be multiplied
-        with, so that the mean over ranks is the mean over all samples, or tokens, of the update.
+        """Factor of this rank's mean loss in the ``step``-th batch of an iteration, with which the
+        mean over ranks is the mean over all samples, or tokens, of the update.
 
         ``ranks * own / all``; no communication, as every rank knows all lengths. Tokens are those
         that the loss counts. ``position`` is that at which the iteration began; None: that of the

@@ -1,4 +1,4 @@
-"""What a sample costs by its length: a line for the layers, a parabola for attention."""
+"""The cost of a sample by its length: a line for the layers, a parabola for attention."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def deal_padded(costs: npt.ArrayLike, speeds: Sequence[float]) -> DealtItems:
 def _runs(
     falling: npt.NDArray[np.float64], speeds: Sequence[float], limit: float
 ) -> list[int] | None:
-    """How many items each rank takes within a limit of time; None: some are left over."""
+    """Count the items that each rank takes within a limit of time; None: some are left over."""
     counts, taken = [], 0
     for number, speed in enumerate(speeds):
         left = len(falling) - taken

@@ -110,7 +110,7 @@ class SampleBalance:
 
     @property
     def weight(self) -> float:
-        """Of the loss of the batch that was given out last; 1 before the first one.
+        """Weight of the loss of the batch that was given out last; 1 before the first one.
 
         Raises:
             UsageError: a batch before that one was not weighed: which of them the loss is of is not
@@ -130,12 +130,12 @@ class SampleBalance:
 
     @property
     def num_batches(self) -> int:
-        """Of the iteration that is under way, or of the next one."""
+        """Number of batches of the iteration that is under way, or of the next one."""
         return self._batches.num_batches(self._position if self._running else self._following)
 
     @property
     def _following(self) -> Position:
-        """Where the next iteration begins: as the user's sampler, or the last pass, says."""
+        """Find where the next iteration begins: as the user's sampler, or the last pass, says."""
         epoch, first = self._position
         if self._running:  # the last pass was left early
             epoch, first = epoch + 1, 0
@@ -161,7 +161,7 @@ class SampleBalance:
         self._taken, self._running = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the training goes on: the epoch, and how many of its samples all ranks have had."""
+        """State to go on from: the epoch, and how many of its samples all ranks have had."""
         return self._batches.state_dict(self._taken, position=self._position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ class SampleBalance:
         """Nothing was changed."""
 
     def report_rows(self) -> Sequence[Row]:
-        """How evenly the ranks are predicted to compute."""
+        """Report how evenly the ranks are predicted to compute."""
         notes = [f"{self._batches.idle():.1%} of the ranks' time is waiting, as predicted"]
         if self._speeds is not None:
             notes.append(f"speeds {', '.join(f'{speed:.2g}' for speed in self._speeds)}")
@@ -269,7 +269,7 @@ def _checked_sampler(loader: Any, rank: int, ranks: int) -> Any:
 
 
 def _seed(loader: DataLoader[Any]) -> int:
-    """What the user's order of samples depends on; on several ranks it is the sampler's."""
+    """Read what the user's order of samples depends on; on several ranks it is the sampler's."""
     sampler: Any = loader.sampler
     if isinstance(sampler, DistributedSampler):
         return int(sampler.seed)
@@ -278,7 +278,7 @@ def _seed(loader: DataLoader[Any]) -> int:
 
 
 def _lengths(dataset: Any, equal: bool) -> Sequence[int]:
-    """How long each sample of a dataset is, as its ``lengths`` or its column ``length`` say.
+    """Read the lengths of samples from a dataset's ``lengths`` or its column ``length``.
 
     Args:
         dataset: may be a ``Subset`` of one that says it.

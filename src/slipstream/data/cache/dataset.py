@@ -83,7 +83,7 @@ def cached_loader(loader: Any, config: CacheConfig) -> tuple[DataLoader[Any], Ca
 
 
 class CachedDataset(Dataset[Any]):
-    """What `cached` returns; attributes that it lacks are those of the dataset.
+    """The result of `cached`; attributes that it lacks are those of the dataset.
 
     Worker processes get a copy, which uses the same cache.
     """
@@ -183,7 +183,7 @@ class CachedDataset(Dataset[Any]):
         self._store, self._closed = None, True
 
     def report_rows(self) -> list[Row]:
-        """How many samples are kept, and where."""
+        """Report how many samples are kept, and where."""
         if self._store is None:
             return [Row("cache", "closed", "")]
         full = "; it is full: the others are read each time" if self._store.is_full else ""

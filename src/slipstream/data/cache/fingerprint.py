@@ -1,4 +1,4 @@
-"""What tells one dataset from another: its class, its length and a few of its samples."""
+"""Fingerprints of datasets: class, length and a few samples tell one from another."""
 
 from __future__ import annotations
 

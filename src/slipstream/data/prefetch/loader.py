@@ -80,7 +80,7 @@ def is_prefetchable(loader: Any, *, streams: bool = True) -> bool:
 
 
 class PrefetchLoader:
-    """What `prefetch` returns. Attributes that it lacks are those of the loader.
+    """The result of `prefetch`. Attributes that it lacks are those of the loader.
 
     Leaving a loop early drops what was read of that pass, and an error ends the pass. A second
     iterator, while the first one is not over, reads for itself, as one of the loader does.
@@ -154,8 +154,8 @@ class PrefetchLoader:
         )
 
     def reading(self) -> dict[str, int]:
-        """Of a trace: workers or threads that read beside the training, and batches that are
-        there."""
+        """Figures for a trace: workers or threads that read beside the training, and batches that
+        are there."""
         readers, queued = self._reader.reading
         return {"readers": readers, "queued": queued}
 
@@ -164,7 +164,8 @@ class PrefetchLoader:
         self._reader.close()
 
     def report_rows(self) -> Sequence[Row]:
-        """Where batches are read, how far ahead, and how long the training waited for them."""
+        """Report where batches are read, how far ahead, and how long the training waited for
+        them."""
         notes = [self._reader.note] if self._reader.note else []
         if self._delivered:
             each = 1e3 * self._waited / self._delivered

@@ -253,7 +253,7 @@ class MapReader:
 
 
 class _Timing:
-    """How long this process takes to read a batch, and to use it; and to use those of others."""
+    """Times of this process to read a batch and to use it, and to use those of others."""
 
     def __init__(self) -> None:
         self._reads: list[float] = []

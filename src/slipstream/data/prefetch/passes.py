@@ -53,7 +53,7 @@ _Position = tuple[tuple[int, int] | None, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a dataset is asked for: a list of indices, or one where batching is off."""
+    """A request to a dataset: a list of indices, or one where batching is off."""
 
     number: int
     """Of the pass."""
@@ -169,11 +169,11 @@ class Passes:
 
     @property
     def failure(self) -> Exception | None:
-        """What the sampler of the present pass has raised, once all before it was received."""
+        """The sampler's error in the present pass, once all before it was received."""
         return None if self.sent else self._passes[0].failure
 
     def resend(self) -> None:
-        """What was not received will not come: send it again, but for that of passes before."""
+        """Requeue the batches of this pass that were not received; drop those of earlier passes."""
         self._again = deque(batch for batch in self.sent if batch.number >= self.current)
         self.sent.clear()
 

@@ -1,4 +1,4 @@
-"""What is known of samplers: when they draw, and whether their order is another one."""
+"""Known samplers: when they draw, and whether their order is another one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def counts_epochs(sampler: Any) -> bool:
 
 
 def settings_of(sampler: Any) -> tuple[Any, ...]:
-    """What tells whether anything but the place was set on it."""
+    """Collect what tells whether anything but the place was set on it."""
     return tuple(
         _identity(value) if name in ("data_source", "dataset") else _value(value)
         for name, value in getattr(sampler, "__dict__", {}).items()

@@ -1,4 +1,4 @@
-"""Where batches are read: worker processes, threads, or the process that trains.
+"""Readers of batches: worker processes, threads, or the process that trains.
 
 All take the indices from one iterator, a bounded number of batches ahead, and give the batches back
 in that order. They differ in nothing else.
@@ -27,7 +27,7 @@ from slipstream.pytree import mapped
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """What comes instead of a batch."""
+    """An error in the place of a batch."""
 
     error: Exception
     ended: bool = False

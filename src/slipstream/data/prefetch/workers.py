@@ -169,7 +169,7 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 def failure_of_workers(error: Exception, awaited: str) -> Exception | None:
-    """What torch's loader has raised while something was awaited, to be raised in its place.
+    """Find the error of torch's loader while something was awaited, to be raised in its place.
 
     None: nothing that workers have come to. One that a worker has caught, whose text has the
     worker's traceback, is that error without its own: this holds the error (in
@@ -253,5 +253,5 @@ def _in_message(batch: Any) -> Any:
 
 
 def unpacked(batch: Any) -> Any:
-    """What a worker made of samples."""
+    """Unpack what a worker made of samples."""
     return pickle.loads(batch.values) if isinstance(batch, _Message) else batch

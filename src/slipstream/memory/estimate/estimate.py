@@ -37,7 +37,7 @@ class Affine(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one rank needs for training.
+    """The memory that one rank needs for training.
 
     Attributes:
         parameters: bytes of parameters and buffers, and of fp32 masters if there are any.

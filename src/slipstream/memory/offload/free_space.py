@@ -1,4 +1,4 @@
-"""How much memory or disk is free on this host, for all of its ranks together."""
+"""Free memory and disk of this host, for all of its ranks together."""
 
 from __future__ import annotations
 

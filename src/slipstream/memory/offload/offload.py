@@ -168,7 +168,7 @@ class Offloader:
         return self._store.reserved_bytes
 
     def report_rows(self) -> list[Row]:
-        """What was offloaded, for the overview of the session."""
+        """Report what was offloaded, for the overview of the session."""
         blocks, traffic = self.blocks, self.traffic
         if not blocks:
             return [Row("memory.offload", "nothing is offloaded", self._why_nothing())]
@@ -261,7 +261,7 @@ class Offloader:
     def _pack(
         self, call: saved.BlockCall, state_storages: set[Any] | None, tensor: torch.Tensor
     ) -> saved.ResidentTensor | saved.OffloadedTensor:
-        """What autograd saves instead of ``tensor``; None: the block keeps everything."""
+        """Pack a tensor for autograd; None: the block keeps everything."""
         if state_storages is None or tensor.device != self._device or not saved.is_plain(tensor):
             return saved.ResidentTensor(call, tensor)
         storage = tensor.untyped_storage()

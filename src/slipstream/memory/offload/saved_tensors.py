@@ -1,4 +1,4 @@
-"""What autograd saves instead of tensors whose storages are offloaded, or stay in memory.
+"""Stand-ins that autograd saves for tensors whose storages are offloaded, or stay in memory.
 
 [Note: Lifetime]
 Strong references point one way: from what autograd saves to the offloaded storage, and from there

@@ -1,4 +1,4 @@
-"""What stores have in common: they keep tensors that are not needed for a while."""
+"""Base of stores: they keep tensors that are not needed for a while."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _MAX_CELLS = 2**24
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """What a block takes.
+    """The cost of a block.
 
     Attributes:
         forward: seconds.
@@ -196,7 +196,7 @@ class _ChainCosts:
         return self._forward[end] - self._forward[first]
 
     def region_ends(self, first: int, last: int) -> list[int]:
-        """Where a region that begins at ``first`` may end (exclusive).
+        """Places where a region that begins at ``first`` may end (exclusive).
 
         It crosses no border and leaves out block ``last``: recomputing the end of a chain right
         after its forward saves nothing, as its inner plan could have run in the first place.

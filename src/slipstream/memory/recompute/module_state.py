@@ -137,6 +137,6 @@ def _version(tensor: Tensor) -> int:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a plain tensor lies; 0 for others, which have no memory of their own."""
+    """Address of a plain tensor; 0 for others, which have no memory of their own."""
     plain = type(tensor) in (nn.Parameter, Tensor) and tensor.layout is torch.strided
     return tensor.data_ptr() if plain else 0

@@ -133,7 +133,7 @@ class Recomputed:
         return self._planner.prediction if self._planner is not None else None
 
     def report_rows(self) -> list[Row]:
-        """What was installed, for the overview of the session."""
+        """Report what was installed, for the overview of the session."""
         regions, recomputed = self.regions, sum(map(len, self.regions))
         kept = len(self._chain.blocks) - recomputed
         results = f" (results of {', '.join(self._keep)} kept)" if self._keep else ""

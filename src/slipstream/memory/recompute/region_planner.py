@@ -30,7 +30,7 @@ Decision = tuple[Sequence[str], RegionParts] | StrategyError
 
 @dataclass(frozen=True, slots=True)
 class RegionPrediction:
-    """What the blocks of a model take in an iteration, as measured and planned (see ``budget``).
+    """The blocks of a model in an iteration, as measured and planned (see ``budget``).
 
     Attributes:
         num_bytes: peak of their activations.

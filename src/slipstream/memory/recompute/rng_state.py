@@ -108,6 +108,6 @@ def _words() -> bytes:
 
 
 def _words_of(state: Any) -> bytes:
-    """What `_words` should read, from the state itself."""
+    """Read the words that `_words` should give, from the state itself."""
     twister = state["state"]
     return bytes(twister["key"].tobytes() + int(twister["pos"]).to_bytes(4, sys.byteorder))

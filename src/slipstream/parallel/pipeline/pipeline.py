@@ -172,7 +172,7 @@ class Pipeline:
         return self._mean_loss()
 
     def evaluate(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """What the model returns, on every rank; buffers do not change. Collective.
+        """Compute what the model returns, on every rank; buffers do not change. Collective.
 
         The stages run one after another on the whole batch, so ranks do not work in parallel.
 
@@ -289,7 +289,7 @@ class Pipeline:
         return mean
 
     def _own_error(self, error: BaseException) -> BaseException | None:
-        """What this rank's stages, or an interrupt, raised; None: another rank is gone."""
+        """The error of this rank's stages, or an interrupt; None: another rank is gone."""
         batch = self._batch
         if batch.error is not None:
             batch.error.add_note(f"(rank {dist.get_rank()}: {batch.error_place})")

@@ -26,7 +26,7 @@ from slipstream.transport.consistency import collective_errors
 
 @dataclass
 class StageOutputs:
-    """What a forward of all stages produced.
+    """The results of a forward of all stages.
 
     Attributes:
         returned: what modules returned that later stages skip, see `Stages.run_recorded`.

@@ -61,7 +61,7 @@ class SplitPoints:
 
     @property
     def num_stages(self) -> int:
-        """How many stages there are."""
+        """Number of stages."""
         return len(self.paths) + 1
 
     def before(self, stage: int) -> list[str]:
@@ -92,7 +92,7 @@ class SplitPoints:
         return {name: tuple(sorted(stages[id(tensor)])) for name, tensor in named}
 
     def _outermost(self, paths: Iterable[str]) -> list[str]:
-        """Of ``paths`` the modules that are called, and are not inside another one of them."""
+        """Keep of ``paths`` the modules that are called, and are not inside another one of them."""
         called = dict.fromkeys(path for path in paths if path not in self.containers)
         return [path for path in called if called.keys().isdisjoint(_outer_modules(path))]
 

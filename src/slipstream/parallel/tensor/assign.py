@@ -22,7 +22,8 @@ Attributes = dict[str, tuple[int, ...]]
 
 
 def assign(model: nn.Module, plan: TensorPlan, ranks: int) -> list[ShardedModule]:
-    """What ``plan`` does to ``model`` on ``ranks`` ranks, in the order of ``named_modules()``.
+    """Assign ``plan`` to the layers of ``model`` on ``ranks`` ranks, in the order of
+    ``named_modules()``.
 
     Raises:
         StrategyError: a pattern that no module matches, a style that does not fit its module, a

@@ -28,7 +28,7 @@ SEQUENCE = 1
 
 @dataclass(slots=True)
 class RegionState:
-    """What the split layers of one model have in common.
+    """State that the split layers of one model have in common.
 
     Attributes:
         group: the tensor-parallel ranks.

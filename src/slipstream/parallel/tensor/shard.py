@@ -1,4 +1,4 @@
-"""How a tensor is sharded over ranks; pure functions of tensors, no communication."""
+"""Shards of a tensor over ranks; pure functions of tensors, no communication."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ class Shard:
 
     @property
     def length(self) -> int:
-        """Of the whole tensor along ``axis``."""
+        """Length of the whole tensor along ``axis``."""
         return self.parts * sum(self.sizes)
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Of the ranks' tensors along ``axis``."""
+        """Widths of the ranks' tensors along ``axis``."""
         return tuple(self.parts * size for size in self.sizes)
 
     def resized(self, shape: Sequence[int], length: int) -> torch.Size:

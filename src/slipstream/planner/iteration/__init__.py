@@ -1,1 +1,1 @@
-"""What one iteration computes and exchanges, and how long that takes under a plan."""
+"""One iteration: what it computes and exchanges, and how long that takes under a plan."""

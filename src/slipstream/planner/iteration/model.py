@@ -75,7 +75,7 @@ class Settled(NamedTuple):
 
 
 class IterationModel:
-    """What all iterations of a workload under a plan have in common; `run` simulates one.
+    """The part that all iterations of a workload under a plan have in common; `run` simulates one.
 
     Raises:
         StrategyError: the plan is for another number of gradients.
@@ -110,7 +110,7 @@ class IterationModel:
         self._encode, self.decode_seconds = self._codec_seconds()
 
     def settle(self) -> Settled:
-        """What an iteration is in the long run.
+        """Simulate until iterations repeat: an iteration in the long run.
 
         The first guess is right unless a rank is not ready when the last exchange has ended, or
         waits for those who read.
@@ -238,7 +238,7 @@ class IterationModel:
 
 
 def _forward_ends(loaded: Array, shares: Array, completions: Sequence[Completion | None]) -> Array:
-    """How far forward comes: it stops at the first segment that was not gathered."""
+    """Follow forward until it stops at a segment that was not gathered."""
     at, latest = loaded, -np.inf
     for completion, share in zip(completions, shares.T, strict=True):
         if completion is None:

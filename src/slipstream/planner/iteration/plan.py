@@ -1,4 +1,4 @@
-"""How one iteration computes and exchanges: what a strategy means for the simulator.
+"""A plan: how one iteration computes and exchanges, as a strategy means for the simulator.
 
 The exchanges that follow are in ``tasks``; which plan is best is ``search``'s business.
 """
@@ -31,7 +31,7 @@ from slipstream.trace.event import Trace
 
 @dataclass(frozen=True, slots=True)
 class CommPlan:
-    """How one iteration computes and exchanges: what a strategy means for the simulator.
+    """The course of one iteration's computing and exchanges, as a strategy means for the simulator.
 
     Attributes:
         cuts: the index after the last gradient of each segment, in ready order.
@@ -179,7 +179,7 @@ def _halved(gradient: Gradient) -> Gradient:
 
 
 def _sharding(gradients: Sequence[Gradient], transport: TransportConfig | None) -> dict[str, Any]:
-    """What only a plan of ``sharded`` has."""
+    """Plan what only ``sharded`` has."""
     if not isinstance(transport, ShardedConfig):
         return {}
     replicated = num_replicated(gradients, transport)

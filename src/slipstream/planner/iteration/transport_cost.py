@@ -1,4 +1,4 @@
-"""What each transport takes of a network: which collectives, and how it contends.
+"""Costs of transports: which collectives each takes of a network, and how it contends.
 
 To add one: a row in ``RECIPES``; where its collectives are new ones, also their names in ``cost``
 and how to time them in ``calibration.collective_timer``.
@@ -29,7 +29,7 @@ TransportKind = Literal["flat", "direct", "hierarchical", "shared_memory", "shar
 
 
 class Recipe(NamedTuple):
-    """How a transport exchanges the gradients of a segment.
+    """The collectives by which a transport exchanges the gradients of a segment.
 
     Attributes:
         stages: collectives one after the other, each in groups of a kind.
@@ -113,7 +113,8 @@ def is_priced(transport: TransportConfig, network: NetworkProfile) -> bool:
 
 
 def num_replicated(gradients: Sequence[Gradient], config: ShardedConfig) -> int:
-    """How many gradients every rank updates; they are taken to be the first ones in ready order.
+    """Count the gradients that every rank updates; they are taken to be the first ones in ready
+    order.
 
     Parameters are registered in the opposite of ready order, where a trace does not say how.
 
@@ -178,7 +179,7 @@ class ExchangeStage(NamedTuple):
 
 
 def gather_stage(transport: TransportKind, network: NetworkProfile) -> ExchangeStage:
-    """What brings updated parameters together.
+    """The collective that brings updated parameters together.
 
     Raises:
         ClusterError: its curve was not measured.
@@ -188,7 +189,7 @@ def gather_stage(transport: TransportKind, network: NetworkProfile) -> ExchangeS
 
 
 class ExchangeCurve(NamedTuple):
-    """What a transport takes for a segment: its stages, one after the other."""
+    """Time of a transport for a segment: its stages, one after the other."""
 
     stages: tuple[ExchangeStage, ...]
 
@@ -216,7 +217,7 @@ class ExchangeCurve(NamedTuple):
 
     @classmethod
     def of_replicated(cls, network: NetworkProfile) -> ExchangeCurve:
-        """What ``sharded`` takes for gradients that every rank updates: an all-reduce by direct
+        """Time under ``sharded`` of gradients that every rank updates: an all-reduce by direct
         sends, or by the backend where these cannot be used."""
         return cls.of("direct" if is_priced(DirectConfig(), network) else "flat", network)
 

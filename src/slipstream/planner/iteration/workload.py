@@ -1,4 +1,4 @@
-"""What one iteration computes, and the bytes of its gradients, freed of any strategy.
+"""A workload: one iteration's computing, and the bytes of its gradients, freed of any strategy.
 
 A workload holds compute times, ready times and bytes, and nothing about exchanges.
 
@@ -68,7 +68,7 @@ class Workload:
 
     @property
     def borders(self) -> tuple[int, ...]:
-        """Where in ready order another dtype begins: no collective reaches across."""
+        """Places in ready order where another dtype begins: no collective reaches across."""
         types = [gradient.dtype for gradient in self.gradients]
         return tuple(i for i in range(1, len(types)) if types[i] != types[i - 1])
 

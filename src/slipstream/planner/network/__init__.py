@@ -1,1 +1,1 @@
-"""What exchanges cost on a cluster: measured, fitted, scaled to other clusters. Reads no trace."""
+"""Costs of exchanges on a cluster: measured, fitted, scaled to other clusters. Reads no trace."""

@@ -1,4 +1,4 @@
-"""What codecs, 16-bit weights and contention cost, beside the curves of exchanges."""
+"""Costs of codecs, 16-bit weights and contention, beside the curves of exchanges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.strategy.setting import FrozenModel
 
 
 class CodecCost(FrozenModel):
-    """What a codec costs, measured on the thread that computes.
+    """The cost of a codec, measured on the thread that computes.
 
     ``ratio`` is the share of the bytes that is still sent; ``encode`` and ``decode`` are seconds
     for each byte of the gradients, ``startup`` seconds for each segment, once each way.
@@ -22,7 +22,7 @@ class CodecCost(FrozenModel):
 
 
 class HalfSpeed(FrozenModel):
-    """How many times as fast as in fp32 blocks compute under ``half_weights`` in bf16.
+    """Times as fast as in fp32 that blocks compute under ``half_weights`` in bf16.
 
     Example:
         >>> HalfSpeed(dense=2.0, convolutional=1.5).of(convolutions=0.0)
@@ -38,7 +38,7 @@ class HalfSpeed(FrozenModel):
 
 
 class Contention(FrozenModel):
-    """How much computing and exchanging slow each other down; 0 where they do not.
+    """Slowdown of computing and exchanging by each other; 0 where there is none.
 
     Computing takes ``1 + compute_slowdown`` times as long while an exchange runs. Beside computing
     the latency of an exchange is ``1 + latency_slowdown`` times as long (processes wait for a core

@@ -164,7 +164,8 @@ def _logs(points: tuple[tuple[int, float], ...]) -> tuple[Array, Array, Array]:
 
 
 def _meeting(pieces: Sequence[Piece], start: int, startup: float, per_byte: float) -> int:
-    """Where the rounded line meets the last piece; ``start`` where rounding moved that too far."""
+    """Place where the rounded line meets the last piece; ``start`` where rounding moved that too
+    far."""
     if not pieces or per_byte == pieces[-1].per_byte:
         return start
     meeting = round((pieces[-1].startup - startup) / (per_byte - pieces[-1].per_byte))

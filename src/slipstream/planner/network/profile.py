@@ -1,4 +1,4 @@
-"""What exchanges and codecs cost on a cluster, as measured or scaled to another size, and its file.
+"""Profiles: costs of exchanges and codecs on a cluster, measured or scaled, and their file.
 
 The numbers come from ``calibration``; this module never measures and never imports torch. Times are
 seconds, sizes are bytes.
@@ -109,7 +109,7 @@ class Network(FrozenModel):
 
 
 class NetworkProfile(Contention):
-    """What exchanges cost on a cluster, and how much they and computing slow each other down.
+    """Costs of exchanges on a cluster, and how much they and computing slow each other down.
 
     Where hosts have different numbers of ranks, ``ranks_per_host`` is the largest. ``codecs`` holds
     what each kind of codec costs a rank, ``half_speed`` what weights of 16 bits bring. The

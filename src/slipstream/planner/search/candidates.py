@@ -78,7 +78,7 @@ def exact(workload: Workload, network: NetworkProfile, base: Strategy) -> list[S
 
 
 def lossy(workload: Workload, network: NetworkProfile, bases: Sequence[Strategy]) -> list[Strategy]:
-    """What changes the mathematics: larger batches by accumulation, 16-bit weights, and codecs.
+    """List strategies that change the mathematics: accumulation, 16-bit weights, and codecs.
 
     Weights of 16 bits are taken to compute as fast as those of the trace, unless the network file
     says how fast they are here. Codecs are those whose cost it holds, on the first of ``bases``.

@@ -1,4 +1,4 @@
-"""Where to cut the parameters, in forward order, so that a forward that waits for them ends first.
+"""Cuts of the parameters, in forward order, with which a forward that waits for them ends first.
 
 The second phase of the ``sharded`` transport: each rank has updated its share of every parameter,
 and all-gathers bring the shares together under the next forward, which waits for each layer. The

@@ -34,7 +34,7 @@ RATES = (100e6, 300e6, 1e9, 3e9, 10e9, 25e9, 40e9, 100e9)
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator predicts for one strategy.
+    """The simulator's prediction for one strategy.
 
     ``seconds`` is one iteration, which is one update: the mean over the updates of a training, if
     their number was given, else of those after the codec's warm-up. ``efficiency`` is the speed of
@@ -136,7 +136,7 @@ def what_if(
 
 
 def exactness(strategy: Strategy, base: Strategy) -> str:
-    """How exact a strategy's gradients are, and how its batch differs from that of ``base``.
+    """Say how exact a strategy's gradients are, and how its batch differs from that of ``base``.
 
     Example:
         >>> exactness(Strategy.load({"gradients": {"accumulate": 4}}), Strategy())

@@ -1,4 +1,4 @@
-"""Where to cut the gradients, in ready order, into segments so that the last exchange ends first.
+"""Cuts of the gradients, in ready order, with which the last exchange ends first.
 
 Works on ready times, bytes and a cost alone: no model, no trace, no cluster. A cut is the index
 after the last gradient of a segment; the last cut is the number of gradients.

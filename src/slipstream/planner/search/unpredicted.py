@@ -1,4 +1,4 @@
-"""What settings beside the exchange would bring: predicted where a trace tells, else a bound."""
+"""Gains of settings beside the exchange: predicted where a trace tells, else a bound."""
 
 from __future__ import annotations
 
