@@ -217,6 +217,16 @@ def settings_without_config(modules: Modules) -> Iterator[str]:
                 yield from [] if node.name == "Strategy" else [f"{module}.{node.name}"]
 
 
+def docstrings_without_a_subject(modules: Modules) -> Iterator[str]:
+    """Values begin with a noun, functions with a verb."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for module, tree in modules.items():
+        for node in ast.walk(tree):
+            text = ast.get_docstring(node) if isinstance(node, kinds) else None
+            if re.match(r"(What|Of|How|Where)\b", text or ""):
+                yield f"{module}.{getattr(node, 'name', '')}"
+
+
 RULES = {
     rule.__name__: rule
     for rule in (
@@ -229,6 +239,7 @@ RULES = {
         past_the_transport,
         one_name_for_two_types,
         settings_without_config,
+        docstrings_without_a_subject,
     )
 }
 
@@ -288,6 +299,10 @@ BROKEN = {
     "a setting that is named like its technique": (
         "settings_without_config",
         {"strategy/a.py": "class Cache(Setting): ..."},
+    ),
+    "a function that is described by a question": (
+        "docstrings_without_a_subject",
+        {"comm/a.py": 'def f():\n    """How many there are."""'},
     ),
     "a file called helpers": ("vague_names", {"comm/_helpers.py": ""}),
 }
