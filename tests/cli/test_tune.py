@@ -15,6 +15,7 @@ from slipstream.cli import main as cli
 from slipstream.cli.tune import command as command
 from slipstream.errors import LaunchError
 from slipstream.planner.network.profile import NetworkProfile
+from slipstream.planner.search import candidates
 from slipstream.strategy import Strategy
 from slipstream.tuner import exact_search, significance, tune
 from tests.planner.networks import ethernet_profile as cluster
@@ -68,6 +69,9 @@ def test_it_measures_real_ranks_and_writes_what_it_found(slipstream, monkeypatch
     monkeypatch.setattr(tune, "MODEL_ERROR", 0.9)  # so that some are measured, come what may
     monkeypatch.setattr(command, "MOST_SECONDS", 1.0)
     monkeypatch.setattr(exact_search, "STEPS", 1)
+    monkeypatch.setattr(candidates, "ACCUMULATE", (2,))  # a trial of each kind, not of all
+    every = candidates.coded
+    monkeypatch.setattr(candidates, "coded", lambda *given: every(*given)[:1])
     given = ["--steps", "3", "--budget", "1h"]  # no test of the budget, on a busy machine neither
     Path("own.yaml").write_text("gradients: {accumulate: 2}\n")
     marker = f"tuned-{uuid.uuid4()}"

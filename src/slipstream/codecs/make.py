@@ -14,6 +14,7 @@ import torch
 from slipstream.codecs.compressor import Compressor, Ranks, real_dtype
 from slipstream.codecs.dgc import DgcCodec, DgcCompressor, Momentum
 from slipstream.codecs.half import HalfCodec, HalfCompressor
+from slipstream.codecs.int4 import Int4Codec
 from slipstream.codecs.int8 import Int8Codec
 from slipstream.codecs.onebit import OneBitCodec
 from slipstream.codecs.powersgd import PowerSgdCodec, PowerSgdCompressor
@@ -22,6 +23,7 @@ from slipstream.strategy import (
     CodecVariant,
     DgcConfig,
     HalfConfig,
+    Int4Config,
     Int8Config,
     OneBitConfig,
     PowerSgdConfig,
@@ -83,6 +85,11 @@ def _int8(config: Int8Config, bucket: CompressorBucket) -> Compressor:
     return bucket.compressor(TwoPhaseCompressor, codec, feedback=config.error_feedback)
 
 
+def _int4(config: Int4Config, bucket: CompressorBucket) -> Compressor:
+    settings = {"feedback": True, "start_step": config.start_step}
+    return bucket.compressor(TwoPhaseCompressor, Int4Codec(config.block), **settings)
+
+
 def _onebit(config: OneBitConfig, bucket: CompressorBucket) -> Compressor:
     settings = {"feedback": True, "start_step": config.start_step}
     return bucket.compressor(TwoPhaseCompressor, OneBitCodec(config.block), **settings)
@@ -121,6 +128,9 @@ CODECS: dict[type[CodecVariant], Codec] = {
     HalfConfig: Codec(_half, _half_bytes),
     Int8Config: Codec(
         _int8, lambda c, shape, dtype, _: Int8Codec(c.block).wire_bytes(prod(shape), dtype)
+    ),
+    Int4Config: Codec(
+        _int4, lambda c, shape, dtype, _: Int4Codec(c.block).wire_bytes(prod(shape), dtype)
     ),
     OneBitConfig: Codec(
         _onebit, lambda c, shape, dtype, _: OneBitCodec(c.block).wire_bytes(prod(shape), dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class WholeModel:
 
     def complete(self) -> None:
         """Return when all parameters hold their newest values."""
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Inside, the model has the parameters that evaluate best: here, those that it has."""
+        return nullcontext()
 
     def full_state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` of the whole model, on every rank."""

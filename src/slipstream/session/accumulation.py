@@ -22,6 +22,7 @@ class AccumulationWindow:
         accumulate: as given.
         contributions: micro-batches of all ranks so far, dummy batches not counted.
         loss_scale: the factor of the losses.
+        alone: whether this rank updates on its own batches.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class AccumulationWindow:
         self._counted = False  # whether the present pass is among the contributions
         self.contributions = 0
         self.loss_scale = 1.0
+        self.alone = False
 
     @property
     def passes(self) -> int:
@@ -52,7 +54,8 @@ class AccumulationWindow:
     def scale(self) -> float:
         """The factor that turns the sum over ranks of the gradients of ``loss / accumulate`` into
         the mean over all contributions."""
-        return self.accumulate / self.contributions / self.loss_scale
+        # of none, where a rank is alone and has no batch: there is no gradient to scale
+        return self.accumulate / max(self.contributions, 1) / self.loss_scale
 
     @property
     def weight(self) -> float:
@@ -65,10 +68,12 @@ class AccumulationWindow:
         Several calls before ``advance()`` count once: several losses of one batch.
         """
         loader = self._loader  # "is None": a loader without a length has no truth value
+        dummy = loader is not None and loader.dummy_batch
         if not self._counted:
-            self.contributions += self._ranks if loader is None else loader.active
+            all_ranks = self._ranks if loader is None else loader.active
+            self.contributions += (not dummy) if self.alone else all_ranks
             self._counted = True
-        return loader is not None and loader.dummy_batch
+        return dummy
 
     def check_scale(self, loss_scale: float) -> None:
         """Take a loss scale for the coming backward pass.

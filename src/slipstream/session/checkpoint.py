@@ -21,6 +21,7 @@ import torch.distributed as dist
 from slipstream.errors import UsageError
 from slipstream.gradients.compressed import NamedState
 from slipstream.gradients.ready_order import ReadyOrder
+from slipstream.local.model import KEY as LOCAL, joined_ranks
 from slipstream.parallel.dims import checksum, gather_objects
 from slipstream.pytree import mapped
 from slipstream.sharding.state import join_shards
@@ -68,7 +69,8 @@ def joined(state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> Mapping[st
         return state
     whole = {key: one[key] for one in ranks for key in one if key != "optimizer"}
     if parts := [one["optimizer"] for one in ranks if "optimizer" in one]:
-        whole["optimizer"] = join_shards(parts)
+        local = all(LOCAL in part for part in parts)
+        whole["optimizer"] = joined_ranks(parts) if local else join_shards(parts)
     return whole
 
 

@@ -18,6 +18,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.errors import UsageError
 from slipstream.fusion.checks import useful_settings
 from slipstream.fusion.optimizer import FusedOptimizer
+from slipstream.local.model import LocalModel
 from slipstream.memory import offload, recompute
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.model import ModelParallel
@@ -31,6 +32,7 @@ from slipstream.session.exchanging import (
     GradientExchange,
     exchange_groups,
     install_exchange,
+    install_local,
     search_space,
     shards_at_start,
 )
@@ -120,6 +122,8 @@ def compose(
         _offload(given)
         # After all that changes the model: its hooks see final gradients.
         exchange = install_exchange(given, groups, whole, precision, shards)
+        # After the engine, which it takes over once ranks have warmed up.
+        local = install_local(given, exchange, whole, precision)
         if fused_optimizer is not None:
             # Inside the steps of precision and of the shards, whose hooks are there by now.
             fused_optimizer.attach()
@@ -144,6 +148,7 @@ def compose(
             # After all that changes the model: what changes later is refused.
             members=handles.add(Members(model, optimizer)),
             device=cluster.device,
+            local=local,
         )
         loop.attach(step_hooks)
         if control is not None:
@@ -156,7 +161,7 @@ def compose(
             dims=dims,
             loader=session_loader,
             loop=loop,
-            state=SessionState(model, exchange, dims, precision, session_loader, balance),
+            state=SessionState(model, exchange, dims, precision, session_loader, balance, local),
             sharding=exchange.sharding,
             handles=handles,
         )
@@ -174,7 +179,8 @@ def _model_parallel(given: Given) -> WholeModel:
     """Cut the model among the ranks that share it, if the strategy says so."""
     config, handles = given.strategy.parallel, given.handles
     if not config.active:
-        return handles.add(WholeModel(given.model, given.optimizer))
+        kind = WholeModel if given.strategy.local is None else LocalModel
+        return handles.add(kind(given.model, given.optimizer))
     modules = [*given.model.modules()]
     _sharded.update(modules)
     handles.defer(partial(_sharded.difference_update, modules), on_error=_leave_sharded)

@@ -21,6 +21,9 @@ from slipstream.gradients.momentum import MomentumCorrection
 from slipstream.gradients.segments import NamedParameter, as_wide_as_gradients, parameters_of
 from slipstream.gradients.shards import Shards
 from slipstream.gradients.single import SingleReplicaEngine
+from slipstream.local.engine import LocalEngine
+from slipstream.local.model import LocalModel
+from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.whole_model import WholeModel
 from slipstream.precision.model_precision import ModelPrecision
@@ -148,9 +151,11 @@ def install_exchange(
         given.model, given.optimizer, whole, trainables, precision, given.dims, at
     )
     names = [t.name for t in trainables]
-    if given.dims.data is None:
-        alone = SingleReplicaEngine(given.model.parameters(), given.strategy.gradients.split)
-        return GradientExchange(given.handles.add(alone), names, codec, momentum, sharding, None)
+    local = given.strategy.local
+    alone = SingleReplicaEngine(given.model.parameters(), given.strategy.gradients.split)
+    if given.dims.data is None or (local is not None and not local.warm_up):
+        own = alone if local is None else LocalEngine(None, alone)
+        return GradientExchange(given.handles.add(own), names, codec, momentum, sharding, None)
     engine = _engine(given, transports, trainables, codec, momentum, precision, sharding, shards)
     # After the engine, which knows the order of the parameters.
     given.handles.add(sharding, on_error=sharding.abandon)
@@ -160,7 +165,37 @@ def install_exchange(
     search = _search(given, transports, engine, sharding)
     given.handles.add_rows(given.space.report_rows)
     given.handles.add_rows(partial(hosts_rows, rails, given.codec))
-    return GradientExchange(engine, names, codec, momentum, sharding, search)
+    used = engine if local is None else given.handles.add(LocalEngine(engine, alone))
+    return GradientExchange(used, names, codec, momentum, sharding, search)
+
+
+def install_local(
+    given: Given, exchange: GradientExchange, whole: WholeModel, precision: ModelPrecision
+) -> LocalTraining | None:
+    """Install the meetings of ranks that train on their own; None: they average gradients."""
+    config, dims = given.strategy.local, given.dims
+    if config is None:
+        return None
+    assert isinstance(whole, LocalModel)
+    assert isinstance(exchange.engine, LocalEngine)
+    group, channel = dims.new_data_group(), None
+    if group is not None:
+        transport = make_transport(given.strategy.gradients.transport, group)
+        # one meeting at a time is on its way: one transport, and the thread that drives it
+        channel = Channel(transport, [transport], given.cluster.device)
+        given.handles.enter_context(closing(channel))
+    training = whole.training = LocalTraining(
+        given.model,
+        given.optimizer,
+        parameters_of(given.model, trainable=True),
+        config,
+        Ranks(dims.data_rank, dims.data_size),
+        exchange.engine,
+        channel,
+        precision,
+        f"rank {given.cluster.rank}",
+    )
+    return given.handles.add(training, on_error=training.abandon)
 
 
 def _trainables(given: Given, whole: WholeModel, precision: ModelPrecision) -> list[NamedParameter]:

@@ -21,6 +21,7 @@ from slipstream.codecs.compressor import any_infinite
 from slipstream.errors import UsageError
 from slipstream.gradients.shards import ShardedGradient
 from slipstream.kernels.surroundings import outside_autocast
+from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.parallel.pipeline.pipeline import Pipeline
 from slipstream.parallel.whole_model import WholeModel
@@ -46,6 +47,7 @@ class TrainingLoop:
         tracer: records the spans.
         members: the parameters that are trained.
         device: of the model.
+        local: holds the meetings of ranks that train on their own; None: they do not.
 
     Attributes:
         engine: averages the gradients.
@@ -66,12 +68,13 @@ class TrainingLoop:
         tracer: Tracer,
         members: Members,
         device: torch.device,
+        local: LocalTraining | None = None,
     ) -> None:
         self.model, self.optimizer, self.device = model, optimizer, device
         self.engine, self.momentum_correction = exchange.engine, exchange.momentum
         self.sharding, self.search = exchange.sharding, exchange.search
         self.dims, self.window, self.precision = dims, window, precision
-        self.tracer, self.members = tracer, members
+        self.tracer, self.members, self.local = tracer, members, local
         self.steps = self.skipped = self.backwards = 0
         self._parameters = tuple(model.parameters())
         self._compared = False  # the first batches of ranks that share the model
@@ -92,7 +95,7 @@ class TrainingLoop:
     @property
     def window_open(self) -> bool:
         """Whether gradients were gathered that no update has used yet."""
-        return self.window.contributions > 0
+        return self.window.contributions > 0 or self.window.passes > 0
 
     @property
     def update_follows(self) -> bool:
@@ -107,7 +110,8 @@ class TrainingLoop:
     @property
     def failed(self) -> bool:
         """Whether the ranks may be out of step: no collective may follow."""
-        return self._broken_off or self.engine.failed or self.whole.failed
+        met = self.local is None or not self.local.failed
+        return self._broken_off or self.engine.failed or self.whole.failed or not met
 
     def attach(self, hooks: StepHooks) -> None:
         """Learn of every step of the optimizer."""
@@ -162,6 +166,9 @@ class TrainingLoop:
         Ranks that share a model need the same batches; the first ones are compared.
         """
         self._must_be_whole()
+        if self.local is not None:
+            self.local.check()
+            self.window.alone = not self.local.warms_up
         self.sharding.watch.end()
         if self._used and not self._is_zeroed():
             raise messages.gradients_kept()
@@ -309,6 +316,7 @@ class TrainingLoop:
     def _end_update(self, skip: bool | None) -> None:
         """All that follows; ``skip``: there was an overflow; None: the script skipped it."""
         self._backward_done = False
+        worked = skip is False and self.window.contributions > 0
         if skip is False:
             self.steps += 1
         else:
@@ -317,6 +325,8 @@ class TrainingLoop:
         if skip is not None:
             self.precision.updated(skip)
         self.engine.updated(self.steps, used=skip is False, late=skip is None)
+        if self.local is not None:
+            self.local.updated(worked)
         self.tracer.update_ends()  # last, as it may change the split
         self._broken_off = False
 

@@ -382,6 +382,30 @@ class Session(Generic[M, O]):
         self._must_be_open("evaluate")
         return self._sharding.model.evaluate(args, kwargs)
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, the model has the parameters that evaluate best: under ``local`` the outer ones,
+        which are the same on every rank; else those that it has. Nothing is exchanged.
+
+        Raises:
+            UsageError: the session is closed.
+
+        Example:
+            >>> import torch, slipstream
+            >>> model = torch.nn.Linear(2, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> with slipstream.accelerate(model, optimizer, strategy={"local": {}}) as session:
+            ...     before = model.weight.detach().clone()
+            ...     session.backward(session.model(torch.ones(4, 2)).square().mean())
+            ...     updated = session.step()
+            ...     with session.evaluating():
+            ...         bool((model.weight == before).all())
+            True
+        """
+        self._must_be_open("evaluating")
+        with self._sharding.model.evaluating():
+            yield
+
     # Report and end.
 
     @property

@@ -13,6 +13,7 @@ from torch import nn
 
 from slipstream.data.balance import SampleBalance
 from slipstream.data.uneven_inputs import UnevenInputLoader
+from slipstream.local.training import LocalTraining
 from slipstream.parallel.dims import ParallelDims
 from slipstream.precision.model_precision import ModelPrecision
 from slipstream.session import checkpoint
@@ -31,6 +32,7 @@ class SessionState:
         precision: has the loss scale.
         loader: knows where in the data the training is; None: the session has none.
         balance: knows that instead, if it deals out the samples.
+        local: has the outer parameters, where ranks train on their own.
     """
 
     def __init__(
@@ -41,9 +43,10 @@ class SessionState:
         precision: ModelPrecision,
         loader: UnevenInputLoader | None,
         balance: SampleBalance | None,
+        local: LocalTraining | None,
     ) -> None:
         self.model, self.dims, self.precision = model, dims, precision
-        self.loader, self.balance = loader, balance
+        self.loader, self.balance, self.local = loader, balance, local
         self.names, self.codec = exchange.names, exchange.codec
         self.engine, self.search = exchange.engine, exchange.search
 
@@ -71,6 +74,7 @@ class SessionState:
             "codecs": codecs,  # by rank
             "loss_scale": self.precision.state_dict(),
             "data": self._position(),
+            "local": None if self.local is None else self.local.state(),
         }
 
     def _position(self) -> dict[str, Any] | None:
@@ -129,4 +133,6 @@ class SessionState:
                 codecs = [codecs[rank] for rank in self.dims.data_ranks]
             local = checkpoint.dealt_out(codecs, self.dims.data_rank, self.dims.data_size)
             self.engine.load_codec_state(local)
+        if self.local is not None:
+            self.local.load(state.get("local"), steps)
         return steps

@@ -18,6 +18,7 @@ from slipstream.cluster.connect import Cluster
 from slipstream.fusion.checks import check_compute
 from slipstream.gradients.checks import check_gradients, gradient_warnings
 from slipstream.gradients.segments import parameters_of
+from slipstream.local.checks import check_local
 from slipstream.memory.checks import check_memory
 from slipstream.parallel.checks import check_parallel
 from slipstream.precision.model_precision import check_precision, precision_warnings
@@ -64,6 +65,7 @@ def validate(
     check_parallel(model, optimizer, strategy, cluster.world_size)
     check_closure(optimizer)
     local_ranks = cluster.environment.local_world_size
+    check_local(strategy)
     check_compute(model, strategy)
     check_memory(model, strategy, local_ranks=local_ranks, rank=cluster.rank)
     fingerprint = {

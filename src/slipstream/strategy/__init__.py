@@ -11,6 +11,7 @@ from slipstream.strategy.codec import (
     CodecVariant as CodecVariant,
     DgcConfig as DgcConfig,
     HalfConfig as HalfConfig,
+    Int4Config as Int4Config,
     Int8Config as Int8Config,
     OneBitConfig as OneBitConfig,
     PlainCodecConfig as PlainCodecConfig,
@@ -28,6 +29,7 @@ from slipstream.strategy.data import (
     DataConfig as DataConfig,
     PrefetchConfig as PrefetchConfig,
 )
+from slipstream.strategy.local import LocalConfig as LocalConfig
 from slipstream.strategy.memory import (
     BudgetBytesConfig as BudgetBytesConfig,
     BudgetConfig as BudgetConfig,

@@ -103,6 +103,22 @@ class Int8Config(CodecVariant, kind="int8", exactness="lossy"):
         return super().copies(ranks) if self.error_feedback else 0.0
 
 
+class Int4Config(CodecVariant, kind="int4", exactness="lossy"):
+    """Values travel as 4-bit integers with one scale per block and are summed in fp32; what
+    rounding leaves out is sent later.
+
+    Example:
+        >>> Int4Config().block
+        64
+    """
+
+    block: int = Field(default=64, ge=8, le=65536, multiple_of=8)
+    """Values that share a scale."""
+
+    start_step: NonNegativeInt = 0
+    """Updates that send values uncompressed first."""
+
+
 class OneBitConfig(CodecVariant, kind="onebit", exactness="lossy"):
     """Gradients travel as signs with one scale per block; error feedback sends the rest later.
 
@@ -218,7 +234,7 @@ class PowerSgdConfig(CodecVariant, kind="powersgd", exactness="lossy"):
         return 1.0
 
 
-PlainCodecConfig = HalfConfig | Int8Config | OneBitConfig | DgcConfig | PowerSgdConfig
+PlainCodecConfig = HalfConfig | Int8Config | Int4Config | OneBitConfig | DgcConfig | PowerSgdConfig
 _OneCodec = Annotated[PlainCodecConfig, OneOf(family=CodecVariant)]
 
 

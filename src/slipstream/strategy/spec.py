@@ -1,7 +1,7 @@
 """``Strategy``: every setting, its meaning, its default and its allowed values.
 
 The variants of a group are in files of their own: ``split``, ``codec``, ``compute``, ``data``,
-``memory``, ``parallel``, ``precision``, ``transport``.
+``local``, ``memory``, ``parallel``, ``precision``, ``transport``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from slipstream.errors import StrategyError
 from slipstream.strategy.codec import CodecConfig
 from slipstream.strategy.compute import ComputeConfig
 from slipstream.strategy.data import DataConfig
+from slipstream.strategy.local import LocalConfig
 from slipstream.strategy.memory import MemoryConfig
 from slipstream.strategy.overview import overview, plain_text
 from slipstream.strategy.parallel import ParallelConfig
@@ -102,6 +103,9 @@ class Strategy(Setting):
     gradients: GradientsConfig = GradientsConfig()
     """How gradients are averaged over ranks."""
 
+    local: LocalConfig | None = None
+    """How rarely ranks meet that train on their own; null: they exchange gradients."""
+
     parallel: ParallelConfig = ParallelConfig()
     """Which ranks share one model."""
 
@@ -123,6 +127,8 @@ class Strategy(Setting):
     @property
     def exactness(self) -> Exactness:
         """The weakest exactness of the chosen variants."""
+        if self.local is not None:
+            return "lossy"
         config = self.gradients
         variants = (config.split, config.transport, config.codec, self.precision)
         chosen = [v.exactness for v in variants if v is not None]

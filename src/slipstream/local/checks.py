@@ -1,0 +1,43 @@
+"""Refusals of training that meets rarely, found before anything is installed."""
+
+from __future__ import annotations
+
+from slipstream.errors import StrategyError
+from slipstream.strategy import HalfWeightsConfig, OptimalConfig, Strategy
+
+ALLOWED = ("flat", "direct", "shared_memory")
+
+
+def check_local(strategy: Strategy) -> None:
+    """Refuse what ranks cannot do that train on their own.
+
+    Raises:
+        StrategyError: names both settings, and the way out.
+    """
+    if strategy.local is None:
+        return
+    gradients, problem = strategy.gradients, ""
+    if gradients.transport.kind not in ALLOWED:
+        problem = (
+            f"gradients.transport {gradients.transport.kind}: it would share updates that differ "
+            f"from rank to rank, or search for an exchange that is rare; allowed: "
+            f"{', '.join(ALLOWED)}"
+        )
+    elif isinstance(gradients.split, OptimalConfig):
+        problem = "gradients.split optimal, which is found while gradients are exchanged; leave out"
+    elif gradients.codec is not None:
+        problem = "gradients.codec: gradients do not travel; write local: {codec: ...}"
+    elif strategy.parallel.active:
+        problem = "parallel: ranks that share a model exchange at every update; leave out one"
+    elif isinstance(strategy.precision, HalfWeightsConfig):
+        problem = (
+            "precision half_weights, which updates fp32 copies of its own; write "
+            "precision: {kind: autocast}"
+        )
+    elif strategy.data.balance is not None:
+        problem = (
+            "data.balance, whose weights are those of batches that are averaged together; leave "
+            "out one"
+        )
+    if problem:
+        raise StrategyError(f"local with {problem}")

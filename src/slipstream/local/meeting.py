@@ -1,0 +1,260 @@
+"""The meetings of one fragment: what is sent, what the outer optimizer makes of it, what is merged.
+
+With the outer parameters g, a rank's own parameters x, and its weight w (updates since the last
+meeting):
+
+    sent        d = g - x(t)                       in fp32, or wider
+    on the way  D = sum over ranks of w d / sum of w
+    merged      g' = g - outer(D)                  SGD with Nesterov momentum
+                x' = x(now) + (1 - mix) (g' - x(t))
+
+``x(now)`` is ``x(t)`` where there is no delay, and with ``mix: 0`` a rank then goes on from g'.
+With a delay, what it learned meanwhile, ``x(now) - x(t)``, is kept as it is, and is a part of the
+next change: nothing is thrown away or counted twice. (Streaming DiLoCo takes ``mix x(now) + (1 -
+mix) g'``, which throws away that part of it.)
+
+A rank whose change is not finite sends nothing, with weight 0, and goes on from the outer
+parameters with a new optimizer state: its error stays its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.codecs import Compressor, Ranks, make_compressor
+from slipstream.codecs.compressor import is_finite
+from slipstream.local.fragments import Fragment
+from slipstream.strategy import LocalConfig
+from slipstream.transport.requests import AllReduce, ExchangeSteps
+
+
+@dataclass(slots=True)
+class Flight:
+    """A change on its way.
+
+    Attributes:
+        due: the update after which it is merged.
+        change: of this rank, then the mean over ranks.
+        sent: this rank's parameters when it was sent.
+        buffers: of this rank, then the mean over ranks.
+        lost: whether this rank's change was not finite.
+    """
+
+    due: int
+    change: torch.Tensor
+    sent: torch.Tensor
+    buffers: torch.Tensor
+    lost: bool = False
+
+
+class Meeting:
+    """One fragment's outer parameters, and its exchange.
+
+    Args:
+        model: has the buffers.
+        fragment: what meets.
+        config: of the strategy.
+        ranks: that meet.
+        seed: of the codec's random streams.
+
+    Attributes:
+        outer: the parameters that all ranks share, one after the other, in fp32 or wider.
+        done: how often it has met.
+        flight: what is on its way; None: nothing.
+    """
+
+    def __init__(
+        self, model: nn.Module, fragment: Fragment, config: LocalConfig, ranks: Ranks, seed: int
+    ) -> None:
+        self._model, self.fragment, self._config, self._ranks = model, fragment, config, ranks
+        first = fragment.pieces[0].values
+        self._device = first.device
+        widest = max((piece.values.dtype for piece in fragment.pieces), key=lambda d: d.itemsize)
+        self.dtype = widest if widest.itemsize >= 4 else torch.float32
+        self._home = torch.device("cpu") if config.offload else self._device
+        self.outer = torch.zeros(fragment.num_values, dtype=self.dtype, device=self._home)
+        self.buffers = self.read_buffers()
+        self.take_outer()
+        self._optimizer = torch.optim.SGD(
+            [self.outer], config.lr, config.momentum, nesterov=config.momentum > 0
+        )
+        self._compressor: Compressor | None = None
+        if config.codec is not None and ranks.count > 1:
+            like = [p.values.to(self.dtype) for p in fragment.pieces]
+            self._compressor = make_compressor(config.codec, like, ranks, num_flags=1, seed=seed)
+        self.done = 0
+        self.flight: Flight | None = None
+
+    def take_outer(self) -> None:
+        """Let the outer parameters be those that this rank has now."""
+        self.outer.copy_(self.read())
+        self.buffers.copy_(self.read_buffers())
+
+    # Flat tensors of the fragment's values.
+
+    def read(self) -> torch.Tensor:
+        """Copy this rank's parameters."""
+        flat = torch.empty(self.fragment.num_values, dtype=self.dtype, device=self._device)
+        for piece, part in self._parts(flat):
+            part.copy_(piece)
+        return flat
+
+    def write(self, flat: torch.Tensor) -> None:
+        """Set this rank's parameters."""
+        for piece, part in self._parts(flat.to(self._device)):
+            piece.copy_(part)
+
+    def _parts(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        values = [piece.values for piece in self.fragment.pieces]
+        parts = flat.split([v.numel() for v in values])
+        return [(v, part.view(v.shape)) for v, part in zip(values, parts, strict=True)]
+
+    def read_buffers(self) -> torch.Tensor:
+        """Copy this rank's buffers."""
+        named = [self._model.get_buffer(name) for name in self.fragment.buffers]
+        flat = [buffer.detach().reshape(-1).to(self.dtype) for buffer in named]
+        return torch.cat([torch.empty(0, dtype=self.dtype, device=self._device), *flat])
+
+    def write_buffers(self, flat: torch.Tensor) -> None:
+        """Set this rank's buffers."""
+        start = 0
+        for name in self.fragment.buffers:
+            buffer = self._model.get_buffer(name)
+            part = flat[start : start + buffer.numel()]
+            buffer.copy_(part.view(buffer.shape))
+            start += buffer.numel()
+
+    # A meeting.
+
+    def send(self, weight: int, due: int, step: int) -> ExchangeSteps:
+        """Begin a meeting: the exchange to carry out, after ``step`` updates.
+
+        Args:
+            weight: of this rank's change.
+            due: the update after which it is merged.
+            step: updates of the run.
+        """
+        sent = self.read()
+        change = self.outer.to(self._device) - sent
+        buffers = self.read_buffers()
+        flight = Flight(due, change, sent, buffers)
+        flight.lost = not (is_finite(change) and is_finite(buffers))
+        if flight.lost:
+            change.zero_()
+            buffers.copy_(self.buffers)
+        self.flight = flight
+        return self._exchange(flight, 0 if flight.lost else weight, step)
+
+    def _exchange(self, flight: Flight, weight: int, step: int) -> ExchangeSteps:
+        """Leave the weighted means in the flight."""
+        weights = torch.zeros(2, dtype=torch.float64, device=self._device)
+        weights[0], weights[1] = weight, not flight.lost
+        total = weights.clone()
+        if self._ranks.count > 1:
+            yield AllReduce(total)
+        flight.change.mul_(float(weights[0] / total[0].clamp(min=1)))
+        flight.buffers.mul_(float(weights[1] / total[1].clamp(min=1)))
+        if self._ranks.count == 1:
+            return
+        if self._compressor is None:
+            yield AllReduce(flight.change)
+        else:
+            compressor = self._compressor
+            values = compressor.zeros(compressor.num_values)
+            values[: len(flight.change)] = flight.change
+            flags = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            yield from compressor.exchange(values, flags, step)
+            if flags[-1]:  # finite changes, and an infinite sum of them in 16 bits
+                compressor.rollback()
+                values.zero_()
+            else:
+                compressor.commit()
+            flight.change.copy_(values[: len(flight.change)])
+        if len(flight.buffers):
+            yield AllReduce(flight.buffers)
+        if not total[1]:
+            flight.buffers.copy_(self.buffers)
+
+    def merge(self, reset: Callable[[nn.Parameter], None]) -> None:
+        """End a meeting whose exchange is done.
+
+        Args:
+            reset: forgets the state of the user's optimizer for a parameter.
+        """
+        flight, self.flight = self.flight, None
+        assert flight is not None
+        self.outer.grad = flight.change.to(self._home)
+        self._optimizer.step()
+        self.outer.grad = None
+        self.buffers.copy_(flight.buffers)
+        self.done += 1
+        if flight.lost:
+            names = ", ".join(self.fragment.names[:3])
+            warnings.warn(
+                f"rank {self._ranks.rank}: its change of {names} was infinite or NaN; it goes on "
+                "from the parameters of the other ranks, with a new state of its optimizer",
+                stacklevel=6,
+            )
+        if flight.lost or not (self._config.delay or self._config.mix):
+            self.write(self.outer)  # the same bits on every rank
+        else:
+            towards = self.outer.to(self._device) - flight.sent
+            self.write(self.read().add_(towards, alpha=1 - self._config.mix))
+        self.write_buffers(self.buffers)
+        if flight.lost or self._config.inner_state == "reset":
+            for piece in self.fragment.pieces:
+                reset(piece.parameter)
+
+    # State.
+
+    def state(self) -> dict[str, Any]:
+        """State of the outer optimizer, the same on every rank; nothing may be on its way."""
+        momentum = self._optimizer.state.get(self.outer, {}).get("momentum_buffer")
+        flight = self.flight
+        return {
+            "done": self.done,
+            "outer": self.outer.clone(),
+            "momentum": None if momentum is None else momentum.clone(),
+            "buffers": self.buffers.clone(),
+            "due": None if flight is None else flight.due,
+            "mean": None if flight is None else flight.change.clone(),
+            "mean_buffers": None if flight is None else flight.buffers.clone(),
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        """State of this rank alone: what it has sent, and what its codec has left out."""
+        flight = self.flight
+        codec = [] if self._compressor is None else [*map(dict, self._compressor.state())]
+        sent = None if flight is None else flight.sent.clone()
+        return {"sent": sent, "lost": flight is not None and flight.lost, "codec": codec}
+
+    def load(self, state: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Go on from `state`, and from `rank_state` where this rank has one."""
+        self.done = state["done"]
+        self.outer.copy_(state["outer"])
+        self.buffers.copy_(state["buffers"])
+        self._optimizer.state.clear()
+        if state["momentum"] is not None:
+            momentum = state["momentum"].to(self._home, self.dtype, copy=True)
+            self._optimizer.state[self.outer]["momentum_buffer"] = momentum
+        self.flight = None
+        if state["due"] is not None:
+            sent = self.read() if own is None else own["sent"].to(self._device, copy=True)
+            mean, buffers = (
+                state[key].to(self._device, copy=True) for key in ("mean", "mean_buffers")
+            )
+            lost = own is not None and own["lost"]
+            self.flight = Flight(state["due"], mean, sent, buffers, lost)
+        if self._compressor is not None and own is not None and own["codec"]:
+            self._compressor.load(own["codec"])
+
+    @property
+    def wire_shapes(self) -> Sequence[torch.Tensor]:
+        """The pieces, as a codec counts their bytes."""
+        return [piece.values for piece in self.fragment.pieces]

@@ -1,0 +1,90 @@
+"""A model whose ranks differ between meetings: its state is that of the outer parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import UsageError
+from slipstream.local.training import LocalTraining
+from slipstream.parallel.whole_model import WholeModel
+
+KEY = "local"
+"""The entry of a rank's part in what ``checkpoint(sharded=True)`` returns as optimizer."""
+
+
+class LocalModel(WholeModel):
+    """Verbs of a model under ``local``: a state of the model holds the outer parameters."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self.training: LocalTraining | None = None
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Inside, the model has the outer parameters."""
+        assert self.training is not None
+        return self.training.evaluating()
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """``model.state_dict()`` with the outer parameters, the same on every rank."""
+        assert self.training is not None
+        with self.training.evaluating():
+            state = super().full_state_dict()
+            return {key: _copied(value) for key, value in state.items()}
+
+    def load_full_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Begin anew from these parameters, on every rank."""
+        assert self.training is not None
+        super().load_full_state_dict(state)
+        self.training.parameters_loaded()
+
+    def sharded_optimizer_state_dict(self) -> dict[str, Any]:
+        """This rank's optimizer, and all that it does not have in common with others."""
+        assert self.training is not None
+        part = super().sharded_optimizer_state_dict()
+        ranks = self.training.ranks
+        return {**part, "rank": ranks.rank, "ranks": ranks.count, KEY: self.training.rank_state()}
+
+    def load_full_optimizer_state_dict(self, state: dict[str, Any]) -> None:
+        """Load this rank's part, if the state has those of all ranks, else a state for all."""
+        assert self.training is not None
+        parts = state.get(KEY)
+        if parts is None:
+            super().load_full_optimizer_state_dict(state)
+            return
+        ranks = self.training.ranks
+        if len(parts) != ranks.count and ranks.rank == 0:
+            warnings.warn(
+                f"the state is of {len(parts)} ranks, this run has {ranks.count}: every rank goes "
+                "on from the outer parameters, with the optimizer state of one of the old ranks; "
+                "what they did since the last meetings, and what codecs have not sent, is lost",
+                stacklevel=4,
+            )
+        part = parts[ranks.rank % len(parts)]
+        super().load_full_optimizer_state_dict(part["optimizer"])
+        self.training.own_state = part[KEY] if len(parts) == ranks.count else None
+
+
+def joined_ranks(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The parts of all ranks of a run, given in any order.
+
+    Raises:
+        UsageError: a rank's part is missing or there twice.
+    """
+    by_rank = sorted(parts, key=lambda part: int(part["rank"]))
+    found = [part["rank"] for part in by_rank]
+    if found != [*range(by_rank[0]["ranks"])]:
+        raise UsageError(
+            f"these are the parts of ranks {found}; allowed: those of all {by_rank[0]['ranks']} "
+            "ranks of the saved run, once each; pass all files that it saved"
+        )
+    return {KEY: by_rank}
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

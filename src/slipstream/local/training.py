@@ -1,0 +1,338 @@
+"""The handle of training that meets rarely: counts updates, and holds the meetings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.codecs import Ranks, wire_bytes
+from slipstream.errors import ExchangeError, UsageError
+from slipstream.gradients.segments import NamedParameter
+from slipstream.local.engine import LocalEngine
+from slipstream.local.fragments import cut
+from slipstream.local.meeting import Flight, Meeting
+from slipstream.local.schedule import Schedule
+from slipstream.precision.model_precision import ModelPrecision
+from slipstream.strategy import LocalConfig, Row
+from slipstream.transport.channel import Channel, Label
+from slipstream.transport.requests import AllReduce, ExchangeSteps
+
+
+class LocalTraining:
+    """Meetings of one model, driven by its updates.
+
+    Args:
+        model, optimizer: the user's; the optimizer steps on this rank's gradients.
+        trained: the parameters that meet.
+        config: of the strategy.
+        ranks: that meet.
+        engine: averages gradients while ranks warm up.
+        channel: carries changes; None: there is one rank.
+        precision: has the loss scale, which ranks change on their own.
+        at: names this rank in an error.
+
+    Attributes:
+        ranks: that meet.
+        updates: of the run, skipped ones included.
+        evaluates: inside `evaluating`.
+        own_state: `rank_state` of a checkpoint under way; None: there is none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        trained: Sequence[NamedParameter],
+        config: LocalConfig,
+        ranks: Ranks,
+        engine: LocalEngine,
+        channel: Channel | None,
+        precision: ModelPrecision,
+        at: str,
+    ) -> None:
+        self._model, self._optimizer, self._config, self._at = model, optimizer, config, at
+        self._trained, self.ranks, self._engine = tuple(trained), ranks, engine
+        self._channel, self._precision = channel, precision
+        self._schedule = Schedule.of(config)
+        fragments = cut(model, trained, config.fragments)
+        self._meetings = [Meeting(model, f, config, ranks, n) for n, f in enumerate(fragments)]
+        self._weights = [0] * len(self._meetings)  # updates since each was last sent
+        self._failure: str | None = None
+        self.updates = 0
+        self.evaluates = False
+        self.own_state: Mapping[str, Any] | None = None
+        engine.leave(not config.warm_up)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a meeting was broken off, so that ranks are out of step."""
+        return self._failure is not None
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether gradients are still averaged at every update."""
+        return self.updates < self._config.warm_up
+
+    # The loop.
+
+    def check(self) -> None:
+        """Refuse a backward pass where it has no meaning.
+
+        Raises:
+            UsageError: inside `evaluating`, or a parameter trains that was frozen at the start.
+            ExchangeError: a meeting was broken off.
+        """
+        if self._failure is not None:
+            raise ExchangeError(self._failure)
+        if self.evaluates:
+            raise UsageError(
+                "backward() inside session.evaluating(): the model has the outer parameters there; "
+                "train after the with block"
+            )
+        known = {t.parameter for t in self._trained}
+        for name, p in self._model.named_parameters():
+            if p.requires_grad and p not in known:
+                raise UsageError(
+                    f"parameter {name} was frozen at accelerate() and trains now: no meeting "
+                    "averages it; close() the session, thaw it, and accelerate() again"
+                )
+
+    @torch.no_grad()
+    def updated(self, worked: bool) -> None:
+        """An update has ended, all ranks alike; ``worked``: this rank has changed its parameters.
+
+        Raises:
+            ExchangeError: another rank is gone.
+        """
+        self.updates += 1
+        if self.updates <= self._config.warm_up:
+            if self.updates == self._config.warm_up:
+                self._begin()
+            return
+        for number in range(len(self._weights)):
+            self._weights[number] += worked
+        now = self.updates - self._config.warm_up
+        self._merge(lambda flight: flight.due <= now)
+        for number in self._schedule.sent(now):
+            if number < len(self._meetings):
+                self._send(number, now)
+        self._merge(lambda flight: flight.due <= now)
+
+    def _begin(self) -> None:
+        """The warm-up is over: all ranks have the same parameters."""
+        for meeting in self._meetings:
+            meeting.take_outer()
+        self._engine.leave(True)
+
+    def _send(self, number: int, now: int) -> None:
+        meeting, weight = self._meetings[number], self._weights[number]
+        self._weights[number] = 0
+        exchange = meeting.send(weight, now + self._config.delay, self.updates)
+        if self._channel is None:
+            for _ in exchange:
+                pass
+            return
+        self._channel.start(self._label(number), exchange)
+
+    def _merge(self, due: Callable[[Flight], bool]) -> None:
+        for number, meeting in enumerate(self._meetings):
+            if meeting.flight is None or not due(meeting.flight):
+                continue
+            self._land()
+            if self._averages_state(meeting):
+                self._average_state(number)
+            meeting.merge(self._forget)
+
+    def _land(self) -> None:
+        """Return when nothing is on the wire."""
+        if self._channel is None or not self._channel.in_flight:
+            return
+        try:
+            self._channel.wait()
+        except ExchangeError as error:
+            self._failure = f"{self._at}: {error}; another rank is gone, or has left the loop"
+            raise ExchangeError(self._failure) from error
+
+    def _label(self, number: int) -> Label:
+        names = self._meetings[number].fragment.names
+        which = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        words = f"update {self.updates}, the meeting of fragment {number + 1} ({which})"
+        return Label(f"meeting{number + 1}", lambda: words)
+
+    # The state of the user's optimizer.
+
+    def _forget(self, parameter: nn.Parameter) -> None:
+        self._optimizer.state.pop(parameter, None)
+
+    def _averages_state(self, meeting: Meeting) -> bool:
+        every = self._config.average_every
+        averages = self._config.inner_state == "averaged" and self._channel is not None
+        return averages and (meeting.done + 1) % every == 0
+
+    def _average_state(self, number: int) -> None:
+        """Average what the optimizer keeps for each value; all ranks must keep the same."""
+        meeting = self._meetings[number]
+        found = [
+            piece.of(value)
+            for piece in meeting.fragment.pieces
+            for _, value in sorted(self._optimizer.state.get(piece.parameter, {}).items())
+            if isinstance(value, torch.Tensor)
+            and value.is_floating_point()
+            and value.shape == piece.parameter.shape
+            and value.dim()
+        ]
+        assert self._channel is not None
+        count = torch.tensor(
+            [sum(v.numel() for v in found), 1], dtype=torch.float64, device=meeting.read().device
+        )
+        flat = [v.reshape(-1).to(meeting.dtype) for v in found]
+        mine = torch.cat([*flat, count.new_zeros(0, dtype=meeting.dtype)])
+        total = count.clone()
+        label = self._label(number)
+        self._channel.start(label, _one(AllReduce(total)))
+        self._land()
+        # ranks that have not updated yet keep nothing: then there is nothing to average
+        if total[0] != count[0] * total[1] or not len(mine):
+            return
+        self._channel.start(label, _one(AllReduce(mine)))
+        self._land()
+        mine /= self.ranks.count
+        for value, part in zip(found, mine.split([v.numel() for v in found]), strict=True):
+            value.copy_(part.view(value.shape))
+
+    # The outer parameters.
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside, the model has the outer parameters, and buffers as of the last meetings."""
+        if self.warms_up or self.evaluates:
+            yield
+            return
+        with torch.no_grad():
+            parameters = [*self._model.parameters()]
+            kept = [p.detach().clone() for p in parameters]
+            buffers = [meeting.read_buffers() for meeting in self._meetings]
+            for meeting in self._meetings:
+                meeting.write(meeting.outer)
+                if meeting.done:
+                    meeting.write_buffers(meeting.buffers)
+        self.evaluates = True
+        try:
+            yield
+        finally:
+            self.evaluates = False
+            with torch.no_grad():
+                for p, value in zip(parameters, kept, strict=True):
+                    p.copy_(value)
+                for meeting, values in zip(self._meetings, buffers, strict=True):
+                    meeting.write_buffers(values)
+
+    # State.
+
+    def state(self) -> dict[str, Any]:
+        """What all ranks have alike: outer parameters, momentum, and means that are not merged."""
+        self._land()
+        return {
+            "updates": self.updates,
+            "config": self._config.document(full=True),
+            "meetings": [meeting.state() for meeting in self._meetings],
+        }
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank has alone, its model included."""
+        self._land()
+        model = {k: v.clone() for k, v in self._model.state_dict().items()}
+        own = [meeting.rank_state() for meeting in self._meetings]
+        scale = self._precision.state_dict()
+        return {"model": model, "weights": [*self._weights], "meetings": own, "loss_scale": scale}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Any] | None, steps: int) -> None:
+        """Go on from `state`, and from ``own_state`` where this rank has one.
+
+        Args:
+            state: None: of a run that averaged gradients; its ``steps`` count as warm-up.
+            steps: updates of the run that was saved.
+
+        Raises:
+            UsageError: its fragments are others.
+        """
+        if state is None:
+            self.updates = steps
+            self.parameters_loaded()
+            self._engine.leave(not self.warms_up)
+            return
+        if (saved := state["config"]["fragments"]) != self._config.fragments:
+            raise UsageError(
+                f"this state has local.fragments {saved}, this run {self._config.fragments}; "
+                "allowed: the same, or session.restore({'model': ...}), which begins new rounds"
+            )
+        self.updates = state["updates"]
+        own, self.own_state = self.own_state, None
+        if own is not None:
+            self._model.load_state_dict(own["model"])
+            self._weights = [*own["weights"]]
+            self._precision.load_state_dict(own["loss_scale"])
+        parts: Sequence[Any] = own["meetings"] if own else [None] * len(self._meetings)
+        for meeting, shared, mine in zip(self._meetings, state["meetings"], parts, strict=True):
+            meeting.load(shared, mine)
+        self._engine.leave(not self.warms_up)
+
+    @torch.no_grad()
+    def parameters_loaded(self) -> None:
+        """The model was loaded from elsewhere: it is what all ranks begin with."""
+        self._land()
+        for meeting in self._meetings:
+            meeting.flight = None
+            meeting.take_outer()
+
+    # The handle.
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Average what ranks have done since they met, and leave the mean on all of them.
+
+        A collective. The last, partial round is no step of the outer optimizer, whose momentum
+        would count as if it were a whole one.
+        """
+        if self.failed or self.warms_up or not self.updates:
+            return
+        self._merge(lambda flight: True)
+        for number, meeting in enumerate(self._meetings):
+            mine = meeting.read()
+            buffers = meeting.read_buffers()
+            both = torch.cat([mine, buffers])
+            if self._channel is not None:
+                both /= self.ranks.count
+                self._channel.start(self._label(number), _one(AllReduce(both)))
+                self._land()
+            meeting.write(both[: len(mine)])
+            meeting.write_buffers(both[len(mine) :])
+
+    def abandon(self) -> None:
+        """After an error the other ranks may not be there to meet."""
+
+    def report_rows(self) -> list[Row]:
+        """Report the rounds, and what they send."""
+        config = self._config
+        if self.warms_up:
+            left = config.warm_up - self.updates
+            return [Row("local", f"{left} updates of warm-up left", "gradients are averaged")]
+        done = sum(meeting.done for meeting in self._meetings)
+        sent = sum(
+            wire_bytes(config.codec, piece.to(meeting.dtype))
+            for meeting in self._meetings
+            for piece in meeting.wire_shapes
+        )
+        rate = f"{sent / 2**20 / config.steps:.3g} MB an update"
+        note = f"{len(self._meetings)} fragments, {rate} in place of gradients"
+        return [Row("local", f"{done} meetings", note, "lossy")]
+
+
+def _one(request: AllReduce) -> ExchangeSteps:
+    """An exchange of one request, which a thread of the channel carries out."""
+    yield request

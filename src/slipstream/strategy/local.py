@@ -1,0 +1,74 @@
+"""Settings of training that meets rarely. ``local`` implements them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, model_validator
+
+from slipstream.strategy.codec import CodecVariant, PlainCodecConfig
+from slipstream.strategy.setting import OneOf, Setting
+
+
+class LocalConfig(Setting):
+    """Ranks train on their own, and meet rarely: every ``steps`` updates the mean of what they
+    changed is one step of an outer optimizer (DiLoCo, https://arxiv.org/abs/2311.08105).
+
+    Example:
+        >>> LocalConfig(steps=32, fragments=4, delay=2).momentum
+        0.9
+    """
+
+    steps: int = Field(default=16, ge=1)
+    """Updates of a rank from one meeting of a parameter to its next."""
+
+    fragments: int = Field(default=1, ge=1)
+    """Parts of the model that meet in turn, each of about as many bytes."""
+
+    delay: NonNegativeInt = 0
+    """Updates that a rank goes on with while a fragment travels; none: it waits."""
+
+    mix: float = Field(default=0.0, ge=0, lt=1)
+    """Part of a rank's distance from the outer parameters that it keeps after a meeting. What it
+    learned during the delay it keeps in any case."""
+
+    lr: float = Field(default=0.7, gt=0)
+    """Learning rate of the outer optimizer; 1 without momentum takes the mean of all ranks."""
+
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """Nesterov momentum of the outer optimizer."""
+
+    warm_up: NonNegativeInt = 0
+    """Updates of plain data parallelism first."""
+
+    codec: Annotated[PlainCodecConfig, OneOf(family=CodecVariant)] | None = None
+    """How changes are compressed before they are sent; null: not at all."""
+
+    inner_state: Literal["kept", "averaged", "reset"] = "kept"
+    """What becomes of the state of the user's optimizer at a meeting."""
+
+    average_every: int = Field(default=1, ge=1)
+    """Meetings of a fragment from one average of its optimizer state to the next."""
+
+    offload: bool = False
+    """Keep the outer parameters and their momentum in the memory of the host."""
+
+    @model_validator(mode="after")
+    def _in_turn(self) -> LocalConfig:
+        if self.fragments > self.steps:
+            raise ValueError(
+                f"fragments {self.fragments} are more than steps {self.steps}; allowed: at most "
+                "one fragment an update"
+            )
+        gap = self.steps // self.fragments
+        if self.delay > gap:
+            raise ValueError(
+                f"delay {self.delay} is longer than the {gap} updates from one fragment to the "
+                f"next (steps // fragments); allowed: 0 to {gap}"
+            )
+        if self.codec is not None and self.codec.takes_momentum:
+            raise ValueError(
+                f"codec {self.codec.kind} takes over the momentum of the optimizer, which here "
+                "steps on its own; allowed: half, int8, int4, onebit, powersgd"
+            )
+        return self
